@@ -1,4 +1,7 @@
-"""Attempts: which process or scheduler job owns a run directory, one after the other. Standard library only."""
+"""Attempts: which process or scheduler job owns a run directory, one after the other.
+
+Standard library only.
+"""
 
 import contextlib
 import os
@@ -32,9 +35,11 @@ Files = Mapping[str, str | None]
 
 
 def claim_attempt(run_dir: Path) -> int:
-    """Makes the calling process the owner of the next attempt of a run directory, and returns its number.
+    """Makes the calling process the owner of the next attempt of a run directory, and returns its
+    number.
 
-    Requests to the attempt before are dropped. Left-overs of that attempt cannot write `state.json` from now on.
+    Requests to the attempt before are dropped. Left-overs of that attempt cannot write `state.json`
+    from now on.
 
     Raises:
         JobError: a job is live in this directory.
@@ -42,14 +47,18 @@ def claim_attempt(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
         _refuse_live(run_dir)
-        return _begin(run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current()))
+        return _begin(
+            run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current())
+        )
 
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, files: Files) -> Iterator[int]:
-    """Claims the next attempt for a block that starts its job, writes its files, and yields its number.
+    """Claims the next attempt for a block that starts its job, writes its files, and yields its
+    number.
 
-    A block that raises has started nothing, so the directory is then put back as it was, requests and all.
+    A block that raises has started nothing, so the directory is then put back as it was, requests
+    and all.
 
     Raises:
         JobError: a job is live in this directory.
@@ -57,7 +66,9 @@ def claimed(run_dir: Path, files: Files) -> Iterator[int]:
     with new_folders(run_dir, run_dir / "logs", run_dir / "control"):
         ours = ("state.json", "exit.json", "history.jsonl", ".state.lock", RESERVE)
         written = [run_dir / name for name in (*files, *ours)]
-        before = {file: file.read_bytes() for file in [*written, *_requests(run_dir)] if file.is_file()}
+        before = {
+            file: file.read_bytes() for file in [*written, *_requests(run_dir)] if file.is_file()
+        }
         attempt = claim_attempt(run_dir)
         try:
             for name, text in files.items():
@@ -73,7 +84,9 @@ def claimed(run_dir: Path, files: Files) -> Iterator[int]:
 
 @contextlib.contextmanager
 def new_folders(*folders: Path) -> Iterator[None]:
-    """Makes folders with their parents; if the block raises, those that are new and empty are taken away again."""
+    """Makes folders with their parents; if the block raises, those that are new and empty are
+    taken away again.
+    """
     new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
     try:
         for folder in folders:
@@ -99,13 +112,15 @@ def _refuse_live(run_dir: Path) -> None:
     beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
     if not status.state.is_final and not beyond_reach:
         raise JobError(
-            f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
-            f"End it with `{kit_command('stop', run_dir)}` (--now: at once), or use another run directory."
+            f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason})."
+            f" End it with `{kit_command('stop', run_dir)}` (--now: at once), or use another run"
+            " directory."
         )
 
 
 def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
-    """Begins the attempt that follows one that has ended, under the same supervisor, and returns its number.
+    """Begins the attempt that follows one that has ended, under the same supervisor, and returns
+    its number.
 
     Raises:
         StaleAttemptError: somebody else has begun one.
@@ -114,13 +129,18 @@ def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
         refuse_stale(run_dir, attempt)
         told = f"restarting: {reason}"
         state = RunState(
-            state=JobState.STARTING, attempt=0, process=Process.current(), heartbeat=time.time(), reason=told
+            state=JobState.STARTING,
+            attempt=0,
+            process=Process.current(),
+            heartbeat=time.time(),
+            reason=told,
         )
         return _begin(run_dir, state)
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
-    """Records the scheduler's job in state.json, in place of the submitting process, which is about to end.
+    """Records the scheduler's job in state.json, in place of the submitting process, which is about
+    to end.
 
     The job may have started before this is called: what it has recorded itself is kept.
     """
@@ -134,7 +154,8 @@ def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
 
 
 def take_over(run_dir: Path, job: SchedulerJob) -> int:
-    """Makes the calling process, a supervisor that the scheduler has started, the owner of an attempt.
+    """Makes the calling process, a supervisor that the scheduler has started, the owner of an
+    attempt.
 
     Returns the number of the attempt: the queued one, or the next after a requeue or a restart.
 
@@ -145,9 +166,16 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         state = read_state(run_dir)
         known = state.scheduler_job if state else None
         ours = known is None or known.id == job.id
-        job = known if known and ours else job  # keep how the submitter reaches the scheduler (its configuration)
-        here = {"state": JobState.STARTING, "process": Process.current(), "scheduler_job": job,
-                "heartbeat": time.time(), "reason": f"started by job {job.id} on {os.uname().nodename}"}  # fmt: skip
+        job = (
+            known if known and ours else job
+        )  # keep how the submitter reaches the scheduler (its configuration)
+        here = {
+            "state": JobState.STARTING,
+            "process": Process.current(),
+            "scheduler_job": job,
+            "heartbeat": time.time(),
+            "reason": f"started by job {job.id} on {os.uname().nodename}",
+        }
         if state and ours and state.state is JobState.QUEUED:
             begun = state.replace(**here)
             begun.write(run_dir / "state.json")
@@ -155,7 +183,10 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
             return state.attempt
         if not ours and not read_status(run_dir).state.is_final:
             assert known is not None
-            raise JobError(f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was started.")
+            raise JobError(
+                f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was"
+                " started."
+            )
         told = ours and is_told_to_stop(run_dir)
         attempt = _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
         if told:  # Slurm itself has requeued the job, before or after its trainer took the request
@@ -168,7 +199,9 @@ def _requests(run_dir: Path) -> list[Path]:
 
 
 def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], attempt: int) -> None:
-    """Gives files the content that they had, and removes those that were not there, with the logs of an attempt."""
+    """Gives files the content that they had, and removes those that were not there, with the
+    logs of an attempt.
+    """
     for file, content in before.items():
         if not file.is_file() or file.read_bytes() != content:
             write_atomic(file, content)
@@ -182,7 +215,9 @@ def _begin(run_dir: Path, state: RunState) -> int:
     begun = state.replace(attempt=last_attempt(run_dir) + 1)
     # The control folder, so that `touch RUN/control/request_stop` works from the start.
     with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):
-        write_atomic(run_dir / RESERVE, os.urandom(RESERVE_BYTES))  # which no file system makes smaller
+        write_atomic(
+            run_dir / RESERVE, os.urandom(RESERVE_BYTES)
+        )  # which no file system makes smaller
         for left_over in _requests(run_dir):
             left_over.unlink(missing_ok=True)
         begun.write(run_dir / "state.json")

@@ -1,7 +1,9 @@
-"""Ends every process that a job has started, even when its supervisor is killed. Standard library, Linux.
+"""Ends every process that a job has started, even when its supervisor is killed. Standard library,
+Linux.
 
-The kernel kills a rank when its supervisor dies (PR_SET_PDEATHSIG). What a rank itself has started and left behind
-becomes a child of the nearest subreaper above it, which kills its children until it has none.
+The kernel kills a rank when its supervisor dies (PR_SET_PDEATHSIG). What a rank itself has started
+and left behind becomes a child of the nearest subreaper above it, which kills its children until it
+has none.
 """
 
 import contextlib
@@ -31,7 +33,9 @@ def become_subreaper() -> None:
 
 
 def kill_descendants() -> None:
-    """Kills the children of this process, then those that they leave behind, until there are none."""
+    """Kills the children of this process, then those that they leave behind, until there are
+    none.
+    """
     deadline = time.monotonic() + KILL_WAIT_S
     while (children := child_pids(os.getpid())) and time.monotonic() < deadline:
         for pid in children:

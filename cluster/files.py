@@ -1,7 +1,9 @@
-"""The only ways in which files of a run are opened, appended to and replaced, whose it is, and what a full disk costs.
+"""The only ways in which files of a run are opened, appended to and replaced, whose it is, and what
+a full disk costs.
 
-A run may be a colleague's, or lie where colleagues write. Under the name of one of its files there may be a link to
-a file of the reader, a pipe that blocks for ever, or a device without end. Standard library only.
+A run may be a colleague's, or lie where colleagues write. Under the name of one of its files there
+may be a link to a file of the reader, a pipe that blocks for ever, or a device without end.
+Standard library only.
 """
 
 import contextlib
@@ -20,8 +22,8 @@ RECORD_BYTES = 16 << 20
 """More than any record takes; a file that grows with the run is read piece by piece."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVE, RESERVE_BYTES = ".reserve", 128 << 10
-"""What an attempt keeps back for the record of its end: 16 KB of a log, in JSON up to six times as many, and a few
-sentences. Where there is less room no attempt begins."""
+"""What an attempt keeps back for the record of its end: 16 KB of a log, in JSON up to six times as
+many, and a few sentences. Where there is less room no attempt begins."""
 
 
 def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
@@ -41,7 +43,9 @@ def read_small(file: Path) -> bytes:
     """
     with opened(file) as stream:
         if os.fstat(stream.fileno()).st_size > RECORD_BYTES:
-            raise OSError(errno.EFBIG, f"larger than {RECORD_BYTES >> 20} MiB, so no record", str(file))
+            raise OSError(
+                errno.EFBIG, f"larger than {RECORD_BYTES >> 20} MiB, so no record", str(file)
+            )
         return stream.read(RECORD_BYTES)
 
 
@@ -54,18 +58,25 @@ def appending(file: Path) -> io.FileIO:
     handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     if os.fstat(handle).st_nlink > 1:
         os.close(handle)
-        raise OSError(errno.EMLINK, "a file with other names, which no file of a run has", str(file))
+        raise OSError(
+            errno.EMLINK, "a file with other names, which no file of a run has", str(file)
+        )
     return io.FileIO(handle, "ab+")
 
 
 def append_lines(file: Path, lines: bytes) -> None:
-    """Appends lines in one write, so that those of two writers never mix. Raises OSError as `appending`."""
+    """Appends lines in one write, so that those of two writers never mix.
+
+    Raises OSError as `appending`.
+    """
     with appending(file) as stream:
         stream.write(line_break(stream) + lines)
 
 
 def line_break(stream: io.FileIO) -> bytes:
-    """Returns what must come before the next line of a file: a line break where its last line is torn, or nothing."""
+    """Returns what must come before the next line of a file: a line break where its last line is
+    torn, or nothing.
+    """
     end = stream.seek(0, os.SEEK_END)
     return b"\n" if end and os.pread(stream.fileno(), 1, end - 1) != b"\n" else b""
 
@@ -79,7 +90,9 @@ def _regular(file: Path, flags: int) -> int:
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "a folder, a pipe or a device, which no file of a run is", str(file))
+        raise OSError(
+            errno.EINVAL, "a folder, a pipe or a device, which no file of a run is", str(file)
+        )
     os.set_blocking(handle, True)
     return handle
 
@@ -92,10 +105,12 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacement(file: Path) -> Iterator[BinaryIO]:
-    """Yields a stream whose content replaces that of a file in one step at the end of the block, if nothing fails.
+    """Yields a stream whose content replaces that of a file in one step at the end of the block, if
+    nothing fails.
 
-    A reader sees the old or the new content, never a part of it; who may read it is the umask's choice, as for any
-    file. The file's folder is made, but not those above: a run directory that was deleted must not come back as a stub.
+    A reader sees the old or the new content, never a part of it; who may read it is the umask's
+    choice, as for any file. The file's folder is made, but not those above: a run directory that
+    was deleted must not come back as a stub.
     """
     file.parent.mkdir(exist_ok=True)
     part = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
@@ -110,7 +125,9 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def unless_full() -> Iterator[None]:
-    """Gives up a block, without an error, where the disk or this user's share of it is full: a run goes on without."""
+    """Gives up a block, without an error, where the disk or this user's share of it is full: a
+    run goes on without.
+    """
     try:
         yield
     except OSError as error:
@@ -135,7 +152,8 @@ def outlive_full_log() -> None:
 
 
 def why_full(folder: Path) -> str | None:
-    """Returns that the disk of a folder is full, in words, or None where it is not or nobody can tell.
+    """Returns that the disk of a folder is full, in words, or None where it is not or nobody can
+    tell.
 
     With no room but what an attempt has given back at its end, and hardly more, it counts as full.
     """
@@ -145,7 +163,9 @@ def why_full(folder: Path) -> str | None:
 
 
 def other_owner(folder: Path) -> str | None:
-    """Returns by name whose a folder is, or None where it is this user's, or is not there: then it can be made."""
+    """Returns by name whose a folder is, or None where it is this user's, or is not there: then
+    it can be made.
+    """
     try:
         owner = folder.stat().st_uid
     except OSError:

@@ -1,10 +1,13 @@
 """Heartbeats of ranks: the last step of each, to find stragglers. Standard library only.
 
-    ranks/all.jsonl           a line for each rank; the supervisor of a Slurm job writes it every COLLECT_EVERY_S, from
-                              what the ranks told their keepers; without one, above MANY ranks, rank 0
-    ranks/rank_00003.json     of one rank, written by itself: without a supervisor up to MANY ranks, and in older runs
+    ranks/all.jsonl           a line for each rank; the supervisor of a Slurm job writes it every
+                              COLLECT_EVERY_S, from what the ranks told their keepers; without one,
+                              above MANY ranks, rank 0
+    ranks/rank_00003.json     of one rank, written by itself: without a supervisor up to MANY ranks,
+                              and in older runs
 
-A file per rank and second is 15,000 metadata operations a second at 3,072 ranks, as many as a whole file system gives.
+A file per rank and second is 15,000 metadata operations a second at 3,072 ranks, as many as a whole
+file system gives.
 """
 
 import contextlib
@@ -20,10 +23,12 @@ from cluster.record import Record, field_doc
 from cluster.state import parsed, read_record
 
 MANY = 64
-"""Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its log."""
+"""Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its
+log."""
 COLLECT_EVERY_S = 2.0
 PARTS = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
-"""Of a step, columns of the metrics; a wait for other ranks or the network lies within the others."""
+"""Of a step, columns of the metrics; a wait for other ranks or the network lies within the
+others."""
 PLACE = "KIT_PLACE"
 """Names the abstract Unix socket at which the keeper of this node takes heartbeats."""
 
@@ -38,9 +43,15 @@ class RankHeartbeat(Record):
     time: float = field_doc("unix time of that step's end")
     step_time_s: float | None = field_doc("its duration", default=None)
     host: str | None = field_doc("where the rank runs", default=None)
-    work_s: float | None = field_doc("of that step: without the wait for other ranks, where it is known", default=None)
-    parts_s: tuple[float | None, ...] = field_doc("medians of its last steps, in the order of PARTS", default=())
-    own_s: float | None = field_doc("of its last steps the median of `work_s`, where its waits are known", default=None)
+    work_s: float | None = field_doc(
+        "of that step: without the wait for other ranks, where it is known", default=None
+    )
+    parts_s: tuple[float | None, ...] = field_doc(
+        "medians of its last steps, in the order of PARTS", default=()
+    )
+    own_s: float | None = field_doc(
+        "of its last steps the median of `work_s`, where its waits are known", default=None
+    )
 
     @property
     def line(self) -> bytes:
@@ -49,12 +60,18 @@ class RankHeartbeat(Record):
 
 
 def keeper_of(run_dir: Path) -> str | None:
-    """Returns where the keeper of this node listens, or None where none does: a job inside a job has not its keeper."""
-    return os.environ.get(PLACE) if os.environ.get("KIT_RUN_DIR") == os.path.abspath(run_dir) else None
+    """Returns where the keeper of this node listens, or None where none does: a job inside a job
+    has not its keeper.
+    """
+    return (
+        os.environ.get(PLACE) if os.environ.get("KIT_RUN_DIR") == os.path.abspath(run_dir) else None
+    )
 
 
 def tell(run_dir: Path, beat: RankHeartbeat) -> None:
-    """Tells the keeper of this node of a rank's step, or writes the rank's own file where there is no keeper."""
+    """Tells the keeper of this node of a rank's step, or writes the rank's own file where there
+    is no keeper.
+    """
     if place := keeper_of(run_dir):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
             rank.setblocking(False)
@@ -69,11 +86,17 @@ def write_all_heartbeats(run_dir: Path, lines: Iterable[bytes]) -> None:
 
 
 def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
-    """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is absent."""
+    """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is
+    absent.
+    """
     folder, beats = run_dir / "ranks", list[RankHeartbeat]()
     with contextlib.suppress(OSError):
         lines = read_small(folder / "all.jsonl").splitlines()
-        beats = [beat for line in lines if (beat := parsed(RankHeartbeat, line)) and beat.attempt == attempt]
+        beats = [
+            beat
+            for line in lines
+            if (beat := parsed(RankHeartbeat, line)) and beat.attempt == attempt
+        ]
     if not beats:  # each has its own
         own = (read_record(RankHeartbeat, file) for file in folder.glob("rank_*.json"))
         beats = [beat for beat in own if beat and beat.attempt == attempt]

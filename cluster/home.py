@@ -1,4 +1,7 @@
-"""Whether a run directory is still the one in which a process began to work. Standard library only."""
+"""Whether a run directory is still the one in which a process began to work.
+
+Standard library only.
+"""
 
 import os
 from pathlib import Path
@@ -7,7 +10,9 @@ from cluster.state import JobError
 
 
 class Home:
-    """The run directory of a process, told apart from every other that may come to lie at its path."""
+    """The run directory of a process, told apart from every other that may come to lie at its
+    path.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         """Raises OSError unless there is such a directory."""
@@ -15,10 +20,14 @@ class Home:
         # Kept open, so that the file system gives its number to no other directory.
         self.handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         self.number = os.fstat(self.handle).st_ino
-        self.marks = [file for file in (run_dir / "job.json", run_dir / "spec.json") if file.exists()]
+        self.marks = [
+            file for file in (run_dir / "job.json", run_dir / "spec.json") if file.exists()
+        ]
 
     def why_lost(self) -> str | None:
-        """Returns what has become of the directory, or None while it is there; a file system in trouble is no loss."""
+        """Returns what has become of the directory, or None while it is there; a file system in
+        trouble is no loss.
+        """
         try:
             number = os.stat(self.run_dir).st_ino
         except (FileNotFoundError, NotADirectoryError):
@@ -32,7 +41,9 @@ class Home:
         return None
 
     def check(self) -> None:
-        """Raises JobError unless the directory is there: whatever this process wrote now would be lost or mislead."""
+        """Raises JobError unless the directory is there: whatever this process wrote now would
+        be lost or mislead.
+        """
         if lost := self.why_lost():
             raise JobError(f"{lost}: nothing can be recorded any more, so this process ends.")
 

@@ -1,7 +1,8 @@
 """JobSpec and Job: a job as a run directory, whatever scheduler runs it.
 
-A `Job` holds no connection and no state of its own. Everything is read from the run directory each time, so any
-process may attach to any job, and the job does not notice when they go. Standard library only.
+A `Job` holds no connection and no state of its own. Everything is read from the run directory each
+time, so any process may attach to any job, and the job does not notice when they go. Standard
+library only.
 """
 
 import contextlib
@@ -46,7 +47,9 @@ SET_BY_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec(Record):
-    """What to run: one command, started as several processes that find each other by environment variables."""
+    """What to run: one command, started as several processes that find each other by environment
+    variables.
+    """
 
     name: str = field_doc("shown in queues and titles")
     run_dir: str = field_doc("run directory; made absolute")
@@ -54,14 +57,21 @@ class JobSpec(Record):
     num_processes: int = field_doc("ranks over all nodes: one per device")
     num_nodes: int = field_doc("nodes they are spread over", default=1)
     forks: bool = field_doc(
-        "argv is `python -m MODULE ...`, which ranks of this machine may import once and be forked", default=False
+        "argv is `python -m MODULE ...`, which ranks of this machine may import once and be forked",
+        default=False,
     )
-    environment: dict[str, str] = field_doc("added to the environment of every rank", default_factory=dict)
+    environment: dict[str, str] = field_doc(
+        "added to the environment of every rank", default_factory=dict
+    )
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
     time_limit_s: float | None = field_doc("the job is ended after this time", default=None)
-    grace_s: float = field_doc("from asking a rank to end (SIGTERM) to killing it (SIGKILL)", default=10.0)
+    grace_s: float = field_doc(
+        "from asking a rank to end (SIGTERM) to killing it (SIGKILL)", default=10.0
+    )
     max_restarts: int = field_doc(
-        "restarts after crashes without a new step in between, after which the job has failed; 0: none", default=2
+        "restarts after crashes without a new step in between, after which the job has failed; 0:"
+        " none",
+        default=2,
     )
 
     def __post_init__(self) -> None:
@@ -71,52 +81,86 @@ class JobSpec(Record):
                 object.__setattr__(self, name, os.path.abspath(os.path.expanduser(value)))
         super().__post_init__()
         if not self.name.strip() or not self.name.isprintable():
-            raise ConfigError(f"job.name: {self.name!r} is not allowed. Give one line of printable characters.")
+            raise ConfigError(
+                f"job.name: {self.name!r} is not allowed. Give one line of printable characters."
+            )
         if not self.argv or not self.argv[0]:
-            raise ConfigError("job.argv: () is not allowed. Give the command of one rank, as a list of words.")
+            raise ConfigError(
+                "job.argv: () is not allowed. Give the command of one rank, as a list of words."
+            )
         if self.num_nodes < 1 or self.num_processes < 1 or self.num_processes % self.num_nodes:
             raise ConfigError(
-                f"job.num_processes: {self.num_processes} on {counted(self.num_nodes, 'node')} is not allowed. "
-                f"Give a whole multiple of num_nodes, at least 1 per node."
+                f"job.num_processes: {self.num_processes} on {counted(self.num_nodes, 'node')} is"
+                " not allowed. Give a whole multiple of num_nodes, at least 1 per node."
             )
         for name, value in (("time_limit_s", self.time_limit_s), ("grace_s", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigError(f"job.{name}: {value} is not allowed. Give seconds above 0.")
         if self.max_restarts < 0:
-            raise ConfigError(f"job.max_restarts: {self.max_restarts} is not allowed. Give 0 or more.")
+            raise ConfigError(
+                f"job.max_restarts: {self.max_restarts} is not allowed. Give 0 or more."
+            )
         self._check_text()
 
     def _check_text(self) -> None:
         for key in self.environment:
             if key in SET_BY_THE_LAUNCHER:
-                raise ConfigError(f"job.environment.{key}: the launcher sets it for each rank. Leave it out.")
+                raise ConfigError(
+                    f"job.environment.{key}: the launcher sets it for each rank. Leave it out."
+                )
             if not key or "=" in key:
-                raise ConfigError(f"job.environment: {key!r} is not a name of a variable. Leave out '='.")
+                raise ConfigError(
+                    f"job.environment: {key!r} is not a name of a variable. Leave out '='."
+                )
             if looks_secret(key, self.environment[key]):
                 raise ConfigError(
-                    f"job.environment.{key}: looks like a secret, and whoever reads the run directory could read it. "
-                    f"Leave it out and export {key} where you submit from: the job inherits it."
+                    f"job.environment.{key}: looks like a secret, and whoever reads the run"
+                    f" directory could read it. Leave it out and export {key} where you submit"
+                    " from: the job inherits it."
                 )
-        words = (*self.argv, *self.environment, *self.environment.values(), self.run_dir, self.working_directory)
+        words = (
+            *self.argv,
+            *self.environment,
+            *self.environment.values(),
+            self.run_dir,
+            self.working_directory,
+        )
         for text in words:
             if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-                raise ConfigError(f"job: {text!r} holds a NUL or is not valid text, so no command can take it.")
+                raise ConfigError(
+                    f"job: {text!r} holds a NUL or is not valid text, so no command can take it."
+                )
         if any(SECRET_VALUE.search(word) for word in self.argv):
-            raise ConfigError("job.argv: a word looks like a secret, which all who read the run directory could read. "
-                              "Leave it out and export it where you submit from: the job inherits it.")  # fmt: skip
+            raise ConfigError(
+                "job.argv: a word looks like a secret, which all who read the run directory could"
+                " read. Leave it out and export it where you submit from: the job inherits it."
+            )
 
     def check_command(self) -> None:
-        """Raises ConfigError if this machine has no such command, or no such directory to start it in."""
+        """Raises ConfigError if this machine has no such command, or no such directory to start
+        it in.
+        """
         if not Path(self.working_directory).is_dir():
-            raise ConfigError(f"job.working_directory: {self.working_directory!r} is not a directory. Create it first.")
+            raise ConfigError(
+                f"job.working_directory: {self.working_directory!r} is not a directory. Create it"
+                " first."
+            )
         in_directory = "/" in self.argv[0]  # a name alone is looked up in PATH
-        command = os.path.join(self.working_directory, self.argv[0]) if in_directory else self.argv[0]
+        command = (
+            os.path.join(self.working_directory, self.argv[0]) if in_directory else self.argv[0]
+        )
         if shutil.which(command, path=self.environment.get("PATH")) is None:
-            raise ConfigError(f"job.argv: {self.argv[0]!r} is not an executable file. Check the path, or install it.")
+            raise ConfigError(
+                f"job.argv: {self.argv[0]!r} is not an executable file. Check the path, or"
+                " install it."
+            )
 
 
 class Job:
-    """A submitted job: look at it, read its logs, end it. Made by a launcher's `submit`, or by `Job.attach`."""
+    """A submitted job: look at it, read its logs, end it.
+
+    Made by a launcher's `submit`, or by `Job.attach`.
+    """
 
     def __init__(self, run_dir: Path, spec: JobSpec) -> None:
         self.run_dir = run_dir
@@ -132,7 +176,8 @@ class Job:
         path = Path(run_dir).expanduser().absolute()
         if not (path / "job.json").is_file():
             raise JobError(
-                f"{path}: there is no job here (no job.json). Start one: `kit launch`; or give its directory."
+                f"{path}: there is no job here (no job.json). Start one: `kit launch`; or give its"
+                " directory."
             )
         return cls(path, JobSpec.read(path / "job.json"))
 
@@ -147,15 +192,20 @@ class Job:
 
     @property
     def history(self) -> list[Event]:
-        """All changes of state so far, over all attempts, oldest first; the last one is how it stands now."""
+        """All changes of state so far, over all attempts, oldest first; the last one is how it
+        stands now.
+        """
         events, status = read_history(self.run_dir), self.status()
         if events and events[-1].state is not status.state:
-            now = events[-1].replace(time=time.time(), state=status.state, reason=status.reason, step=status.step)
+            now = events[-1].replace(
+                time=time.time(), state=status.state, reason=status.reason, step=status.step
+            )
             events.append(now.replace(attempt=status.attempt, lost_node=None))
         return events
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Returns everything a rank has printed in an attempt (default: the newest); empty before its first output.
+        """Returns everything a rank has printed in an attempt (default: the newest); empty before
+        its first output.
 
         Raises:
             JobError: no such rank or attempt, or the log is no file that can be read.
@@ -170,11 +220,15 @@ class Job:
             raise JobError(f"{file}: {error.strerror}.") from error
 
     def follow(self, rank: int = 0, poll_s: float = 0.2) -> Iterator[str]:
-        """Yields the lines that a rank prints in the newest attempt, old ones first, until that attempt ends."""
+        """Yields the lines that a rank prints in the newest attempt, old ones first, until that
+        attempt ends.
+        """
         attempt, position, line = last_attempt(self.run_dir), 0, b""
         file = self._log(rank, attempt)
         while True:
-            status = self.status()  # before reading, so that what was printed before the end is not missed
+            status = (
+                self.status()
+            )  # before reading, so that what was printed before the end is not missed
             if file.exists():
                 with opened(file, follows=True) as stream:
                     stream.seek(position)
@@ -189,7 +243,8 @@ class Job:
             time.sleep(poll_s)
 
     def wait(self, timeout_s: float | None = None, poll_s: float = 0.2) -> JobStatus:
-        """Returns the status once the job has ended and, here, its supervisor too. For scripts; it blocks a notebook.
+        """Returns the status once the job has ended and, here, its supervisor too. For scripts; it
+        blocks a notebook.
 
         Raises:
             TimeoutError: the job has not ended after `timeout_s`; it goes on.
@@ -198,11 +253,14 @@ class Job:
         while not (status := self.status()).state.is_final:
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 raise TimeoutError(
-                    f"{self.run_dir}: still {status.state} after {timeout_s:g} s ({status.reason}). The job goes on; "
-                    f"wait longer, or end it: `{kit_command('stop', self.run_dir)}`."
+                    f"{self.run_dir}: still {status.state} after {timeout_s:g} s ({status.reason})."
+                    " The job goes on; wait longer, or end it:"
+                    f" `{kit_command('stop', self.run_dir)}`."
                 )
             time.sleep(poll_s)
-        while is_alive(read_state(self.run_dir)):  # its last word follows exit.json; then nobody writes here any more
+        while is_alive(
+            read_state(self.run_dir)
+        ):  # its last word follows exit.json; then nobody writes here any more
             time.sleep(0.01)
         return status
 
@@ -215,11 +273,12 @@ class Job:
         self._ask("checkpoint")
 
     def cancel(self) -> None:
-        """Ends the job without waiting for a step boundary: SIGTERM, then SIGKILL after the job's grace time.
+        """Ends the job without waiting for a step boundary: SIGTERM, then SIGKILL after the job's
+        grace time.
 
         Raises:
-            JobError: the job runs where no signal of ours can reach it, or its scheduler refuses; or the process or the
-                scheduler's job that the directory names is not this run's.
+            JobError: the job runs where no signal of ours can reach it, or its scheduler refuses;
+                or the process or the scheduler's job that the directory names is not this run's.
         """
         refuse_other_owner(self.run_dir, "end it")
         if mirror.forward(self.run_dir, "cancel"):
@@ -231,10 +290,14 @@ class Job:
             self._cancel_scheduled(state, state.scheduler_job)
         elif state.process is None or not state.process.is_here:
             raise JobError(
-                f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without --now asks."
+                f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without"
+                " --now asks."
             )
         elif state.process.is_alive and not state.process.names(self.run_dir):
-            raise JobError(f"{self.run_dir}: process {state.process.pid} is alive, and none of this run. It goes on.")
+            raise JobError(
+                f"{self.run_dir}: process {state.process.pid} is alive, and none of this run. It"
+                " goes on."
+            )
         else:
             state.process.send_signal(signal.SIGTERM)
 
@@ -246,7 +309,8 @@ class Job:
             ask(self.run_dir, request)
 
     def requeue(self, timeout_s: float = 60.0) -> None:
-        """Starts the next attempt: of an ended job at once, of a running one after ending it as `cancel` does.
+        """Starts the next attempt: of an ended job at once, of a running one after ending it as
+        `cancel` does.
 
         Raises:
             ConfigError: the job cannot be started again; nothing was ended.
@@ -275,16 +339,24 @@ class Job:
         poll.POLLER.forget(job)
         if waiting:  # no process of the job is there to say so, and the scheduler forgets
             reason = "cancelled while it waited"
-            with contextlib.suppress(StaleAttemptError):  # it had just started: its supervisor, ended too, says so
-                write_end(self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason)
+            with contextlib.suppress(
+                StaleAttemptError
+            ):  # it had just started: its supervisor, ended too, says so
+                write_end(
+                    self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason
+                )
 
     def _log(self, rank: int, attempt: int | None) -> Path:
         newest = last_attempt(self.run_dir)
         if not 0 <= rank < self.spec.num_processes:
-            raise JobError(f"{self.run_dir}: no rank {rank}. Allowed: 0 to {self.spec.num_processes - 1}.")
+            raise JobError(
+                f"{self.run_dir}: no rank {rank}. Allowed: 0 to {self.spec.num_processes - 1}."
+            )
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
-        file = find_log(self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes)
+        file = find_log(
+            self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes
+        )
         if not file.exists() and mirror.wanted(self.run_dir, file).exists():
             mirror.refresh(self.run_dir, now=True)
         return file
@@ -294,6 +366,12 @@ class Job:
 
     def _repr_html_(self) -> str:
         status = self.status()
-        rows = [("state", f"{status.state}: {status.reason}"), ("attempt", status.attempt), ("step", status.step)]
-        table = html_table(f"Job {self.spec.name}", [(key, "-" if value is None else value) for key, value in rows])
+        rows = [
+            ("state", f"{status.state}: {status.reason}"),
+            ("attempt", status.attempt),
+            ("step", status.step),
+        ]
+        table = html_table(
+            f"Job {self.spec.name}", [(key, "-" if value is None else value) for key, value in rows]
+        )
         return f"{table}<code>{html.escape(str(self.run_dir))}</code>"

@@ -11,7 +11,15 @@ from pathlib import Path
 from cluster.files import FULL, RESERVE, opened, write_atomic
 from cluster.home import Home
 from cluster.record import cut
-from cluster.state import ExitReport, JobError, JobState, find_log, log_path, update_state, write_exit
+from cluster.state import (
+    ExitReport,
+    JobError,
+    JobState,
+    find_log,
+    log_path,
+    update_state,
+    write_exit,
+)
 
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
@@ -21,7 +29,9 @@ LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: return code, one line for people, first rank to fail, and whether they start again."""
+    """How the ranks ended: return code, one line for people, first rank to fail, and whether
+    they start again.
+    """
 
     rc: int
     reason: str
@@ -30,33 +40,58 @@ class Outcome:
 
 
 def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
-    """Writes exit.json, then the final state; the files of a newer attempt, or of another run, are left alone."""
+    """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
+    are left alone.
+    """
     run_dir = home.run_dir
-    tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
-    reason = f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
+    tail = (
+        ""
+        if outcome.failing_rank is None
+        else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
+    )
+    reason = (
+        f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
+    )
     try:
         home.check()
         write_end(
-            run_dir, attempt=attempt, rc=outcome.rc, reason=reason, failing_rank=outcome.failing_rank, log_tail=tail
+            run_dir,
+            attempt=attempt,
+            rc=outcome.rc,
+            reason=reason,
+            failing_rank=outcome.failing_rank,
+            log_tail=tail,
         )
     except (JobError, OSError) as error:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
 
 
 def write_end(
-    run_dir: Path, *, attempt: int, rc: int, reason: str, failing_rank: int | None = None, log_tail: str = ""
+    run_dir: Path,
+    *,
+    attempt: int,
+    rc: int,
+    reason: str,
+    failing_rank: int | None = None,
+    log_tail: str = "",
 ) -> None:
     """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
 
-    On a full disk it takes the room that the attempt has kept back for this, and says so in the reason.
+    On a full disk it takes the room that the attempt has kept back for this, and says so in the
+    reason.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory.
     """
     report = ExitReport(
-        attempt=attempt, rc=rc, reason=reason, host=socket.gethostname(), time=time.time(), failing_rank=failing_rank,
+        attempt=attempt,
+        rc=rc,
+        reason=reason,
+        host=socket.gethostname(),
+        time=time.time(),
+        failing_rank=failing_rank,
         log_tail=log_tail,
-    )  # fmt: skip
+    )
     try:
         _end(run_dir, report)
     except OSError as error:
@@ -74,7 +109,8 @@ def _end(run_dir: Path, report: ExitReport) -> None:
 
 
 def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
-    """Gives a rank that failed a log of its own where it has none: its last lines in the log of its node.
+    """Gives a rank that failed a log of its own where it has none: its last lines in the log of its
+    node.
 
     There a line begins with the number of the task that wrote it, as `srun --label` puts it.
     """
@@ -85,17 +121,28 @@ def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
         lines = (line.partition(b": ") for line in stream.read().splitlines())
         write_atomic(
-            own, b"".join(text + b"\n" for label, _, text in lines if label.strip().isdigit() and int(label) == task)
+            own,
+            b"".join(
+                text + b"\n"
+                for label, _, text in lines
+                if label.strip().isdigit() and int(label) == task
+            ),
         )
 
 
 def ended_well(num_ranks: int) -> str:
     """Returns the reason of a job that is done."""
-    return "the one rank ended with code 0" if num_ranks == 1 else f"all {num_ranks} ranks ended with code 0"
+    return (
+        "the one rank ended with code 0"
+        if num_ranks == 1
+        else f"all {num_ranks} ranks ended with code 0"
+    )
 
 
 def end_of(code: int) -> tuple[str, int]:
-    """Returns how a process of this return code ended, in words, and its code as of a shell: 128 + n for signal n."""
+    """Returns how a process of this return code ended, in words, and its code as of a shell: 128
+    + n for signal n.
+    """
     if code >= 0:
         return f"ended with code {code}", code
     hint = " (often: out of memory)" if -code == signal.SIGKILL else ""

@@ -1,8 +1,8 @@
 """One polite question to a scheduler for all jobs that this process looks at.
 
-However many runs a notebook shows and however often, a scheduler is asked at most once in `interval_s`, for all of
-them together, in the background; in between everyone gets the last answer. One that does not answer keeps nobody
-waiting for another. Standard library only.
+However many runs a notebook shows and however often, a scheduler is asked at most once in
+`interval_s`, for all of them together, in the background; in between everyone gets the last answer.
+One that does not answer keeps nobody waiting for another. Standard library only.
 """
 
 import dataclasses
@@ -43,7 +43,9 @@ class Poller:
         self._lock = threading.Lock()
 
     def look(self, job: SchedulerJob) -> Look:
-        """Returns the last answer about a job; waits only for the first one, or for one that is long out of date."""
+        """Returns the last answer about a job; waits only for the first one, or for one that is
+        long out of date.
+        """
         key = _key(job)
         with self._lock:
             self._jobs[key] = (job, time.time())
@@ -54,13 +56,17 @@ class Poller:
                 return last
             asking = self._asking.get(key[:2])
             if asking is None or not asking.is_alive():
-                asking = threading.Thread(target=self._refresh, args=key[:2], name="scheduler-poll", daemon=True)
+                asking = threading.Thread(
+                    target=self._refresh, args=key[:2], name="scheduler-poll", daemon=True
+                )
                 self._asking[key[:2]] = asking
                 asking.start()
         if last and age_s < 3 * self.interval_s:
             return last
         asking.join(ANSWER_WAIT_S)
-        return self._looks.get(key) or Look(state=None, reason=f"{job.scheduler} has not answered yet")
+        return self._looks.get(key) or Look(
+            state=None, reason=f"{job.scheduler} has not answered yet"
+        )
 
     def forget(self, job: SchedulerJob) -> None:
         """Drops what is known of a job, because it was just changed: the next look asks again."""
@@ -71,12 +77,17 @@ class Poller:
         """Asks one scheduler about all its jobs of interest."""
         now = time.time()
         with self._lock:
-            self._jobs = {key: value for key, value in self._jobs.items() if now - value[1] < INTEREST_S}
+            self._jobs = {
+                key: value for key, value in self._jobs.items() if now - value[1] < INTEREST_S
+            }
             jobs = [job for key, (job, _) in self._jobs.items() if key[:2] == (scheduler, config)]
         try:
             answers = self._ask(jobs) if self._ask else backend(scheduler).look(jobs)
         except Exception as error:  # whatever went wrong, the run directory still tells most of it
-            answers = {job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}") for job in jobs}
+            answers = {
+                job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}")
+                for job in jobs
+            }
         with self._lock:
             # What is said was true when it was asked; by now the job may have started.
             for job in jobs:
@@ -89,7 +100,9 @@ POLLER = Poller()
 
 
 def backend(scheduler: str) -> Any:
-    """Returns the package of a scheduler: `submit` and `texts`; but for local `look`, `cancel` and `requeue` too."""
+    """Returns the package of a scheduler: `submit` and `texts`; but for local `look`, `cancel`
+    and `requeue` too.
+    """
     return import_module(f"cluster.{scheduler}")
 
 

@@ -1,7 +1,7 @@
 """Identity of a process: who wrote this file, and is it still running?
 
-A pid alone is not enough: it is given to another process after the first has ended, and it means nothing on another
-host or after a reboot. Standard library, Linux.
+A pid alone is not enough: it is given to another process after the first has ended, and it means
+nothing on another host or after a reboot. Standard library, Linux.
 """
 
 import dataclasses
@@ -28,7 +28,9 @@ class Process(Record):
         pid = os.getpid()
         stat = _stat(pid)
         assert stat is not None, f"/proc/{pid}/stat of this very process cannot be read"
-        return cls(pid=pid, start_ticks=int(stat[19]), boot_id=_boot_id(), host=socket.gethostname())
+        return cls(
+            pid=pid, start_ticks=int(stat[19]), boot_id=_boot_id(), host=socket.gethostname()
+        )
 
     @property
     def is_here(self) -> bool:
@@ -37,25 +39,35 @@ class Process(Record):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs on this host. A zombie does not: it has ended and only waits to be reaped."""
+        """Whether it still runs on this host.
+
+        A zombie does not: it has ended and only waits to be reaped.
+        """
         if not self.is_here or self.boot_id != _boot_id():
             return False
         stat = _stat(self.pid)
         return stat is not None and int(stat[19]) == self.start_ticks and stat[0] not in "ZX"
 
     def names(self, folder: Path) -> bool:
-        """Returns whether its command line names a folder, as that of a supervisor names its run directory."""
+        """Returns whether its command line names a folder, as that of a supervisor names its run
+        directory.
+        """
         try:
             words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             return False
-        return any(os.path.realpath(word) == os.fsencode(folder.resolve()) for word in words if word.startswith(b"/"))
+        return any(
+            os.path.realpath(word) == os.fsencode(folder.resolve())
+            for word in words
+            if word.startswith(b"/")
+        )
 
     def send_signal(self, signal_number: int) -> bool:
         """Sends a signal to this process and no other; returns whether it was alive.
 
-        The number of a process that ends is given to another. A pidfd names one process for as long as it is open, so
-        it is opened first, and then it is checked that the process behind it is still this one.
+        The number of a process that ends is given to another. A pidfd names one process for as long
+        as it is open, so it is opened first, and then it is checked that the process behind it is
+        still this one.
         """
         try:
             handle = os.pidfd_open(self.pid)
@@ -83,9 +95,13 @@ def _boot_id() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Returns the fields of /proc/PID/stat from the third (state) on, or None when there is no such process."""
+    """Returns the fields of /proc/PID/stat from the third (state) on, or None when there is no
+    such process.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()  # the second field, the command's name, may hold spaces and brackets
+    return text.rpartition(")")[
+        2
+    ].split()  # the second field, the command's name, may hold spaces and brackets

@@ -1,4 +1,5 @@
-"""What the record of a run tells of its progress: whether it hangs, was told to stop, and is worth another start.
+"""What the record of a run tells of its progress: whether it hangs, was told to stop, and is worth
+another start.
 
 Standard library only.
 """
@@ -13,16 +14,25 @@ HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
 
 
 class HangJudge:
-    """Notices a running job that takes no steps, by the clock of this process, which nobody can set."""
+    """Notices a running job that takes no steps, by the clock of this process, which nobody can
+    set.
+    """
 
     def __init__(self) -> None:
         self.seen: tuple[int, float] | None = None
         self.since = time.monotonic()
 
     def why_hung(self, run_dir: Path) -> str | None:
-        """Returns since when a running job has given no sign of life, or None if it does, cannot, or has not begun."""
+        """Returns since when a running job has given no sign of life, or None if it does,
+        cannot, or has not begun.
+        """
         state = read_state(run_dir)
-        if state is None or state.state is not JobState.RUNNING or state.heartbeat is None or why_full(run_dir):
+        if (
+            state is None
+            or state.state is not JobState.RUNNING
+            or state.heartbeat is None
+            or why_full(run_dir)
+        ):
             self.seen = None
             return None
         if (state.attempt, state.heartbeat) != self.seen:
@@ -34,7 +44,9 @@ class HangJudge:
 
 
 def fruitless_starts(run_dir: Path, attempt: int) -> int:
-    """Returns how many of the newest attempts, `attempt` included, took no step that none had taken before."""
+    """Returns how many of the newest attempts, `attempt` included, took no step that none had
+    taken before.
+    """
     furthest: dict[int, int] = {}
     for event in read_history(run_dir):
         furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
@@ -55,6 +67,8 @@ def has_ever_stepped(run_dir: Path) -> bool:
 
 
 def is_told_to_stop(run_dir: Path) -> bool:
-    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has taken that yet."""
+    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
+    taken that yet.
+    """
     requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
     return any(request is not None and request.by_person for request in requests)

@@ -1,8 +1,8 @@
 """Typed records: frozen dataclasses with a strict JSON round trip.
 
-Everything that is written into a run directory (spec, plan, site, job, recipe) is a `Record`. Reading one back
-checks every key and every value against the annotations, and an error names the dotted path of what is wrong.
-Standard library only.
+Everything that is written into a run directory (spec, plan, site, job, recipe) is a `Record`.
+Reading one back checks every key and every value against the annotations, and an error names the
+dotted path of what is wrong. Standard library only.
 """
 
 import dataclasses
@@ -27,7 +27,9 @@ BITS = 63
 
 
 class ConfigError(ValueError):
-    """Something the user wrote is wrong: the message says what, the value, what is allowed, what to do."""
+    """Something the user wrote is wrong: the message says what, the value, what is allowed, what
+    to do.
+    """
 
 
 class MissingError(ConfigError):
@@ -44,7 +46,9 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def kit_command(*words: str | os.PathLike[str]) -> str:
-    """Returns a command of the kit that a message advises, ready to be pasted: `kit watch 'runs/a b'`."""
+    """Returns a command of the kit that a message advises, ready to be pasted: `kit watch
+    'runs/a b'`.
+    """
     return shlex.join(["kit", *(os.fspath(word) for word in words)])
 
 
@@ -54,7 +58,9 @@ def config_folder() -> Path:
 
 
 def field_doc(text: str, **kwargs: Any) -> Any:
-    """Returns a dataclass field that carries its one-line meaning (shown by `_repr_html_` and `kit` help)."""
+    """Returns a dataclass field that carries its one-line meaning (shown by `_repr_html_` and
+    `kit` help).
+    """
     return dataclasses.field(metadata={"doc": text}, **kwargs)
 
 
@@ -82,18 +88,23 @@ class Record:
         Raises:
             ConfigError: a name is not a field, or a value is not of its type.
         """
-        return type(self).from_dict({**self.to_dict(), **{k: _plain(v) for k, v in changes.items()}})
+        return type(self).from_dict(
+            {**self.to_dict(), **{k: _plain(v) for k, v in changes.items()}}
+        )
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "") -> Self:
         """Returns the record that `data` describes.
 
         Raises:
-            ConfigError: unknown key, missing keys or a value of the wrong type, each named by its dotted path.
+            ConfigError: unknown key, missing keys or a value of the wrong type, each named by its
+                dotted path.
         """
         path = path or path_name(cls)
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected a table of keys, got {type(data).__name__} {_shown(data)}.")
+            raise ConfigError(
+                f"{path}: expected a table of keys, got {type(data).__name__} {_shown(data)}."
+            )
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in data:
             if key not in fields:
@@ -104,7 +115,10 @@ class Record:
             try:
                 if name in data:
                     values[name] = _convert(data[name], hints[name], f"{path}.{name}")
-                elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                elif (
+                    field.default is dataclasses.MISSING
+                    and field.default_factory is dataclasses.MISSING
+                ):
                     raise MissingError([f"{path}.{name}"])
             except MissingError as error:  # of this record, or of one inside it
                 missing += error.names
@@ -117,7 +131,10 @@ class Record:
         """Returns the record that a JSON text describes; errors as `from_dict`."""
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, nested without end
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # no JSON, a number of thousands of digits, nested without end
             raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
         return cls.from_dict(data)
 
@@ -126,16 +143,23 @@ class Record:
         """Returns the record stored in a JSON file.
 
         Raises:
-            ConfigError: the file is missing or cannot be read, is no plain file, or does not describe this record.
+            ConfigError: the file is missing or cannot be read, is no plain file, or does not
+                describe this record.
         """
         try:
             text = read_small(Path(file)).decode()
         except FileNotFoundError as error:
-            raise ConfigError(f"{file}: no such file; expected a {cls.__name__} as JSON.") from error
+            raise ConfigError(
+                f"{file}: no such file; expected a {cls.__name__} as JSON."
+            ) from error
         except OSError as error:
-            raise ConfigError(f"{file}: {error.strerror}; expected a {cls.__name__} as JSON.") from error
+            raise ConfigError(
+                f"{file}: {error.strerror}; expected a {cls.__name__} as JSON."
+            ) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: not text ({error}); expected a {cls.__name__} as JSON.") from error
+            raise ConfigError(
+                f"{file}: not text ({error}); expected a {cls.__name__} as JSON."
+            ) from error
         try:
             return cls.from_json(text)
         except ConfigError as error:
@@ -158,7 +182,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def _as_they_are(hint: Any) -> frozenset[type]:
-    """Returns the types whose values an annotation takes without a look at them; most values of most records."""
+    """Returns the types whose values an annotation takes without a look at them; most values of
+    most records.
+    """
     if hint in (bool, int, float, str, type(None)):
         return frozenset({hint})
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -167,7 +193,9 @@ def _as_they_are(hint: Any) -> frozenset[type]:
 
 
 def path_name(cls: type) -> str:
-    """Returns the first part of a dotted path for a record class: `ModelSpec` -> `spec`, `JobSpec` -> `job`."""
+    """Returns the first part of a dotted path for a record class: `ModelSpec` -> `spec`,
+    `JobSpec` -> `job`.
+    """
     name = cls.__name__
     return {"ModelSpec": "spec", "JobSpec": "job"}.get(name, name.lower())
 
@@ -181,13 +209,19 @@ def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
 
 
 def check_file_name(name: str, path: str) -> None:
-    """Raises ConfigError unless `name` is that of a file in the record's own folder; it may come from a stranger."""
+    """Raises ConfigError unless `name` is that of a file in the record's own folder; it may come
+    from a stranger.
+    """
     if "\0" in name or name in ("", "..") or Path(name).name != name:
-        raise ConfigError(f"{path}: {name!r} is not allowed. Give the plain name of a file in the same folder.")
+        raise ConfigError(
+            f"{path}: {name!r} is not allowed. Give the plain name of a file in the same folder."
+        )
 
 
 def check_file_below(name: str, path: str) -> None:
-    """Raises ConfigError unless `name` is that of a file in the record's own folder or in one inside it."""
+    """Raises ConfigError unless `name` is that of a file in the record's own folder or in one
+    inside it.
+    """
     for part in name.split("/"):
         check_file_name(part, path)
 
@@ -195,10 +229,14 @@ def check_file_below(name: str, path: str) -> None:
 def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
     """Returns a small two-column HTML table; all text is escaped."""
     body = "".join(
-        f"<tr><td>{html.escape(str(key))}</td><td style='text-align:right'>{html.escape(str(value))}</td></tr>"
+        f"<tr><td>{html.escape(str(key))}</td><td"
+        f" style='text-align:right'>{html.escape(str(value))}</td></tr>"
         for key, value in rows
     )
-    return f"<table><thead><tr><th colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
+    return (
+        "<table><thead><tr><th"
+        f" colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -220,7 +258,9 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
         return value
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{path}: {value!r} is not allowed. Allowed: {', '.join(map(repr, args))}.")
+            raise ConfigError(
+                f"{path}: {value!r} is not allowed. Allowed: {', '.join(map(repr, args))}."
+            )
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
@@ -228,7 +268,9 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
         return _convert(value, next(arg for arg in args if arg is not type(None)), path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in [member.value for member in hint]:
-            raise ConfigError(f"{path}: {value!r} is not allowed. Allowed: {', '.join(m.value for m in hint)}.")
+            raise ConfigError(
+                f"{path}: {value!r} is not allowed. Allowed: {', '.join(m.value for m in hint)}."
+            )
         return hint(value)
     if isinstance(hint, type) and issubclass(hint, Record):
         return value if isinstance(value, hint) else hint.from_dict(value, path)
@@ -237,27 +279,47 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
             return tuple(_convert(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
         if len(args) == len(value):
             return tuple(
-                _convert(item, arg, f"{path}[{i}]") for i, (item, arg) in enumerate(zip(value, args, strict=True))
+                _convert(item, arg, f"{path}[{i}]")
+                for i, (item, arg) in enumerate(zip(value, args, strict=True))
             )
     if origin is dict and isinstance(value, dict):
         return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT:
+    if (
+        hint is float
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+        and abs(value) < LARGEST_FLOAT
+    ):
         return float(value)
     is_large = hint is int and isinstance(value, int) and abs(value) >> BITS
-    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
+    if (
+        isinstance(hint, type)
+        and isinstance(value, hint)
+        and (hint is bool) == isinstance(value, bool)
+    ):
         if not is_large:
             return value
-    expected = f"int below 2^{BITS}" if is_large else hint.__name__ if isinstance(hint, type) else str(hint)
+    expected = (
+        f"int below 2^{BITS}"
+        if is_large
+        else hint.__name__
+        if isinstance(hint, type)
+        else str(hint)
+    )
     raise ConfigError(f"{path}: expected {expected}, got {type(value).__name__} {_shown(value)}.")
 
 
 def _shown(value: Any) -> str:
     """Returns a value as an error message can hold it."""
-    if isinstance(value, int) and abs(value) >= LARGEST_FLOAT:  # Python refuses to write thousands of digits
+    if (
+        isinstance(value, int) and abs(value) >= LARGEST_FLOAT
+    ):  # Python refuses to write thousands of digits
         return f"of {value.bit_length()} bits"
     return cut(repr(value), 200)
 
 
 def cut(text: str, length: int) -> str:
-    """Returns a text as it is, or about `length` characters of it: cut between words, if it has any, and marked."""
+    """Returns a text as it is, or about `length` characters of it: cut between words, if it has
+    any, and marked.
+    """
     return text if len(text) <= length else f"{text[:length].rsplit(maxsplit=1)[0]} …"

@@ -1,7 +1,8 @@
-"""render: what starts a job on a site, as text: shown to the user, kept in the run directory, submitted as it stands.
+"""render: what starts a job on a site, as text: shown to the user, kept in the run directory,
+submitted as it stands.
 
-Everything that a user or a job can name reaches a script quoted, so that no name, path or value can run as a command.
-Standard library only.
+Everything that a user or a job can name reaches a script quoted, so that no name, path or value can
+run as a command. Standard library only.
 """
 
 import shlex
@@ -15,27 +16,31 @@ from cluster.scheduler import EDIT, Slurm, check_environment
 from cluster.site import Site
 
 MANY_NODES, STORM_NODES = 16, 64
-"""Nodes from which a start out of the shared file system is warned of, and refused. 64 nodes of Frontier took 500 s to
-import (github.com/glotzerlab/software, pull request 335)."""
+"""Nodes from which a start out of the shared file system is warned of, and refused. 64 nodes of
+Frontier took 500 s to import (github.com/glotzerlab/software, pull request 335)."""
 SIGNAL_EARLY_S = 60
-"""So much earlier than asked for, at most, does Slurm send a signal before the time limit (`sbatch --signal`)."""
+"""So much earlier than asked for, at most, does Slurm send a signal before the time limit
+(`sbatch --signal`)."""
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc", "enroot")
 
 
 def render(job: JobSpec, site: Site) -> str:
-    """Returns the text that starts `job` on `site`, the last of its scripts: shell, or manifests under Kubernetes.
+    """Returns the text that starts `job` on `site`, the last of its scripts: shell, or manifests
+    under Kubernetes.
 
     Raises:
-        ConfigError: the job does not fit the site, or holds what no script should, such as a secret.
+        ConfigError: the job does not fit the site, or holds what no script should, such as a
+            secret.
     """
     return list(scripts(job, site).values())[-1]
 
 
 def scripts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns all texts of a job by file name, in order of submission; each waits for the success of the one before.
+    """Returns all texts of a job by file name, in order of submission; each waits for the success
+    of the one before.
 
-    Most sites have one. A site that compiles ahead has `compile.sh` before it, Kubernetes what a pod runs. Raises as
-    `render`.
+    Most sites have one. A site that compiles ahead has `compile.sh` before it, Kubernetes what a
+    pod runs. Raises as `render`.
     """
     check(job, site)
     if site.login:
@@ -44,7 +49,9 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError: too many ranks a node, more nodes than the site gives, a variable that no script may hold."""
+    """Raises ConfigError: too many ranks a node, more nodes than the site gives, a variable that
+    no script may hold.
+    """
     check_environment(job.environment, "job.environment")
     if site.scheduler == "local":
         return  # a laptop may run more ranks than it has cores
@@ -52,21 +59,25 @@ def check(job: JobSpec, site: Site) -> None:
     if per_node > site.devices_per_node:
         held = counted(site.devices_per_node, "device")
         raise ConfigError(
-            f"job.num_nodes: {job.num_processes} ranks on {counted(job.num_nodes, 'node')} are {per_node} a "
-            f"node, but a node of {site.name} has {held}. Use num_nodes={nodes_for(job.num_processes, site)}."
+            f"job.num_nodes: {job.num_processes} ranks on {counted(job.num_nodes, 'node')} are"
+            f" {per_node} a node, but a node of {site.name} has {held}. Use"
+            f" num_nodes={nodes_for(job.num_processes, site)}."
         )
     if site.scheduler == "slurm":
-        if "%" in job.run_dir or "\\" in job.run_dir:  # seen: the job ends as FAILED 0:53 without a log
+        if (
+            "%" in job.run_dir or "\\" in job.run_dir
+        ):  # seen: the job ends as FAILED 0:53 without a log
             raise ConfigError(
-                f"job.run_dir: {job.run_dir!r} holds % or \\, which Slurm reads as patterns in the path of its log. "
-                f"Use a run directory without them."
+                f"job.run_dir: {job.run_dir!r} holds % or \\, which Slurm reads as patterns in the"
+                " path of its log. Use a run directory without them."
             )
         largest = slurm_table(site).largest_job
         if largest is not None and job.num_nodes > largest:
             raise ConfigError(
-                f"job.num_nodes: {job.num_nodes} is more than the {counted(largest, 'node')} that {site.name} gives "
-                f"one job. Use a plan of at most {counted(largest * site.devices_per_node, 'device')}, or correct "
-                f"site.slurm.max_nodes."
+                f"job.num_nodes: {job.num_nodes} is more than the {counted(largest, 'node')} that"
+                f" {site.name} gives one job. Use a plan of at most"
+                f" {counted(largest * site.devices_per_node, 'device')}, or correct"
+                " site.slurm.max_nodes."
             )
 
 
@@ -80,56 +91,80 @@ def nodes_for(num_processes: int, site: Site) -> int:
     nodes, rest = divmod(num_processes, devices)
     if nodes and rest:
         raise ConfigError(
-            f"plan: {num_processes} devices do not fill whole nodes of {site.name}, which have {devices}. "
-            f"Use {nodes * devices} ({counted(nodes, 'node')}) or {(nodes + 1) * devices} ({nodes + 1} nodes)."
+            f"plan: {num_processes} devices do not fill whole nodes of {site.name}, which have"
+            f" {devices}. Use {nodes * devices} ({counted(nodes, 'node')}) or"
+            f" {(nodes + 1) * devices} ({nodes + 1} nodes)."
         )
     return max(1, nodes)
 
 
 def check_submittable(site: Site) -> None:
-    """Raises ConfigError, naming the fields, if some still say EDIT that only the user can fill in."""
+    """Raises ConfigError, naming the fields, if some still say EDIT that only the user can fill
+    in.
+    """
     if fields := to_fill_in(site):
         where = "in the site file"
         if site.base is None and site.name in Site.names():
-            where = f'into a file my-{site.name}.toml with a line base = "{site.name}", and use its path as the site'
+            where = (
+                f'into a file my-{site.name}.toml with a line base = "{site.name}", and use its'
+                " path as the site"
+            )
         raise ConfigError(f"{', '.join(fields)}: still {EDIT!r}. Write your own values {where}.")
 
 
 def import_storm(job: JobSpec, site: Site, python: str | None = None) -> str | None:
-    """Returns what to do about ranks that would all read the environment of a Python, this one, from a shared disk."""
+    """Returns what to do about ranks that would all read the environment of a Python, this one,
+    from a shared disk.
+    """
     if not reads_shared_disk(slurm_table(site)) or Path(job.argv[0]).name in CONTAINERS:
         return None
     prefix, tar = Path(python or sys.executable).parent.parent, "environment.tar"
-    pack = ("conda-pack --format tar -p %s -o %s" if (prefix / "conda-meta").is_dir() else "tar -C %s -cf %s .") % (
-        shlex.quote(str(prefix)), tar,
-    )  # fmt: skip
+    pack = (
+        "conda-pack --format tar -p %s -o %s"
+        if (prefix / "conda-meta").is_dir()
+        else "tar -C %s -cf %s ."
+    ) % (
+        shlex.quote(str(prefix)),
+        tar,
+    )
     return (
-        f"the ranks of {job.num_nodes} nodes would all read Python and its packages from the shared file system, at "
-        f"33,000 file calls each. Pack them once, `{pack}`, and give the file as archive, and a folder on each node's "
-        f"own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container."
+        f"the ranks of {job.num_nodes} nodes would all read Python and its packages from the shared"
+        f" file system, at 33,000 file calls each. Pack them once, `{pack}`, and give the file as"
+        " archive, and a folder on each node's own disk as directory, under [slurm.broadcast] in"
+        " the site file; or start the ranks in a container."
     )
 
 
 def reads_shared_disk(slurm: Slurm) -> bool:
-    """Returns whether the ranks of a site share one Python environment: not packed for each node, not in containers."""
+    """Returns whether the ranks of a site share one Python environment: not packed for each
+    node, not in containers.
+    """
     packed = slurm.broadcast is not None and slurm.broadcast.archive is not None
     options = (*slurm.srun_options, *slurm.sbatch_options)
-    return not packed and not any(option.startswith(("--container", "--image")) for option in options)
+    return not packed and not any(
+        option.startswith(("--container", "--image")) for option in options
+    )
 
 
 def to_fill_in(site: Site) -> list[str]:
-    """Returns the fields of a site file that only the user can fill in and that still say EDIT, if within a path."""
+    """Returns the fields of a site file that only the user can fill in and that still say EDIT,
+    if within a path.
+    """
     unused = {"slurm", "kubernetes"} - {site.scheduler}
     values = {key: value for key, value in site.to_dict().items() if key not in unused}
     return [f"site.{place}" for place, value in _places(values) if EDIT in str(value).split("/")]
 
 
 def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
-    """Returns what is allowed but worth a second look, one line each; `python` runs the job, by default this one."""
+    """Returns what is allowed but worth a second look, one line each; `python` runs the job, by
+    default this one.
+    """
     devices = job.num_nodes * site.devices_per_node
     found = []
     if site.scheduler != "local" and job.num_processes < devices:
-        found.append(f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle.")
+        found.append(
+            f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle."
+        )
     if site.scheduler == "slurm":
         found += _time_warnings(job, slurm_table(site), site.name)
         if job.num_nodes > MANY_NODES and (storm := import_storm(job, site, python)):
@@ -145,7 +180,8 @@ def slurm_table(site: Site) -> Slurm:
     """
     if site.slurm is None:
         raise ConfigError(
-            f"site.slurm: {site.name!r} has no [slurm] table, so no job can be written for it. Write a .toml file "
+            f"site.slurm: {site.name!r} has no [slurm] table, so no job can be written for it."
+            " Write a .toml file "
             f'with base = "{site.name}" and such a table; generic-gpu-slurm.toml shows one.'
         )
     return site.slurm
@@ -156,16 +192,17 @@ def _time_warnings(job: JobSpec, slurm: Slurm, name: str) -> list[str]:
     allowed_s = slurm.max_seconds(job.num_nodes)
     if allowed_s and job.time_limit_s and job.time_limit_s > allowed_s:
         found.append(
-            f"{_hours(job.time_limit_s)} were asked for, but {name} gives {counted(job.num_nodes, 'node')} "
-            f"{_hours(allowed_s)}: the job asks for that, stops in time and comes back."
+            f"{_hours(job.time_limit_s)} were asked for, but {name} gives"
+            f" {counted(job.num_nodes, 'node')} {_hours(allowed_s)}: the job asks for that, stops"
+            " in time and comes back."
         )
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
     # What Slurm signals as it starts a job may be lost: the batch shell is not there yet.
     if limit_s is not None and limit_s <= slurm.stop_before_end_s + SIGNAL_EARLY_S:
         found.append(
-            f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the end in which the job "
-            f"is told to save and stop, by Slurm up to {SIGNAL_EARLY_S} s early. Ask for more time, or lower "
-            f"site.slurm.stop_before_end_s."
+            f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the"
+            f" end in which the job is told to save and stop, by Slurm up to {SIGNAL_EARLY_S} s"
+            " early. Ask for more time, or lower site.slurm.stop_before_end_s."
         )
     return found
 
@@ -177,5 +214,9 @@ def _hours(seconds: float) -> str:
 def _places(value: object, place: str = "") -> list[tuple[str, object]]:
     """Returns every value inside nested tables with its dotted path."""
     if isinstance(value, dict):
-        return [found for key, item in value.items() for found in _places(item, f"{place}.{key}".lstrip("."))]
+        return [
+            found
+            for key, item in value.items()
+            for found in _places(item, f"{place}.{key}".lstrip("."))
+        ]
     return [(place, value)]

@@ -1,8 +1,9 @@
-"""What a site file says about its scheduler: the tables `[slurm]` and `[kubernetes]`, and what may stand in them.
+"""What a site file says about its scheduler: the tables `[slurm]` and `[kubernetes]`, and what may
+stand in them.
 
-Words that go into directives are plain words, so that no site file can break a script. Values of environment variables
-may hold anything: they are quoted. Lines under `setup` and `task_setup` are shell and are used as they stand.
-Standard library only.
+Words that go into directives are plain words, so that no site file can break a script. Values of
+environment variables may hold anything: they are quoted. Lines under `setup` and `task_setup` are
+shell and are used as they stand. Standard library only.
 """
 
 import dataclasses
@@ -19,12 +20,14 @@ SECRET_WORDS = "KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
 SECRET_NAME = re.compile(
     rf"(^|_)({SECRET_WORDS})_|({SECRET_WORDS})=|(?<=\w)(?<!OLD)PWD=|(^|_)(PASS|PAT|AUTH|TOKENS)=(?!\d+$)"
 )
-"""In NAME=value, words in capitals and apart: GITHUB_PAT, AWSSECRETACCESSKEY; neither KEYBOARD nor MAX_TOKENS=9."""
+"""In NAME=value, words in capitals and apart: GITHUB_PAT, AWSSECRETACCESSKEY; neither KEYBOARD
+nor MAX_TOKENS=9."""
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|sk-[\w-]{30,}|"
     r"xox[abprs]-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16})\b|://[^/@:\s]+:[^/@\s]+@"
 )
-"""Tokens that their makers have given a shape (Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS); a URL's password."""
+"""Tokens that their makers have given a shape (Hugging Face, GitHub, GitLab, OpenAI, Slack,
+AWS); a URL's password."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+\[\],=&|*-]*")
 ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
@@ -32,28 +35,38 @@ ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
 OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*([=][A-Za-z0-9_./:@+\[\],=&|*-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SET_BY_THE_KIT = (
-    "array chdir container error export export-file get-user-env gid input job-name no-requeue nodes ntasks "
-    "ntasks-per-node open-mode output requeue signal uid wrap"
+    "array chdir container error export export-file get-user-env gid input job-name no-requeue"
+    " nodes ntasks ntasks-per-node open-mode output requeue signal uid wrap"
 ).split()
-"""Options of sbatch that the script has, or that would make another job of it: who and what runs, where it writes."""
+"""Options of sbatch that the script has, or that would make another job of it: who and what
+runs, where it writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walltime(Record):
     """The longest job that a number of nodes may ask for."""
 
-    max_nodes: int | None = field_doc("jobs of up to so many nodes; none for all larger ones", default=None)
+    max_nodes: int | None = field_doc(
+        "jobs of up to so many nodes; none for all larger ones", default=None
+    )
     max_hours: float = field_doc("may run so long")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.max_hours < float("inf") or (self.max_nodes is not None and self.max_nodes < 1):
-            raise ConfigError(f"walltime: {self.max_nodes} nodes for {self.max_hours} h is not allowed. Both from 1.")
+        if not 0 < self.max_hours < float("inf") or (
+            self.max_nodes is not None and self.max_nodes < 1
+        ):
+            raise ConfigError(
+                f"walltime: {self.max_nodes} nodes for {self.max_hours} h is not allowed. Both"
+                " from 1."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Broadcast(Record):
-    """Copies a packed Python environment to a disk of each node, so that ranks do not all read the shared one."""
+    """Copies a packed Python environment to a disk of each node, so that ranks do not all read
+    the shared one.
+    """
 
     directory: str = field_doc("on the node-local disk; may name $USER and $SLURM_JOB_ID")
     archive: str | None = field_doc(
@@ -90,48 +103,80 @@ class Slurm(Record):
     partition: str | None = field_doc("queue; none for the default one", default=None)
     qos: str | None = field_doc("quality of service", default=None)
     constraint: str | None = field_doc("node features", default=None)
-    sbatch_options: tuple[str, ...] = field_doc("more options of sbatch, one each, such as '--exclusive'", default=())
-    launcher: Literal["srun", "torchrun"] = field_doc("srun: one task per rank; torchrun: one per node that starts "
-                                                      "the node's ranks", default="srun")  # fmt: skip
+    sbatch_options: tuple[str, ...] = field_doc(
+        "more options of sbatch, one each, such as '--exclusive'", default=()
+    )
+    launcher: Literal["srun", "torchrun"] = field_doc(
+        "srun: one task per rank; torchrun: one per node that starts the node's ranks",
+        default="srun",
+    )
     cpus_per_task: int | None = field_doc("of each task of the launcher", default=None)
-    gpus_per_node: str | None = field_doc("such as '8' or 'mi250:8'; each rank sees all of them", default=None)
+    gpus_per_node: str | None = field_doc(
+        "such as '8' or 'mi250:8'; each rank sees all of them", default=None
+    )
     gpus_per_task: int | None = field_doc("each rank sees only its own", default=None)
     gpu_bind: str | None = field_doc("such as 'closest'", default=None)
     cpu_bind: str | None = field_doc("such as 'mask_cpu:0xfe,...'", default=None)
     srun_options: tuple[str, ...] = field_doc("more options of srun, one each", default=())
     modules: tuple[str, ...] = field_doc("loaded in this order", default=())
     setup: tuple[str, ...] = field_doc("shell lines, run once on the first node", default=())
-    task_setup: tuple[str, ...] = field_doc("shell lines, run by each task of the launcher", default=())
+    task_setup: tuple[str, ...] = field_doc(
+        "shell lines, run by each task of the launcher", default=()
+    )
     environment: dict[str, str] = field_doc("of every rank", default_factory=dict)
-    environment_one_node: dict[str, str] = field_doc("added in jobs of one node", default_factory=dict)
-    environment_several_nodes: dict[str, str] = field_doc("added in larger jobs", default_factory=dict)
-    profiles: dict[str, dict[str, str]] = field_doc("named sets of variables that a job may add", default_factory=dict)
-    network_interfaces: tuple[str, ...] = field_doc("of the fast network, for the collectives' sockets", default=())
+    environment_one_node: dict[str, str] = field_doc(
+        "added in jobs of one node", default_factory=dict
+    )
+    environment_several_nodes: dict[str, str] = field_doc(
+        "added in larger jobs", default_factory=dict
+    )
+    profiles: dict[str, dict[str, str]] = field_doc(
+        "named sets of variables that a job may add", default_factory=dict
+    )
+    network_interfaces: tuple[str, ...] = field_doc(
+        "of the fast network, for the collectives' sockets", default=()
+    )
     master_port: int | None = field_doc("where ranks meet; none: from the job number", default=None)
     max_nodes: int | None = field_doc("largest job of the partition", default=None)
     walltime: tuple[Walltime, ...] = field_doc("smallest jobs first", default=())
-    stop_before_end_s: int = field_doc("the job is told to save and stop so long before its time limit: longer than "
-                                       "a step and a checkpoint", default=300)  # fmt: skip
+    stop_before_end_s: int = field_doc(
+        "the job is told to save and stop so long before its time limit: longer than "
+        "a step and a checkpoint",
+        default=300,
+    )
     broadcast: Broadcast | None = field_doc("of the Python environment", default=None)
     compilation: Compilation | None = field_doc("ahead of the run", default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("account", "partition", "qos", "constraint", "gpus_per_node", "gpu_bind", "cpu_bind"):
+        for name in (
+            "account",
+            "partition",
+            "qos",
+            "constraint",
+            "gpus_per_node",
+            "gpu_bind",
+            "cpu_bind",
+        ):
             check_words((getattr(self, name),), f"slurm.{name}")
         check_words(self.modules, "slurm.modules")
         check_words(self.network_interfaces, "slurm.network_interfaces")
         check_options(self.sbatch_options, "slurm.sbatch_options")
         for option in self.sbatch_options:  # sbatch takes the first letters of a name for the whole
-            if option[1] != "-" or any(name.startswith(option[2:].split("=")[0]) for name in SET_BY_THE_KIT):
+            if option[1] != "-" or any(
+                name.startswith(option[2:].split("=")[0]) for name in SET_BY_THE_KIT
+            ):
                 raise ConfigError(
-                    f"slurm.sbatch_options: {option!r} is not allowed: the kit sets it itself, or its name is not "
-                    f"written out. Leave it out, or give '--name' or '--name=value'."
+                    f"slurm.sbatch_options: {option!r} is not allowed: the kit sets it itself, or"
+                    " its name is not written out. Leave it out, or give '--name' or"
+                    " '--name=value'."
                 )
         check_options(self.srun_options, "slurm.srun_options")
         for name in ("sbatch_options", "srun_options", "setup", "task_setup"):
             check_lines(getattr(self, name), f"slurm.{name}")
-        check_positive(self, "cpus_per_task", "gpus_per_task", "max_nodes", "stop_before_end_s", "master_port")
+        check_positive(
+            self, "cpus_per_task", "gpus_per_task", "max_nodes", "stop_before_end_s", "master_port"
+        )
         for name in ("environment", "environment_one_node", "environment_several_nodes"):
             check_environment(getattr(self, name), f"slurm.{name}")
         for name, variables in self.profiles.items():
@@ -142,13 +187,18 @@ class Slurm(Record):
 
     def max_seconds(self, num_nodes: int) -> float | None:
         """Returns how long a job of so many nodes may run, or None where the site does not say."""
-        fitting = (size for size in self.walltime if size.max_nodes is None or num_nodes <= size.max_nodes)
+        fitting = (
+            size for size in self.walltime if size.max_nodes is None or num_nodes <= size.max_nodes
+        )
         size = next(fitting, None)
         return size.max_hours * 3600 if size else None
 
     def limit_s(self, num_nodes: int, asked_s: float | None) -> float | None:
         """Returns the time limit to ask for: what the job wants, as far as the site gives it."""
-        return min((limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None), default=None)
+        return min(
+            (limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None),
+            default=None,
+        )
 
     @property
     def largest_job(self) -> int | None:
@@ -163,66 +213,99 @@ class Kubernetes(Record):
 
     namespace: str = field_doc("where jobs are made", default="default")
     image: str = field_doc("container image with the kit installed")
-    claim: str = field_doc("PersistentVolumeClaim of the shared file system that holds the run directories")
-    mount_path: str = field_doc("where that file system appears in the pods; run directories lie below it")
-    resources: dict[str, str] = field_doc("of one pod, requested and limited alike; quantities as text")
+    claim: str = field_doc(
+        "PersistentVolumeClaim of the shared file system that holds the run directories"
+    )
+    mount_path: str = field_doc(
+        "where that file system appears in the pods; run directories lie below it"
+    )
+    resources: dict[str, str] = field_doc(
+        "of one pod, requested and limited alike; quantities as text"
+    )
     node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)
     tolerations: tuple[str, ...] = field_doc("taints that the pods accept, by key", default=())
-    queue: str | None = field_doc("Kueue queue that admits all pods of a job together, or none", default=None)
-    kind: Literal["Job", "JobSet"] = field_doc("Job: needs no operator; JobSet: starts all pods again when one is lost",
-                                               default="Job")  # fmt: skip
+    queue: str | None = field_doc(
+        "Kueue queue that admits all pods of a job together, or none", default=None
+    )
+    kind: Literal["Job", "JobSet"] = field_doc(
+        "Job: needs no operator; JobSet: starts all pods again when one is lost", default="Job"
+    )
     max_restarts: int = field_doc("of a JobSet, or of a Job of one pod", default=10)
     master_port: int = field_doc("where ranks meet", default=29500)
-    setup: tuple[str, ...] = field_doc("shell lines, run by each pod before the command", default=())
+    setup: tuple[str, ...] = field_doc(
+        "shell lines, run by each pod before the command", default=()
+    )
     environment: dict[str, str] = field_doc("of every rank", default_factory=dict)
-    profiles: dict[str, dict[str, str]] = field_doc("named sets of variables that a job may add", default_factory=dict)
-    secrets: dict[str, str] = field_doc("variable: 'name/key' of the Secret that holds its value", default_factory=dict)
+    profiles: dict[str, dict[str, str]] = field_doc(
+        "named sets of variables that a job may add", default_factory=dict
+    )
+    secrets: dict[str, str] = field_doc(
+        "variable: 'name/key' of the Secret that holds its value", default_factory=dict
+    )
     stop_before_end_s: int = field_doc("from asking a pod to end to killing it", default=300)
-    compilation: Compilation | None = field_doc("ahead of the run; node_cache is a directory of the host", default=None)
+    compilation: Compilation | None = field_doc(
+        "ahead of the run; node_cache is a directory of the host", default=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("namespace", "queue"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
-                raise ConfigError(f"kubernetes.{name}: {value!r} is not allowed. Small letters, digits and '-'.")
+                raise ConfigError(
+                    f"kubernetes.{name}: {value!r} is not allowed. Small letters, digits and '-'."
+                )
         check_positive(self, "max_restarts", "master_port", "stop_before_end_s")
         check_lines(self.setup, "kubernetes.setup")
         check_environment(self.environment, "kubernetes.environment")
         for name, variables in self.profiles.items():
             check_environment(variables, f"kubernetes.profiles.{name}")
         for name, reference in self.secrets.items():
-            if not VARIABLE.fullmatch(name) or not re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9._-]+", reference):
-                raise ConfigError(f"kubernetes.secrets.{name}: {reference!r} is not allowed. Give 'name/key'.")
+            if not VARIABLE.fullmatch(name) or not re.fullmatch(
+                r"[a-z0-9.-]+/[A-Za-z0-9._-]+", reference
+            ):
+                raise ConfigError(
+                    f"kubernetes.secrets.{name}: {reference!r} is not allowed. Give 'name/key'."
+                )
 
 
 def check_environment(variables: dict[str, str], path: str) -> None:
     """Raises ConfigError for a name that no shell can export, and for what sounds like a secret."""
     for name, value in variables.items():
         if not VARIABLE.fullmatch(name):
-            raise ConfigError(f"{path}: {name!r} cannot be exported. Use letters, digits and '_', not a digit first.")
+            raise ConfigError(
+                f"{path}: {name!r} cannot be exported. Use letters, digits and '_', not a digit"
+                " first."
+            )
         if looks_secret(name, value):
             raise ConfigError(
-                f"{path}.{name}: looks like a secret, and everyone who may read the run directory could read it there. "
-                f"Leave it out. On Slurm, export {name} in the shell or notebook that submits: the job inherits it. "
-                f"On Kubernetes, name a Secret under [kubernetes.secrets]."
+                f"{path}.{name}: looks like a secret, and everyone who may read the run directory"
+                f" could read it there. Leave it out. On Slurm, export {name} in the shell or"
+                " notebook that submits: the job inherits it. On Kubernetes, name a Secret under"
+                " [kubernetes.secrets]."
             )
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Returns whether a variable sounds like a secret by its name, or its value has the shape of one."""
+    """Returns whether a variable sounds like a secret by its name, or its value has the shape of
+    one.
+    """
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper()
     return bool(SECRET_NAME.search(f"{words}={value}") or SECRET_VALUE.search(value))
 
 
 def check_lines(lines: tuple[str, ...], path: str) -> None:
-    """Raises ConfigError for a line of shell that holds what looks like a secret; the message does not repeat it."""
+    """Raises ConfigError for a line of shell that holds what looks like a secret; the message
+    does not repeat it.
+    """
     for number, line in enumerate(lines):
-        if SECRET_VALUE.search(line) or any(looks_secret(*found) for found in ASSIGNMENT.findall(line)):
+        if SECRET_VALUE.search(line) or any(
+            looks_secret(*found) for found in ASSIGNMENT.findall(line)
+        ):
             raise ConfigError(
-                f"{path}[{number}]: holds what looks like a secret, and everyone who may read the run directory could "
-                f"read it there. Export it in the shell or notebook that submits, or let the line read it from a file "
-                f"of yours: NAME=$(cat ~/FILE)."
+                f"{path}[{number}]: holds what looks like a secret, and everyone who may read the"
+                " run directory could read it there. Export it in the shell or notebook that"
+                " submits, or let the line read it from a file of yours: NAME=$(cat ~/FILE)."
             )
 
 
@@ -230,22 +313,32 @@ def check_words(words: tuple[str | None, ...], path: str) -> None:
     """Raises ConfigError for a word that a directive of a script cannot hold."""
     for word in words:
         if word is not None and not WORD.fullmatch(word):
-            raise ConfigError(f"{path}: {word!r} is not allowed. Use letters, digits and _ . / : @ + - = , no spaces.")
+            raise ConfigError(
+                f"{path}: {word!r} is not allowed. Use letters, digits and _ . / : @ + - = , no"
+                " spaces."
+            )
 
 
 def check_options(options: tuple[str, ...], path: str) -> None:
     """Raises ConfigError for anything but one plain option, '--name' or '--name=value'."""
     for option in options:
         if not OPTION.fullmatch(option):
-            raise ConfigError(f"{path}: {option!r} is not allowed. Give '--name' or '--name=value', without spaces.")
+            raise ConfigError(
+                f"{path}: {option!r} is not allowed. Give '--name' or '--name=value', without"
+                " spaces."
+            )
 
 
 def check_path(text: str, path: str) -> None:
-    """Raises ConfigError for a path that is not absolute or names a variable that is not known on every node."""
+    """Raises ConfigError for a path that is not absolute or names a variable that is not known
+    on every node.
+    """
     unknown = [name for name in re.findall(r"\$\{?(\w+)", text) if name not in NODE_VARIABLES]
     if unknown or not text.startswith(("/", "$")) or not text.isprintable():
-        raise ConfigError(f"{path}: {text!r} is not allowed. Give an absolute path; it may name "
-                          f"{', '.join('$' + name for name in NODE_VARIABLES)}.")  # fmt: skip
+        raise ConfigError(
+            f"{path}: {text!r} is not allowed. Give an absolute path; it may name "
+            f"{', '.join('$' + name for name in NODE_VARIABLES)}."
+        )
 
 
 def check_positive(record: Record, *names: str) -> None:
@@ -253,21 +346,28 @@ def check_positive(record: Record, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{type(record).__name__.lower()}.{name}: {value} is not allowed. Give a number from 1.")
+            raise ConfigError(
+                f"{type(record).__name__.lower()}.{name}: {value} is not allowed. Give a number"
+                " from 1."
+            )
 
 
 def quote(text: str) -> str:
-    """Returns a shell word that stands for exactly this text, on one line and without characters that deceive a reader.
+    """Returns a shell word that stands for exactly this text, on one line and without characters
+    that deceive a reader.
 
-    Bytes are written as such, since bash knows code points only in some locales; and sbatch refuses line ends of DOS.
+    Bytes are written as such, since bash knows code points only in some locales; and sbatch refuses
+    line ends of DOS.
     """
     if text.isprintable():
         return shlex.quote(text)
     plain = {"\\": "\\\\", "'": "\\'"}
     parts = (
-        plain.get(character, character)
-        if character.isprintable()
-        else "".join(f"\\x{byte:02x}" for byte in character.encode())
+        (
+            plain.get(character, character)
+            if character.isprintable()
+            else "".join(f"\\x{byte:02x}" for byte in character.encode())
+        )
         for character in text
     )
     return "$'" + "".join(parts) + "'"

@@ -1,6 +1,7 @@
 """Site: the hardware and scheduler facts of one machine, each number with its source and error bar.
 
-Planner, launcher and MFU read the same file, so a peak or a memory size exists once. Standard library only.
+Planner, launcher and MFU read the same file, so a peak or a memory size exists once. Standard
+library only.
 """
 
 import dataclasses
@@ -15,7 +16,9 @@ from cluster.scheduler import Kubernetes, Slurm
 
 SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
-MAX_PEAK_FLOPS_PER_S = 1e17  # per device; fifty times the fastest accelerator sold, so anything above is a wrong unit
+MAX_PEAK_FLOPS_PER_S = (
+    1e17  # per device; fifty times the fastest accelerator sold, so anything above is a wrong unit
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,21 +34,30 @@ class Fact(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (math.isfinite(self.value) and self.value > 0):
-            raise ConfigError(f"fact.value: {self.value!r} is not allowed. Give a finite number above 0.")
+            raise ConfigError(
+                f"fact.value: {self.value!r} is not allowed. Give a finite number above 0."
+            )
         if not self.source.strip():
             raise ConfigError("fact.source: '' is not allowed. Say where the number comes from.")
         if self.error is not None and not 0 <= self.error <= 1:
-            raise ConfigError(f"fact.error: {self.error!r} is not allowed. Give a fraction from 0 to 1 (5 % is 0.05).")
+            raise ConfigError(
+                f"fact.error: {self.error!r} is not allowed. Give a fraction from 0 to 1 (5 % is"
+                " 0.05)."
+            )
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "") -> Self:
-        """Returns the fact that `data` describes; an error names the place in the site file, as the number needs it."""
+        """Returns the fact that `data` describes; an error names the place in the site file, as
+        the number needs it.
+        """
         try:
             return super().from_dict(data, path)
         except MissingError:  # which has the place
             raise
         except ConfigError as error:
-            raise ConfigError(f"{path or 'fact'}{str(error).removeprefix(path).removeprefix('fact')}") from error
+            raise ConfigError(
+                f"{path or 'fact'}{str(error).removeprefix(path).removeprefix('fact')}"
+            ) from error
 
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.0%}"
@@ -62,10 +74,13 @@ class Device(Record):
     name: str = field_doc("vendor's name, and which part of it counts as one device")
     memory_bytes: Fact | None = field_doc("memory of one device", default=None)
     memory_bytes_per_s: Fact | None = field_doc("memory bandwidth of one device", default=None)
-    watts: Fact | None = field_doc("that one device draws: measured, or at most, by its thermal design", default=None)
+    watts: Fact | None = field_doc(
+        "that one device draws: measured, or at most, by its thermal design", default=None
+    )
     peak_flops_per_s: dict[str, Fact] = field_doc("dense peak by dtype", default_factory=dict)
-    matmul_flops_per_s: dict[str, Fact] = field_doc("highest rate a matrix product was seen to reach, by dtype",
-                                                    default_factory=dict)  # fmt: skip
+    matmul_flops_per_s: dict[str, Fact] = field_doc(
+        "highest rate a matrix product was seen to reach, by dtype", default_factory=dict
+    )
 
     @property
     def is_gpu(self) -> bool:
@@ -74,7 +89,9 @@ class Device(Record):
 
     @property
     def trainium(self) -> str | None:
-        """Its generation of AWS Trainium, as AWS's tools name it (trn1, trn2), told by the vendor's name; or None."""
+        """Its generation of AWS Trainium, as AWS's tools name it (trn1, trn2), told by the
+        vendor's name; or None.
+        """
         found = re.search(r"\b(?:Trainium|trn) ?(\d*)", self.name, re.IGNORECASE)
         return f"trn{found[1] or 1}" if found else None
 
@@ -85,8 +102,9 @@ class Device(Record):
                 _check_dtype(dtype, f"site.device.{field}")
                 if fact.value > MAX_PEAK_FLOPS_PER_S:
                     raise ConfigError(
-                        f"site.device.{field}.{dtype}: {fact.value:.3g} FLOP/s is not believable for one device. "
-                        f"Give at most {MAX_PEAK_FLOPS_PER_S:.0e}, in FLOP/s of one device, not of a node or a cluster."
+                        f"site.device.{field}.{dtype}: {fact.value:.3g} FLOP/s is not believable"
+                        f" for one device. Give at most {MAX_PEAK_FLOPS_PER_S:.0e}, in FLOP/s of"
+                        " one device, not of a node or a cluster."
                     )
 
 
@@ -108,12 +126,16 @@ class Links(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage(Record):
-    """The shared file system of a site; what is not known, or depends on what was ordered, is left out."""
+    """The shared file system of a site; what is not known, or depends on what was ordered, is
+    left out.
+    """
 
     write_bytes_per_s: Fact | None = field_doc("of the whole file system", default=None)
     read_bytes_per_s: Fact | None = field_doc("of the whole file system", default=None)
     quota_bytes: Fact | None = field_doc("that a project may keep on it", default=None)
-    metadata_calls_per_s: Fact | None = field_doc("files opened, made, renamed and asked about", default=None)
+    metadata_calls_per_s: Fact | None = field_doc(
+        "files opened, made, renamed and asked about", default=None
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,16 +145,23 @@ class There(Record):
     python: str = field_doc("Python there, of an environment with the kit's packages")
     folder: str = field_doc("where runs lie there, on a file system that the compute nodes share")
     source: str | None = field_doc("folder there that holds the kit", default=None)
-    sync: bool = field_doc("send the kit's own source, once for each version and user, into `folder`", default=False)
+    sync: bool = field_doc(
+        "send the kit's own source, once for each version and user, into `folder`", default=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("python", "folder", "source"):
             value = getattr(self, name)
             if value is not None and not value.startswith("/"):
-                raise ConfigError(f"site.there.{name}: {value!r} is not allowed. Give an absolute path there.")
+                raise ConfigError(
+                    f"site.there.{name}: {value!r} is not allowed. Give an absolute path there."
+                )
         if (self.source is None) is not self.sync:
-            raise ConfigError("site.there: give either source, the kit's folder there, or sync = true, which sends it.")
+            raise ConfigError(
+                "site.there: give either source, the kit's folder there, or sync = true, which"
+                " sends it."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,27 +172,46 @@ class Site(Record):
     description: str = field_doc("one line")
     scheduler: Literal["local", "slurm", "kubernetes"] = field_doc("who starts the processes")
     devices_per_node: int = field_doc("processes per node: one per device")
-    engine: Literal["native", "deepspeed", "neuron"] = field_doc("what plans are made for, unless another is named",
-                                                                 default="native")  # fmt: skip
+    engine: Literal["native", "deepspeed", "neuron"] = field_doc(
+        "what plans are made for, unless another is named", default="native"
+    )
     device: Device = field_doc("one of them")
     links: Links = field_doc("between them", default_factory=Links)
     storage: Storage = field_doc("shared by all nodes", default_factory=Storage)
-    open_files: Fact | None = field_doc("that a process may have at most, sockets included", default=None)
+    open_files: Fact | None = field_doc(
+        "that a process may have at most, sockets included", default=None
+    )
     price_per_node_hour: Fact | None = field_doc("in USD", default=None)
-    base: str | None = field_doc("packaged site whose facts hold where the file gives none", default=None)
-    login: str | None = field_doc("name of its login node in ~/.ssh/config; none: jobs are sent from it", default=None)
+    base: str | None = field_doc(
+        "packaged site whose facts hold where the file gives none", default=None
+    )
+    login: str | None = field_doc(
+        "name of its login node in ~/.ssh/config; none: jobs are sent from it", default=None
+    )
     there: There | None = field_doc("with login: what runs on the other side", default=None)
     slurm: Slurm | None = field_doc("how jobs are asked for and started under Slurm", default=None)
-    kubernetes: Kubernetes | None = field_doc("how jobs are asked for and started under Kubernetes", default=None)
+    kubernetes: Kubernetes | None = field_doc(
+        "how jobs are asked for and started under Kubernetes", default=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name.isprintable():
-            raise ConfigError(f"site.name: {self.name!r} is not allowed. Give one line of printable characters.")
+            raise ConfigError(
+                f"site.name: {self.name!r} is not allowed. Give one line of printable characters."
+            )
         if self.devices_per_node < 1:
-            raise ConfigError(f"site.devices_per_node: {self.devices_per_node} is not allowed. Give a number from 1.")
-        if self.login is not None and (self.scheduler != "slurm" or not re.fullmatch(r"[\w@.][\w@.:-]*", self.login)):
-            raise ConfigError(f"site.login: {self.login!r} is not allowed. Give a name of ~/.ssh/config, with Slurm.")
+            raise ConfigError(
+                f"site.devices_per_node: {self.devices_per_node} is not allowed. Give a number"
+                " from 1."
+            )
+        if self.login is not None and (
+            self.scheduler != "slurm" or not re.fullmatch(r"[\w@.][\w@.:-]*", self.login)
+        ):
+            raise ConfigError(
+                f"site.login: {self.login!r} is not allowed. Give a name of ~/.ssh/config, with"
+                " Slurm."
+            )
 
     @classmethod
     def names(cls) -> list[str]:
@@ -174,8 +222,9 @@ class Site(Record):
     def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
         """Returns a packaged site by name, or the site described by a `.toml` file.
 
-        A file with a line `base = "frontier"` gives only what differs from that site, such as the account.
-        On a local site, the number of devices and their memory are this machine's, unless the file gives them.
+        A file with a line `base = "frontier"` gives only what differs from that site, such as the
+        account. On a local site, the number of devices and their memory are this machine's, unless
+        the file gives them.
 
         Raises:
             ConfigError: no such site or file, not TOML, or a key or value that is not allowed.
@@ -209,23 +258,41 @@ class Site(Record):
         """
         profiles = self.table.profiles if self.table else {}
         if name not in profiles:
-            raise ConfigError(f"site.{self.scheduler}.profiles: {name!r} is unknown. {suggestion(name, profiles)}")
+            raise ConfigError(
+                f"site.{self.scheduler}.profiles: {name!r} is unknown. {suggestion(name, profiles)}"
+            )
         return dict(profiles[name])
 
-    def with_measured_peak(self, dtype: str, value: float, source: str, error: float | None = None) -> Self:
-        """Returns a copy whose peak for `dtype` is `value` FLOP/s per device ± `error`, measured as `source` says.
+    def with_measured_peak(
+        self, dtype: str, value: float, source: str, error: float | None = None
+    ) -> Self:
+        """Returns a copy whose peak for `dtype` is `value` FLOP/s per device ± `error`, measured as
+        `source` says.
 
         Raises:
             ConfigError: the value is not a believable peak of one device.
         """
-        peaks = {**self.device.peak_flops_per_s, dtype: Fact(value=value, source=source, error=error)}
+        peaks = {
+            **self.device.peak_flops_per_s,
+            dtype: Fact(value=value, source=source, error=error),
+        }
         return self.replace(device=self.device.replace(peak_flops_per_s=peaks))
 
     def _repr_html_(self) -> str:
-        rows: list[tuple[str, object]] = [("scheduler", self.scheduler), ("devices per node", self.devices_per_node)]
-        rows += [("device", self.device.name), ("memory (bytes)", self.device.memory_bytes or "unknown")]
-        for dtype in [each for each in DTYPES if "8" not in each or each in self.device.peak_flops_per_s]:
-            rows.append((f"peak {dtype} (FLOP/s)", self.device.peak_flops_per_s.get(dtype, "unknown")))
+        rows: list[tuple[str, object]] = [
+            ("scheduler", self.scheduler),
+            ("devices per node", self.devices_per_node),
+        ]
+        rows += [
+            ("device", self.device.name),
+            ("memory (bytes)", self.device.memory_bytes or "unknown"),
+        ]
+        for dtype in [
+            each for each in DTYPES if "8" not in each or each in self.device.peak_flops_per_s
+        ]:
+            rows.append(
+                (f"peak {dtype} (FLOP/s)", self.device.peak_flops_per_s.get(dtype, "unknown"))
+            )
         for link in self.links.intra_node:
             rows.append((f"within {link.num_devices} devices (bytes/s)", link.bytes_per_s))
         rows.append(("between nodes (bytes/s)", self.links.inter_node_bytes_per_s or "unknown"))
@@ -236,7 +303,9 @@ class Site(Record):
 
 def _check_dtype(dtype: str, path: str) -> None:
     if dtype not in DTYPES:
-        raise ConfigError(f"{path}: {dtype!r} is not a known dtype. {suggestion(str(dtype), DTYPES)}")
+        raise ConfigError(
+            f"{path}: {dtype!r} is not a known dtype. {suggestion(str(dtype), DTYPES)}"
+        )
 
 
 def _with_this_machine(data: dict) -> dict:
@@ -245,7 +314,10 @@ def _with_this_machine(data: dict) -> dict:
         return data
     cores = os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = {"value": memory_bytes // cores, "source": f"this machine: {memory_bytes} bytes of memory / {cores} cores"}
+    memory = {
+        "value": memory_bytes // cores,
+        "source": f"this machine: {memory_bytes} bytes of memory / {cores} cores",
+    }
     return {"devices_per_node": cores, **data, "device": {"memory_bytes": memory, **data["device"]}}
 
 
@@ -255,11 +327,16 @@ def _read_toml(name: str) -> tuple[Path, dict]:
 
     file = Path(name).expanduser() if name.endswith(".toml") else SITES / f"{name}.toml"
     if not name.endswith(".toml") and name not in Site.names():
-        raise ConfigError(f"site: {name!r} is unknown. {suggestion(name, Site.names())} Or give a .toml file.")
+        raise ConfigError(
+            f"site: {name!r} is unknown. {suggestion(name, Site.names())} Or give a .toml file."
+        )
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        message = f"site: {name}: cannot be read ({error.strerror}). Give a .toml file or one of {Site.names()}."
+        message = (
+            f"site: {name}: cannot be read ({error.strerror}). Give a .toml file or one of"
+            f" {Site.names()}."
+        )
         raise ConfigError(message) from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested without end
         raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
@@ -273,9 +350,15 @@ def _read_toml(name: str) -> tuple[Path, dict]:
 
 
 def _laid_over(base: dict, data: dict) -> dict:
-    """Returns `base` with the keys of `data` in place of its own; tables are joined, all else is replaced."""
+    """Returns `base` with the keys of `data` in place of its own; tables are joined, all else is
+    replaced.
+    """
     joined = {
-        key: _laid_over(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        key: (
+            _laid_over(base[key], value)
+            if isinstance(value, dict) and isinstance(base.get(key), dict)
+            else value
+        )
         for key, value in data.items()
     }
     return {**base, **joined}

@@ -1,17 +1,22 @@
-"""The files by which a run directory tells what its job does, and the only functions that write them.
+"""The files by which a run directory tells what its job does, and the only functions that write
+them.
 
-    state.json                state, attempt, step, heartbeat, identity of the process that answers for the job
-    exit.json                 how an attempt ended: return code, reason, first failing rank and its last words
+    state.json                state, attempt, step, heartbeat, identity of the process that answers
+                              for the job
+    exit.json                 how an attempt ended: return code, reason, first failing rank and its
+                              last words
     ranks/                    heartbeats: `cluster.heartbeats`
-    control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one as well
-    control/taken_stop        when the trainer of this attempt took its last request (also taken_checkpoint)
-    logs/attempt_01/rank_00000.log, and in jobs of many ranks node_0.log for all but the first and those that failed
-    history.jsonl             one line per change of state, append only
+    control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one
+                              as well
+    control/taken_stop        when the trainer of this attempt took its last request (also
+                              taken_checkpoint)
+    logs/attempt_01/rank_00000.log, and in jobs of many ranks node_0.log for all but the first and
+    those that failed history.jsonl             one line per change of state, append only
     .reserve                  the room that an attempt keeps back for the record of its end
 
-Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and
-ignore keys that a newer version may have added. A writer of an older attempt is refused: see `update_state`.
-Standard library only.
+Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn,
+or not ours, and ignore keys that a newer version may have added. A writer of an older attempt is
+refused: see `update_state`. Standard library only.
 """
 
 import contextlib
@@ -41,7 +46,9 @@ class JobError(RuntimeError):
 
 
 class StaleAttemptError(JobError):
-    """The run directory belongs to a newer attempt; this process is a left-over of an older one and must end."""
+    """The run directory belongs to a newer attempt; this process is a left-over of an older one
+    and must end.
+    """
 
 
 class JobState(enum.StrEnum):
@@ -58,7 +65,9 @@ class JobState(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     LOST = "lost"
-    IMPORTED = "imported"  # the record of another trainer's log: no job of ours, here and now or ever
+    IMPORTED = (  # the record of another trainer's log: no job of ours, here and now or ever
+        "imported"
+    )
 
     @property
     def is_final(self) -> bool:
@@ -82,8 +91,13 @@ class SchedulerJob(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not JOB_ID.fullmatch(self.id):  # it becomes a word of a command, and must not be taken for an option
-            raise ConfigError(f"job id: {self.id!r} is not allowed. Give letters, digits and . _ / -, not - first.")
+        if not JOB_ID.fullmatch(
+            self.id
+        ):  # it becomes a word of a command, and must not be taken for an option
+            raise ConfigError(
+                f"job id: {self.id!r} is not allowed. Give letters, digits and . _ / -, not -"
+                " first."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +110,9 @@ class RunState(Record):
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
     step_time_s: float | None = field_doc("recent seconds per step", default=None)
     process: Process | None = field_doc("answers for the job: its supervisor", default=None)
-    scheduler_job: SchedulerJob | None = field_doc("answers for the job where a scheduler runs it", default=None)
+    scheduler_job: SchedulerJob | None = field_doc(
+        "answers for the job where a scheduler runs it", default=None
+    )
     reason: str = field_doc("one line for people", default="")
     notice: str = field_doc("what the ranks want people to know while they go on", default="")
 
@@ -119,7 +135,9 @@ class ExitReport(Record):
     """exit.json: how an attempt ended."""
 
     attempt: int = field_doc("which attempt ended")
-    rc: int = field_doc("0, or the return code of the first failing rank; 128 + n for signal n, as in a shell")
+    rc: int = field_doc(
+        "0, or the return code of the first failing rank; 128 + n for signal n, as in a shell"
+    )
     reason: str = field_doc("one line for people")
     host: str = field_doc("host name")
     time: float = field_doc("unix time of the end")
@@ -129,15 +147,21 @@ class ExitReport(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedRequest(Record):
-    """control/request_stop, control/request_checkpoint: a request that the trainer has not taken yet."""
+    """control/request_stop, control/request_checkpoint: a request that the trainer has not taken
+    yet.
+    """
 
     asked_at: float = field_doc("unix time of the request")
-    by_person: bool = field_doc("false: by the supervisor, whose job goes on after it", default=True)
+    by_person: bool = field_doc(
+        "false: by the supervisor, whose job goes on after it", default=True
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TakenRequest(AskedRequest):
-    """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the trainer has taken."""
+    """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the
+    trainer has taken.
+    """
 
     taken_at: float = field_doc("unix time at which the trainer read it")
     step: int | None = field_doc("optimizer step after which it acts on it", default=None)
@@ -153,15 +177,20 @@ def read_exit(run_dir: Path) -> ExitReport | None:
     return read_record(ExitReport, run_dir / "exit.json")
 
 
-def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, **changes: Any) -> RunState:
-    """Changes some fields of state.json and returns the new content; the first update of an attempt starts afresh.
+def update_state(
+    run_dir: Path, *, attempt: int, lost_node: str | None = None, **changes: Any
+) -> RunState:
+    """Changes some fields of state.json and returns the new content; the first update of an attempt
+    starts afresh.
 
-    The attempt is that of the caller (`KIT_ATTEMPT` in the environment of a rank), `changes` are fields of `RunState`;
-    `lost_node`, for the history, is the node whose silence has brought the change about.
+    The attempt is that of the caller (`KIT_ATTEMPT` in the environment of a rank), `changes` are
+    fields of `RunState`; `lost_node`, for the history, is the node whose silence has brought the
+    change about.
 
     Raises:
-        StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up and waits to be
-            followed by one. The caller is a left-over and must end, writing nothing.
+        StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up
+            and waits to be followed by one. The caller is a left-over and must end, writing
+            nothing.
         ConfigError: a field is unknown or has a value of the wrong type.
     """
     with locked(run_dir):
@@ -170,8 +199,14 @@ def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, *
         fresh = old is None or old.attempt < attempt
         state = RunState(state=JobState.RUNNING, attempt=attempt) if old is None or fresh else old
         new = state.replace(**changes)
-        if not fresh and state.state in GIVEN_UP and not (new.state in GIVEN_UP or new.state.is_final):
-            raise StaleAttemptError(f"{run_dir}: attempt {attempt} was given up: {state.reason}. End this process.")
+        if (
+            not fresh
+            and state.state in GIVEN_UP
+            and not (new.state in GIVEN_UP or new.state.is_final)
+        ):
+            raise StaleAttemptError(
+                f"{run_dir}: attempt {attempt} was given up: {state.reason}. End this process."
+            )
         new.write(run_dir / "state.json")
         if old is None or fresh or new.state is not old.state:
             record_event(run_dir, new, lost_node)
@@ -181,9 +216,14 @@ def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, *
 def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -> None:
     """Appends a line to history.jsonl, if there is room: what the job does now."""
     event = Event(
-        time=time.time(), attempt=state.attempt, state=state.state, reason=state.reason, step=state.step,
-        job_id=state.scheduler_job.id if state.scheduler_job else None, lost_node=lost_node,
-    )  # fmt: skip
+        time=time.time(),
+        attempt=state.attempt,
+        state=state.state,
+        reason=state.reason,
+        step=state.step,
+        job_id=state.scheduler_job.id if state.scheduler_job else None,
+        lost_node=lost_node,
+    )
     with unless_full():
         append_lines(run_dir / "history.jsonl", f"{json.dumps(event.to_dict())}\n".encode())
 
@@ -221,14 +261,21 @@ def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
 
 
 def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Path:
-    """Returns the log that holds what a rank has said: its own, that of its node, or as older versions named it."""
-    own, flat = log_path(run_dir, attempt, rank), run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log"
+    """Returns the log that holds what a rank has said: its own, that of its node, or as older
+    versions named it.
+    """
+    own, flat = (
+        log_path(run_dir, attempt, rank),
+        run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log",
+    )
     node = own.with_name(f"node_{rank // ranks_per_node}.log")
     return next((file for file in (own, node, flat) if file.exists()), own)
 
 
 def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
-    """Leaves a request for the trainer, which reads it at a step boundary; a person's replaces a supervisor's."""
+    """Leaves a request for the trainer, which reads it at a step boundary; a person's replaces a
+    supervisor's.
+    """
     asked = AskedRequest(asked_at=time.time(), by_person=by_person)
     asked.write(run_dir / "control" / f"request_{request}")
 
@@ -240,18 +287,23 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
         changed = file.stat().st_mtime
     except OSError:
         return None
-    return read_record(AskedRequest, file) or AskedRequest(asked_at=changed)  # made by `touch`: that is as good
+    return read_record(AskedRequest, file) or AskedRequest(
+        asked_at=changed
+    )  # made by `touch`: that is as good
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
-    """Returns whether a request was waiting, and takes it, leaving a note; it waits on where there is no room for one.
+    """Returns whether a request was waiting, and takes it, leaving a note; it waits on where there
+    is no room for one.
 
     For rank 0, which tells the other ranks.
     """
     asked = read_asked(run_dir, request)
     if asked is None:
         return False
-    taken = TakenRequest(asked_at=asked.asked_at, by_person=asked.by_person, taken_at=time.time(), step=step)
+    taken = TakenRequest(
+        asked_at=asked.asked_at, by_person=asked.by_person, taken_at=time.time(), step=step
+    )
     with unless_full():
         taken.write(run_dir / "control" / f"taken_{request}")
         (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
@@ -268,8 +320,9 @@ def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
 def locked(run_dir: Path) -> Iterator[None]:
     """Lets one writer at a time change state.json, exit.json or the attempt number.
 
-    The lock falls with its process. After LOCK_WAIT_S, or where the file system has no locks, the work is done without
-    it: each file is still replaced as a whole, and a frozen process must not hold up a training run.
+    The lock falls with its process. After LOCK_WAIT_S, or where the file system has no locks, the
+    work is done without it: each file is still replaced as a whole, and a frozen process must not
+    hold up a training run.
     """
     with appending(run_dir / ".state.lock") as stream:
         deadline = time.monotonic() + LOCK_WAIT_S
@@ -285,9 +338,14 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def refuse_other_owner(run_dir: Path, what: str) -> None:
-    """Raises JobError if a run directory is somebody else's: then it is only read, whatever its modes allow."""
+    """Raises JobError if a run directory is somebody else's: then it is only read, whatever its
+    modes allow.
+    """
     if owner := other_owner(run_dir):
-        raise JobError(f"{run_dir}: you may not {what}: the run belongs to {owner}. Ask {owner}, or do it as {owner}.")
+        raise JobError(
+            f"{run_dir}: you may not {what}: the run belongs to {owner}. Ask {owner}, or do it as"
+            f" {owner}."
+        )
 
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:
@@ -296,8 +354,8 @@ def refuse_stale(run_dir: Path, attempt: int) -> None:
     owner = state.attempt if state else last_attempt(run_dir)
     if attempt < owner:
         raise StaleAttemptError(
-            f"{run_dir}: attempt {attempt} may not write, the directory belongs to attempt {owner} now. "
-            f"This process is a left-over of attempt {attempt}; end it."
+            f"{run_dir}: attempt {attempt} may not write, the directory belongs to attempt {owner}"
+            f" now. This process is a left-over of attempt {attempt}; end it."
         )
 
 
@@ -310,7 +368,9 @@ def read_record(record: type[RecordType], file: Path) -> RecordType | None:
 
 
 def parsed(record: type[RecordType], text: bytes) -> RecordType | None:
-    """Returns the record that a text describes, without keys that it does not know, or None if it describes none."""
+    """Returns the record that a text describes, without keys that it does not know, or None if
+    it describes none.
+    """
     known = {field.name for field in dataclasses.fields(record)}
     try:
         data = json.loads(text)

@@ -1,7 +1,8 @@
-"""What a job does now: the run directory, the process that answers for it, and the scheduler, brought together.
+"""What a job does now: the run directory, the process that answers for it, and the scheduler,
+brought together.
 
-The chain, each link only where those before are silent: exit.json of this attempt; the process, on this host; the
-scheduler (squeue, scontrol, sacct); the last heartbeat. Standard library only.
+The chain, each link only where those before are silent: exit.json of this attempt; the process, on
+this host; the scheduler (squeue, scontrol, sacct); the last heartbeat. Standard library only.
 """
 
 import dataclasses
@@ -12,11 +13,20 @@ from cluster import poll
 from cluster.files import why_full
 from cluster.login import mirror
 from cluster.record import Record, field_doc
-from cluster.state import GIVEN_UP, JobState, RunState, last_attempt, read_asked, read_exit, read_state
+from cluster.state import (
+    GIVEN_UP,
+    JobState,
+    RunState,
+    last_attempt,
+    read_asked,
+    read_exit,
+    read_state,
+)
 
 STALLED_AFTER_S = 60.0
 STALLED_AFTER_STEPS = 10
-STALLED_START_S = 1800.0  # before the first step: imports, rendezvous and compilation take long on a large machine
+# before the first step: imports, rendezvous and compilation take long on a large machine
+STALLED_START_S = 1800.0
 WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 
 
@@ -33,19 +43,32 @@ class JobStatus(Record):
 
 
 def read_status(run_dir: Path) -> JobStatus:
-    """Returns the truth about a job as far as this host can know it; `reason` says when it cannot."""
+    """Returns the truth about a job as far as this host can know it; `reason` says when it
+    cannot.
+    """
     if mirror.mirror_of(run_dir):
         return _mirrored(run_dir)
     state = read_state(run_dir)
     alive = is_alive(state)
-    report = read_exit(run_dir)  # after the look at the process, which writes its report before it ends
+    report = read_exit(
+        run_dir
+    )  # after the look at the process, which writes its report before it ends
     attempt = state.attempt if state else last_attempt(run_dir)
-    age_s = max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
+    age_s = (
+        max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
+    )
     rc = None
     if report and report.attempt == attempt:
-        verdict, reason, rc = JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
+        verdict, reason, rc = (
+            JobState.FAILED if report.rc else JobState.DONE,
+            report.reason,
+            report.rc,
+        )
     elif state is None:
-        verdict, reason = JobState.LOST, "state.json is missing or damaged, and there is no exit.json"
+        verdict, reason = (
+            JobState.LOST,
+            "state.json is missing or damaged, and there is no exit.json",
+        )
     elif state.state is JobState.IMPORTED:
         verdict, reason, age_s = state.state, state.reason, None
     elif state.scheduler_job:
@@ -61,24 +84,39 @@ def read_status(run_dir: Path) -> JobStatus:
     if verdict not in (JobState.DONE, JobState.IMPORTED) and (full := why_full(run_dir)):
         reason = f"{reason}; {full}"
     step = state.step if state else None
-    return JobStatus(state=verdict, reason=reason, attempt=attempt, step=step, heartbeat_age_s=age_s, exit_code=rc)
+    return JobStatus(
+        state=verdict,
+        reason=reason,
+        attempt=attempt,
+        step=step,
+        heartbeat_age_s=age_s,
+        exit_code=rc,
+    )
 
 
 def _mirrored(run_dir: Path) -> JobStatus:
     """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
     seen, trouble = mirror.look(run_dir)
     if seen is None:
-        return JobStatus(state=JobState.QUEUED, reason=trouble or "nothing heard yet", attempt=last_attempt(run_dir))
+        return JobStatus(
+            state=JobState.QUEUED,
+            reason=trouble or "nothing heard yet",
+            attempt=last_attempt(run_dir),
+        )
     status, age_s = JobStatus.from_dict(seen.status), seen.age_s
     if status.heartbeat_age_s is not None and not status.state.is_final:
         status = status.replace(heartbeat_age_s=status.heartbeat_age_s + age_s)
     if not trouble and age_s < 3 * mirror.INTERVAL_S:
         return status
-    return status.replace(reason=f"{status.reason}; as of {seen.age} ago{f': {trouble}' if trouble else ''}")
+    return status.replace(
+        reason=f"{status.reason}; as of {seen.age} ago{f': {trouble}' if trouble else ''}"
+    )
 
 
 def is_alive(state: RunState | None) -> bool | None:
-    """Returns whether the process that answers for the job runs, or None when this host cannot know."""
+    """Returns whether the process that answers for the job runs, or None when this host cannot
+    know.
+    """
     if state is None or state.process is None or not state.process.is_here:
         return None
     return state.process.is_alive
@@ -93,20 +131,28 @@ def why_unknown(state: RunState) -> str:
 def _scheduled(
     run_dir: Path, state: RunState, look: poll.Look, age_s: float | None
 ) -> tuple[JobState, str, int | None]:
-    """Returns state, reason and exit code of a job that a scheduler runs and that has left no exit report."""
+    """Returns state, reason and exit code of a job that a scheduler runs and that has left no
+    exit report.
+    """
     report = read_exit(run_dir)  # again: it may have ended while the scheduler was asked
     if report and report.attempt == state.attempt:
         return JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
     living = _living(run_dir, state, age_s)
     # After a crash the controller may have forgotten a job that goes on.
-    goes_on = look.state is JobState.LOST and state.state is JobState.RUNNING and (age_s or 0.0) < STALLED_AFTER_S
+    goes_on = (
+        look.state is JobState.LOST
+        and state.state is JobState.RUNNING
+        and (age_s or 0.0) < STALLED_AFTER_S
+    )
     if look.state is None or goes_on:
         return living[0], f"{living[1]}; {look.reason}", None
     if look.state.is_final:
         return look.state, look.reason, look.exit_code
     between = f"attempt {state.attempt} ended: {state.reason}; {look.reason}"
     if look.state in WAITING:
-        if state.heartbeat is not None and state.heartbeat > look.time:  # it has started since the scheduler was asked
+        if (
+            state.heartbeat is not None and state.heartbeat > look.time
+        ):  # it has started since the scheduler was asked
             return *living, None
         if state.state is not JobState.QUEUED:
             return JobState.REQUEUED, between if state.state in GIVEN_UP else look.reason, None
@@ -134,10 +180,16 @@ def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobSta
     seen = "no heartbeat yet" if age_s is None else f"last heartbeat {age_s:.0f} s ago"
     stop_asked = read_asked(run_dir, "stop")
     if stop_asked is not None:
-        return JobState.STOPPING, f"asked to stop {max(0.0, time.time() - stop_asked.asked_at):.0f} s ago; {seen}"
+        return (
+            JobState.STOPPING,
+            f"asked to stop {max(0.0, time.time() - stop_asked.asked_at):.0f} s ago; {seen}",
+        )
     saving = state.state is JobState.STOPPING  # the last checkpoint takes its time
     if age_s is not None and not saving and age_s > _stalled_after_s(state):
-        return JobState.STALLED, f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s"
+        return (
+            JobState.STALLED,
+            f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s",
+        )
     doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
     notice = f"; {state.notice}" if state.notice else ""
     return state.state, f"{doing}; {seen}{notice}"

@@ -16,12 +16,13 @@ from cluster.state import refuse_other_owner
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Starts a job on its site and returns its handle; Ctrl-C waits until that is done.
 
-    `files` of whoever submits are written into the run directory when nothing but a scheduler can refuse any more.
+    `files` of whoever submits are written into the run directory when nothing but a scheduler can
+    refuse any more.
 
     Raises:
         ConfigError: the job cannot run there.
-        JobError: a job is live in this run directory, or it is somebody else's, or the scheduler refuses, with its
-            words.
+        JobError: a job is live in this run directory, or it is somebody else's, or the scheduler
+            refuses, with its words.
         In each case the run directory is as it was before.
     """
     refuse_other_owner(Path(job.run_dir), "start a job in it")
@@ -35,8 +36,12 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could say whether it runs."""
-    if threading.current_thread() is not threading.main_thread():  # only there does Python look at signals
+    """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could
+    say whether it runs.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only there does Python look at signals
         yield
         return
     pressed: list[int] = []

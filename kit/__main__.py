@@ -11,13 +11,16 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        from kit.commands.app import run  # here, since Ctrl-C may come while a third of a second is spent on imports
+        from kit.commands.app import (
+            run,
+        )  # here, since Ctrl-C may come while a third of a second is spent on imports
 
         run()
     except KeyboardInterrupt:
         sys.exit(130)  # as of a shell: 128 + SIGINT
     finally:
-        gc.freeze()  # else Python, before it ends, looks for cycles in all of torch: the user would wait 0.9 s
+        # else Python, before it ends, looks for cycles in all of torch: the user would wait 0.9 s
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`python -m kit.demo`: runs the quickstart notebook from a terminal and keeps the executed copy in build/demo."""
+"""`python -m kit.demo`: runs the quickstart notebook from a terminal and keeps the executed copy
+in build/demo.
+"""
 
 import argparse
 import sys
@@ -24,13 +26,16 @@ NotebookError = (CellExecutionError, CellTimeoutError, DeadKernelError)
 
 
 class TerminalClient(NotebookClient):
-    """Runs a notebook and tells a terminal which cell is at work, for how long, and what its live view says."""
+    """Runs a notebook and tells a terminal which cell is at work, for how long, and what its
+    live view says.
+    """
 
     def __init__(self, document: nbformat.NotebookNode, directory: Path, console: Console) -> None:
         super().__init__(
             document,
             timeout=CELL_LIMIT_S,
-            store_widget_state=False,  # with it, a saved page would wait for a live kernel instead of showing pictures
+            # with it, a saved page would wait for a live kernel instead of showing pictures
+            store_widget_state=False,
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
             on_cell_execute=self._started,
@@ -42,7 +47,9 @@ class TerminalClient(NotebookClient):
         self.total = sum(cell.cell_type == "code" for cell in document.cells)
 
     def create_kernel_manager(self) -> Any:
-        """Speaks to the kernel over Unix sockets: a free port found for it may be another's by the time it starts."""
+        """Speaks to the kernel over Unix sockets: a free port found for it may be another's by
+        the time it starts.
+        """
         manager = super().create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{self.sockets.name}/kernel"
         return manager
@@ -54,7 +61,9 @@ class TerminalClient(NotebookClient):
     def _ended(self, cell: Any, cell_index: int, execute_reply: dict) -> None:
         mark = "[green]✔[/]" if execute_reply["content"]["status"] == "ok" else "[red]✖[/]"
         elapsed = f"{time.monotonic() - self.start:6.1f} s"
-        self.console.print(f"{mark} {elapsed}  {self.number:>2}/{self.total}  {cell.id}", highlight=False)
+        self.console.print(
+            f"{mark} {elapsed}  {self.number:>2}/{self.total}  {cell.id}", highlight=False
+        )
 
     def _show(self, cell: Any, text: str = "") -> None:
         self.status.update(f"{self.number:>2}/{self.total}  {cell.id}  [dim]{escape(text)}[/]")
@@ -67,7 +76,8 @@ class TerminalClient(NotebookClient):
 
 
 def execute(notebook: Path, out: Path, *, console: Console | None = None) -> None:
-    """Runs all cells of a notebook, which is left as it is, and writes the executed copy, as far as it got, to `out`.
+    """Runs all cells of a notebook, which is left as it is, and writes the executed copy, as far as
+    it got, to `out`.
 
     Raises:
         CellExecutionError, CellTimeoutError, DeadKernelError: what stopped it.
@@ -83,7 +93,9 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
 
 
 def write_html(notebook: Path) -> Path | None:
-    """Returns the page made from an executed notebook, beside it, or None where nbconvert is not installed."""
+    """Returns the page made from an executed notebook, beside it, or None where nbconvert is not
+    installed.
+    """
     try:
         from nbconvert import HTMLExporter
     except ImportError:
@@ -95,14 +107,26 @@ def write_html(notebook: Path) -> Path | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo and returns its exit code: 0, 1 where a cell failed, 130 where the user stopped it."""
+    """Runs the demo and returns its exit code: 0, 1 where a cell failed, 130 where the user
+    stopped it.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--notebook", type=Path, default=REPOSITORY / "notebooks" / "00_quickstart.ipynb")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "demo", help="folder of the executed copy")
+    parser.add_argument(
+        "--notebook", type=Path, default=REPOSITORY / "notebooks" / "00_quickstart.ipynb"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=REPOSITORY / "build" / "demo",
+        help="folder of the executed copy",
+    )
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     if not options.notebook.exists():
-        console.print(f"[red]{escape(str(options.notebook))} does not exist.[/] Run this in a clone of the repository.")
+        console.print(
+            f"[red]{escape(str(options.notebook))} does not exist.[/] Run this in a clone of the"
+            " repository."
+        )
         return 1
     executed, code = options.out / options.notebook.name, 0
     runs = options.notebook.resolve().parent.parent / "runs"
@@ -118,7 +142,10 @@ def main(arguments: list[str] | None = None) -> int:
     results = {"executed notebook": executed, "page": write_html(executed)}
     for directory in sorted(set(runs.glob("*")) - before):
         figure = directory / "figure.png"
-        results |= {f"run {directory.name}": directory, "figure": figure if figure.exists() else None}
+        results |= {
+            f"run {directory.name}": directory,
+            "figure": figure if figure.exists() else None,
+        }
         _say_if_alive(directory, console)
     for name, place in results.items():
         if place is not None:
@@ -127,14 +154,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say_if_alive(directory: Path, console: Console) -> None:
-    """Tells of a job that a failed or stopped notebook has left behind: it outlives its notebook by design."""
+    """Tells of a job that a failed or stopped notebook has left behind: it outlives its notebook
+    by design.
+    """
     try:
         alive = not Run.open(directory).job.status().state.is_final
     except (ConfigError, RunError, JobError):
         return
     if alive:
         watch, stop = (escape(kit_command(name, directory)) for name in ("watch", "stop"))
-        told = f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}"
+        told = (
+            f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}"
+        )
         console.print(told, soft_wrap=True)
 
 

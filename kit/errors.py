@@ -1,4 +1,7 @@
-"""The kit's typed errors. Each message says what, the value, what is allowed, and what to do next."""
+"""The kit's typed errors.
+
+Each message says what, the value, what is allowed, and what to do next.
+"""
 
 import shlex
 from pathlib import Path
@@ -20,14 +23,21 @@ CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def install_command(extra: str = "") -> str:
-    """Returns the command that installs what the kit needs, with an extra of it, in its checkout or from its wheel."""
+    """Returns the command that installs what the kit needs, with an extra of it, in its checkout
+    or from its wheel.
+    """
     extras = f"[{extra}]" if extra else ""
-    editable, whole = f"-e {shlex.quote(f'.{extras}')}", shlex.quote(f"pretraining-notebook-kit{extras}")
+    editable, whole = (
+        f"-e {shlex.quote(f'.{extras}')}",
+        shlex.quote(f"pretraining-notebook-kit{extras}"),
+    )
     return f"pip install {editable if CHECKOUT.exists() else whole}"
 
 
 class RunError(RuntimeError):
-    """A run directory cannot be used as asked: it is live, absent, or was made by another configuration."""
+    """A run directory cannot be used as asked: it is live, absent, or was made by another
+    configuration.
+    """
 
 
 class CheckpointError(RunError):
@@ -46,7 +56,9 @@ class MissingPackageError(ImportError):
     """An optional package is not installed; the message gives the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed. Run: {install_command(extra)}")
+        super().__init__(
+            f"{purpose} needs {package}, which is not installed. Run: {install_command(extra)}"
+        )
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows in place of a traceback, by a convention of IPython."""

@@ -1,4 +1,6 @@
-"""launch: from spec, plan and recipe to a running job, after checking all that can be checked before it starts."""
+"""launch: from spec, plan and recipe to a running job, after checking all that can be checked
+before it starts.
+"""
 
 import contextlib
 import fcntl
@@ -40,16 +42,18 @@ def launch(
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
 ) -> Run:
-    """Returns a run whose job has started, or waits in its site's queue; it goes on when this process ends.
+    """Returns a run whose job has started, or waits in its site's queue; it goes on when this
+    process ends.
 
-    The directory is a new one, or that of a run of the same model and recipe, which continues from its last checkpoint,
-    if need be with another plan. `device` is where the ranks of this machine compute, as `on_device` says; the site of
-    the run keeps it. `time_limit_s` is that of one job, by default as long as the site gives; a longer run comes back
-    until it is done. `measured` is asked for the site with its peak of a dtype, once there is nothing left to refuse.
+    The directory is a new one, or that of a run of the same model and recipe, which continues from
+    its last checkpoint, if need be with another plan. `device` is where the ranks of this machine
+    compute, as `on_device` says; the site of the run keeps it. `time_limit_s` is that of one job,
+    by default as long as the site gives; a longer run comes back until it is done. `measured` is
+    asked for the site with its peak of a dtype, once there is nothing left to refuse.
 
     Raises:
-        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
-            started.
+        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does
+            not fit; nothing was started.
     """
     from kit.data import located  # with it NumPy, which `import kit` does without
     from kit.trainer.guard import check_recipe
@@ -59,7 +63,7 @@ def launch(
     if (directory / "import.json").exists():
         raise RunError(
             f"{directory}: it was imported from a log, so there is no checkpoint to go on from. "
-            f"Launch a run of its model and plan in another directory."
+            "Launch a run of its model and plan in another directory."
         )
     site = Site.load(site) if isinstance(site, str) else site
     if site.login is None:
@@ -101,9 +105,11 @@ def resume(
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
 ) -> Run:
-    """Returns the run in `directory`, started again from its last checkpoint, on its own plan or device or others.
+    """Returns the run in `directory`, started again from its last checkpoint, on its own plan or
+    device or others.
 
-    With more steps the learning rate's schedule still ends where it did before, unless `decay_steps` moves its end.
+    With more steps the learning rate's schedule still ends where it did before, unless
+    `decay_steps` moves its end.
 
     Raises:
         As `launch`.
@@ -111,34 +117,55 @@ def resume(
     run = Run.open(directory)
     refuse_done(run, plan or run.plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
-    recipe = run.recipe.replace(**{name: steps for name, steps in lengths.items() if steps is not None})
+    recipe = run.recipe.replace(
+        **{name: steps for name, steps in lengths.items() if steps is not None}
+    )
     plan, site = plan or run.plan, run.site
     moves = device is not None and (site := on_device(site, plan, device)) is not run.site
     return launch(
-        run.directory, spec=run.spec, plan=plan, recipe=recipe, site=site, time_limit_s=time_limit_s,
+        run.directory,
+        spec=run.spec,
+        plan=plan,
+        recipe=recipe,
+        site=site,
+        time_limit_s=time_limit_s,
         measured=measured_site if moves else None,
-    )  # fmt: skip
+    )
 
 
 def submit(run: Run, time_limit_s: float | None = None) -> Run:
-    """Starts the job of a prepared run on its site and returns the run; what was asked is written with the job."""
+    """Starts the job of a prepared run on its site and returns the run; what was asked is
+    written with the job.
+    """
     told = configuration_files(run.spec, run.plan, run.recipe)
     of_another_engine = dict.fromkeys({*ENGINE_FILES} - told.keys())  # which an earlier plan had
-    cluster.submit(job_spec(run, time_limit_s), run.site, {**of_another_engine, **told, **run.asked()})
+    cluster.submit(
+        job_spec(run, time_limit_s), run.site, {**of_another_engine, **told, **run.asked()}
+    )
     return run
 
 
 def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     """Returns the job that trains a run on its site: one process per device of its plan.
 
-    On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its ranks alone.
+    On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its
+    ranks alone.
     """
-    argv, num_processes = (sys.executable, "-m", "kit.train", "--run", str(run.directory)), run.plan.num_devices
+    argv, num_processes = (
+        (sys.executable, "-m", "kit.train", "--run", str(run.directory)),
+        run.plan.num_devices,
+    )
     is_local = run.site.scheduler == "local"
     if is_local:
         cluster.local.check_count(num_processes)  # a torchrun would count as one
     if is_local and run.plan.engine == "neuron" and num_processes > 1:
-        agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}")
+        agent = (
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_processes}",
+        )
         # Without the dashes it would take --run for one of its own options.
         argv, num_processes = (*agent, "--no-python", "--", *argv), 1
     return JobSpec(
@@ -155,7 +182,8 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Lets one launch at a time write to a run directory in which no job is live, so that it changes nobody's files.
+    """Lets one launch at a time write to a run directory in which no job is live, so that it
+    changes nobody's files.
 
     Raises:
         RunError: the directory cannot be written, or another launch is at it.
@@ -168,7 +196,9 @@ def _alone(directory: Path) -> Iterator[None]:
                 pass
             handle = os.open(directory, os.O_RDONLY)
         except OSError as error:
-            raise RunError(f"{directory} cannot be written: {error.strerror}. Use another run directory.") from error
+            raise RunError(
+                f"{directory} cannot be written: {error.strerror}. Use another run directory."
+            ) from error
         stack.callback(os.close, handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +213,8 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
-    """Raises unless a run that is asked for so many steps has some left to do; the error says how to go on, on a plan.
+    """Raises unless a run that is asked for so many steps has some left to do; the error says how
+    to go on, on a plan.
 
     Raises:
         JobError: a job is live in its directory.
@@ -195,11 +226,15 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
     if newest is not None and newest >= num_steps:
         advice = Run.open(run.directory).how_to_go_on(plan, num_steps)
-        raise RunError(f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for. {advice}")
+        raise RunError(
+            f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for."
+            f" {advice}"
+        )
 
 
 def _newest_whole(checkpoints: Checkpoints) -> int | None:
-    """Returns the newest step whose files have their sizes (the job verifies what they hold), None if there is none.
+    """Returns the newest step whose files have their sizes (the job verifies what they hold), None
+    if there is none.
 
     Raises:
         CheckpointError: there are checkpoints, but none is whole.
@@ -216,7 +251,8 @@ def _newest_whole(checkpoints: Checkpoints) -> int | None:
 
 
 def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
-    """Raises unless the weights that training starts from are this model's, and the text is in their tokens.
+    """Raises unless the weights that training starts from are this model's, and the text is in
+    their tokens.
 
     Raises:
         ConfigError: they are of another model, or of another tokenizer than the text.
@@ -232,13 +268,15 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
         theirs = load_tokenizer(folder).sha256
         if theirs != dataset.info.tokenizer_sha256:
             raise ConfigError(
-                f"recipe.data: {recipe.data} is in tokens of {dataset.info.tokenizer_sha256[:12]}, the weights in "
-                f"{folder} know those of its own tokenizer, {theirs[:12]}. Build the data with --tokenizer {folder}."
+                f"recipe.data: {recipe.data} is in tokens of {dataset.info.tokenizer_sha256[:12]},"
+                f" the weights in {folder} know those of its own tokenizer, {theirs[:12]}. Build"
+                f" the data with --tokenizer {folder}."
             )
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:
-    """Returns how many epochs of each source the run will read, if all are whole, fit the model and are long enough.
+    """Returns how many epochs of each source the run will read, if all are whole, fit the model and
+    are long enough.
 
     Raises:
         ConfigError: the vocabulary is larger than the model's.
@@ -250,13 +288,16 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
     dataset = Dataset.open(Path(recipe.data))
     if dataset.vocab_size > spec.vocab_size:
         raise ConfigError(
-            f"recipe.data: the tokenizer of {recipe.data} has {dataset.vocab_size:,} tokens, the model's vocab_size is "
-            f"{spec.vocab_size:,}. Build the data with `--vocab-size {spec.vocab_size}`, or raise spec.vocab_size."
+            f"recipe.data: the tokenizer of {recipe.data} has {dataset.vocab_size:,} tokens, the"
+            f" model's vocab_size is {spec.vocab_size:,}. Build the data with `--vocab-size"
+            f" {spec.vocab_size}`, or raise spec.vocab_size."
         )
-    epochs = training_samples(recipe, spec.sequence_length).epochs(recipe.num_steps * plan.global_batch_size)
+    epochs = training_samples(recipe, spec.sequence_length).epochs(
+        recipe.num_steps * plan.global_batch_size
+    )
     if recipe.validation_every:
         dataset.samples("validation", spec.sequence_length, recipe.seed)
-    names = [" to ".join(dict.fromkeys((source.paths[0], source.paths[-1]))) for source in recipe.sources] or [
-        recipe.data
-    ]
+    names = [
+        " to ".join(dict.fromkeys((source.paths[0], source.paths[-1]))) for source in recipe.sources
+    ] or [recipe.data]
     return list(zip(names, epochs, strict=True))

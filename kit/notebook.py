@@ -1,4 +1,6 @@
-"""The few things that only notebooks need: what they train at their scale, a fresh run directory, a table from rows."""
+"""The few things that only notebooks need: what they train at their scale, a fresh run
+directory, a table from rows.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,17 +20,27 @@ from kit.spec import ModelSpec
 
 SCALES = ("demo", "cluster")
 LENGTHS = (
-    "num_steps", "warmup_steps", "decay_steps", "validation_every", "validation_sequences", "checkpoint_every",
-    "keep_last", "keep_every",
-)  # fmt: skip
+    "num_steps",
+    "warmup_steps",
+    "decay_steps",
+    "validation_every",
+    "validation_sequences",
+    "checkpoint_every",
+    "keep_last",
+    "keep_every",
+)
 """Fields of a recipe that a notebook sets at either scale: it tells a story of so many steps."""
-DEMO = "Demo scale: real processes and real training on this machine's CPU cores. Only the sizes are small."
+DEMO = (
+    "Demo scale: real processes and real training on this machine's CPU cores. Only the sizes are"
+    " small."
+)
 WEEK_S = 7 * 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a reader gives a notebook to train at cluster scale; at demo scale nothing, and the notebook has its own.
+    """What a reader gives a notebook to train at cluster scale; at demo scale nothing, and the
+    notebook has its own.
 
     Attributes:
         site: where.
@@ -54,32 +66,46 @@ class Given:
         return self.plan.replace(data_parallel=self.plan.data_parallel // 2)
 
     def recipe(self, demo: Recipe) -> Recipe:
-        """Returns the reader's recipe for as many steps, validations and checkpoints as the notebook's own."""
+        """Returns the reader's recipe for as many steps, validations and checkpoints as the
+        notebook's own.
+        """
         if self.dataset is None:
             return demo
         own = {name: value for name, value in self.stated.items() if name not in LENGTHS}
-        return Recipe.from_dict(own | {name: getattr(demo, name) for name in LENGTHS}
-                                | {"data": str(self.dataset.directory)})  # fmt: skip
+        return Recipe.from_dict(
+            own
+            | {name: getattr(demo, name) for name in LENGTHS}
+            | {"data": str(self.dataset.directory)}
+        )
 
     def __str__(self) -> str:
         if self.site is None or self.spec is None or self.plan is None:
             return DEMO
         return (
-            f"Cluster scale: {self.spec.name} on {self.plan.num_devices:,} devices of site {self.site.name!r}, for as "
-            "many steps as the demo. Its nodes must see ../runs and the data."
+            f"Cluster scale: {self.spec.name} on {self.plan.num_devices:,} devices of site"
+            f" {self.site.name!r}, for as many steps as the demo. Its nodes must see ../runs and"
+            " the data."
         )
 
 
 def at_scale(
-    scale: str, *, site: str, recipe: str, data: str, model: str | None = None, plan: str | None = None
+    scale: str,
+    *,
+    site: str,
+    recipe: str,
+    data: str,
+    model: str | None = None,
+    plan: str | None = None,
 ) -> Given:
-    """Returns what a notebook trains at a scale, after checking it; the rest is as for `kit launch`.
+    """Returns what a notebook trains at a scale, after checking it; the rest is as for `kit
+    launch`.
 
-    The scale is demo, where nothing else is looked at, or cluster. Model and plan are by default those of the published
-    recipe.
+    The scale is demo, where nothing else is looked at, or cluster. Model and plan are by default
+    those of the published recipe.
 
     Raises:
-        ConfigError, DataError, MissingPackageError: what is unknown or missing, does not fit, or is still to fill in.
+        ConfigError, DataError, MissingPackageError: what is unknown or missing, does not fit, or is
+        still to fill in.
     """
     if scale not in SCALES:
         raise ConfigError(f"SCALE: {scale!r} is unknown. {suggestion(str(scale), SCALES)}")
@@ -92,8 +118,10 @@ def at_scale(
     check_submittable(place)
     if Path(recipe).suffix in (".toml", ".json"):
         if model is None or plan is None:
-            raise ConfigError(f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and a "
-                              "plan.json made by `kit plan --out`.")  # fmt: skip
+            raise ConfigError(
+                f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and"
+                " a plan.json made by `kit plan --out`."
+            )
         spec, layout, stated = load_spec(model), Plan.read(Path(plan)), read_fields(Path(recipe))
     else:
         published = published_recipe(recipe)
@@ -101,14 +129,22 @@ def at_scale(
         layout, stated = Plan.read(Path(plan)) if plan else published.plan, published.stated
     layout.check(spec)
     check_engine(layout)
-    return Given(site=place, spec=spec, plan=layout, dataset=Dataset.open(data), stated=stated, patience_s=WEEK_S)
+    return Given(
+        site=place,
+        spec=spec,
+        plan=layout,
+        dataset=Dataset.open(data),
+        stated=stated,
+        patience_s=WEEK_S,
+    )
 
 
 def demo_dataset(directory: str | Path) -> Dataset:
-    """Returns the dataset in a folder; where there is none, it is built first, from the text of this installation.
+    """Returns the dataset in a folder; where there is none, it is built first, from the text of
+    this installation.
 
-    What is there is kept although that text changes with every package that is installed: the demo wants any text, and
-    `dataset.json` says which it was.
+    What is there is kept although that text changes with every package that is installed: the demo
+    wants any text, and `dataset.json` says which it was.
 
     Raises:
         DataError: the folder holds something else, or a damaged dataset.
@@ -121,7 +157,9 @@ def demo_dataset(directory: str | Path) -> Dataset:
 
 
 def new_run_directory(parent: str | Path, name: str) -> Path:
-    """Makes and returns a new NAME-001, NAME-002, ... in `parent`; two callers never get the same."""
+    """Makes and returns a new NAME-001, NAME-002, ... in `parent`; two callers never get the
+    same.
+    """
     parent = Path(parent)
     parent.mkdir(parents=True, exist_ok=True)
     taken = [int(found.name[len(name) + 1 :]) for found in parent.glob(f"{name}-[0-9][0-9][0-9]")]

@@ -15,18 +15,22 @@ class DataSource(Record):
     """One source of a mix; its shards are read as one, in one order."""
 
     paths: tuple[str, ...] = field_doc(
-        "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes (PREFIX.bin and .idx) "
-        "of its vocabulary, or patterns of either (web/part_*)"
+        "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes"
+        " (PREFIX.bin and .idx) of its vocabulary, or patterns of either (web/part_*)"
     )
     weight: float = field_doc(
-        "share of the sequences, after the last of recipe.phases; any scale, rounded to 1/65,536 of the mix",
+        "share of the sequences, after the last of recipe.phases; any scale, rounded to 1/65,536 of"
+        " the mix",
         default=1.0,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataPhase(Record):
-    """A time with other weights than the sources' own. A source is read on through all phases, never from its begin."""
+    """A time with other weights than the sources' own.
+
+    A source is read on through all phases, never from its begin.
+    """
 
     until_tokens: float = field_doc("tokens of the run after which it ends")
     weights: tuple[float, ...] = field_doc("one for each of recipe.sources; 0: not read")
@@ -37,61 +41,74 @@ class Recipe(Record):
     """Optimizer, learning-rate schedule, data and checkpoint cadence of one run."""
 
     data: str = field_doc(
-        "folder made by `kit data build`: tokenizer, held-out text and, without sources, training text; "
-        "or a pattern of its parts (web/part_*), which are read as one"
+        "folder made by `kit data build`: tokenizer, held-out text and, without sources, training"
+        " text; or a pattern of its parts (web/part_*), which are read as one"
     )
     num_steps: int = field_doc("optimizer steps of the whole run")
     learning_rate: float = field_doc("peak learning rate", default=3e-4)
     min_learning_rate: float = field_doc("at the end of the schedule", default=3e-5)
     schedule: Literal["cosine", "wsd", "constant"] = field_doc(
-        "after warm-up: down to the floor along a cosine, as in both papers; or stable at the peak, then straight down "
-        "(arXiv 2404.06395, 2405.18392); or at the peak for ever",
+        "after warm-up: down to the floor along a cosine, as in both papers; or stable at the peak,"
+        " then straight down (arXiv 2404.06395, 2405.18392); or at the peak for ever",
         default="cosine",
     )
     warmup_steps: int = field_doc("steps of linear warm-up", default=0)
     decay_steps: int | None = field_doc(
-        "step at which the schedule ends (default: num_steps; of a resumed run, those of its first launch)",
+        "step at which the schedule ends (default: num_steps; of a resumed run, those of its first"
+        " launch)",
         default=None,
     )
-    decay_share: float = field_doc("share of the steps up to decay_steps in which wsd goes down, the last", default=0.1)
-    cosine_floor: Literal["rescaled", "clamped"] = field_doc("how the cosine meets its floor", default="rescaled")
+    decay_share: float = field_doc(
+        "share of the steps up to decay_steps in which wsd goes down, the last", default=0.1
+    )
+    cosine_floor: Literal["rescaled", "clamped"] = field_doc(
+        "how the cosine meets its floor", default="rescaled"
+    )
     beta1: float = field_doc("AdamW", default=0.9)
     beta2: float = field_doc("AdamW", default=0.95)
     eps: float = field_doc("AdamW", default=1e-8)
-    weight_decay: float = field_doc("AdamW; on every weight, norms included, as in HLAT", default=0.1)
+    weight_decay: float = field_doc(
+        "AdamW; on every weight, norms included, as in HLAT", default=0.1
+    )
     gradient_clip: float | None = field_doc("largest global gradient norm", default=1.0)
     seed: int = field_doc("weights and data order", default=1234)
     validation_every: int | None = field_doc("steps between losses on held-out text", default=None)
     validation_sequences: int = field_doc(
-        "held-out sequences per validation, always the same ones; at most as many as there are", default=64
+        "held-out sequences per validation, always the same ones; at most as many as there are",
+        default=64,
     )
-    checkpoint_every: int | None = field_doc("steps between checkpoints (the last step always has one)", default=None)
+    checkpoint_every: int | None = field_doc(
+        "steps between checkpoints (the last step always has one)", default=None
+    )
     on_nan: Literal["stop", "skip", "roll_back"] = field_doc(
-        "answer to a loss or gradient norm that is not finite (skip, roll_back: engine native)", default="stop"
+        "answer to a loss or gradient norm that is not finite (skip, roll_back: engine native)",
+        default="stop",
     )
     on_spike: Literal["ignore", "stop", "skip", "roll_back"] = field_doc(
         "answer to a loss 12 median deviations above those before", default="ignore"
     )
     hung_after_s: float | None = field_doc(
-        "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or engine neuron: never; "
-        "not given, above 64 ranks: 600)",
+        "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or"
+        " engine neuron: never; not given, above 64 ranks: 600)",
         default=40.0,
     )
     keep_last: int = field_doc("newest checkpoints kept", default=2)
-    keep_every: int | None = field_doc("checkpoints at multiples of this step are kept for ever", default=None)
+    keep_every: int | None = field_doc(
+        "checkpoints at multiples of this step are kept for ever", default=None
+    )
     mask_documents: bool = field_doc(
-        "attention ends where a document does, as in Llama 3 (arXiv 2407.21783, 3.2); positions go on through a "
-        "sequence. Off in both papers. Engine native, without a pipeline",
+        "attention ends where a document does, as in Llama 3 (arXiv 2407.21783, 3.2); positions go"
+        " on through a sequence. Off in both papers. Engine native, without a pipeline",
         default=False,
     )
     init_from: str | None = field_doc(
-        "folder of Hugging Face's (config.json, *.safetensors) with the weights that step 1 starts from (null: random; "
-        "engines native and deepspeed)",
+        "folder of Hugging Face's (config.json, *.safetensors) with the weights that step 1 starts"
+        " from (null: random; engines native and deepspeed)",
         default=None,
     )
     hook: str | None = field_doc(
-        "Python file with on_step(state) -> dict of numbers for the metrics, see kit/trainer/hook.py; each launch and "
-        "resume copies it into the run directory, as hook.py",
+        "Python file with on_step(state) -> dict of numbers for the metrics, see"
+        " kit/trainer/hook.py; each launch and resume copies it into the run directory, as hook.py",
         default=None,
     )
     profile_steps: tuple[int, int] | None = field_doc(
@@ -100,57 +117,92 @@ class Recipe(Record):
         default=None,
     )
     profile_ranks: tuple[int, ...] = field_doc("of which processes", default=(0,))
-    sources: tuple[DataSource, ...] = field_doc("a mix to train on, in place of the text in data", default=())
-    phases: tuple[DataPhase, ...] = field_doc("other weights of the sources at the start, in order", default=())
+    sources: tuple[DataSource, ...] = field_doc(
+        "a mix to train on, in place of the text in data", default=()
+    )
+    phases: tuple[DataPhase, ...] = field_doc(
+        "other weights of the sources at the start, in order", default=()
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         _require(
-            "num_steps", self.num_steps, self.num_steps < 2**53, "less than 2**53, which is what metrics can count"
+            "num_steps",
+            self.num_steps,
+            self.num_steps < 2**53,
+            "less than 2**53, which is what metrics can count",
         )
-        optional = "decay_steps gradient_clip validation_every checkpoint_every keep_every hung_after_s"
+        optional = (
+            "decay_steps gradient_clip validation_every checkpoint_every keep_every hung_after_s"
+        )
         for name in optional.split():
             value = getattr(self, name)
             _require(name, value, value is None or value > 0, "a number above 0, or null")
         for name in ("beta1", "beta2"):
-            _require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+            _require(
+                name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1"
+            )
         for name in ("warmup_steps", "weight_decay", "min_learning_rate"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        _require("decay_share", self.decay_share, 0 < self.decay_share <= 1, "a number above 0 up to 1")
+        _require(
+            "decay_share", self.decay_share, 0 < self.decay_share <= 1, "a number above 0 up to 1"
+        )
         below = f"at most learning_rate {self.learning_rate}"
-        _require("min_learning_rate", self.min_learning_rate, self.min_learning_rate <= self.learning_rate, below)
+        _require(
+            "min_learning_rate",
+            self.min_learning_rate,
+            self.min_learning_rate <= self.learning_rate,
+            below,
+        )
         first, last = self.profile_steps or (1, 1)
         few = 1 <= first <= last < first + PROFILED
-        _require("profile_steps", self.profile_steps, few, f"first and last of up to {PROFILED} steps")
+        _require(
+            "profile_steps", self.profile_steps, few, f"first and last of up to {PROFILED} steps"
+        )
         end = self.decay_steps or self.num_steps
-        _require("warmup_steps", self.warmup_steps, self.warmup_steps <= end, f"at most the decay end {end}")
+        _require(
+            "warmup_steps",
+            self.warmup_steps,
+            self.warmup_steps <= end,
+            f"at most the decay end {end}",
+        )
         self._check_mix()
 
     def _check_mix(self) -> None:
         for i, source in enumerate(self.sources):
             _require(f"sources[{i}].paths", source.paths, len(source.paths) > 0, "one path or more")
         own, begin = tuple(source.weight for source in self.sources), 0.0
-        _require("phases", len(self.phases), bool(own) or not self.phases, "recipe.sources too, whose weights they are")
+        _require(
+            "phases",
+            len(self.phases),
+            bool(own) or not self.phases,
+            "recipe.sources too, whose weights they are",
+        )
         for i, phase in enumerate(self.phases):
             later = begin < phase.until_tokens < math.inf
-            _require(f"phases[{i}].until_tokens", phase.until_tokens, later, f"a number above {begin:g}")
+            _require(
+                f"phases[{i}].until_tokens", phase.until_tokens, later, f"a number above {begin:g}"
+            )
             begin = phase.until_tokens
         allowed = f"{len(own)} numbers of 0 or more, one for each of recipe.sources, not all 0"
         mixes = {f"phases[{i}].weights": phase.weights for i, phase in enumerate(self.phases)}
         for name, weights in ({"sources: weights": own} | mixes if own else {}).items():
-            sound = all(0 <= weight < math.inf for weight in weights) and 0 < sum(weights) < math.inf
+            sound = (
+                all(0 <= weight < math.inf for weight in weights) and 0 < sum(weights) < math.inf
+            )
             _require(name, weights, sound and len(weights) == len(own), allowed)
 
     def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of optimizer step `step` (the first is 1).
 
-        Linear warm-up to the peak. There it stays (`constant`), or stays until the last `decay_share` of the steps and
-        falls in a straight line to the floor (`wsd`, as torchtitan's), or follows a cosine of height c in 0..1 until
-        `decay_steps` (`cosine`); then the floor. `rescaled` runs from peak to floor: floor + (peak - floor) c (NeMo,
-        Megatron). `clamped` runs towards zero and is cut off: max(floor, peak c), as in HLAT's released scheduler, so
-        the floor is met earlier.
+        Linear warm-up to the peak. There it stays (`constant`), or stays until the last
+        `decay_share` of the steps and falls in a straight line to the floor (`wsd`, as
+        torchtitan's), or follows a cosine of height c in 0..1 until `decay_steps` (`cosine`); then
+        the floor. `rescaled` runs from peak to floor: floor + (peak - floor) c (NeMo, Megatron).
+        `clamped` runs towards zero and is cut off: max(floor, peak c), as in HLAT's released
+        scheduler, so the floor is met earlier.
         """
         if 0 < self.warmup_steps >= step:
             return self.learning_rate * step / self.warmup_steps

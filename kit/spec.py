@@ -1,7 +1,7 @@
 """ModelSpec: the shapes of a decoder, its parameter count and its FLOPs per token. No torch.
 
-Notation: L layers, h hidden size, a heads, k key/value heads, d head size (h = a d), f feed-forward size,
-V vocabulary, s sequence length.
+Notation: L layers, h hidden size, a heads, k key/value heads, d head size (h = a d), f feed-forward
+size, V vocabulary, s sequence length.
 """
 
 import dataclasses
@@ -13,29 +13,43 @@ from cluster.record import ConfigError, Record, counted, field_doc, html_table, 
 
 
 class FlopBasis(enum.Enum):
-    """What a published FLOP/s number counts. MODEL is the kit's own definition, the others are the papers'."""
+    """What a published FLOP/s number counts.
+
+    MODEL is the kit's own definition, the others are the papers'.
+    """
 
     MODEL = "model"
-    """6 x matmul parameters + 12 L h s, output projection counted, embedding look-up not, full attention map."""
+    """6 x matmul parameters + 12 L h s, output projection counted, embedding look-up not, full
+    attention map."""
     MEGATRON = "megatron"
-    """72 L h^2 (1 + s/6h + V/12Lh): Narayanan et al. 2021 (arXiv 2104.04473, eq. 3) without recomputation."""
+    """72 L h^2 (1 + s/6h + V/12Lh): Narayanan et al. 2021 (arXiv 2104.04473, eq. 3) without
+    recomputation."""
     MEGATRON_RECOMPUTE = "megatron_recompute"
-    """96 L h^2 (1 + s/6h + V/16Lh): the same with one more forward pass. Counts hardware FLOPs; this is what the
-    Frontier paper's code prints (`throughput_calculator` of Megatron-DeepSpeed with activation checkpointing)."""
+    """96 L h^2 (1 + s/6h + V/16Lh): the same with one more forward pass. Counts hardware FLOPs;
+    this is what the Frontier paper's code prints (`throughput_calculator` of Megatron-DeepSpeed
+    with activation checkpointing)."""
     NXDT = "nxdt"
-    """Neuron's training library: 3 x forward, embedding counted as a second h x V matmul, softmax counted."""
+    """Neuron's training library: 3 x forward, embedding counted as a second h x V matmul,
+    softmax counted."""
     SIX_N = "six_n"
-    """6 x all parameters: the convention of "120 million exaFLOP for 1T parameters on 20T tokens"."""
+    """6 x all parameters: the convention of "120 million exaFLOP for 1T parameters on 20T
+    tokens"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling(Record):
-    """Rotary frequencies for longer sequences as in Llama 3.1 (arXiv 2407.21783), by Hugging Face's names."""
+    """Rotary frequencies for longer sequences as in Llama 3.1 (arXiv 2407.21783), by Hugging
+    Face's names.
+    """
 
     factor: float = field_doc("by which low frequencies are divided", default=8.0)
-    low_freq_factor: float = field_doc("turns in the original length up to which a frequency is low", default=1.0)
+    low_freq_factor: float = field_doc(
+        "turns in the original length up to which a frequency is low", default=1.0
+    )
     high_freq_factor: float = field_doc("turns from which it is left as it is", default=4.0)
-    original_max_position_embeddings: int = field_doc("the original length, in tokens", default=8192)
+    original_max_position_embeddings: int = field_doc(
+        "the original length, in tokens", default=8192
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,52 +72,79 @@ class ModelSpec(Record):
     sequence_length: int = field_doc("longest sequence, in tokens")
     norm: Literal["layernorm", "rmsnorm"] = field_doc("normalisation before each block")
     positions: Literal["learned", "rotary"] = field_doc("how positions enter")
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = field_doc("feed-forward non-linearity (swiglu is gated)")
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = field_doc(
+        "feed-forward non-linearity (swiglu is gated)"
+    )
     bias: bool = field_doc("biases in linear layers")
     tied_embeddings: bool = field_doc("output projection shares the embedding's weight")
     norm_eps: float = field_doc("added to the variance", default=1e-5)
     rope_theta: float = field_doc("rotary base", default=10_000.0)
-    rope_scaling: RopeScaling | None = field_doc("rotary frequencies for longer sequences", default=None)
+    rope_scaling: RopeScaling | None = field_doc(
+        "rotary frequencies for longer sequences", default=None
+    )
     init_std: float = field_doc("standard deviation of the initial weights", default=0.02)
-    scaled_init: bool = field_doc("divide the init of residual output projections by sqrt(2 L)", default=True)
+    scaled_init: bool = field_doc(
+        "divide the init of residual output projections by sqrt(2 L)", default=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ConfigError(f"spec.{field.name}: {value} is not allowed. Give a number above 0.")
+                raise ConfigError(
+                    f"spec.{field.name}: {value} is not allowed. Give a number above 0."
+                )
         if self.hidden_size % self.num_heads:
             raise ConfigError(
-                f"spec.num_heads: {self.num_heads} heads do not divide hidden_size {self.hidden_size}. "
-                f"Allowed here: {_divisors(self.hidden_size)}."
+                f"spec.num_heads: {self.num_heads} heads do not divide hidden_size"
+                f" {self.hidden_size}. Allowed here: {_divisors(self.hidden_size)}."
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"spec.num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}. "
-                f"Allowed here: {_divisors(self.num_heads)}."
+                f"spec.num_kv_heads: {self.num_kv_heads} does not divide num_heads"
+                f" {self.num_heads}. Allowed here: {_divisors(self.num_heads)}."
             )
         if self.positions == "rotary" and self.head_size % 2:
-            raise ConfigError(f"spec.hidden_size: rotary positions need an even head size, got {self.head_size}.")
+            raise ConfigError(
+                f"spec.hidden_size: rotary positions need an even head size, got {self.head_size}."
+            )
 
     @classmethod
     def gpt(cls, **shapes) -> Self:
-        """Returns a GPT-family spec (LayerNorm, learned positions, GELU, biases, tied) of the given shapes."""
-        family = dict(norm="layernorm", positions="learned", activation="gelu", bias=True, tied_embeddings=True)
+        """Returns a GPT-family spec (LayerNorm, learned positions, GELU, biases, tied) of the
+        given shapes.
+        """
+        family = dict(
+            norm="layernorm",
+            positions="learned",
+            activation="gelu",
+            bias=True,
+            tied_embeddings=True,
+        )
         shapes.setdefault("num_kv_heads", shapes["num_heads"])
         shapes.setdefault("ffn_hidden_size", 4 * shapes["hidden_size"])
         return cls(**{**family, **shapes})
 
     @classmethod
     def llama(cls, **shapes) -> Self:
-        """Returns a Llama-family spec (RMSNorm, rotary, SwiGLU, no bias, untied) of the given shapes."""
-        family = dict(norm="rmsnorm", positions="rotary", activation="swiglu", bias=False, tied_embeddings=False)
+        """Returns a Llama-family spec (RMSNorm, rotary, SwiGLU, no bias, untied) of the given
+        shapes.
+        """
+        family = dict(
+            norm="rmsnorm",
+            positions="rotary",
+            activation="swiglu",
+            bias=False,
+            tied_embeddings=False,
+        )
         shapes.setdefault("num_kv_heads", shapes["num_heads"])
         return cls(**{**family, **shapes})
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Returns a named model: `demo`, the Frontier paper's GPTs, HLAT's Llamas, and two public references.
+        """Returns a named model: `demo`, the Frontier paper's GPTs, HLAT's Llamas, and two public
+        references.
 
         Raises:
             ConfigError: no preset has that name.
@@ -128,12 +169,16 @@ class ModelSpec(Record):
         """True where the feed-forward block has a gate beside its up projection."""
         return self.activation == "swiglu"
 
-    # Parameters ------------------------------------------------------------------------------------------------
+    # Parameters -----------------------------------------------------------------------------------
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one block that multiply activations: 2h^2 + 2hkd (attention) + 2hf or 3hf (feed-forward)."""
-        attention = 2 * self.hidden_size**2 + 2 * self.hidden_size * self.num_kv_heads * self.head_size
+        """Weights of one block that multiply activations: 2h^2 + 2hkd (attention) + 2hf or 3hf
+        (feed-forward).
+        """
+        attention = (
+            2 * self.hidden_size**2 + 2 * self.hidden_size * self.num_kv_heads * self.head_size
+        )
         return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
 
     @property
@@ -161,16 +206,23 @@ class ModelSpec(Record):
         """Exact number of trainable weights; a tied matrix counts once."""
         return self.num_layers * self.params_per_layer + self.embedding_params + self.output_params
 
-    # FLOPs -----------------------------------------------------------------------------------------------------
+    # FLOPs ----------------------------------------------------------------------------------------
 
     def flops_per_token(self, basis: FlopBasis = FlopBasis.MODEL) -> float:
-        """Returns training FLOPs (forward + backward) per token at the full sequence length, in the given basis.
+        """Returns training FLOPs (forward + backward) per token at the full sequence length, in the
+        given basis.
 
-        The kit's MFU uses `FlopBasis.MODEL`. The factor 6 is 2 FLOPs a weight forward and 4 backward (for the
-        input's and the weight's gradient); 12 L h s is 6 times the two s x s products of attention, each h wide,
-        with the full map counted, causal or not. Source: PaLM (arXiv 2204.02311), appendix B.
+        The kit's MFU uses `FlopBasis.MODEL`. The factor 6 is 2 FLOPs a weight forward and 4
+        backward (for the input's and the weight's gradient); 12 L h s is 6 times the two s x s
+        products of attention, each h wide, with the full map counted, causal or not. Source: PaLM
+        (arXiv 2204.02311), appendix B.
         """
-        L, h, s, V = self.num_layers, self.hidden_size, self.sequence_length, self.vocab_size  # noqa: N806
+        L, h, s, V = (
+            self.num_layers,
+            self.hidden_size,
+            self.sequence_length,
+            self.vocab_size,
+        )  # noqa: N806
         if basis is FlopBasis.MODEL:
             return 6 * (L * self.matmul_params_per_layer + V * h) + 12 * L * h * s
         if basis is FlopBasis.MEGATRON:
@@ -184,21 +236,30 @@ class ModelSpec(Record):
         layer = 4 * h**2 + 4 * h * kv + 4 * s * h + 6 * a * s + feed_forward
         return 3.0 * (L * layer + 4 * V * h)
 
-    def hardware_flops_per_token(self, recompute: Literal["none", "selective", "full"], *, whole: bool) -> float:
+    def hardware_flops_per_token(
+        self, recompute: Literal["none", "selective", "full"], *, whole: bool
+    ) -> float:
         """Returns the FLOPs per token that the device executes, for HFU.
 
-        `full` runs every block forward twice: + 2 x block weights + 4 L h s. With `whole`, to its end: Megatron's
-        checkpoint, which is reentrant, and `Plan.recomputes_whole`. Else without the last matrix product (- 2 L h f):
-        torch's non-reentrant checkpoint stops once it has the last tensor that the backward pass needs
-        (`torch.utils.checkpoint.set_checkpoint_early_stop`). `selective` repeats only element-wise operations (norms,
-        rotary, activation), which no FLOP basis counts, so it equals the model FLOPs.
+        `full` runs every block forward twice: + 2 x block weights + 4 L h s. With `whole`, to its
+        end: Megatron's checkpoint, which is reentrant, and `Plan.recomputes_whole`. Else without
+        the last matrix product (- 2 L h f): torch's non-reentrant checkpoint stops once it has the
+        last tensor that the backward pass needs
+        (`torch.utils.checkpoint.set_checkpoint_early_stop`). `selective` repeats only element-wise
+        operations (norms, rotary, activation), which no FLOP basis counts, so it equals the model
+        FLOPs.
         """
-        params = self.matmul_params_per_layer - (0 if whole else self.hidden_size * self.ffn_hidden_size)
+        params = self.matmul_params_per_layer - (
+            0 if whole else self.hidden_size * self.ffn_hidden_size
+        )
         again = self.num_layers * (2 * params + 4 * self.hidden_size * self.sequence_length)
         return self.flops_per_token() + (again if recompute == "full" else 0)
 
     def _repr_html_(self) -> str:
-        shape = f"{self.num_layers} x {self.hidden_size}, {counted(self.num_heads, 'head')} ({self.num_kv_heads} kv)"
+        shape = (
+            f"{self.num_layers} x {self.hidden_size}, {counted(self.num_heads, 'head')}"
+            f" ({self.num_kv_heads} kv)"
+        )
         rows = [
             ("family", f"{self.family}: {self.norm}, {self.positions}, {self.activation}"),
             ("layers x hidden, heads", shape),
@@ -215,39 +276,92 @@ def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
-_GPT2_VOCAB_PADDED = 51_200  # GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
+_GPT2_VOCAB_PADDED = (
+    51_200  # GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
+)
 _FRONTIER = dict(vocab_size=_GPT2_VOCAB_PADDED, sequence_length=2048, init_std=0.006)
 _HLAT = dict(vocab_size=32_000, sequence_length=4096, init_std=0.021)
 
-# Sources. Frontier: launch scripts of the paper's authors (sajal-vt/Megatron-DeepSpeed-ORNL, branch FA2, and
-# olcf/ai-training-series); the 1T heads are those of the 2023 scripts (a later one has 200). HLAT: awslabs/HLAT
-# model configurations. Llama 3: arXiv 2407.21783, table 3. GPT-2 XL: Radford et al. 2019. `demo` is the kit's own.
+# Sources. Frontier: launch scripts of the paper's authors (sajal-vt/Megatron-DeepSpeed-ORNL, branch
+# FA2, and olcf/ai-training-series); the 1T heads are those of the 2023 scripts (a later one has
+# 200). HLAT: awslabs/HLAT model configurations. Llama 3: arXiv 2407.21783, table 3. GPT-2 XL:
+# Radford et al. 2019. `demo` is the kit's own.
 PRESETS: dict[str, tuple[Literal["gpt", "llama"], dict]] = {
-    "demo": ("llama", dict(num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, ffn_hidden_size=352,
-                           vocab_size=4096, sequence_length=256)),
+    "demo": (
+        "llama",
+        dict(
+            num_layers=4,
+            hidden_size=128,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_hidden_size=352,
+            vocab_size=4096,
+            sequence_length=256,
+        ),
+    ),
     "gpt-1.4b": ("gpt", dict(num_layers=24, hidden_size=2112, num_heads=24, **_FRONTIER)),
     "gpt-22b": ("gpt", dict(num_layers=48, hidden_size=6144, num_heads=48, **_FRONTIER)),
     "gpt-175b": ("gpt", dict(num_layers=96, hidden_size=12288, num_heads=96, **_FRONTIER)),
     "gpt-1t": ("gpt", dict(num_layers=128, hidden_size=25600, num_heads=128, **_FRONTIER)),
-    "hlat-7b": ("llama", dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, **_HLAT)),
-    "hlat-70b": ("llama", dict(num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8,
-                               ffn_hidden_size=28672, **_HLAT)),
-    "llama3-8b": ("llama", dict(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8,
-                                ffn_hidden_size=14336, vocab_size=128_256, sequence_length=8192,
-                                rope_theta=500_000.0)),
-    "gpt2-xl": ("gpt", dict(num_layers=48, hidden_size=1600, num_heads=25, vocab_size=50_257,
-                            sequence_length=1024, activation="gelu_tanh")),
-}  # fmt: skip
+    "hlat-7b": (
+        "llama",
+        dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, **_HLAT),
+    ),
+    "hlat-70b": (
+        "llama",
+        dict(
+            num_layers=80,
+            hidden_size=8192,
+            num_heads=64,
+            num_kv_heads=8,
+            ffn_hidden_size=28672,
+            **_HLAT,
+        ),
+    ),
+    "llama3-8b": (
+        "llama",
+        dict(
+            num_layers=32,
+            hidden_size=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            ffn_hidden_size=14336,
+            vocab_size=128_256,
+            sequence_length=8192,
+            rope_theta=500_000.0,
+        ),
+    ),
+    "gpt2-xl": (
+        "gpt",
+        dict(
+            num_layers=48,
+            hidden_size=1600,
+            num_heads=25,
+            vocab_size=50_257,
+            sequence_length=1024,
+            activation="gelu_tanh",
+        ),
+    ),
+}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])\b")
 
 
 def _suggestion(name: str) -> str:
-    """Returns the tail of an error message: presets of the asked size if it names one, else the closest by name."""
+    """Returns the tail of an error message: presets of the asked size if it names one, else the
+    closest by name.
+    """
     size = _SIZE.search(name.lower())
-    alike = [preset for preset in PRESETS if size and (own := _SIZE.search(preset)) and own.groups() == size.groups()]
+    alike = [
+        preset
+        for preset in PRESETS
+        if size and (own := _SIZE.search(preset)) and own.groups() == size.groups()
+    ]
     if not alike:
         if size:  # another size is no likely slip, however alike the names are
-            return f"None has {size[0].upper()} parameters. Give a spec.json of your own. {suggestion('', PRESETS)}"
+            return (
+                f"None has {size[0].upper()} parameters. Give a spec.json of your own."
+                f" {suggestion('', PRESETS)}"
+            )
         return suggestion(name, PRESETS)
     return f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."

@@ -1,4 +1,5 @@
-"""`python -m kit.train --run DIR`: the command of each rank, whatever started it. The loop is `kit.trainer.loop`.
+"""`python -m kit.train --run DIR`: the command of each rank, whatever started it. The loop is
+`kit.trainer.loop`.
 
 Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 """
@@ -32,7 +33,9 @@ from kit.trainer.loop import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one rank and returns its exit code; an error that the user can mend is told without a traceback."""
+    """Runs one rank and returns its exit code; an error that the user can mend is told without a
+    traceback.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory")
     directory = Path(parser.parse_args(arguments).run)
@@ -51,16 +54,24 @@ def main(arguments: list[str] | None = None) -> int:
         choose_kernels(device, run.plan)
         if dist.get_rank() == 0:
             _record_attempt(run, attempt, device)
-        if run.plan.engine != "neuron":  # there, every size of a matrix product would be compiled first
+        if (
+            run.plan.engine != "neuron"
+        ):  # there, every size of a matrix product would be compiled first
             _check_nodes(run, device)
         trainer = Trainer(run, attempt=attempt, device=device)
         reason = trainer.train()
         if dist.get_rank() == 0:
-            state = JobState.STOPPING if trainer.is_stopped else JobState.RUNNING  # the supervisor has the last word
-            update_state(run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step)
+            state = (
+                JobState.STOPPING if trainer.is_stopped else JobState.RUNNING
+            )  # the supervisor has the last word
+            update_state(
+                run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step
+            )
             print(reason, flush=True)
         part()
-        if run.plan.engine != "neuron":  # NxD finishes its checkpoints, with the group, when Python ends
+        if (
+            run.plan.engine != "neuron"
+        ):  # NxD finishes its checkpoints, with the group, when Python ends
             dist.destroy_process_group()
         return 0
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
@@ -78,7 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_nodes(run: Run, device: torch.device) -> None:
-    """Names slow nodes, where there are several, and leaves what was measured in the run directory."""
+    """Names slow nodes, where there are several, and leaves what was measured in the run
+    directory.
+    """
     ranks = dist.get_world_size()
     if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
         return
@@ -118,7 +131,11 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
     if run.plan.engine != "neuron":
         facts |= chosen_kernels(run.spec, run.plan, device)
         if device.type == "cuda" and facts["attention"] == "MATH":
-            print("WARNING: no fused kernel takes this attention: its scores are written out, and slow", flush=True)
+            print(
+                "WARNING: no fused kernel takes this attention: its scores are written out, and"
+                " slow",
+                flush=True,
+            )
     write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
 
 

@@ -21,9 +21,19 @@ from kit.spec import ModelSpec
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--real-limits", action="store_true", help="beats as slow as in use, not a fifth (make faults)")
-    parser.addoption("--thorough", action="store_true", help="also tests of what cheaper ones hold too (make faults)")
-    parser.addoption("--kills", type=int, default=2, help="how often a training run is killed (make faults: 100)")
+    parser.addoption(
+        "--real-limits",
+        action="store_true",
+        help="beats as slow as in use, not a fifth (make faults)",
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="also tests of what cheaper ones hold too (make faults)",
+    )
+    parser.addoption(
+        "--kills", type=int, default=2, help="how often a training run is killed (make faults: 100)"
+    )
 
 
 def pytest_configure() -> None:
@@ -48,12 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path_factory):
-    """A test sees no rank's variables, whoever has set them (DeepSpeed does), and what it sets is gone afterwards."""
+    """A test sees no rank's variables, whoever has set them (DeepSpeed does), and what it sets
+    is gone afterwards.
+    """
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: value for name, value in os.environ.items() if name not in ranks}
     for name in ranks:
         os.environ.pop(name, None)
-    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.getbasetemp())  # no on_alert of whoever runs the tests
+    os.environ["XDG_CONFIG_HOME"] = str(
+        tmp_path_factory.getbasetemp()
+    )  # no on_alert of whoever runs the tests
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -61,7 +75,9 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def mount_memory(tmp_path):
-    """A function: a new folder on a file system in memory of its own, with options of tmpfs; needs root."""
+    """A function: a new folder on a file system in memory of its own, with options of tmpfs;
+    needs root.
+    """
     folders = []
 
     def mounted(options: str) -> Path:
@@ -80,7 +96,9 @@ def mount_memory(tmp_path):
 
 @pytest.fixture(scope="session")
 def reader_python(tmp_path_factory: pytest.TempPathFactory):
-    """A function: the Python of an environment outside the checkout, with the kit's wheel and what some extras name."""
+    """A function: the Python of an environment outside the checkout, with the kit's wheel and
+    what some extras name.
+    """
     from tests.environments import build_wheel, closure, make_environment
 
     made: dict[tuple[str, ...], Path] = {}
@@ -89,7 +107,9 @@ def reader_python(tmp_path_factory: pytest.TempPathFactory):
     def get(*extras: str) -> Path:
         if extras not in made:
             wheels or wheels.append(build_wheel(tmp_path_factory.mktemp("wheel")))
-            made[extras] = make_environment(tmp_path_factory.mktemp("reader"), wheels[0], closure(*extras))
+            made[extras] = make_environment(
+                tmp_path_factory.mktemp("reader"), wheels[0], closure(*extras)
+            )
         return made[extras]
 
     return get
@@ -99,20 +119,35 @@ def reader_python(tmp_path_factory: pytest.TempPathFactory):
 def llama_spec() -> ModelSpec:
     """A tiny Llama with grouped key/value heads."""
     return ModelSpec.llama(
-        name="tiny-llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=64,
-        vocab_size=128, sequence_length=16,
-    )  # fmt: skip
+        name="tiny-llama",
+        num_layers=4,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=64,
+        vocab_size=128,
+        sequence_length=16,
+    )
 
 
 @pytest.fixture(scope="session")
 def gpt_spec() -> ModelSpec:
     """A tiny GPT with tied embeddings."""
-    return ModelSpec.gpt(name="tiny-gpt", num_layers=4, hidden_size=32, num_heads=4, vocab_size=128, sequence_length=16)
+    return ModelSpec.gpt(
+        name="tiny-gpt",
+        num_layers=4,
+        hidden_size=32,
+        num_heads=4,
+        vocab_size=128,
+        sequence_length=16,
+    )
 
 
 @pytest.fixture(scope="session")
 def one_process():
-    """A function: what a worker function says of a model and a plan on one process, each called once."""
+    """A function: what a worker function says of a model and a plan on one process, each called
+    once.
+    """
     from tests.workers import run_ranks
 
     made: dict[tuple, Any] = {}
@@ -140,11 +175,18 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
     from kit.data import build_dataset
 
     folder = tmp_path_factory.mktemp("tiny-data")
-    words = "the a of to and in is on loss step layer weight token model train data cut over rank stage".split()
-    texts = [" ".join(words[(i * 7 + j * j * (i % 5 + 1)) % len(words)] for j in range(60)) for i in range(400)]
+    words = "the a of to and in is on loss step layer weight token model train data cut over rank stage".split()  # noqa: E501
+    texts = [
+        " ".join(words[(i * 7 + j * j * (i % 5 + 1)) % len(words)] for j in range(60))
+        for i in range(400)
+    ]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return build_dataset(
-        folder / "data", sources=[folder / "text.jsonl"], vocab_size=300, validation_fraction=0.1, progress=False
+        folder / "data",
+        sources=[folder / "text.jsonl"],
+        vocab_size=300,
+        validation_fraction=0.1,
+        progress=False,
     )
 
 
@@ -158,5 +200,9 @@ def spec(llama_spec: ModelSpec) -> ModelSpec:
 def recipe(tiny_dataset) -> Recipe:
     """A run of 120 short steps on the tiny dataset."""
     return Recipe(
-        data=str(tiny_dataset.directory), num_steps=120, learning_rate=3e-3, warmup_steps=10, checkpoint_every=20
+        data=str(tiny_dataset.directory),
+        num_steps=120,
+        learning_rate=3e-3,
+        warmup_steps=10,
+        checkpoint_every=20,
     )

@@ -1,7 +1,8 @@
-"""`python -m tests.gallery [NAME ...]`: runs the notebooks and keeps each in notebooks/gallery, a page with pictures.
+"""`python -m tests.gallery [NAME ...]`: runs the notebooks and keeps each in notebooks/gallery, a
+page with pictures.
 
-Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every table as CSV, and
-the sheet of the paper's claims is made.
+Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every
+table as CSV, and the sheet of the paper's claims is made.
 """
 
 import argparse
@@ -32,7 +33,8 @@ PAPERS: dict[str, tuple[Paper, dict[str, Any], str]] = {
     "06_frontier_figures": ("frontier", FRONTIER, "frontier-demo"),
     "07_hlat_figures": ("hlat", HLAT, "hlat-demo"),
 }
-"""Notebooks of papers: their figures, and the folder below runs/ with the demo-scale runs that they have made."""
+"""Notebooks of papers: their figures, and the folder below runs/ with the demo-scale runs that
+they have made."""
 SHOWN = ("image/png", "text/markdown", "text/html", "text/plain")
 """Of what a cell shows, the first of these that there is: a live view becomes its still."""
 LIVE = "application/vnd.jupyter.widget-view+json"
@@ -42,7 +44,9 @@ MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs 
 
 
 def write_page(name: str, executed: Path) -> None:
-    """Replaces the Markdown page of a notebook in the gallery, and its pictures, called NAME--CELL.png."""
+    """Replaces the Markdown page of a notebook in the gallery, and its pictures, called
+    NAME--CELL.png.
+    """
     from nbconvert import MarkdownExporter
     from traitlets.config import Config
 
@@ -55,12 +59,18 @@ def write_page(name: str, executed: Path) -> None:
             told = told.replace(INVITATION.format(name=name), MADE.format(name=name))
             cell.source = told.replace("](gallery/", "](")
         if "outputs" in cell:  # a live view has its still beside it
-            cell.outputs = [each for each in cell.outputs if LIVE not in each.get("data", {}) or SHOWN[0] in each.data]
+            cell.outputs = [
+                each
+                for each in cell.outputs
+                if LIVE not in each.get("data", {}) or SHOWN[0] in each.data
+            ]
         for number, output in enumerate(cell.get("outputs", [])):
             stem = f"{name}--{cell.id}{number or ''}"
             output.setdefault("metadata", {})["filename"] = f"{stem}.png"
             _clean(output, stem)
-    extract = Config({"ExtractOutputPreprocessor": {"enabled": True, "extract_output_types": {"image/png"}}})
+    extract = Config(
+        {"ExtractOutputPreprocessor": {"enabled": True, "extract_output_types": {"image/png"}}}
+    )
     text, resources = MarkdownExporter(config=extract).from_notebook_node(document)
     for file, picture in resources["outputs"].items():
         (GALLERY / file).write_bytes(fewer_colours(picture))
@@ -80,7 +90,8 @@ def fewer_colours(picture: bytes) -> bytes:
 
 
 def keep(name: str, executed: Path) -> None:
-    """Replaces what the gallery has of a notebook: its page, and of a paper the figures and the sheet of claims.
+    """Replaces what the gallery has of a notebook: its page, and of a paper the figures and the
+    sheet of claims.
 
     Raises:
         ConfigError: a figure of a paper cannot be drawn.
@@ -102,7 +113,9 @@ def keep(name: str, executed: Path) -> None:
 
 
 def _clean(output: NotebookNode, stem: str) -> None:
-    """Leaves of an output what its page shows, without colours of a terminal and paths of this machine."""
+    """Leaves of an output what its page shows, without colours of a terminal and paths of this
+    machine.
+    """
     from nbconvert.filters import strip_ansi
 
     holder, kind = output, "text"
@@ -111,13 +124,19 @@ def _clean(output: NotebookNode, stem: str) -> None:
         holder = output.data = NotebookNode({kind: output.data[kind]})
     if kind in holder and kind != "image/png":
         text = strip_ansi(holder[kind])
-        for place, word in {str(REPOSITORY): "..", sys.prefix: "ENVIRONMENT", str(Path.home()): "~"}.items():
+        for place, word in {
+            str(REPOSITORY): "..",
+            sys.prefix: "ENVIRONMENT",
+            str(Path.home()): "~",
+        }.items():
             text = text.replace(place, word)
         holder[kind] = _hosted(text, stem) if kind == "text/html" else text
 
 
 def _hosted(text: str, stem: str) -> str:
-    """Returns HTML as a code host shows it: no style sheets, drawings as files, those of light pages only, no gaps."""
+    """Returns HTML as a code host shows it: no style sheets, drawings as files, those of light
+    pages only, no gaps.
+    """
     text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
     if drawing := re.search(r"data:image/svg\+xml;base64,([^'\"]+)", text):
         (GALLERY / f"{stem}.svg").write_bytes(base64.b64decode(drawing[1]))
@@ -126,7 +145,9 @@ def _hosted(text: str, stem: str) -> str:
 
 
 def main() -> int:
-    """Runs the named notebooks, by default all, replaces their pictures and returns the exit code."""
+    """Runs the named notebooks, by default all, replaces their pictures and returns the exit
+    code.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.gallery", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="e.g. 00_quickstart; default all")
     options = parser.parse_args()
@@ -140,7 +161,10 @@ def main() -> int:
         try:
             execute(notebooks[name], executed, console=console)
         except NotebookError as error:
-            console.print(f"[red]{name} failed; its old pictures stay.[/] {escape(str(error))}", soft_wrap=True)
+            console.print(
+                f"[red]{name} failed; its old pictures stay.[/] {escape(str(error))}",
+                soft_wrap=True,
+            )
             return 1
         keep(name, executed)
         console.print(f"{len(list(GALLERY.glob('*.png')))} pictures in {GALLERY}")

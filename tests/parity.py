@@ -1,4 +1,5 @@
-"""Ten steps of a plan, and how far they are from the native engine's on one process: the measure of every engine.
+"""Ten steps of a plan, and how far they are from the native engine's on one process: the measure of
+every engine.
 
 `python -m tests.parity_table` prints it for all engines and layouts.
 """
@@ -19,11 +20,14 @@ from tests.workers import run_ranks
 
 STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
 REPEATS, LARGE_STEP = 18, 4e-3
-"""Of `overfit`: a third of the steps, four times as large, tell lost master weights (3 %) nearly as 60 did (5 %)."""
+"""Of `overfit`: a third of the steps, four times as large, tell lost master weights (3 %) nearly
+as 60 did (5 %)."""
 SAME_LEARNING = 0.01
-"""Of the loss after these steps in bf16. Rounding, which each CPU does in its own way, moves it by up to 0.0025;
-a sum over ranks that is lost, as in NxD, by 0.2."""
-RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
+"""Of the loss after these steps in bf16. Rounding, which each CPU does in its own way, moves it by
+up to 0.0025; a sum over ranks that is lost, as in NxD, by 0.2."""
+RECIPE = Recipe(
+    data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5
+)
 CPU = torch.device("cpu")
 ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2}
 
@@ -32,21 +36,35 @@ Trained = tuple[float, list[tuple[float, float]]]
 
 
 def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
-    """Returns a plan of two micro-batches, or in a pipeline of four, in which each stage has work of its own kind."""
+    """Returns a plan of two micro-batches, or in a pipeline of four, in which each stage has
+    work of its own kind.
+    """
     count = 4 if "pipeline_parallel" in changes else 2
     micro_batch_size = BATCH // (count * changes.get("data_parallel", 1))
     return Plan.from_dict(
-        {"micro_batch_size": micro_batch_size, "global_batch_size": BATCH, "engine": engine, **changes}
+        {
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": BATCH,
+            "engine": engine,
+            **changes,
+        }
     )
 
 
 def some_thorough(layouts: Iterable[str], thorough: Collection[str]) -> list:
-    """Returns parameters of a test: names of layouts, some of which are trained with --thorough only."""
-    return [pytest.param(name, marks=pytest.mark.thorough if name in thorough else ()) for name in layouts]
+    """Returns parameters of a test: names of layouts, some of which are trained with --thorough
+    only.
+    """
+    return [
+        pytest.param(name, marks=pytest.mark.thorough if name in thorough else ())
+        for name in layouts
+    ]
 
 
 def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """Returns the model with no more blocks than it takes: each is paid for on every rank, micro-batch and step."""
+    """Returns the model with no more blocks than it takes: each is paid for on every rank,
+    micro-batch and step.
+    """
     return spec.replace(num_layers=max(2, plan.num_stages))
 
 
@@ -63,9 +81,16 @@ def build(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE, *, initialise: b
 
 def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> list[torch.Tensor]:
     """Returns one replica's part of each step's batch."""
-    generator, share = torch.Generator().manual_seed(0), plan.global_batch_size // plan.data_parallel
+    generator, share = (
+        torch.Generator().manual_seed(0),
+        plan.global_batch_size // plan.data_parallel,
+    )
     shape = (steps, plan.global_batch_size, spec.sequence_length + 1)
-    return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
+    return list(
+        torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][
+            :, :share
+        ]
+    )
 
 
 def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
@@ -76,23 +101,31 @@ def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
 
 
 def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
-    """Returns what this rank says of the steps when they all have the same batch, which sums up what gradients lack."""
+    """Returns what this rank says of the steps when they all have the same batch, which sums up
+    what gradients lack.
+    """
     engine = build(spec, plan)
     samples = batches(spec, plan, engine.data_rank)[0]
     return [engine.train_step(samples, LARGE_STEP) for _ in range(REPEATS)]
 
 
 def check_bf16(layout: dict[str, Any], engine: str, spec: ModelSpec, one_process: Callable) -> None:
-    """Holds a layout in bf16 to the native engine on one process in bf16: the gradient, and where it leads.
+    """Holds a layout in bf16 to the native engine on one process in bf16: the gradient, and where
+    it leads.
 
-    The loss of a few steps on random tokens would not do: it hardly moves, whatever the gradients are.
+    The loss of a few steps on random tokens would not do: it hardly moves, whatever the gradients
+    are.
     """
-    count = 4 if layout.get("schedule") == "zbv" else 2  # micro-batches; the order of more of them is for fp32 to prove
+    count = (
+        4 if layout.get("schedule") == "zbv" else 2
+    )  # micro-batches; the order of more of them is for fp32 to prove
     size = BATCH // (count * layout.get("data_parallel", 1))
     plan = make_plan({"micro_batch_size": size, **layout, "precision": "bf16"}, engine)
     spec = fit(spec, plan)
     per_rank = run_ranks(plan.num_devices, overfit, spec, plan)
-    assert all(steps == per_rank[0] for steps in per_rank), "ranks disagree about loss or gradient norm"
+    assert all(steps == per_rank[0] for steps in per_rank), (
+        "ranks disagree about loss or gradient norm"
+    )
     steps, expected = per_rank[0], one_process(overfit, spec, make_plan({"precision": "bf16"}))
     found = [abs(steps[0][1] / expected[0][1] - 1), abs(steps[-1][0] / expected[-1][0] - 1)]
     assert expected[-1][0] < 0.6 * expected[0][0], "too few steps to tell"
@@ -101,7 +134,9 @@ def check_bf16(layout: dict[str, Any], engine: str, spec: ModelSpec, one_process
 
 def differences(per_rank: list[Trained], reference: Trained) -> dict[str, float]:
     """Returns the largest relative differences of loss, gradient norm and validation loss."""
-    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
+    assert all(result == per_rank[0] for result in per_rank), (
+        "ranks disagree about loss or gradient norm"
+    )
     (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
     return {
         "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),

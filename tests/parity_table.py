@@ -1,7 +1,9 @@
-"""`python -m tests.parity_table`: how far ten steps of each engine and layout are from the native one on one process.
+"""`python -m tests.parity_table`: how far ten steps of each engine and layout are from the native
+one on one process.
 
-Largest relative differences of loss, gradient norm and weights (of a tensor: the largest difference over the largest
-weight), over all ranks, in fp32, on this machine's CPUs over gloo. The Neuron engine runs on the stand-in for NxD.
+Largest relative differences of loss, gradient norm and weights (of a tensor: the largest difference
+over the largest weight), over all ranks, in fp32, on this machine's CPUs over gloo. The Neuron
+engine runs on the stand-in for NxD.
 """
 
 import sys
@@ -26,25 +28,47 @@ from tests.parity import CPU, STEPS, Trained, batches, build, differences, fit, 
 from tests.workers import run_ranks
 
 SPEC = ModelSpec.llama(
-    name="tiny-llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=64, vocab_size=128,
+    name="tiny-llama",
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=64,
+    vocab_size=128,
     sequence_length=16,
-)  # fmt: skip
-ENGINES = {"native": test_parity.LAYOUTS, "deepspeed": test_deepspeed.LAYOUTS, "neuron": test_neuron.LAYOUTS}
+)
+ENGINES = {
+    "native": test_parity.LAYOUTS,
+    "deepspeed": test_deepspeed.LAYOUTS,
+    "neuron": test_neuron.LAYOUTS,
+}
 
 
 def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Trained:
-    """Returns what this rank says of ten steps; the weights that it holds then are left in `folder`."""
+    """Returns what this rank says of ten steps; the weights that it holds then are left in
+    `folder`.
+    """
     engine = build(spec, plan)
     mine = batches(spec, plan, engine.data_rank)
     said = engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
     if plan.engine == "neuron":
-        checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=1, keep_every=None)
-        checkpoints.save({"step": STEPS, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan})
+        checkpoints = NxdCheckpoints(
+            Checkpoints(folder), spec, engine, attempt=1, keep_last=1, keep_every=None
+        )
+        checkpoints.save(
+            {"step": STEPS, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan}
+        )
         checkpoints.finish()
         return said
     held = {key: value for key, value in engine.state_dict().items() if key.startswith("model.")}
-    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in held.items()}
-    torch.save({key.removeprefix("model."): value for key, value in whole.items()}, folder / f"{dist.get_rank()}.pt")
+    whole = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in held.items()
+    }
+    torch.save(
+        {key.removeprefix("model."): value for key, value in whole.items()},
+        folder / f"{dist.get_rank()}.pt",
+    )
     return said
 
 
@@ -55,7 +79,9 @@ def measure(spec: ModelSpec, plan: Plan) -> tuple[list[Trained], dict[str, Tenso
         said = run_ranks(plan.num_devices, train_and_leave_weights, spec, plan, folder)
         if plan.engine == "neuron":
             return said, import_nxd(folder / f"step_{STEPS:08d}", spec).decoder().state_dict()
-        return said, {key: weight for file in folder.glob("*.pt") for key, weight in torch.load(file).items()}
+        return said, {
+            key: weight for file in folder.glob("*.pt") for key, weight in torch.load(file).items()
+        }
 
 
 def main() -> None:
@@ -73,9 +99,14 @@ def main() -> None:
             found = differences(said, reference[0])
             assert weights.keys() == expected.keys()
             strayed = max(
-                float((weights[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected
+                float((weights[key] - expected[key]).abs().max() / expected[key].abs().max())
+                for key in expected
             )
-            print(f"| {engine} | {name} | {found['loss']:.0e} | {found['grad_norm']:.0e} | {strayed:.0e} |", flush=True)
+            print(
+                f"| {engine} | {name} | {found['loss']:.0e} | {found['grad_norm']:.0e} |"
+                f" {strayed:.0e} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What every figure keeps to: text of a page's size, three lines of caption, nothing cut, nothing on another."""
+"""What every figure keeps to: text of a page's size, three lines of caption, nothing cut,
+nothing on another.
+"""
 
 import re
 from itertools import combinations
@@ -26,19 +28,29 @@ def check_figure(figure: Any) -> None:
     inside = figure.bbox.padded(2)
     for text in texts:
         box = text.get_window_extent(renderer)
-        assert inside.containsx(box.x0) and inside.containsx(box.x1), f"cut at the side: {text.get_text()!r}"
+        assert inside.containsx(box.x0) and inside.containsx(box.x1), (
+            f"cut at the side: {text.get_text()!r}"
+        )
         assert inside.containsy(box.y0) and inside.containsy(box.y1), f"cut: {text.get_text()!r}"
     for one, other in combinations([text for text in texts if text.get_text() != WATERMARK], 2):
         boxes = [text.get_window_extent(renderer).padded(-1) for text in (one, other)]
-        assert not boxes[0].overlaps(boxes[1]), f"one on the other: {one.get_text()!r}, {other.get_text()!r}"
+        assert not boxes[0].overlaps(boxes[1]), (
+            f"one on the other: {one.get_text()!r}, {other.get_text()!r}"
+        )
     for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", figure.to_svg())) - set(DARK):
-        assert min(_contrast(colour, ground) for ground in INKS) >= 3, f"{colour} has no twin for a dark page"
+        assert min(_contrast(colour, ground) for ground in INKS) >= 3, (
+            f"{colour} has no twin for a dark page"
+        )
 
 
 def _drawn(figure: Any) -> list[Text]:
     """Returns the texts that are seen: of tick labels, those within their axis."""
     sides = [(panel, side) for panel in figure.axes for side in (panel.xaxis, panel.yaxis)]
-    labels = {text for _, side in sides for text in (*side.get_ticklabels(), *side.get_ticklabels(minor=True))}
+    labels = {
+        text
+        for _, side in sides
+        for text in (*side.get_ticklabels(), *side.get_ticklabels(minor=True))
+    }
     ticks = [tick for panel, side in sides if panel.axison for tick in side._update_ticks()]
     seen = {tick.label1 for tick in ticks}
     return [
@@ -56,5 +68,7 @@ def _contrast(one: str, other: str) -> float:
 
 def _luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -36,29 +36,58 @@ def test_page_of_a_notebook_shows_what_it_said_without_terminal_machine_and_dark
     for name in ("a--old.png", "b--other.png"):
         (folder / name).write_bytes(b"old")
     drawing = base64.b64encode(b"<svg/>").decode()
-    twins = "".join(f"<img class='kit-{twin}' src='data:image/svg+xml;base64,{drawing}'>" for twin in ("light", "dark"))
+    twins = "".join(
+        f"<img class='kit-{twin}' src='data:image/svg+xml;base64,{drawing}'>"
+        for twin in ("light", "dark")
+    )
     new = nbformat.v4.new_output
     outputs = [
         new("stream", text=f"\x1b[31mred\x1b[0m {tmp_path}/runs/x"),
-        new("display_data", {"image/png": picture(), "application/vnd.jupyter.widget-view+json": {"model_id": "1"}}),
-        new("display_data", {"text/html": f"<style>b</style><div>{twins}\n\n</div>", "text/plain": "Live"}),
+        new(
+            "display_data",
+            {"image/png": picture(), "application/vnd.jupyter.widget-view+json": {"model_id": "1"}},
+        ),
+        new(
+            "display_data",
+            {"text/html": f"<style>b</style><div>{twins}\n\n</div>", "text/plain": "Live"},
+        ),
     ]
     told = f"# A\n\n{gallery.INVITATION.format(name='a')} Then [b](b.ipynb)."
-    cells = [nbformat.v4.new_markdown_cell(told), nbformat.v4.new_code_cell("1 + 1", id="draw", outputs=outputs)]
+    cells = [
+        nbformat.v4.new_markdown_cell(told),
+        nbformat.v4.new_code_cell("1 + 1", id="draw", outputs=outputs),
+    ]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
     gallery.keep("a", tmp_path / "a.ipynb")
-    assert sorted(file.name for file in folder.iterdir()) == ["a--draw1.png", "a--draw2.svg", "a.md", "b--other.png"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "a--draw1.png",
+        "a--draw2.svg",
+        "a.md",
+        "b--other.png",
+    ]
     page = (folder / "a.md").read_text()
-    assert page.startswith("# A\n\nMade by `make gallery` from [the notebook](../a.ipynb)") and "[b](b.md)" in page
-    assert "red ../runs/x" in page and "![png](a--draw1.png)" in page and "src='a--draw2.svg'" in page
-    assert not any(word in page for word in ("widget", "style", "dark", "base64", "\x1b", str(tmp_path)))
+    assert (
+        page.startswith("# A\n\nMade by `make gallery` from [the notebook](../a.ipynb)")
+        and "[b](b.md)" in page
+    )
+    assert (
+        "red ../runs/x" in page and "![png](a--draw1.png)" in page and "src='a--draw2.svg'" in page
+    )
+    assert not any(
+        word in page for word in ("widget", "style", "dark", "base64", "\x1b", str(tmp_path))
+    )
     with Image.open(folder / "a--draw1.png") as kept:
         assert kept.mode == "P"
 
 
-@pytest.mark.parametrize("notebook", sorted(gallery.NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted(gallery.NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem
+)
 def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None:
-    page, again = gallery.GALLERY / f"{notebook.stem}.md", f"python -m tests.gallery {notebook.stem}"
+    page, again = (
+        gallery.GALLERY / f"{notebook.stem}.md",
+        f"python -m tests.gallery {notebook.stem}",
+    )
     cells = nbformat.read(notebook, as_version=4).cells
     assert gallery.INVITATION.format(name=notebook.stem) in cells[0].source, "the way to the page"
     shown = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -72,7 +101,10 @@ def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None
 def test_gallery_is_small_and_the_readme_leads_to_its_pages() -> None:
     assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 6e6
     readme = (gallery.REPOSITORY / "README.md").read_text()
-    pages = [*gallery.NOTEBOOKS.glob("*.ipynb"), *(Path(f"claims_{paper}") for paper, *_ in gallery.PAPERS.values())]
+    pages = [
+        *gallery.NOTEBOOKS.glob("*.ipynb"),
+        *(Path(f"claims_{paper}") for paper, *_ in gallery.PAPERS.values()),
+    ]
     assert all(f"(notebooks/gallery/{page.stem}.md)" in readme for page in pages)
 
 
@@ -86,9 +118,15 @@ def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
     folder.mkdir()
     (folder / "hlat-averaging.svg").write_text("of a time when tables were pictures")
     gallery.keep("paper", tmp_path / "unused.ipynb")
-    names = ["claims_hlat.md", "hlat-averaging.csv", *(f"hlat-data-mix.{ending}" for ending in ("csv", "png", "svg"))]
+    names = [
+        "claims_hlat.md",
+        "hlat-averaging.csv",
+        *(f"hlat-data-mix.{ending}" for ending in ("csv", "png", "svg")),
+    ]
     assert sorted(file.name for file in folder.iterdir()) == names
-    monkeypatch.setattr(gallery, "PAPERS", {"paper": ("hlat", {"hlat-spikes": FIGURES["hlat-spikes"]}, "study")})
+    monkeypatch.setattr(
+        gallery, "PAPERS", {"paper": ("hlat", {"hlat-spikes": FIGURES["hlat-spikes"]}, "study")}
+    )
     with pytest.raises(ConfigError, match=r"hlat-spikes: runs: no spikes\.json"):
         gallery.keep("paper", tmp_path / "unused.ipynb")
 

@@ -1,4 +1,6 @@
-"""The notebooks: how they are written, and that each runs to its end, in the environment of its readers."""
+"""The notebooks: how they are written, and that each runs to its end, in the environment of its
+readers.
+"""
 
 import shutil
 import subprocess
@@ -15,7 +17,8 @@ from tests.environments import outside
 FOLDER = REPOSITORY / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "04_watch_a_run", "05_evaluate")
-"""Those that train something of the reader's choice; the others are about papers, plans and one model."""
+"""Those that train something of the reader's choice; the others are about papers, plans and one
+model."""
 MAX_CODE_CELLS, MAX_LINES = 25, 20
 EXECUTE = "import sys, pathlib, kit.demo; kit.demo.execute(*map(pathlib.Path, sys.argv[1:]))"
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
@@ -23,7 +26,9 @@ by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: no
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder laid out like the repository, so that what notebooks write stays out of it; they share one dataset."""
+    """A folder laid out like the repository, so that what notebooks write stays out of it; they
+    share one dataset.
+    """
     workplace = tmp_path_factory.mktemp("notebooks")
     (workplace / "notebooks").mkdir()
     return workplace
@@ -34,14 +39,18 @@ def test_is_written_by_the_rules(notebook: Path) -> None:
     cells = nbformat.read(notebook, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert len(code) <= MAX_CODE_CELLS
-    assert all(not cell.outputs and cell.execution_count is None for cell in code), "committed without outputs"
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), (
+        "committed without outputs"
+    )
     assert all(len(cell.source.splitlines()) <= MAX_LINES for cell in code)
     assert not any(line.startswith("class ") for cell in code for line in cell.source.splitlines())
     parameters = [cell.source for cell in code if "parameters" in cell.metadata.get("tags", [])]
     assert len(parameters) == (notebook.stem in AT_A_SCALE), "no parameter without a use"
     assert all(source.startswith('SCALE = "demo"') for source in parameters)
     assert any("SCALE" in cell.source for cell in code) == bool(parameters)
-    assert not any(".close()" in cell.source for cell in code), "after the last cell a live view is still live"
+    assert not any(".close()" in cell.source for cell in code), (
+        "after the last cell a live view is still live"
+    )
     assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
     assert code[-1].source.count("assert ") >= 3, "ends with checks of what it claimed"
     assert len({cell.id for cell in cells}) == len(cells)
@@ -49,7 +58,11 @@ def test_is_written_by_the_rules(notebook: Path) -> None:
 
 @pytest.mark.parametrize("name", AT_A_SCALE)
 def test_refuses_an_unknown_scale(name: str) -> None:
-    code = [cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    code = [
+        cell
+        for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+        if cell.cell_type == "code"
+    ]
     names: dict[str, Any] = {}
     with pytest.raises(ConfigError, match="SCALE: 'dmeo' is unknown. Did you mean 'demo'"):
         for cell in code:
@@ -60,15 +73,23 @@ def test_refuses_an_unknown_scale(name: str) -> None:
 @by_name
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_runs_to_its_end_where_a_reader_has_installed_the_kit(notebook: Path, workplace: Path, reader_python) -> None:
+def test_runs_to_its_end_where_a_reader_has_installed_the_kit(
+    notebook: Path, workplace: Path, reader_python
+) -> None:
     copy = Path(shutil.copy(notebook, workplace / "notebooks"))
     executed = workplace / "executed" / notebook.name
     command = [reader_python("notebooks"), "-c", EXECUTE, copy, executed]
     done = subprocess.run(command, cwd=workplace, env=outside(), capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"
+    ]
     assert all(cell.execution_count for cell in cells)
-    pictures = [output for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})]
+    pictures = [
+        output for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
     assert pictures, "shows at least one picture"
-    complaints = [output.text for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
+    complaints = [
+        output.text for cell in cells for output in cell.outputs if output.get("name") == "stderr"
+    ]
     assert not complaints, "no warnings on the page"

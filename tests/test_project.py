@@ -1,4 +1,6 @@
-"""Promises about the project itself: one list of dependencies, imports in one direction, small files, light imports."""
+"""Promises about the project itself: one list of dependencies, imports in one direction, small
+files, light imports.
+"""
 
 import ast
 import re
@@ -15,7 +17,17 @@ from tests.environments import closure
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMED = {"jupyterlab", "torch", "deepspeed", "ipywidgets", "wandb", "lm-eval"}
-HEAVY = {"torch", "numpy", "matplotlib", "transformers", "lm_eval", "datasets", "pyarrow", "rich", "typer"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "matplotlib",
+    "transformers",
+    "lm_eval",
+    "datasets",
+    "pyarrow",
+    "rich",
+    "typer",
+}
 MAX_LINES = 400
 
 
@@ -27,7 +39,9 @@ def notebooks() -> list[str]:
     """Returns the requirements behind the extra `notebooks`, which names the other extras."""
     extras = PYPROJECT["optional-dependencies"]
     (itself,) = extras["notebooks"]
-    return [requirement for extra in re.split(r"[\[\],]", itself)[1:-1] for requirement in extras[extra]]
+    return [
+        requirement for extra in re.split(r"[\[\],]", itself)[1:-1] for requirement in extras[extra]
+    ]
 
 
 def test_environment_yml_equals_pyproject():
@@ -45,7 +59,10 @@ def test_constraints_pin_every_direct_dependency():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {requirement_name(line) for line in lines if "==" in line}
     extras = PYPROJECT["optional-dependencies"].values()
-    direct = {requirement_name(r) for r in [*PYPROJECT["dependencies"], *(r for extra in extras for r in extra)]}
+    direct = {
+        requirement_name(r)
+        for r in [*PYPROJECT["dependencies"], *(r for extra in extras for r in extra)]
+    }
     direct -= {PYPROJECT["name"]}
     assert direct <= pinned, f"add to constraints.txt: {sorted(direct - pinned)}"
     assert not [line for line in lines if "+cpu" in line or "://" in line]
@@ -100,18 +117,28 @@ def test_files_stay_readable():
         for file in (ROOT / package).rglob("*.py"):
             lines = len(file.read_text().splitlines())
             assert lines <= MAX_LINES, f"{file} has {lines} lines. Split it: one job per file."
-            assert ast.get_docstring(ast.parse(file.read_text())), f"{file}: say what it is for in a first docstring"
+            assert ast.get_docstring(ast.parse(file.read_text())), (
+                f"{file}: say what it is for in a first docstring"
+            )
 
 
 def test_what_the_command_line_may_print_speaks_its_language():
-    """An error, or the reason of a state, that names a call or an argument of Python names the option as well."""
+    """An error, or the reason of a state, that names a call or an argument of Python names the
+    option as well.
+    """
     python = re.compile(r"[ (`]\.[a-z]+\(|\b[A-Z]\w+\.[a-z_]+\b[ ,(]|\b[a-z_]+=(True|False|None)\b")
     for file in [file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py")]:
         told = []
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Raise) and node.exc and "TimeoutError" not in ast.dump(node.exc):
+            if (
+                isinstance(node, ast.Raise)
+                and node.exc
+                and "TimeoutError" not in ast.dump(node.exc)
+            ):
                 told.append(node.exc)
-            elif isinstance(node, ast.Assign | ast.AugAssign) and ast.unparse(node).startswith(("reason", "text")):
+            elif isinstance(node, ast.Assign | ast.AugAssign) and ast.unparse(node).startswith(
+                ("reason", "text")
+            ):
                 told.append(node.value)
         for texts in told:
             parts = [part.value for part in ast.walk(texts) if isinstance(part, ast.Constant)]
@@ -130,7 +157,9 @@ def test_readme_names_commands_that_exist():
         assert command in help_text, f"README uses `kit {command}`, which does not exist"
 
 
-@pytest.mark.parametrize(("runs", "taken"), [(("3.13", "3.14"), "python3.13"), (("",), "python3"), ((), None)])
+@pytest.mark.parametrize(
+    ("runs", "taken"), [(("3.13", "3.14"), "python3.13"), (("",), "python3"), ((), None)]
+)
 def test_make_takes_a_python_that_runs_and_fits_or_names_the_way_to_one(runs, taken, tmp_path):
     (tmp_path / "bin").mkdir()
     for version in ("3.11", "3.12", "3.13", "3.14", ""):
@@ -140,7 +169,11 @@ def test_make_takes_a_python_that_runs_and_fits_or_names_the_way_to_one(runs, ta
     command = ["make", "-f", str(ROOT / "Makefile"), ".venv/bin/python"]
     path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     done = subprocess.run(
-        [*command, *["-n"] * (taken is not None)], cwd=tmp_path, env=path, capture_output=True, text=True
+        [*command, *["-n"] * (taken is not None)],
+        cwd=tmp_path,
+        env=path,
+        capture_output=True,
+        text=True,
     )
     if taken:
         assert done.stdout.splitlines()[-1] == f"{tmp_path}/bin/{taken} -m venv .venv"

@@ -1,4 +1,6 @@
-"""The first page: what it says can be done is done, in its order, by somebody who has nothing yet."""
+"""The first page: what it says can be done is done, in its order, by somebody who has nothing
+yet.
+"""
 
 import os
 import re
@@ -25,7 +27,9 @@ def test_its_code_is_not_cut_off():
 
 def test_it_says_first_what_is_good():
     head = TEXT.splitlines()[:12]
-    assert any(line.startswith("**Measured:**") and "median error" in line for line in head), "made by `make bench`"
+    assert any(line.startswith("**Measured:**") and "median error" in line for line in head), (
+        "made by `make bench`"
+    )
     for heading in ("Install", "Who it is for", "What it is not", "What holds"):
         assert f"\n## {heading}\n" in TEXT
     met = re.findall(r"\| (yes|\*\*no\*\*) \|", TEXT)
@@ -39,18 +43,29 @@ def test_its_plan_is_what_the_command_says_now():
 
 def test_its_commands_run_in_their_order_for_somebody_who_has_nothing(tmp_path):
     (tmp_path / "home").mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "KIT_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "XDG_", "KIT_"))
+    }
     environment |= {"HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     directories = [command.split()[2] for command in COMMANDS if command.startswith("kit launch ")]
     assert len(directories) == len(set(directories)) == 1, "each launch has a directory of its own"
     for command in COMMANDS:
         words = [sys.executable, "-m", *shlex.split(command)]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         print(command, done.stdout, sep="\n")
     for code in PYTHON:
         told = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         assert "loss" in told
     assert list(tmp_path.glob("*.png")), "the figure"

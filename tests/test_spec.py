@@ -51,21 +51,28 @@ def test_model_flops_equal_torch_counter(name):
         tokens = torch.zeros(1, spec.sequence_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         decoder(tokens)
-    assert 3 * counter.get_total_flops() / spec.sequence_length == pytest.approx(spec.flops_per_token(), rel=1e-6)
+    assert 3 * counter.get_total_flops() / spec.sequence_length == pytest.approx(
+        spec.flops_per_token(), rel=1e-6
+    )
 
 
 def test_hlat_flops_per_sequence_equal_the_published_formula():
-    """192.29 and 1828.63 TFLOP per sequence of 4,096: Neuron's training library, evaluated for both models."""
+    """192.29 and 1828.63 TFLOP per sequence of 4,096: Neuron's training library, evaluated for
+    both models.
+    """
     for name, tera in (("hlat-7b", 192.29), ("hlat-70b", 1828.63)):
         spec = ModelSpec.preset(name)
-        assert spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length / 1e12 == pytest.approx(tera, abs=0.01)
+        assert spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length / 1e12 == pytest.approx(
+            tera, abs=0.01
+        )
 
 
 def test_megatron_bases_agree_with_ours_on_gpt():
     spec = ModelSpec.preset("gpt-175b")
     ours = spec.flops_per_token()
     assert spec.flops_per_token(FlopBasis.MEGATRON) == pytest.approx(ours, rel=1e-3)
-    # Recomputing adds a forward pass of the blocks (1/3), the output projection excepted in both conventions.
+    # Recomputing adds a forward pass of the blocks (1/3), the output projection excepted in both
+    # conventions.
     again = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     assert again == pytest.approx(spec.hardware_flops_per_token("full", whole=True), rel=1e-3)
 
@@ -79,25 +86,37 @@ def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_hardware_flops_are_those_that_torch_counts_in_a_step(family, recompute):
-    """Attention written out, so that torch counts it forward and backward; a block that is not compiled."""
+    """Attention written out, so that torch counts it forward and backward; a block that is not
+    compiled.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     from kit.model import build_decoder
 
-    shapes = dict(name="g", num_layers=3, hidden_size=64, num_heads=4, vocab_size=96, sequence_length=40)
-    spec = ModelSpec.gpt(**shapes) if family == "gpt" else ModelSpec.llama(**shapes, ffn_hidden_size=176)
+    shapes = dict(
+        name="g", num_layers=3, hidden_size=64, num_heads=4, vocab_size=96, sequence_length=40
+    )
+    spec = (
+        ModelSpec.gpt(**shapes)
+        if family == "gpt"
+        else ModelSpec.llama(**shapes, ffn_hidden_size=176)
+    )
     tokens = torch.zeros(1, spec.sequence_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         build_decoder(spec, recompute=recompute)(tokens).sum().backward()
-    expected = spec.hardware_flops_per_token(recompute, whole=Plan(recompute=recompute).recomputes_whole)
+    expected = spec.hardware_flops_per_token(
+        recompute, whole=Plan(recompute=recompute).recomputes_whole
+    )
     assert counter.get_total_flops() / spec.sequence_length == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_blocks_are_recomputed_whole():
-    """Matrix products of the graphs that ran to their end: 6 forward, 6 forward again, and 12 backward a block."""
+    """Matrix products of the graphs that ran to their end: 6 forward, 6 forward again, and 12
+    backward a block.
+    """
     import torch
     from torch._dynamo.backends.common import aot_autograd
 
@@ -109,14 +128,18 @@ def test_compiled_blocks_are_recomputed_whole():
         def run(inputs):
             found = graph.forward(*inputs)
             ran.extend(
-                node for node in graph.graph.nodes if str(node.target) in ("aten.mm.default", "aten.addmm.default")
+                node
+                for node in graph.graph.nodes
+                if str(node.target) in ("aten.mm.default", "aten.addmm.default")
             )
             return found
 
         run._boxed_call = True  # takes its inputs as one list
         return run
 
-    spec = ModelSpec.gpt(name="g", num_layers=2, hidden_size=64, num_heads=4, vocab_size=96, sequence_length=40)
+    spec = ModelSpec.gpt(
+        name="g", num_layers=2, hidden_size=64, num_heads=4, vocab_size=96, sequence_length=40
+    )
     decoder = build_decoder(spec, recompute="full")
     for block in decoder.layers.values():
         block.compile(backend=aot_autograd(fw_compiler=counted, bw_compiler=counted))
@@ -133,7 +156,10 @@ def test_compiled_blocks_are_recomputed_whole():
         ({"num_layers": 0}, "spec.num_layers: 0 is not allowed"),
         ({"num_heads": 3}, "spec.num_heads: 3 heads do not divide hidden_size 128"),
         ({"num_kv_heads": 3}, "spec.num_kv_heads: 3 does not divide num_heads 4"),
-        ({"norm": "batchnorm"}, "spec.norm: 'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'"),
+        (
+            {"norm": "batchnorm"},
+            "spec.norm: 'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'",
+        ),
         ({"bias": 1}, "spec.bias: expected bool, got int 1"),
     ],
 )
@@ -155,7 +181,9 @@ def test_json_round_trip(name):
     assert f"{spec.num_params:,}" in spec._repr_html_()
 
 
-@pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": -1}]
+)
 def test_rope_scaling_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"spec\.rope_scaling: .* is not allowed"):
         RopeScaling(**wrong)

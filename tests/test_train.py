@@ -49,7 +49,9 @@ PATIENCE_S = 180
 @pytest.fixture(scope="module")
 def unbroken(spec, recipe, tmp_path_factory) -> Run:
     """A run of two processes that nobody disturbs."""
-    run = kit.launch(tmp_path_factory.mktemp("runs") / "unbroken", spec=spec, plan=DP2, recipe=recipe)
+    run = kit.launch(
+        tmp_path_factory.mktemp("runs") / "unbroken", spec=spec, plan=DP2, recipe=recipe
+    )
     assert_done(run)
     return run
 
@@ -61,7 +63,9 @@ def assert_done(run: Run) -> None:
 
 @pytest.fixture
 def forked(monkeypatch) -> None:
-    """Ranks of runs that are launched or resumed are forked from this process, and have ended when the call returns."""
+    """Ranks of runs that are launched or resumed are forked from this process, and have ended
+    when the call returns.
+    """
 
     def submit(run: Run, time_limit_s: float | None = None) -> Run:
         for name, text in run.asked().items():
@@ -94,9 +98,22 @@ def final_weights(run: Run) -> dict[str, np.ndarray]:
 def test_run_directory_holds_the_contract(unbroken):
     names = {path.name for path in unbroken.directory.iterdir()}
     assert names >= {
-        "spec.json", "plan.json", "recipe.json", "site.json", "job.json", "submit.sh", "env.json", "state.json",
-        "exit.json", "metrics.jsonl", "ranks", "logs", "checkpoints", "plan.attempt_01.json", "site.attempt_01.json",
-    }  # fmt: skip
+        "spec.json",
+        "plan.json",
+        "recipe.json",
+        "site.json",
+        "job.json",
+        "submit.sh",
+        "env.json",
+        "state.json",
+        "exit.json",
+        "metrics.jsonl",
+        "ranks",
+        "logs",
+        "checkpoints",
+        "plan.attempt_01.json",
+        "site.attempt_01.json",
+    }
     metrics = unbroken.metrics()
     assert metrics["step"].tolist() == list(range(1, STEPS + 1))
     assert (metrics["tokens"] == 8 * 16).all() and (metrics["step_time_s"] > 0).all()
@@ -108,7 +125,9 @@ def test_run_directory_holds_the_contract(unbroken):
 
 
 @pytest.mark.thorough  # as tests/faults/test_killed.py, through supervisor and resume
-def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(unbroken, spec, recipe, tmp_path):
+def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(
+    unbroken, spec, recipe, tmp_path
+):
     run = kit.launch(tmp_path / "killed", spec=spec, plan=DP2, recipe=recipe)
     step = random.randint(1, STEPS - 15)
     print(f"killed at step {step}")
@@ -124,11 +143,17 @@ def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(unbroken, s
         assert np.array_equal(weight, final_weights(run)[name]), name
 
 
-def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, recipe, mount_memory, tmp_path):
-    disk = mount_memory("size=64m,nr_inodes=12")  # bytes but no files, so that a write fails in the middle
+def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
+    spec, recipe, mount_memory, tmp_path
+):
+    disk = mount_memory(
+        "size=64m,nr_inodes=12"
+    )  # bytes but no files, so that a write fails in the middle
     plan = DP2.replace(data_parallel=1, zero_stage=0)
     often = recipe.replace(checkpoint_every=2)
-    prepared = Run.create(tmp_path / "run", spec=spec, plan=plan, recipe=often, site=Site.load("laptop"))
+    prepared = Run.create(
+        tmp_path / "run", spec=spec, plan=plan, recipe=often, site=Site.load("laptop")
+    )
     prepared.checkpoints.directory.symlink_to(disk)
     for number in itertools.count():  # leave room for two checkpoints and the beginning of a third
         if os.statvfs(disk).f_favail <= 9:
@@ -136,7 +161,10 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, reci
         (disk / f"taken-{number}").touch()
     run = kit.resume(prepared.directory)
     status = run.job.wait(timeout_s=PATIENCE_S)
-    assert status.state is JobState.FAILED and "No space left" in status.reason, (status, run.job.logs())
+    assert status.state is JobState.FAILED and "No space left" in status.reason, (
+        status,
+        run.job.logs(),
+    )
     steps = run.checkpoints.steps()
     assert steps and f"The checkpoint of step {steps[-1]} is intact" in status.reason
     load_model(run, steps[-1])
@@ -154,7 +182,9 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, reci
     ids=["TP2", "PP2", "ZeRO3"],
 )
 def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, forked, tmp_path):
-    """Goes back to the checkpoint of step 100 and does the last 20 steps again on another layout."""
+    """Goes back to the checkpoint of step 100 and does the last 20 steps again on another
+    layout.
+    """
     shutil.copytree(unbroken.directory, tmp_path / "moved")
     shutil.rmtree(Run.open(tmp_path / "moved").checkpoints.path(STEPS))
     run = kit.resume(tmp_path / "moved", plan=DP2.replace(**layout))
@@ -165,17 +195,32 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, for
     np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
 
 
-def test_resumes_between_shard_sizes_and_phases_of_a_mix(spec, recipe, forked, tiny_dataset, tmp_path):
-    """Whole replicas share states, then two and two of them, then all; each attempt meets another mix in its middle."""
+def test_resumes_between_shard_sizes_and_phases_of_a_mix(
+    spec, recipe, forked, tiny_dataset, tmp_path
+):
+    """Whole replicas share states, then two and two of them, then all; each attempt meets
+    another mix in its middle.
+    """
     for name in ("web", "code"):
         shutil.copytree(tiny_dataset.directory, tmp_path / name)
     recipe = recipe.replace(
-        num_steps=3, decay_steps=9, warmup_steps=0, validation_every=None,
-        sources=[DataSource(paths=(str(tmp_path / name),), weight=int(name == "code")) for name in ("web", "code")],
-        phases=[DataPhase(until_tokens=8 * 16 * end, weights=weights) for end, weights in ((2, (1, 1)), (5, (3, 1)))],
-    )  # fmt: skip
+        num_steps=3,
+        decay_steps=9,
+        warmup_steps=0,
+        validation_every=None,
+        sources=[
+            DataSource(paths=(str(tmp_path / name),), weight=int(name == "code"))
+            for name in ("web", "code")
+        ],
+        phases=[
+            DataPhase(until_tokens=8 * 16 * end, weights=weights)
+            for end, weights in ((2, (1, 1)), (5, (3, 1)))
+        ],
+    )
     plan = DP2.replace(data_parallel=4, zero_stage=3, shard_size=2)
-    straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=9))
+    straight = kit.launch(
+        tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=9)
+    )
     run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
     for steps, now in ((6, plan), (9, plan.replace(shard_size=None, zero_stage=2))):
         run = kit.resume(run.directory, plan=now, num_steps=steps)
@@ -195,7 +240,12 @@ def test_resumes_between_shard_sizes_and_phases_of_a_mix(spec, recipe, forked, t
 PLACES = {
     "12 sequences a batch": {"global_batch_size": 12, "micro_batch_size": 4},
     "48 sequences a batch": {"global_batch_size": 48},
-    "ZeRO 3, 2 micro-batches": {"data_parallel": 4, "zero_stage": 3, "micro_batch_size": 3, "global_batch_size": 24},
+    "ZeRO 3, 2 micro-batches": {
+        "data_parallel": 4,
+        "zero_stage": 3,
+        "micro_batch_size": 3,
+        "global_batch_size": 24,
+    },
     "pipeline": {"pipeline_parallel": 2, "micro_batch_size": 2},
     "tensor and data": {"tensor_parallel": 2, "data_parallel": 2, "micro_batch_size": 2},
     "pipeline of DeepSpeed": {"pipeline_parallel": 2, "micro_batch_size": 2, "engine": "deepspeed"},
@@ -203,25 +253,42 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(place, spec, recipe, forked, tmp_path):
-    """The learning rate is too small to change a weight; the loss is counted again on the whole model."""
-    still = recipe.replace(num_steps=1, warmup_steps=0, learning_rate=1e-30, min_learning_rate=0, validation_every=1)
+def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
+    place, spec, recipe, forked, tmp_path
+):
+    """The learning rate is too small to change a weight; the loss is counted again on the whole
+    model.
+    """
+    still = recipe.replace(
+        num_steps=1, warmup_steps=0, learning_rate=1e-30, min_learning_rate=0, validation_every=1
+    )
     held_out, plan = Dataset.open(recipe.data), ONE.replace(**PLACES[place])
-    tokens = torch.tensor(held_out.validation.read(0, held_out.validation.num_tokens).astype(np.int64))
+    tokens = torch.tensor(
+        held_out.validation.read(0, held_out.validation.num_tokens).astype(np.int64)
+    )
     every = torch.stack([tokens[at : at + 17] for at in range(0, len(tokens) - 16, 16)])
     first = torch.from_numpy(held_out.samples("validation", 16, recipe.seed).batch(0, 13))
     assert len(every) > 13
     for asked, windows in ((13, first), (10_000, every)):
-        run = kit.launch(tmp_path / f"{asked}", spec=spec, plan=plan, recipe=still.replace(validation_sequences=asked))
+        run = kit.launch(
+            tmp_path / f"{asked}",
+            spec=spec,
+            plan=plan,
+            recipe=still.replace(validation_sequences=asked),
+        )
         logits = load_model(run)(windows[:, :-1]).flatten(0, 1)
         expected = torch.nn.functional.cross_entropy(logits.double(), windows[:, 1:].flatten())
         assert run.metrics()["validation_loss"][-1] == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
-    """A validation gathers the weights; what is saved right after it must still be the optimizer's parameters."""
+    """A validation gathers the weights; what is saved right after it must still be the
+    optimizer's parameters.
+    """
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
-    straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=30))
+    straight = kit.launch(
+        tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=30)
+    )
     run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
     kit.resume(run.directory, num_steps=30)
     assert run.metrics()["attempt"].tolist() == [1] * 20 + [2] * 10
@@ -230,7 +297,12 @@ def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, t
 
 def test_more_steps_do_not_move_the_end_of_the_schedule(spec, recipe, forked, tmp_path):
     """By `kit resume --steps` as by a launch into the same directory; only decay_steps moves it."""
-    rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0, "validation_every": None}
+    rates = {
+        "learning_rate": 1e-3,
+        "min_learning_rate": 1e-4,
+        "warmup_steps": 0,
+        "validation_every": None,
+    }
     recipe = recipe.replace(num_steps=6, **rates)
     run = kit.launch(tmp_path / "run", spec=spec, plan=ONE, recipe=recipe)
     told = CliRunner().invoke(app, ["resume", str(run.directory), "--steps", "8"]).stderr
@@ -259,15 +331,19 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp
 
 def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, tiny_dataset):
     gone = recipe.replace(data=str(tmp_path / "absent"))
-    run = Run.prepare(tmp_path / "broken", spec=spec, plan=DP2, recipe=gone, site=kit.Site.load("laptop"))
+    run = Run.prepare(
+        tmp_path / "broken", spec=spec, plan=DP2, recipe=gone, site=kit.Site.load("laptop")
+    )
     kit.launcher.submit(run)
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED
-    # Not rank 0's log: the other may have failed first, and then rank 0 was ended before it could say a word.
+    # Not rank 0's log: the other may have failed first, and then rank 0 was ended before it could
+    # say a word.
     assert "DataError" in status.reason and "absent" in status.reason
 
 
-# Bad input: refused before anything is started or overwritten ---------------------------------------------------------
+# Bad input: refused before anything is started or overwritten
+# ---------------------------------------------------------
 
 
 def refuse(error: type[Exception], message: str, directory: Path, **kwargs) -> None:
@@ -275,16 +351,32 @@ def refuse(error: type[Exception], message: str, directory: Path, **kwargs) -> N
     with pytest.raises(error) as raised:
         kit.launch(directory, **kwargs)
     assert message in str(raised.value)
-    assert (sorted(path.name for path in directory.rglob("*")) if directory.exists() else None) == before
+    assert (
+        sorted(path.name for path in directory.rglob("*")) if directory.exists() else None
+    ) == before
 
 
 def test_missing_and_truncated_data_are_refused(spec, recipe, tmp_path, tiny_dataset):
-    refuse(DataError, "kit data build", tmp_path / "run", spec=spec, plan=DP2, recipe=recipe.replace(data="/nowhere"))
+    refuse(
+        DataError,
+        "kit data build",
+        tmp_path / "run",
+        spec=spec,
+        plan=DP2,
+        recipe=recipe.replace(data="/nowhere"),
+    )
     cut = tmp_path / "cut"
     shutil.copytree(tiny_dataset.directory, cut)
     with (cut / "train.bin").open("r+b") as stream:
         stream.truncate(1000)
-    refuse(DataError, "train.bin", tmp_path / "run", spec=spec, plan=DP2, recipe=recipe.replace(data=str(cut)))
+    refuse(
+        DataError,
+        "train.bin",
+        tmp_path / "run",
+        spec=spec,
+        plan=DP2,
+        recipe=recipe.replace(data=str(cut)),
+    )
 
 
 def test_data_that_does_not_fit_is_refused(spec, recipe, tmp_path):
@@ -294,7 +386,9 @@ def test_data_that_does_not_fit_is_refused(spec, recipe, tmp_path):
     refuse(ConfigError, "vocab_size is 128", tmp_path / "run", spec=small, plan=DP2, recipe=recipe)
     held_out = Dataset.open(recipe.data).validation.num_tokens
     long, validating = spec.replace(sequence_length=held_out), recipe.replace(validation_every=10)
-    refuse(DataError, "validation.bin holds", tmp_path / "run", spec=long, plan=DP2, recipe=validating)
+    refuse(
+        DataError, "validation.bin holds", tmp_path / "run", spec=long, plan=DP2, recipe=validating
+    )
 
 
 def test_impossible_layout_is_refused(spec, recipe, tmp_path):
@@ -305,10 +399,26 @@ def test_impossible_layout_is_refused(spec, recipe, tmp_path):
 def test_folders_of_others_are_refused(spec, recipe, tmp_path, unbroken):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    refuse(RunError, "is not a run directory", tmp_path / "mine", spec=spec, plan=DP2, recipe=recipe)
+    refuse(
+        RunError, "is not a run directory", tmp_path / "mine", spec=spec, plan=DP2, recipe=recipe
+    )
     other = spec.replace(num_layers=2)
-    refuse(RunError, "spec.num_layers = 4, not 2", unbroken.directory, spec=other, plan=DP2, recipe=recipe)
-    refuse(RunError, "has finished its 120 steps", unbroken.directory, spec=spec, plan=DP2, recipe=recipe)
+    refuse(
+        RunError,
+        "spec.num_layers = 4, not 2",
+        unbroken.directory,
+        spec=other,
+        plan=DP2,
+        recipe=recipe,
+    )
+    refuse(
+        RunError,
+        "has finished its 120 steps",
+        unbroken.directory,
+        spec=spec,
+        plan=DP2,
+        recipe=recipe,
+    )
 
 
 def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
@@ -321,7 +431,9 @@ def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
 
 def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
     with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
-        CheckpointTensors(unbroken.checkpoints, unbroken.checkpoints.describe(120), spec.replace(num_layers=2))
+        CheckpointTensors(
+            unbroken.checkpoints, unbroken.checkpoints.describe(120), spec.replace(num_layers=2)
+        )
     with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
         load_model(unbroken, step=7)
 
@@ -335,25 +447,35 @@ def test_two_launches_of_one_directory(spec, recipe, tmp_path):
 
 
 def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_path, monkeypatch):
-    run = Run.create(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
+    run = Run.create(
+        tmp_path / "run", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop")
+    )
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
     _record_attempt(run, 3, torch.device("cpu"))
     facts = json.loads((run.directory / "env.json").read_text())
-    assert facts["git"] is None and facts["kit"] is None and facts["attempt"] == 3 and 3 in run.plans()
+    assert (
+        facts["git"] is None and facts["kit"] is None and facts["attempt"] == 3 and 3 in run.plans()
+    )
     assert (facts["attention"], facts["fp32_products"]) == ("FLASH_ATTENTION", "fp32")
 
 
 def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):
-    run = Run.create(tmp_path / "count", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
+    run = Run.create(
+        tmp_path / "count", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop")
+    )
     command = [sys.executable, "-m", "kit.train", "--run", str(run.directory)]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"})
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"}
+    )
     assert ended.returncode == os.EX_CONFIG
     assert "= 2 processes, but 3 were started. Start 2" in ended.stderr
 
 
 def complete_as_left_over(directory: Path, spec: ModelSpec) -> tuple[bool, list[int]]:
-    """Returns whether an old attempt's checkpoint was refused, and which steps are complete afterwards."""
+    """Returns whether an old attempt's checkpoint was refused, and which steps are complete
+    afterwards.
+    """
     checkpoints = Checkpoints(directory / "checkpoints")
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=2, keep_every=None)
     facts = {"step": 5, "samples": 5, "tokens": 5, "seed": 0, "spec": spec, "plan": Plan()}

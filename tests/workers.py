@@ -27,9 +27,14 @@ def start_gloo() -> None:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120, start: Callable[[], Any] = start_gloo
+    num_ranks: int,
+    function: Callable,
+    *args: Any,
+    timeout_s: float = 120,
+    start: Callable[[], Any] = start_gloo,
 ) -> list[Any]:
-    """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here with its traceback.
+    """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here
+    with its traceback.
 
     `start` joins the process group.
     """
@@ -38,7 +43,9 @@ def run_ranks(
     context = mp.get_context("fork")
     queue, port = context.SimpleQueue(), free_port()
     processes = [
-        context.Process(target=_worker, args=(rank, num_ranks, port, queue, start, function, args), daemon=True)
+        context.Process(
+            target=_worker, args=(rank, num_ranks, port, queue, start, function, args), daemon=True
+        )
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -58,7 +65,13 @@ def run_ranks(
 
 
 def _worker(
-    rank: int, num_ranks: int, port: int, queue: Any, start: Callable[[], Any], function: Callable, args: tuple
+    rank: int,
+    num_ranks: int,
+    port: int,
+    queue: Any,
+    start: Callable[[], Any],
+    function: Callable,
+    args: tuple,
 ) -> None:
     become_rank(rank, num_ranks, port)
     try:
@@ -80,12 +93,21 @@ def start_training(directory: Path, num_ranks: int = 1, **environment: str) -> "
 class Training:
     """One forked rank of a run, and what it prints."""
 
-    def __init__(self, directory: Path, rank: int, num_ranks: int, port: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, directory: Path, rank: int, num_ranks: int, port: int, environment: dict[str, str]
+    ) -> None:
 
         import kit.train  # noqa: F401  # once, for all
 
         self.printed = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        arguments = (directory, rank, num_ranks, port, environment, [file.fileno() for file in self.printed])
+        arguments = (
+            directory,
+            rank,
+            num_ranks,
+            port,
+            environment,
+            [file.fileno() for file in self.printed],
+        )
         self.process = mp.get_context("fork").Process(target=_train, args=arguments, daemon=True)
         self.process.start()
 
@@ -102,7 +124,9 @@ class Training:
         return subprocess.CompletedProcess(["kit.train"], self.process.exitcode, *texts)
 
 
-def _train(directory: Path, rank: int, num_ranks: int, port: int, environment: dict, printed: list[int]) -> None:
+def _train(
+    directory: Path, rank: int, num_ranks: int, port: int, environment: dict, printed: list[int]
+) -> None:
     from kit.train import main
 
     for number, file in enumerate(printed, start=1):
@@ -117,7 +141,11 @@ def _train(directory: Path, rank: int, num_ranks: int, port: int, environment: d
 
 def become_rank(rank: int, num_ranks: int, port: int) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
 

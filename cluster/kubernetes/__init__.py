@@ -1,7 +1,7 @@
 """Sends jobs to Kubernetes with kubectl and asks about them.
 
-What is sent is written by `cluster.kubernetes.manifest`, and says when Kubernetes starts pods again.
-Standard library only.
+What is sent is written by `cluster.kubernetes.manifest`, and says when Kubernetes starts pods
+again. Standard library only.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to the cluster of the current context and returns its handle.
 
-    The run directory gets `job.json`, `site.json`, `run.sh` and `submit.json`, which is what is sent.
-    `files` and errors are those of `cluster.submission.submit`.
+    The run directory gets `job.json`, `site.json`, `run.sh` and `submit.json`, which is what is
+    sent. `files` and errors are those of `cluster.submission.submit`.
     """
     check_submittable(site)
     asked = scripts(job, site)
@@ -79,7 +79,8 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
 
 
 def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
-    """Starts the next attempt; the pods of a running one are ended first, and saw the request to stop.
+    """Starts the next attempt; the pods of a running one are ended first, and saw the request to
+    stop.
 
     Raises:
         ConfigError: the job cannot run on its site; nothing was ended.
@@ -122,7 +123,9 @@ def judge(item: dict | None) -> Look:
     return Look(state=JobState.QUEUED, reason=f"waits until all pods are ready{again}; {which}")
 
 
-def _kubectl(*words: str, place: str | None = None, text: str = "", limit_s: float = TIMEOUT_S) -> str:
+def _kubectl(
+    *words: str, place: str | None = None, text: str = "", limit_s: float = TIMEOUT_S
+) -> str:
     """Returns what kubectl prints, asked of a `context/namespace`, when it is given a text.
 
     Raises:

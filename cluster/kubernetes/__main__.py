@@ -1,7 +1,7 @@
 """What the pods of a job note in the run directory. Standard library only.
 
-python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB  the first pod starts an attempt: its number
-python -m cluster.kubernetes end RUN_DIR ATTEMPT          it has ended well
+python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB  the first pod starts an attempt: its
+number python -m cluster.kubernetes end RUN_DIR ATTEMPT          it has ended well
 python -m cluster.kubernetes stop RUN_DIR                 a pod is told to end: save and stop
 """
 

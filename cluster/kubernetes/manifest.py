@@ -12,8 +12,8 @@ A failure that would come again (exit code USELESS_TO_RETRY) ends either at once
 to end leaves a request to stop in the run directory: all ranks save and stop at the same step, and
 every pod then ends with code 143, so that no part of the job counts as finished.
 
-The script lies in a ConfigMap: in a command Kubernetes would look up `$(NAME)`, and what lies in the
-run directory may be somebody else's by then. Standard library only.
+The script lies in a ConfigMap: in a command Kubernetes would look up `$(NAME)`, and what lies in
+the run directory may be somebody else's by then. Standard library only.
 """
 
 import hashlib
@@ -61,14 +61,15 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
     """Returns the manifests of an attempt: the Job or JobSet first, then what belongs to it.
 
     Raises:
-        ConfigError: the site has no [kubernetes] table, or a path of the job is not on the shared file system.
+        ConfigError: the site has no [kubernetes] table, or a path of the job is not on the shared
+            file system.
     """
     table = kubernetes_table(site)
     for field in ("run_dir", "working_directory"):
         if not PurePosixPath(getattr(job, field)).is_relative_to(table.mount_path):
             raise ConfigError(
-                f"job.{field}: {getattr(job, field)!r} is not below {table.mount_path!r}, so the pods cannot see it. "
-                f"Use a path there, or correct site.kubernetes.mount_path."
+                f"job.{field}: {getattr(job, field)!r} is not below {table.mount_path!r}, so the"
+                " pods cannot see it. Use a path there, or correct site.kubernetes.mount_path."
             )
     name = job_name(job, attempt)
     labels = {**MANAGED_BY, INSTANCE: name}
@@ -82,27 +83,48 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
     metadata = {"name": name, "namespace": table.namespace, "labels": labels | queue}
     spec = _job_spec(job, table, name, labels)
     if table.kind == "JobSet":
-        replicated = {"name": REPLICATED_JOB, "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}
+        replicated = {
+            "name": REPLICATED_JOB,
+            "replicas": 1,
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        }
         job_set = {
-            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": name,
+                "publishNotReadyAddresses": True,
+            },
             "failurePolicy": {"maxRestarts": table.max_restarts, "rules": [USELESS]},
             "suspend": bool(table.queue),
             "replicatedJobs": [replicated],
         }
-        return [{"apiVersion": JOB_SET_API, "kind": "JobSet", "metadata": metadata, "spec": job_set}, script]
+        return [
+            {"apiVersion": JOB_SET_API, "kind": "JobSet", "metadata": metadata, "spec": job_set},
+            script,
+        ]
     service = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": name, "namespace": table.namespace, "labels": labels},
         # Ranks look each other up before all pods are ready.
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {INSTANCE: name}},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {INSTANCE: name},
+        },
     }
     spec["suspend"] = bool(table.queue)
-    return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}, service, script]
+    return [
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec},
+        service,
+        script,
+    ]
 
 
 def job_name(job: JobSpec, attempt: int) -> str:
-    """Returns the name of an attempt in the cluster: a DNS label, the same for the same run directory."""
+    """Returns the name of an attempt in the cluster: a DNS label, the same for the same run
+    directory.
+    """
     words = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:24].strip("-")
     return f"{words or 'run'}-{mark(job.run_dir)}-{attempt}"
 
@@ -119,7 +141,9 @@ def kubernetes_table(site: Site) -> Kubernetes:
         ConfigError: it has none.
     """
     if site.kubernetes is None:
-        raise ConfigError(f"site.kubernetes: {site.name!r} has no [kubernetes] table. eks-trn1.toml shows one.")
+        raise ConfigError(
+            f"site.kubernetes: {site.name!r} has no [kubernetes] table. eks-trn1.toml shows one."
+        )
     return site.kubernetes
 
 
@@ -154,7 +178,12 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         volumes.append({"name": "cache", "hostPath": cache})
         mounts.append({"name": "cache", "mountPath": table.compilation.node_cache})
     secrets = [
-        {"name": variable, "valueFrom": {"secretKeyRef": dict(zip(("name", "key"), place.split("/"), strict=True))}}
+        {
+            "name": variable,
+            "valueFrom": {
+                "secretKeyRef": dict(zip(("name", "key"), place.split("/"), strict=True))
+            },
+        }
         for variable, place in table.secrets.items()
     ]
     container = {
@@ -183,9 +212,17 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
 def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
     """Returns what each pod runs."""
     host = f"{name}-0.{name}" if table.kind == "Job" else f"{name}-{REPLICATED_JOB}-0-0.{name}"
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     command = [
-        "python" if re.fullmatch(r"python[0-9.]*", PurePosixPath(job.argv[0]).name) else job.argv[0],
+        (
+            "python"
+            if re.fullmatch(r"python[0-9.]*", PurePosixPath(job.argv[0]).name)
+            else job.argv[0]
+        ),
         *job.argv[1:],
     ]
     job_id = f"{table.kind.lower()}/{name}"
@@ -193,7 +230,10 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         f"cd {quote(job.working_directory)} || exit",
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f"export MASTER_ADDR={host} MASTER_PORT={table.master_port}",
-        *(f"export {key}={quote(value)}" for key, value in {**variables, **table.environment}.items()),
+        *(
+            f"export {key}={quote(value)}"
+            for key, value in {**variables, **table.environment}.items()
+        ),
         *table.setup,
         "# What each rank runs, in the attempt that the first pod has begun or a phase before it.",
         "run_rank() {",
@@ -215,24 +255,34 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         "export -f run_rank",
         "# What each pod runs: an agent that starts the ranks of its node.",
         "run_node() {",
-        f'    "$@" python -m torch.distributed.run --nnodes={job.num_nodes} --node-rank="$JOB_COMPLETION_INDEX" \\',
+        (
+            f'    "$@" python -m torch.distributed.run --nnodes={job.num_nodes}'
+            ' --node-rank="$JOB_COMPLETION_INDEX" \\'
+        ),
         f"        --nproc-per-node={job.num_processes // job.num_nodes} \\",
-        '        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c run_rank',
+        (
+            '        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c'
+            " run_rank"
+        ),
         "}",
         *_compilation_lines(table),
         "# Told to end: all ranks save and stop at the same step.",
         "trap 'python -m cluster.kubernetes stop \"$KIT_RUN_DIR\"' TERM",
         "# The first pod counts the attempt, also when Kubernetes has started it again.",
-        '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
-        f'"$KIT_RUN_DIR" {table.namespace} {quote(job_id)} >"$KIT_RUN_DIR/logs/attempt" || exit',
+        (
+            '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
+            f'"$KIT_RUN_DIR" {table.namespace} {quote(job_id)} >"$KIT_RUN_DIR/logs/attempt" || exit'
+        ),
         "run_node &",
         "agent=$!",
         'while wait "$agent"; code=$?; kill -0 "$agent" 2>/dev/null; do :; done',
         "# torchrun has a code of its own for whatever its ranks ended with.",
         f'[ ! -e "$KIT_RUN_DIR/control/useless" ] || exit {USELESS_TO_RETRY}',
         f'[ ! -e "$KIT_RUN_DIR/control/stopped" ] || exit {STOPPED_CODE}',
-        '[ "$JOB_COMPLETION_INDEX" != 0 ] || [ "$code" != 0 ] || '
-        'python -m cluster.kubernetes end "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")"',
+        (
+            '[ "$JOB_COMPLETION_INDEX" != 0 ] || [ "$code" != 0 ] || '
+            'python -m cluster.kubernetes end "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")"'
+        ),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,6 @@
-"""Runs a job on this machine: one process per device, under a supervisor that outlives whoever submitted it."""
+"""Runs a job on this machine: one process per device, under a supervisor that outlives whoever
+submitted it.
+"""
 
 import json
 import shlex
@@ -19,25 +21,35 @@ PACKAGE_ROOT = Path(__file__).parents[2]
 def submit(job: JobSpec, files: Files | None = None) -> Job:
     """Starts a job on this machine and returns its handle once its processes are started.
 
-    The run directory gets `job.json` and `submit.sh`, a script that starts the next attempt by hand. The processes
-    inherit the environment of the caller; `job.environment` wins. See `cluster.local.supervisor` for what they find
-    in it. The job goes on when the caller ends. `files` and errors are those of `cluster.submission.submit`.
+    The run directory gets `job.json` and `submit.sh`, a script that starts the next attempt by
+    hand. The processes inherit the environment of the caller; `job.environment` wins. See
+    `cluster.local.supervisor` for what they find in it. The job goes on when the caller ends.
+    `files` and errors are those of `cluster.submission.submit`.
     """
     check(job)
     started = subprocess.run(
         [sys.executable, "-m", "cluster.local.supervisor", "--submit", job.run_dir],
-        input=json.dumps({"job": job.to_dict(), "files": dict(files or {})}), text=True, encoding="utf-8",
-        capture_output=True, cwd=PACKAGE_ROOT, start_new_session=True,
-    )  # fmt: skip
+        input=json.dumps({"job": job.to_dict(), "files": dict(files or {})}),
+        text=True,
+        encoding="utf-8",
+        capture_output=True,
+        cwd=PACKAGE_ROOT,
+        start_new_session=True,
+    )
     if started.returncode:
         raise JobError(started.stderr.strip())
     return Job.attach(job.run_dir)
 
 
 def check(job: JobSpec) -> None:
-    """Raises ConfigError: one machine cannot run so many processes, or the command or its directory does not exist."""
+    """Raises ConfigError: one machine cannot run so many processes, or the command or its
+    directory does not exist.
+    """
     if job.num_nodes != 1:
-        raise ConfigError(f"job.num_nodes: {job.num_nodes} is not allowed on this machine. Use 1, or another site.")
+        raise ConfigError(
+            f"job.num_nodes: {job.num_nodes} is not allowed on this machine. Use 1, or another"
+            " site."
+        )
     check_count(job.num_processes)
     job.check_command()
 
@@ -46,8 +58,8 @@ def check_count(num_processes: int) -> None:
     """Raises ConfigError for more processes than one machine can run."""
     if num_processes > MAX_PROCESSES:
         raise ConfigError(
-            f"{num_processes:,} processes would choke one machine. Give a plan of at most {MAX_PROCESSES}, or a site "
-            f"with nodes for them: --site NAME or FILE.toml."
+            f"{num_processes:,} processes would choke one machine. Give a plan of at most"
+            f" {MAX_PROCESSES}, or a site with nodes for them: --site NAME or FILE.toml."
         )
 
 
@@ -61,8 +73,10 @@ def render_script(job: JobSpec) -> str:
     supervisor = shlex.join([sys.executable, "-m", "cluster.local.supervisor", job.run_dir])
     return (
         "#!/bin/bash\n"
-        f"# {job.name}: {counted(job.num_processes, 'process', 'processes')} on this machine, each running\n"
-        f"#   {json.dumps(job.argv)}\n"  # in JSON, since a line break in a word would end the comment
+        f"# {job.name}: {counted(job.num_processes, 'process', 'processes')} on this machine, each"
+        " running\n"
+        # in JSON, since a line break in a word would end the comment
+        f"#   {json.dumps(job.argv)}\n"
         "# Run this script to start the next attempt in the foreground; Ctrl-C ends it.\n"
         f"cd {shlex.quote(str(PACKAGE_ROOT))} && exec {supervisor}\n"
     )

@@ -1,4 +1,5 @@
-"""Ranks forked from one process that has imported their module: what all need is read and run once, not once a rank.
+"""Ranks forked from one process that has imported their module: what all need is read and run once,
+not once a rank.
 
 Importing torch and what trains with it costs about two seconds of a core. Standard library, Linux.
 """
@@ -32,21 +33,26 @@ class ForkedRank:
 
 
 def import_once(module: str, environment: Mapping[str, str]) -> None:
-    """Imports a module of `python -m` in the environment of the ranks, part of which libraries read when imported.
+    """Imports a module of `python -m` in the environment of the ranks, part of which libraries read
+    when imported.
 
     A failure is left to the ranks: each meets it again and tells it in its own log.
     """
     os.environ.update(environment)
-    gc.disable()  # nothing of a module is garbage, and to look for it would take a quarter of the time
+    # nothing of a module is garbage, and to look for it would take a quarter of the time
+    gc.disable()
     with contextlib.suppress(Exception):
         importlib.import_module(module)
     gc.freeze()  # nor need a rank ever look, which would copy the pages that it shares
     gc.enable()
 
 
-def fork_rank(argv: tuple[str, ...], environment: Mapping[str, str], directory: str, log: IO[bytes]) -> ForkedRank:
-    """Returns a child of this process that runs `python -m MODULE ...`, argv's words, as if it had been started anew:
-    in a process group of its own, with its own environment and directory, its output in `log`.
+def fork_rank(
+    argv: tuple[str, ...], environment: Mapping[str, str], directory: str, log: IO[bytes]
+) -> ForkedRank:
+    """Returns a child of this process that runs `python -m MODULE ...`, argv's words, as if it had
+    been started anew: in a process group of its own, with its own environment and directory, its
+    output in `log`.
 
     Raises:
         OSError: it could not be forked.
@@ -54,7 +60,9 @@ def fork_rank(argv: tuple[str, ...], environment: Mapping[str, str], directory: 
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:
-        with contextlib.suppress(OSError):  # either of both is the first, so that the group is there when this returns
+        with contextlib.suppress(
+            OSError
+        ):  # either of both is the first, so that the group is there when this returns
             os.setpgid(pid, pid)
         return ForkedRank(pid)
     code = 1
@@ -65,7 +73,9 @@ def fork_rank(argv: tuple[str, ...], environment: Mapping[str, str], directory: 
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the parent has open, its port and its run directory
+        os.closerange(
+            3, os.sysconf("SC_OPEN_MAX")
+        )  # what the parent has open, its port and its run directory
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
         os.environ.clear()

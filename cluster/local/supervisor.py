@@ -1,15 +1,17 @@
 """Starts the ranks of a job on this machine, watches them, and records the truth about their end.
 
     python -m cluster.local.supervisor RUN_DIR             start the next attempt in the foreground
-    python -m cluster.local.supervisor --submit RUN_DIR    in the background, the job and the files on standard input
+    python -m cluster.local.supervisor --submit RUN_DIR    in the background, the job and the files
+    on standard input
 
-Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails, starts them again
-when one has crashed (`JobSpec.max_restarts`), and writes exit.json.
-Its parent, the guard, does nothing until the supervisor is gone, even by SIGKILL, and then kills what is left: all
-descendants whose parents died become children of the guard, so that none can hide. Standard library, Linux.
+Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails,
+starts them again when one has crashed (`JobSpec.max_restarts`), and writes exit.json.
+Its parent, the guard, does nothing until the supervisor is gone, even by SIGKILL, and then kills
+what is left: all descendants whose parents died become children of the guard, so that none can
+hide. Standard library, Linux.
 
-Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and KIT_ATTEMPT in its
-environment.
+Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+KIT_ATTEMPT in its environment.
 """
 
 import argparse
@@ -34,7 +36,16 @@ from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
 from cluster.local.forked import ForkedRank, fork_rank, import_once
-from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, log_tail, record_end, say
+from cluster.outcome import (
+    CRASHES,
+    USELESS_TO_RETRY,
+    Outcome,
+    end_of,
+    ended_well,
+    log_tail,
+    record_end,
+    say,
+)
 from cluster.process import Process
 from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import ConfigError, counted
@@ -48,8 +59,12 @@ Ranks = dict[int, subprocess.Popen | ForkedRank]
 
 def main() -> int:
     """Returns 0 when all ranks (or, with --submit, their start) succeeded."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.local.supervisor", description="Run a job here.")
-    parser.add_argument("--submit", action="store_true", help="read a job and its files from standard input")
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.local.supervisor", description="Run a job here."
+    )
+    parser.add_argument(
+        "--submit", action="store_true", help="read a job and its files from standard input"
+    )
     parser.add_argument("run_dir", type=Path)
     options = parser.parse_args()
     run_dir = options.run_dir.absolute()
@@ -83,9 +98,17 @@ def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
         for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
         os.setsid()
-        exit_with(lambda: guard(lambda: supervise(run_dir, job, attempt, started=lambda: os.write(writer, b"started"))))
+        exit_with(
+            lambda: guard(
+                lambda: supervise(
+                    run_dir, job, attempt, started=lambda: os.write(writer, b"started")
+                )
+            )
+        )
     os.close(writer)
-    if os.read(reader, 16) == b"started":  # empty when guard and supervisor have ended without a word
+    if (
+        os.read(reader, 16) == b"started"
+    ):  # empty when guard and supervisor have ended without a word
         return
     report = read_exit(run_dir)
     reason = report.reason if report and report.attempt == attempt else log_tail(said)
@@ -93,7 +116,9 @@ def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
 
 
 def guard(supervisor: Callable[[], int]) -> int:
-    """Runs `supervisor` in a child process and returns its exit code, after the last of its descendants is gone."""
+    """Runs `supervisor` in a child process and returns its exit code, after the last of its
+    descendants is gone.
+    """
     become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     pid = os.fork()
@@ -111,11 +136,15 @@ def guard(supervisor: Callable[[], int]) -> int:
 
 
 def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
-    """Runs attempts until one has not crashed or too many have, records the end, and returns the job's return code."""
+    """Runs attempts until one has not crashed or too many have, records the end, and returns the
+    job's return code.
+    """
     become_subreaper()
     outlive_full_log()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no exit code could be read
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # the caller may ignore it, and then no exit code could be read
     home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
     while True:
         outcome = run_attempt(home, job, attempt, started, deadline)
@@ -126,13 +155,17 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
         try:
             attempt = next_attempt(run_dir, attempt, outcome.reason)
         except (JobError, OSError) as error:
-            outcome = dataclasses.replace(outcome, reason=f"{outcome.reason}; not started again: {error}")
+            outcome = dataclasses.replace(
+                outcome, reason=f"{outcome.reason}; not started again: {error}"
+            )
             break
     record_end(home, attempt, outcome)
     return outcome.rc
 
 
-def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float) -> Outcome:
+def run_attempt(
+    home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float
+) -> Outcome:
     """Runs all ranks to their end and returns it; none of them is left."""
     run_dir, ranks = home.run_dir, Ranks()
     try:
@@ -141,7 +174,11 @@ def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], ob
             say_starting(run_dir, attempt, f"{job.argv[2]} is being imported")
             started()
         port = start_ranks(run_dir, job, attempt, ranks)
-        say_starting(run_dir, attempt, f"{counted(job.num_processes, 'process', 'processes')} started, no step yet")
+        say_starting(
+            run_dir,
+            attempt,
+            f"{counted(job.num_processes, 'process', 'processes')} started, no step yet",
+        )
         if not job.forks:
             started()
         outcome = watch(ranks, job.time_limit_s, deadline, home)
@@ -163,11 +200,15 @@ def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], ob
 
 def say_starting(run_dir: Path, attempt: int, reason: str) -> None:
     """Records that an attempt starts, and how far it is."""
-    update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
+    update_state(
+        run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time()
+    )
 
 
 def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
-    """Returns an outcome with whether another attempt follows, by the rules of `cluster.slurm.supervisor`."""
+    """Returns an outcome with whether another attempt follows, by the rules of
+    `cluster.slurm.supervisor`.
+    """
     run_dir = home.run_dir
     if outcome.failing_rank is None or is_told_to_stop(run_dir) or home.why_lost():
         return outcome
@@ -175,7 +216,9 @@ def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
     if not was_killed and (outcome.rc == USELESS_TO_RETRY or not has_ever_stepped(run_dir)):
         return outcome
     if job.max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > job.max_restarts:
-        reason = f"{outcome.reason}; given up after {counted(fruitless, 'start')} without a new step"
+        reason = (
+            f"{outcome.reason}; given up after {counted(fruitless, 'start')} without a new step"
+        )
         return dataclasses.replace(outcome, reason=reason)
     return dataclasses.replace(outcome, restarts=job.max_restarts > 0)
 
@@ -195,7 +238,9 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
         "MASTER_PORT": str(port.getsockname()[1]),
         "KIT_ATTEMPT": str(attempt),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with gloo, ranks that restart would else read stale addresses
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
+            "1"
+        ),  # with gloo, ranks that restart would else read stale addresses
     }
     if job.forks:
         import_once(job.argv[2], {**common, **job.environment})
@@ -209,7 +254,9 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
     return port
 
 
-def start_rank(job: JobSpec, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen | ForkedRank:
+def start_rank(
+    job: JobSpec, environment: dict[str, str], log: IO[bytes]
+) -> subprocess.Popen | ForkedRank:
     """Returns one rank, forked from this process or started anew."""
     if job.forks:
         return fork_rank(job.argv, environment, job.working_directory, log)
@@ -227,8 +274,8 @@ def start_rank(job: JobSpec, environment: dict[str, str], log: IO[bytes]) -> sub
 
 
 def reserve_port() -> socket.socket:
-    """Returns a socket that keeps a free port from everyone but rank 0: bound, so that the kernel gives it to nobody
-    else, and not listening, so that rank 0 can."""
+    """Returns a socket that keeps a free port from everyone but rank 0: bound, so that the kernel
+    gives it to nobody else, and not listening, so that rank 0 can."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -236,12 +283,13 @@ def reserve_port() -> socket.socket:
 
 
 def watch(ranks: Ranks, time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
-    """Waits until all ranks have ended well, one has failed, the time is over, the run directory is lost, or a signal
-    asks for the end."""
+    """Waits until all ranks have ended well, one has failed, the time is over, the run directory is
+    lost, or a signal asks for the end."""
     while True:
         reap(ranks)
         failed = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
-        if failed:  # several at once: a crash is the cause, an error or abort for a lost peer the consequence
+        # several at once: a crash is the cause, an error or abort for a lost peer the consequence
+        if failed:
             first = min(failed, key=lambda rank: (-failed[rank] not in CRASHES, rank))
             words, rc = end_of(failed[first])
             return Outcome(rc, f"rank {first} {words}", first)
@@ -254,11 +302,15 @@ def watch(ranks: Ranks, time_limit_s: float | None, deadline: float, home: Home)
             return Outcome(1, lost)
         received = signal.sigtimedwait(WATCHED, min(remaining_s, LOOK_EVERY_S))
         if received and received.si_signo != signal.SIGCHLD:
-            return Outcome(128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}")
+            return Outcome(
+                128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}"
+            )
 
 
 def reap(ranks: Ranks) -> None:
-    """Collects every child that has ended: ranks get their return code, adopted orphans are forgotten."""
+    """Collects every child that has ended: ranks get their return code, adopted orphans are
+    forgotten.
+    """
     by_pid = {process.pid: process for process in ranks.values()}
     with contextlib.suppress(ChildProcessError):
         while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -285,7 +337,9 @@ def end_ranks(ranks: Ranks, grace_s: float) -> None:
 
 
 def exit_with(function: Callable[[], int]) -> NoReturn:
-    """Ends a forked process with the return value of `function`, never returning into its parent's code."""
+    """Ends a forked process with the return value of `function`, never returning into its
+    parent's code.
+    """
     code = 1
     try:
         code = function()

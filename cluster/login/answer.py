@@ -1,4 +1,6 @@
-"""Runs on a login node, `python -m cluster.login.answer`: takes one request from standard input and answers it."""
+"""Runs on a login node, `python -m cluster.login.answer`: takes one request from standard input
+and answers it.
+"""
 
 import json
 import sys
@@ -32,18 +34,26 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"lacking": [path for path in request["paths"] if not _exists(path)]}
     if wanted == "submit":
         if request["new"] and run_dir.is_dir() and any(run_dir.iterdir()):
-            raise JobError(f"{run_dir} exists there already. Give another name, or `kit attach` to look at that run.")
+            raise JobError(
+                f"{run_dir} exists there already. Give another name, or `kit attach` to look at"
+                " that run."
+            )
         submit(JobSpec.from_dict(request["job"]), Site.from_dict(request["site"]), request["files"])
         return {}
     if not (run_dir / "job.json").is_file():
         if wanted == "asked":
-            raise JobError(f"{run_dir} is no run directory there (no job.json). Give the path of one: --there.")
+            raise JobError(
+                f"{run_dir} is no run directory there (no job.json). Give the path of one: --there."
+            )
         raise JobError(f"{run_dir} is not there any more; what was copied before is kept.")
     job = Job.attach(run_dir)
     if wanted == "request":
-        {"stop": job.stop, "checkpoint": job.checkpoint, "cancel": job.cancel, "requeue": job.requeue}[
-            request["request"]
-        ]()
+        {
+            "stop": job.stop,
+            "checkpoint": job.checkpoint,
+            "cancel": job.cancel,
+            "requeue": job.requeue,
+        }[request["request"]]()
         return {}
     if wanted == "asked":
         files = [run_dir / f"{name}.json" for name in ("plan", "recipe", "job", "spec")]
@@ -52,20 +62,26 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(job: Job, ends: dict[str, list[int]], versions: dict[str, int]) -> dict[str, Any]:
-    """Returns the job's status, and what is new in its run directory since a mirror ended and had these versions."""
+    """Returns the job's status, and what is new in its run directory since a mirror ended and
+    had these versions.
+    """
     run_dir, status = job.run_dir, job.status().to_dict()
     grown, more = {}, False
     for name, end in ends.items():
-        start, content, rest = _new_bytes(_there(job, name), *end, whole_lines=name.endswith(".jsonl"))
+        start, content, rest = _new_bytes(
+            _there(job, name), *end, whole_lines=name.endswith(".jsonl")
+        )
         if content or start < end[0]:
             grown[name] = (start, content.decode("latin-1"))
         more = more or rest
     changed, found = {}, set()
     for file in sorted(
-        {file for pattern in SMALL for file in run_dir.glob(pattern)} - {run_dir / name for name in MINE}
+        {file for pattern in SMALL for file in run_dir.glob(pattern)}
+        - {run_dir / name for name in MINE}
     ):
         try:
-            # Of a checkpoint that it is there, and since when; its manifest may be large, and serves nobody else.
+            # Of a checkpoint that it is there, and since when; its manifest may be large, and
+            # serves nobody else.
             told_only, about = file.match(CHECKPOINT), file.stat()
             since = json.dumps({"time": about.st_mtime}).encode()
             new = since if told_only else read_small(file) if about.st_size <= SMALL_BYTES else None
@@ -82,7 +98,9 @@ def read(job: Job, ends: dict[str, list[int]], versions: dict[str, int]) -> dict
 
 
 def _new_bytes(file: Path, end: int, checksum: int, whole_lines: bool) -> tuple[int, bytes, bool]:
-    """Returns where new bytes begin, these, and whether there are more; from 0 where the file is not as it was."""
+    """Returns where new bytes begin, these, and whether there are more; from 0 where the file is
+    not as it was.
+    """
     try:
         stream = opened(file, follows=True)
     except OSError:
@@ -93,7 +111,8 @@ def _new_bytes(file: Path, end: int, checksum: int, whole_lines: bool) -> tuple[
         start = end if same else stream.seek(0)
         content = stream.read(CHUNK_BYTES)
         more = len(content) == CHUNK_BYTES
-        # A line that is being written comes with the next poll, so a mirror never ends in a torn one.
+        # A line that is being written comes with the next poll, so a mirror never ends in a torn
+        # one.
         return start, content[: content.rfind(b"\n") + 1] if whole_lines else content, more
 
 
@@ -102,7 +121,10 @@ def _there(job: Job, name: str) -> Path:
     parts = Path(name).parts
     if parts[0] != "logs":
         return job.run_dir / name
-    attempt, rank = int(parts[1].removeprefix("attempt_")), int(Path(name).stem.removeprefix("rank_"))
+    attempt, rank = (
+        int(parts[1].removeprefix("attempt_")),
+        int(Path(name).stem.removeprefix("rank_")),
+    )
     return find_log(job.run_dir, attempt, rank, job.spec.num_processes // job.spec.num_nodes)
 
 

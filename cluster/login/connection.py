@@ -1,7 +1,9 @@
-"""One command on a login node, by the system's own OpenSSH over one connection that is used again and again.
+"""One command on a login node, by the system's own OpenSSH over one connection that is used again
+and again.
 
-Nobody is ever asked for a password or a second factor from here (BatchMode): who has to type one opens the connection
-with one command, which every error names. KIT_SSH_CONFIG names another configuration than ~/.ssh/config.
+Nobody is ever asked for a password or a second factor from here (BatchMode): who has to type one
+opens the connection with one command, which every error names. KIT_SSH_CONFIG names another
+configuration than ~/.ssh/config.
 
 Source: https://man.openbsd.org/ssh_config (ControlMaster, ControlPath, BatchMode) and
 https://man.openbsd.org/ssh (exit status 255)
@@ -20,14 +22,21 @@ CONNECT_S, TIMEOUT_S = 10, 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
 FIRST = {
-    "Could not resolve hostname": "No machine of that name is known here: give its HostName in ~/.ssh/config. ",
-    "Connection refused": "The machine takes no ssh now: wait until it does, or mend its Port in ~/.ssh/config. ",
+    "Could not resolve hostname": (
+        "No machine of that name is known here: give its HostName in ~/.ssh/config. "
+    ),
+    "Connection refused": (
+        "The machine takes no ssh now: wait until it does, or mend its Port in ~/.ssh/config. "
+    ),
 }
-"""What is to be done first, by ssh's own words, since the command that opens a connection would fail as well."""
+"""What is to be done first, by ssh's own words, since the command that opens a connection would
+fail as well."""
 
 
 class NoConnectionError(JobError):
-    """The login node cannot be reached now, or wants to ask its user something; what runs there goes on."""
+    """The login node cannot be reached now, or wants to ask its user something; what runs there
+    goes on.
+    """
 
 
 def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_S) -> bytes:
@@ -37,32 +46,49 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
         NoConnectionError: there is no connection; with the command that opens one.
         JobError: the command fails, with its last words.
     """
-    with tempfile.TemporaryFile() as said:  # not a pipe: a connection that stays open would keep it open
+    with (
+        tempfile.TemporaryFile() as said
+    ):  # not a pipe: a connection that stays open would keep it open
         try:
             done = subprocess.run(
-                _words(login, command), input=data, stdout=subprocess.PIPE, stderr=said, timeout=timeout_s,
+                _words(login, command),
+                input=data,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                timeout=timeout_s,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         except FileNotFoundError as error:
-            raise JobError("ssh is not installed here. Install OpenSSH's client (openssh-client).") from error
+            raise JobError(
+                "ssh is not installed here. Install OpenSSH's client (openssh-client)."
+            ) from error
         except subprocess.TimeoutExpired as error:
-            raise NoConnectionError(f"{login} did not answer within {timeout_s:g} s. {_advice(login)}") from error
+            raise NoConnectionError(
+                f"{login} did not answer within {timeout_s:g} s. {_advice(login)}"
+            ) from error
         said.seek(0)
-        last = (said.read().decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
+        last = (said.read().decode(errors="replace").strip().splitlines() or ["no reason given"])[
+            -1
+        ]
     if done.returncode == NOT_CONNECTED:
-        raise NoConnectionError(f"no connection to {login} ({last.strip()}). {_advice(login, last)}")
+        raise NoConnectionError(
+            f"no connection to {login} ({last.strip()}). {_advice(login, last)}"
+        )
     if done.returncode:
         raise JobError(f"{login}: exit code {done.returncode}: {last.strip()}")
     return done.stdout
 
 
 def pass_through(login: str, command: str) -> int:
-    """Runs a shell command on a login node, whose output goes where this process's goes, and returns its exit status.
+    """Runs a shell command on a login node, whose output goes where this process's goes, and
+    returns its exit status.
 
     Raises:
         NoConnectionError: there is no connection.
     """
-    if (code := subprocess.run(_words(login, command), stdin=subprocess.DEVNULL).returncode) == NOT_CONNECTED:
+    if (
+        code := subprocess.run(_words(login, command), stdin=subprocess.DEVNULL).returncode
+    ) == NOT_CONNECTED:
         raise NoConnectionError(f"no connection to {login}, or no longer. {_advice(login)}")
     return code
 
@@ -73,7 +99,9 @@ def _words(login: str, command: str) -> list[str]:
 
 
 def told(login: str, command: str) -> str:
-    """Returns how `ssh` runs a shell command, less its options: which these are, ssh itself would have to be asked."""
+    """Returns how `ssh` runs a shell command, less its options: which these are, ssh itself
+    would have to be asked.
+    """
     return shlex.join(["ssh", *_config(), "--", login, command])
 
 
@@ -93,18 +121,36 @@ def _config() -> list[str]:
 
 
 def _shared(login: str, master: str) -> list[str]:
-    """Returns the options by which one connection serves all commands; none where the user's configuration has some."""
+    """Returns the options by which one connection serves all commands; none where the user's
+    configuration has some.
+    """
     if _is_shared(login, os.environ.get("KIT_SSH_CONFIG")):
         return []
-    return [word for option in (f"ControlMaster={master}", OWN_PATH, "ControlPersist=yes", "ServerAliveInterval=15")
-            for word in ("-o", option)]  # fmt: skip
+    return [
+        word
+        for option in (
+            f"ControlMaster={master}",
+            OWN_PATH,
+            "ControlPersist=yes",
+            "ServerAliveInterval=15",
+        )
+        for word in ("-o", option)
+    ]
 
 
 @functools.cache
 def _is_shared(login: str, config: str | None) -> bool:
     try:
-        told = subprocess.run(["ssh", *_config(), "-G", "--", login], capture_output=True, text=True, timeout=CONNECT_S)
+        told = subprocess.run(
+            ["ssh", *_config(), "-G", "--", login],
+            capture_output=True,
+            text=True,
+            timeout=CONNECT_S,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     found = dict(re.findall(r"^(control\w+) (.+)$", told.stdout, re.MULTILINE))
-    return found.get("controlmaster", "false") not in ("false", "no") and found.get("controlpath", "none") != "none"
+    return (
+        found.get("controlmaster", "false") not in ("false", "no")
+        and found.get("controlpath", "none") != "none"
+    )

@@ -1,10 +1,14 @@
-"""The mirror of a run directory that lies on a cluster: itself a run directory, which every view can read, offline too.
+"""The mirror of a run directory that lies on a cluster: itself a run directory, which every view
+can read, offline too.
 
-    login.json         whose mirror it is: the login node, the directory there, the Python and the source that answer
-    login_seen.json    what was last heard: the job's status, when, and which version of each small file came
+    login.json         whose mirror it is: the login node, the directory there, the Python and the
+                       source that answer
+    login_seen.json    what was last heard: the job's status, when, and which version of each small
+                       file came
 
-One round trip fills it: what grows (steps, history, logs that were asked for) comes from where it ended here, small
-files when they have changed. Data and checkpoints stay there. The job notices nothing.
+One round trip fills it: what grows (steps, history, logs that were asked for) comes from where it
+ended here, small files when they have changed. Data and checkpoints stay there. The job notices
+nothing.
 """
 
 import contextlib
@@ -32,11 +36,13 @@ MARK = b"\nKIT-ANSWER\n"
 """Before the answer: what a login shell prints by itself comes first."""
 TAIL_BYTES = 256
 SYNCED = "/kit-source-"
-"""In the path of source that was sent there, which must be its user's own; one that a site file names need not be."""
+"""In the path of source that was sent there, which must be its user's own; one that a site file
+names need not be."""
 IS_OWN = """\
 { [ "$(find . -prune -user "$(id -u)" ! -perm -020 ! -perm -002)" = . ] || { echo "$PWD is no folder that you alone \
-can write to, and what it holds would be run. Remove it, or give another there.folder." >&2; exit 1; }; }"""
-"""Ends a shell unless the folder that it is in, whatever bears its name by now, is its user's own."""
+can write to, and what it holds would be run. Remove it, or give another there.folder." >&2; exit 1; }; }"""  # noqa: E501
+"""Ends a shell unless the folder that it is in, whatever bears its name by now, is its user's
+own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,13 +53,19 @@ class Mirror(Record):
     python: str = field_doc("Python there")
     source: str = field_doc("folder of the kit there")
     directory: str = field_doc("run directory there")
-    seal: str = field_doc("shows that this user made it: run directories are passed on, and it says what is run there")
+    seal: str = field_doc(
+        "shows that this user made it: run directories are passed on, and it says what is run there"
+    )
 
     @classmethod
     def sealed(cls, *, login: str, python: str, source: str, directory: str) -> Self:
         """Returns a mirror of this user's own."""
         return cls(
-            login=login, python=python, source=source, directory=directory, seal=_seal(login, python, source, directory)
+            login=login,
+            python=python,
+            source=source,
+            directory=directory,
+            seal=_seal(login, python, source, directory),
         )
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -63,12 +75,17 @@ class Mirror(Record):
             NoConnectionError: it cannot be reached.
             JobError: it refuses, with its words, or the mirror is somebody else's.
         """
-        answer = ssh(self.login, self.command("cluster.login.answer"),
-                     zlib.compress(json.dumps({"run": self.directory, **request}).encode()))  # fmt: skip
+        answer = ssh(
+            self.login,
+            self.command("cluster.login.answer"),
+            zlib.compress(json.dumps({"run": self.directory, **request}).encode()),
+        )
         try:
             found = json.loads(zlib.decompress(answer.partition(MARK)[2]))
         except (zlib.error, ValueError) as error:  # the connection broke in the middle of it
-            raise NoConnectionError(f"{self.login}: the answer was cut short ({len(answer):,} bytes)") from error
+            raise NoConnectionError(
+                f"{self.login}: the answer was cut short ({len(answer):,} bytes)"
+            ) from error
         if "refused" in found:
             raise JobError(f"{self.login}: {found['refused']}")
         return found
@@ -79,10 +96,13 @@ class Mirror(Record):
         Raises:
             JobError: the mirror was made by somebody else, so what it names may be anything.
         """
-        if not hmac.compare_digest(self.seal, _seal(self.login, self.python, self.source, self.directory)):
+        if not hmac.compare_digest(
+            self.seal, _seal(self.login, self.python, self.source, self.directory)
+        ):
             told = f"`kit attach RUN --site FILE.toml --there {shlex.quote(self.directory)}`"
             raise JobError(
-                f"somebody else made this mirror of {self.directory} on {self.login}. Make your own: {told}."
+                f"somebody else made this mirror of {self.directory} on {self.login}. Make your"
+                f" own: {told}."
             )
         return command(self.source, self.python, module, *words)
 
@@ -137,13 +157,16 @@ def mirror_of(run_dir: Path) -> Mirror | None:
 
 
 def unheard(run_dir: Path) -> str | None:
-    """Returns how old what is known of a run elsewhere is, if polls fail to tell; None otherwise, and of one here."""
+    """Returns how old what is known of a run elsewhere is, if polls fail to tell; None
+    otherwise, and of one here.
+    """
     seen = read_record(Seen, run_dir / SEEN)
     return seen.age if seen and seen.age_s > LATE_S else None
 
 
 def forward(run_dir: Path, request: str) -> bool:
-    """Asks the other side to `stop`, `checkpoint`, `cancel` or `requeue`; returns False where the run is here.
+    """Asks the other side to `stop`, `checkpoint`, `cancel` or `requeue`; returns False where the
+    run is here.
 
     Raises:
         NoConnectionError: it cannot be asked; the job goes on.
@@ -162,11 +185,16 @@ def look(run_dir: Path) -> tuple[Seen | None, str]:
     Asks at most every INTERVAL_S, in the background; waits only for a first answer of this process.
     """
     if owner := other_owner(run_dir):
-        return read_record(Seen, run_dir / SEEN), f"the mirror is {owner}'s, so it is asked for nothing new"
+        return (
+            read_record(Seen, run_dir / SEEN),
+            f"the mirror is {owner}'s, so it is asked for nothing new",
+        )
     with _LOCK:
         known = _ASKING.get(run_dir)
         if known is None or (not known.is_alive() and time.monotonic() - known.begun > INTERVAL_S):
-            known = _ASKING[run_dir] = _Asking(run_dir, first=known is None, trouble=known.trouble if known else "")
+            known = _ASKING[run_dir] = _Asking(
+                run_dir, first=known is None, trouble=known.trouble if known else ""
+            )
             known.start()
     if known.first:
         known.join(FIRST_WAIT_S)
@@ -174,7 +202,9 @@ def look(run_dir: Path) -> tuple[Seen | None, str]:
 
 
 def wanted(run_dir: Path, log: Path) -> Path:
-    """Returns a log that somebody reads; a mirror fetches the logs that it has, so there it is made."""
+    """Returns a log that somebody reads; a mirror fetches the logs that it has, so there it is
+    made.
+    """
     if not log.exists() and mirror_of(run_dir) and not other_owner(run_dir):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
@@ -182,7 +212,9 @@ def wanted(run_dir: Path, log: Path) -> Path:
 
 
 def refresh(run_dir: Path, now: bool = False) -> None:
-    """Brings a mirror up to date and returns when it is; what is in the way is told by `look`, not raised."""
+    """Brings a mirror up to date and returns when it is; what is in the way is told by `look`,
+    not raised.
+    """
     if now:
         with _LOCK:
             _ASKING.pop(run_dir, None)
@@ -194,12 +226,19 @@ class _Asking(threading.Thread):
 
     def __init__(self, run_dir: Path, first: bool, trouble: str) -> None:
         super().__init__(name="login-poll", daemon=True)
-        self.run_dir, self.first, self.trouble, self.begun = run_dir, first, trouble, time.monotonic()
+        self.run_dir, self.first, self.trouble, self.begun = (
+            run_dir,
+            first,
+            trouble,
+            time.monotonic(),
+        )
 
     def run(self) -> None:
         login = mirror.login if (mirror := mirror_of(self.run_dir)) else ""
         failed, told = _UNREACHABLE.get(login, (-math.inf, ""))
-        if time.monotonic() - failed < INTERVAL_S:  # so that a list of many runs waits for one of them
+        if (
+            time.monotonic() - failed < INTERVAL_S
+        ):  # so that a list of many runs waits for one of them
             self.trouble = told
             return
         try:
@@ -220,7 +259,8 @@ _LOCK = threading.Lock()
 
 
 def fetch(run_dir: Path, patient: bool = False) -> bool:
-    """Makes one round trip and returns whether more is to come at once; one writer at a time, and `patient` waits.
+    """Makes one round trip and returns whether more is to come at once; one writer at a time, and
+    `patient` waits.
 
     Raises:
         NoConnectionError, JobError: as `Mirror.ask`.
@@ -228,7 +268,9 @@ def fetch(run_dir: Path, patient: bool = False) -> bool:
     mirror = mirror_of(run_dir)
     assert mirror is not None
     with appending(run_dir / ".login.lock") as lock:
-        if not _is_locked(lock, FIRST_WAIT_S if patient else 0.0):  # another process of this machine is at it
+        if not _is_locked(
+            lock, FIRST_WAIT_S if patient else 0.0
+        ):  # another process of this machine is at it
             return False
         seen = read_record(Seen, run_dir / SEEN)
         versions = dict(seen.versions) if seen else {}
@@ -266,7 +308,9 @@ def _is_locked(lock: BinaryIO, wait_s: float) -> bool:
 
 
 def _end(file: Path) -> tuple[int, int]:
-    """Returns where a file ends here, and a checksum of its last bytes, by which the other side knows it again."""
+    """Returns where a file ends here, and a checksum of its last bytes, by which the other side
+    knows it again.
+    """
     try:
         with opened(file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -291,10 +335,17 @@ def _replace(file: Path, text: str) -> None:
     if file.name == "alerts.jsonl":  # watchers of both sides write it: each line is kept
         with contextlib.suppress(OSError):
             known = set(read_small(file).decode(errors="replace").splitlines())
-            text = "".join(f"{line}\n" for line in [*known, *(each for each in text.splitlines() if each not in known)])
+            text = "".join(
+                f"{line}\n"
+                for line in [*known, *(each for each in text.splitlines() if each not in known)]
+            )
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, text)
 
 
 def _is_inside(name: str) -> bool:
-    return not Path(name).is_absolute() and ".." not in Path(name).parts and name not in (MIRROR, SEEN, "site.json")
+    return (
+        not Path(name).is_absolute()
+        and ".." not in Path(name).parts
+        and name not in (MIRROR, SEEN, "site.json")
+    )

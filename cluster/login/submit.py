@@ -1,4 +1,6 @@
-"""Sends a job to a cluster behind a login node: its records travel, and the same `submit` runs there."""
+"""Sends a job to a cluster behind a login node: its records travel, and the same `submit` runs
+there.
+"""
 
 import gzip
 import hashlib
@@ -27,26 +29,47 @@ PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
-    """Sends a job through its site's login node and returns the handle of its mirror, the job's run directory here.
+    """Sends a job through its site's login node and returns the handle of its mirror, the job's run
+    directory here.
 
     Raises:
         ConfigError, JobError: it cannot run there, or the other side refuses; nothing was started.
-        NoConnectionError: the connection was lost; the mirror is kept and tells, once there is one, whether it runs.
+        NoConnectionError: the connection was lost; the mirror is kept and tells, once there is one,
+            whether it runs.
     """
     run_dir, known = Path(job.run_dir), mirror_of(Path(job.run_dir))
     mirror = _mirror(site, known.directory if known else None, run_dir.name)
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
-    sent = {name: theirs.to_json() if name == "site.json" else text for name, text in (files or {}).items()}
-    kept = {MIRROR: mirror.to_json(), "job.json": there.to_json(), **(files or {}), "site.json": site.to_json()}
+    sent = {
+        name: theirs.to_json() if name == "site.json" else text
+        for name, text in (files or {}).items()
+    }
+    kept = {
+        MIRROR: mirror.to_json(),
+        "job.json": there.to_json(),
+        **(files or {}),
+        "site.json": site.to_json(),
+    }
     with new_folders(run_dir):
-        before = {name: (run_dir / name).read_bytes() if (run_dir / name).is_file() else None for name in kept}
+        before = {
+            name: (run_dir / name).read_bytes() if (run_dir / name).is_file() else None
+            for name in kept
+        }
         _write(run_dir, kept)
         try:
-            mirror.ask(do="submit", job=there.to_dict(), site=theirs.to_dict(), files=sent, new=known is None)
+            mirror.ask(
+                do="submit",
+                job=there.to_dict(),
+                site=theirs.to_dict(),
+                files=sent,
+                new=known is None,
+            )
         except NoConnectionError as error:
-            raise NoConnectionError(f"{error}. Whether the job was taken: `kit status` tells then.") from error
+            raise NoConnectionError(
+                f"{error}. Whether the job was taken: `kit status` tells then."
+            ) from error
         except JobError:
             _write(run_dir, before)
             raise
@@ -55,9 +78,13 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the scripts of a job with the paths of the other side, as this kit writes them; nobody is asked."""
+    """Returns the scripts of a job with the paths of the other side, as this kit writes them;
+    nobody is asked.
+    """
     there, theirs = _there(site), site.replace(login=None, there=None)
-    job = _translated(job, there.python, str(there.source), f"{there.folder}/{Path(job.run_dir).name}")
+    job = _translated(
+        job, there.python, str(there.source), f"{there.folder}/{Path(job.run_dir).name}"
+    )
     check(job, theirs)
     return backend(site.scheduler).texts(job, theirs, there)
 
@@ -67,22 +94,31 @@ def first_commands(site: Site) -> list[str]:
     there = _there(site)
     source = str(there.source)
     commands = [] if there is site.there else [_look(source)]
-    return [told(str(site.login), each) for each in (*commands, command(source, there.python, "cluster.login.answer"))]
+    return [
+        told(str(site.login), each)
+        for each in (*commands, command(source, there.python, "cluster.login.answer"))
+    ]
 
 
 def attach(run_dir: Path, site: Site, directory: str) -> Job:
-    """Makes a mirror of a run that somebody launched there, from this machine or another, and returns its job.
+    """Makes a mirror of a run that somebody launched there, from this machine or another, and
+    returns its job.
 
     Raises:
         ConfigError: the site has no login node, or there is something in the directory here.
         NoConnectionError, JobError: no run of the kit is there, or it cannot be asked.
     """
     if site.login is None:
-        raise ConfigError(f"site.login: {site.name!r} has none. Give a site file with login and [there].")
+        raise ConfigError(
+            f"site.login: {site.name!r} has none. Give a site file with login and [there]."
+        )
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"{run_dir} exists. Give a new directory for the mirror.")
     if not directory.startswith("/"):
-        raise ConfigError(f"--there {directory!r} is not allowed. Give the absolute path of the run directory there.")
+        raise ConfigError(
+            f"--there {directory!r} is not allowed. Give the absolute path of the run directory"
+            " there."
+        )
     mirror = _mirror(site, directory)
     asked = mirror.ask(do="asked")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -92,26 +128,34 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
 
 
 def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
-    """Raises ConfigError unless all paths are absolute and exist there, and its Python can import a module in a job.
+    """Raises ConfigError unless all paths are absolute and exist there, and its Python can import a
+    module in a job.
 
     So it does, and asks nothing there, if the site file is still to be filled in.
     """
     check_submittable(site)
     if relative := [path for path in paths if not path.startswith("/")]:
-        raise ConfigError(f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there.")
+        raise ConfigError(
+            f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there."
+        )
     mirror = _mirror(site, "")
     if lacking := mirror.ask(do="lacking", paths=paths)["lacking"]:
-        raise ConfigError(f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there first.")
+        raise ConfigError(
+            f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there"
+            " first."
+        )
     words = _look_for(module, mirror.python, site.slurm or Slurm())
     if f"lacks {module}".encode() in ssh(mirror.login, f"exec bash -lc {shlex.quote(words)}"):
         raise ConfigError(
-            f"there.python: {mirror.python} on {mirror.login} has no {module}, so the job would fail at its start. "
-            f"Give the Python of an environment that has it."
+            f"there.python: {mirror.python} on {mirror.login} has no {module}, so the job would"
+            " fail at its start. Give the Python of an environment that has it."
         )
 
 
 def _look_for(module: str, python: str, slurm: Slurm) -> str:
-    """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the site may bring one."""
+    """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the
+    site may bring one.
+    """
     own = slurm.broadcast and slurm.broadcast.archive
     if own or re.search(r"PYTHONPATH|PYTHONHOME|activate|\bsource |['; ]\. ", repr(slurm)):
         return "exit"
@@ -139,10 +183,14 @@ def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
 
 
 def _there(site: Site) -> There:
-    """Returns a site's [there] with its source: where this very one is sent, by its hash, if the site says sync."""
+    """Returns a site's [there] with its source: where this very one is sent, by its hash, if the
+    site says sync.
+    """
     if site.there is None:
-        raise ConfigError(f"site.there: missing. With login = {site.login!r} the site file says under [there] which "
-                          f"`python` runs there and in which `folder` runs lie.")  # fmt: skip
+        raise ConfigError(
+            f"site.there: missing. With login = {site.login!r} the site file says under [there]"
+            " which `python` runs there and in which `folder` runs lie."
+        )
     if site.there.source:
         return site.there
     # One for each user of a common folder, since nobody runs what somebody else has put there.
@@ -160,7 +208,9 @@ def _sync(login: str, source: str) -> None:
     if b"yes" in ssh(login, _look(source)):
         return
     place, new, parent = map(shlex.quote, (source, f"{source}.new", os.path.dirname(source)))
-    make = f"mkdir -p {parent} && umask 077 && rm -rf {new} && mkdir -m 700 {new}"  # of which no ACL makes more
+    make = (  # of which no ACL makes more
+        f"mkdir -p {parent} && umask 077 && rm -rf {new} && mkdir -m 700 {new}"
+    )
     fill = f"{make} && cd {new} && {IS_OWN} && tar -xzf - && mv -T {new} {place}"
     ssh(login, f"exec bash -c {shlex.quote(fill)}", source_archive())
 
@@ -169,7 +219,9 @@ def source_archive() -> bytes:
     """Returns `kit` and `cluster` as one archive, the same bytes for the same source."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
-        for file in sorted(file for package in ("cluster", "kit") for file in (PACKAGE_ROOT / package).rglob("*")):
+        for file in sorted(
+            file for package in ("cluster", "kit") for file in (PACKAGE_ROOT / package).rglob("*")
+        ):
             if file.is_file() and "__pycache__" not in file.parts:
                 about = tarfile.TarInfo(str(file.relative_to(PACKAGE_ROOT)))
                 about.size, about.mode = file.stat().st_size, 0o644

@@ -81,7 +81,9 @@ class Sandbox:
         if running := cls.find(directory):
             return running
         isolated = network.is_possible() if isolated is None else isolated
-        layout = Layout(root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting)
+        layout = Layout(
+            root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting
+        )
         stop(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
@@ -108,7 +110,10 @@ class Sandbox:
         if not is_own(directory):
             return None
         try:
-            layout, keeper = Layout.read(directory / "sandbox.json"), Process.read(directory / "keeper.json")
+            layout, keeper = (
+                Layout.read(directory / "sandbox.json"),
+                Process.read(directory / "keeper.json"),
+            )
         except (OSError, ValueError):
             return None
         return cls(layout, was_running=True) if keeper.is_alive else None
@@ -129,7 +134,9 @@ class Sandbox:
 
     def node_states(self) -> dict[str, str]:
         """Returns what Slurm thinks of each node, in its own word."""
-        lines = self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t").splitlines()
+        lines = self.run(
+            "sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t"
+        ).splitlines()
         return dict(line.split() for line in lines)
 
     def power_off(self, node: str) -> None:
@@ -165,8 +172,13 @@ class Sandbox:
                 if set(self.node_states().values()) == {"idle"}:
                     return
             time.sleep(0.05)
-        logs = [(file.name, file.read_text(errors="replace")) for file in sorted(self.layout.path("log").iterdir())]
-        said = "\n".join(f"{name}: {line}" for name, text in logs for line in text.splitlines()[-2:])
+        logs = [
+            (file.name, file.read_text(errors="replace"))
+            for file in sorted(self.layout.path("log").iterdir())
+        ]
+        said = "\n".join(
+            f"{name}: {line}" for name, text in logs for line in text.splitlines()[-2:]
+        )
         stop(self.layout.root, keep_files=True)
         raise JobError(f"the sandbox in {self.layout.root} did not come up: {said}")
 
@@ -199,7 +211,10 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     directory = Path(root or default_root()).absolute()
     is_own(directory)
     try:
-        layout, keeper = Layout.read(directory / "sandbox.json"), Process.read(directory / "keeper.json")
+        layout, keeper = (
+            Layout.read(directory / "sandbox.json"),
+            Process.read(directory / "keeper.json"),
+        )
     except (OSError, ValueError):
         return False
     was_running, deadline = keeper.send_signal(signal.SIGTERM), time.monotonic() + 30
@@ -218,5 +233,9 @@ def _end_left_behind(layout: Layout) -> None:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             variables, name = (entry / "environ").read_bytes(), (entry / "comm").read_text().strip()
             in_job = name == "slurmstepd" or b"\0SLURM_JOB_ID=" in variables
-            if in_job and f"SLURM_CONF={layout.path('etc', 'slurm.conf')}".encode() in variables.split(b"\0"):
+            if (
+                in_job
+                and f"SLURM_CONF={layout.path('etc', 'slurm.conf')}".encode()
+                in variables.split(b"\0")
+            ):
                 os.kill(int(entry.name), signal.SIGKILL)

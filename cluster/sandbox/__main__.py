@@ -10,17 +10,25 @@ from cluster.state import JobError
 
 def main() -> int:
     """Returns 0 when it was done; for `status`, when a sandbox runs."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.sandbox", description="A real Slurm on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.sandbox", description="A real Slurm on this machine."
+    )
     parser.add_argument("action", choices=("start", "stop", "status"))
-    parser.add_argument("--root", default=str(default_root()), help="its directory (default: %(default)s)")
+    parser.add_argument(
+        "--root", default=str(default_root()), help="its directory (default: %(default)s)"
+    )
     parser.add_argument("--nodes", type=int, default=4, help="simulated nodes")
-    parser.add_argument("--accounting", action="store_true", help="with a database, so that sacct works")
+    parser.add_argument(
+        "--accounting", action="store_true", help="with a database, so that sacct works"
+    )
     options = parser.parse_args()
     try:
         if options.action == "stop":
             print("stopped" if stop(options.root) else "no sandbox was running")
         elif options.action == "start":
-            sandbox = Sandbox.start(options.root, num_nodes=options.nodes, accounting=options.accounting)
+            sandbox = Sandbox.start(
+                options.root, num_nodes=options.nodes, accounting=options.accounting
+            )
             print(
                 f"# {'runs already' if sandbox.was_running else 'is up'}; "
                 "for sbatch, squeue and notebooks:\n"

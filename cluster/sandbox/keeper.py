@@ -28,7 +28,9 @@ def tend(layout: Layout) -> None:
     daemons: dict[str, subprocess.Popen] = {}
     while True:
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # what daemons leave behind becomes a child of this process
+            while os.waitpid(-1, os.WNOHANG)[
+                0
+            ]:  # what daemons leave behind becomes a child of this process
                 pass
         for name in layout.daemons:
             runs = name in daemons and daemons[name].poll() is None

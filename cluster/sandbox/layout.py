@@ -17,7 +17,9 @@ class Layout(Record):
 
     root: str = field_doc("its directory: configuration, state, sockets and logs")
     num_nodes: int = field_doc("simulated nodes", default=4)
-    isolated: bool = field_doc("each node has its own network, host name, processes and mounts; needs root")
+    isolated: bool = field_doc(
+        "each node has its own network, host name, processes and mounts; needs root"
+    )
     accounting: bool = field_doc("with slurmdbd and MariaDB, so that sacct works", default=False)
 
     @property
@@ -27,7 +29,12 @@ class Layout(Record):
     @property
     def daemons(self) -> list[str]:
         """All that runs, in order of its start; see daemon.sh."""
-        return ["munged", *(["mariadbd", "slurmdbd"] if self.accounting else []), "controller", *self.nodes]
+        return [
+            "munged",
+            *(["mariadbd", "slurmdbd"] if self.accounting else []),
+            "controller",
+            *self.nodes,
+        ]
 
     @property
     def tag(self) -> str:
@@ -50,7 +57,11 @@ class Layout(Record):
 
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""
-        host, number, count = socket.gethostname().split(".")[0], int(self.tag[1:], 16), self.num_nodes
+        host, number, count = (
+            socket.gethostname().split(".")[0],
+            int(self.tag[1:], 16),
+            self.num_nodes,
+        )
         # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
         network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
         port, first = 10000 + number % 4000 * 5, 30000 + number % 200 * 10
@@ -93,7 +104,9 @@ def write_files(layout: Layout) -> None:
     for folder in ("etc", "state", "log", "run", "scratch"):
         layout.path(folder).mkdir(parents=True, exist_ok=True)
     values, templates = layout.values(), Path(__file__).with_name("etc").iterdir()
-    files = {file.name: Template(file.read_text()).substitute(values).encode() for file in templates}
+    files = {
+        file.name: Template(file.read_text()).substitute(values).encode() for file in templates
+    }
     for name, content in (files | {"munge.key": os.urandom(128)}).items():
         file = layout.path("etc", name)
         file.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Sends jobs to Slurm, ends them and puts them back into the queue.
 
-What Slurm says of them is asked by `cluster.slurm.queries`. The script itself comes from `cluster.render`; what runs
-inside the allocation is `cluster.slurm.supervisor`.
+What Slurm says of them is asked by `cluster.slurm.queries`. The script itself comes from
+`cluster.render`; what runs inside the allocation is `cluster.slurm.supervisor`.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ LOOKS, LOOK_EVERY_S = 3, 5.0
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to Slurm and returns its handle.
 
-    The run directory gets `job.json`, `site.json` and `submit.sh`, which is what Slurm runs. The job inherits the
-    environment of the caller, so secrets are exported there and never written. `files` and errors are those of
-    `cluster.submission.submit`.
+    The run directory gets `job.json`, `site.json` and `submit.sh`, which is what Slurm runs. The
+    job inherits the environment of the caller, so secrets are exported there and never written.
+    `files` and errors are those of `cluster.submission.submit`.
     """
     asked = scripts(job, site)
     check_submittable(site)
@@ -43,25 +43,35 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     with claimed(run_dir, kept) as attempt:
         try:
             for name in asked:
-                after = [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"] if job_id else []
+                after = (
+                    [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
+                    if job_id
+                    else []
+                )
                 job_id = _sbatch(run_dir, name, *after)
         except (JobError, OSError):
             if job_id:  # what was to compile ahead for the job that was refused
                 with contextlib.suppress(JobError):
                     slurm_command(["scancel", job_id], os.environ.get("SLURM_CONF"))
             raise
-    hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
+    hand_over(
+        run_dir,
+        attempt,
+        SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")),
+    )
     return Job.attach(run_dir)
 
 
 def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> str:
-    """Sends some tasks of an array of `count` to Slurm, numbered from 1, as `array_script` says; returns its number.
+    """Sends some tasks of an array of `count` to Slurm, numbered from 1, as `array_script` says;
+    returns its number.
 
     The script and its logs are in `job.run_dir`, which is made.
 
     Raises:
         ConfigError: the job cannot run there.
-        JobError: a job that was sent from that directory is in the queue, or Slurm refuses, with its words.
+        JobError: a job that was sent from that directory is in the queue, or Slurm refuses, with
+            its words.
     """
     check(job, site)
     check_submittable(site)
@@ -71,7 +81,10 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
     for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines():
         number, _, place = line.partition(" ")
         if os.path.realpath(place.strip()) == os.path.realpath(run_dir):
-            raise JobError(f"{run_dir}: job {number} of this folder is still in the queue. Wait, or scancel {number}.")
+            raise JobError(
+                f"{run_dir}: job {number} of this folder is still in the queue. Wait, or scancel"
+                f" {number}."
+            )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir / ARRAY_SCRIPT, array_script(job, site, slurm_table(site), count))
     return _sbatch(run_dir, ARRAY_SCRIPT, f"--array={','.join(map(str, tasks))}")
@@ -82,7 +95,9 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
 
     `there` names the Python and the source that run them, by default these.
     """
-    return slurm_scripts(job, site, slurm_table(site), warnings(job, site, there and there.python), there)
+    return slurm_scripts(
+        job, site, slurm_table(site), warnings(job, site, there and there.python), there
+    )
 
 
 def cancel(job: SchedulerJob, run_dir: Path) -> None:
@@ -96,7 +111,8 @@ def cancel(job: SchedulerJob, run_dir: Path) -> None:
 
 
 def requeue(job: Job, slurm_job: SchedulerJob) -> None:
-    """Puts a job back into the queue, under its number where Slurm still knows it, as a new one otherwise.
+    """Puts a job back into the queue, under its number where Slurm still knows it, as a new one
+    otherwise.
 
     Raises:
         JobError: Slurm refuses or does not answer, or the job is not this run's.
@@ -109,21 +125,29 @@ def requeue(job: Job, slurm_job: SchedulerJob) -> None:
 
 
 def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
-    """Raises JobError unless a job was submitted from this run directory, as all of the kit's are."""
+    """Raises JobError unless a job was submitted from this run directory, as all of the kit's
+    are.
+    """
     words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%Z"]
     places = slurm_command(words, job.config).splitlines()
-    if places and not any(os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places):
-        raise JobError(f"{run_dir}: job {job.id} is of {places[0].strip()}, not of this run. It goes on.")
+    if places and not any(
+        os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places
+    ):
+        raise JobError(
+            f"{run_dir}: job {job.id} is of {places[0].strip()}, not of this run. It goes on."
+        )
 
 
 def requeue_this(job: SchedulerJob, run_dir: Path) -> None:
-    """Puts a job that has not ended back into the queue, without the nodes that failed it EXCLUDED_AFTER times.
+    """Puts a job that has not ended back into the queue, without the nodes that failed it
+    EXCLUDED_AFTER times.
 
     Raises:
         JobError: Slurm refuses or does not answer.
     """
     nodes = lost_nodes(run_dir)
-    # Only a waiting job can be told to avoid nodes, and unless it is held it may have started on them by then.
+    # Only a waiting job can be told to avoid nodes, and unless it is held it may have started on
+    # them by then.
     word = "requeuehold" if nodes else "requeue"
     try:
         slurm_command(["scontrol", word, job.id], job.config)
@@ -132,7 +156,10 @@ def requeue_this(job: SchedulerJob, run_dir: Path) -> None:
             raise
     if nodes:
         try:
-            slurm_command(["scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(nodes)}"], job.config)
+            slurm_command(
+                ["scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(nodes)}"],
+                job.config,
+            )
         except JobError as error:  # it waits in the queue all the same
             print(f"{', '.join(nodes)} cannot be left out: {error}", flush=True)
         slurm_command(["scontrol", "release", job.id], job.config)
@@ -155,24 +182,36 @@ def _sbatch(run_dir: Path, script: str, *options: str) -> str:
         answer = _accepted(Path(os.path.realpath(run_dir / script)), error)
     job_id = answer.strip().partition(";")[0]
     if not job_id.isdigit():
-        raise JobError(f"sbatch answered {answer.strip()!r}, which is no job number. Look with squeue --me.")
+        raise JobError(
+            f"sbatch answered {answer.strip()!r}, which is no job number. Look with squeue --me."
+        )
     return job_id
 
 
 def _accepted(script: Path, silence: NoAnswerError) -> str:
-    """Returns the number of a job that Slurm took although it did not answer: the one in the queue with its script.
+    """Returns the number of a job that Slurm took although it did not answer: the one in the queue
+    with its script.
 
     Raises:
         JobError: it is not there, or the queue cannot be seen either.
     """
-    words = ["squeue", "--me", "--noheader", "--states=PENDING,CONFIGURING,RUNNING", "--format=%F %o"]
+    words = [
+        "squeue",
+        "--me",
+        "--noheader",
+        "--states=PENDING,CONFIGURING,RUNNING",
+        "--format=%F %o",
+    ]
     for _ in range(LOOKS):
         time.sleep(LOOK_EVERY_S)
         with contextlib.suppress(JobError):
-            jobs = [line.split(maxsplit=1) for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines()]
+            jobs = [
+                line.split(maxsplit=1)
+                for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines()
+            ]
             if numbers := [int(number) for number, command in jobs if command == str(script)]:
                 return str(max(numbers))
     raise JobError(
-        f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me --format='%F %o'` for "
-        f"{script}, and `scancel` it before you launch again."
+        f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me"
+        f" --format='%F %o'` for {script}, and `scancel` it before you launch again."
     ) from silence

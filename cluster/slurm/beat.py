@@ -1,12 +1,14 @@
-"""Signs of life between the nodes of a job and its supervisor, as datagrams; nothing here touches a file.
+"""Signs of life between the nodes of a job and its supervisor, as datagrams; nothing here touches a
+file.
 
-One keeper a node, its leader, says every BEAT_EVERY_S that the node is there, and what its ranks did last, which they
-tell it through an abstract Unix socket; the supervisor answers. So the supervisor knows of a node that has fallen
-silent long before Slurm or the collectives do, and a node that is cut off knows it too, and ends. A node that was never
-heard is not missed: where datagrams do not pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment
-sets the rhythm, and with it the limits: at 5 s, a dead node is noticed after 30 s, and a supervisor may be held up for
-three minutes, as by a file system that fails over. KIT_BEAT_HOST names the first node where its own name resolves
-nowhere.
+One keeper a node, its leader, says every BEAT_EVERY_S that the node is there, and what its ranks
+did last, which they tell it through an abstract Unix socket; the supervisor answers. So the
+supervisor knows of a node that has fallen silent long before Slurm or the collectives do, and a
+node that is cut off knows it too, and ends. A node that was never heard is not missed: where
+datagrams do not pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment sets the
+rhythm, and with it the limits: at 5 s, a dead node is noticed after 30 s, and a supervisor may be
+held up for three minutes, as by a file system that fails over. KIT_BEAT_HOST names the first node
+where its own name resolves nowhere.
 """
 
 import contextlib
@@ -26,17 +28,23 @@ SILENT_AFTER_S = 6 * BEAT_EVERY_S
 DEPUTY_AFTER_S = 9 * BEAT_EVERY_S  # longer: the supervisor should be the first to notice
 ALONE_AFTER_S = 36 * BEAT_EVERY_S
 RECEIVE_BYTES = 4 << 20
-"""Of the supervisor's socket, as far as the kernel allows: the default holds 277 datagrams, 4 s of 384 nodes."""
-MOST_RANKS, LINE_BYTES = 128, 500  # of a node, and of a rank's heartbeat: together they fit a datagram
+"""Of the supervisor's socket, as far as the kernel allows: the default holds 277 datagrams, 4 s
+of 384 nodes."""
+MOST_RANKS, LINE_BYTES = (
+    128,
+    500,
+)  # of a node, and of a rank's heartbeat: together they fit a datagram
 TURN_S = 0.5
 CREDENTIALS = struct.Struct("iII")  # process, user and group, as SO_PASSCRED has them (man 7 unix)
 VARIABLE = "KIT_SUPERVISOR"
 
 
 class Switchboard:
-    """The supervisor's end: a thread notes who was heard when and answers, whatever file the supervisor waits for.
+    """The supervisor's end: a thread notes who was heard when and answers, whatever file the
+    supervisor waits for.
 
-    Time is counted in turns of the thread, so a process that was frozen as a whole blames no node for its own gap.
+    Time is counted in turns of the thread, so a process that was frozen as a whole blames no node
+    for its own gap.
     """
 
     def __init__(self, host: str) -> None:
@@ -76,7 +84,12 @@ class Switchboard:
                     if message["token"] != self.token:
                         continue
                     node = str(message["node"])
-                except (ValueError, KeyError, TypeError, RecursionError):  # of anyone who found the port
+                except (
+                    ValueError,
+                    KeyError,
+                    TypeError,
+                    RecursionError,
+                ):  # of anyone who found the port
                     continue
                 self.senders.add(sender)
                 if ranks:
@@ -104,14 +117,18 @@ class Switchboard:
 
     def silent(self) -> list[str]:
         """Returns the nodes that were heard once and then not for SILENT_AFTER_S."""
-        return sorted(node for node, heard in list(self.heard.items()) if self.clock - heard > SILENT_AFTER_S)
+        return sorted(
+            node for node, heard in list(self.heard.items()) if self.clock - heard > SILENT_AFTER_S
+        )
 
     def close(self) -> None:
         self.closed = True
 
 
 class Line:
-    """A keeper's end; the leader of a node speaks for it, the others only have something to report."""
+    """A keeper's end; the leader of a node speaks for it, the others only have something to
+    report.
+    """
 
     def __init__(self, *, is_leader: bool) -> None:
         self.host, port, self.token = os.environ[VARIABLE].rsplit(":", 2)
@@ -119,14 +136,19 @@ class Line:
         self.ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.place = f"kit-{hashlib.sha256(self.token.encode()).hexdigest()[:16]}-{self.node}"
-        """Where the ranks of the node tell their heartbeats; all users of the node can read it in /proc/net/unix."""
+        """Where the ranks of the node tell their heartbeats; all users of the node can read it
+        in /proc/net/unix."""
         for end in (self.socket, self.ear):
             end.setblocking(False)
         with contextlib.suppress(OSError):  # a name that does not resolve: no beats, no harm
             self.socket.connect((self.host, int(port)))
         if is_leader:
-            self.ear.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # the kernel says whose each datagram is
-            with contextlib.suppress(OSError):  # a name that is taken: no heartbeats of ranks, no harm
+            self.ear.setsockopt(
+                socket.SOL_SOCKET, socket.SO_PASSCRED, 1
+            )  # the kernel says whose each datagram is
+            with contextlib.suppress(
+                OSError
+            ):  # a name that is taken: no heartbeats of ranks, no harm
                 self.ear.bind(f"\0{self.place}")
         self.ranks: dict[int, bytes] = {}
         self.answered: float | None = None
@@ -149,9 +171,13 @@ class Line:
         with contextlib.suppress(OSError):
             while True:
                 line, told, *_ = self.ear.recvmsg(LINE_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
-                if [CREDENTIALS.unpack(data)[1] for _, _, data in told] != [os.getuid()]:  # another user's
+                if [CREDENTIALS.unpack(data)[1] for _, _, data in told] != [
+                    os.getuid()
+                ]:  # another user's
                     continue
-                with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):  # of anyone
+                with contextlib.suppress(
+                    ValueError, TypeError, KeyError, OverflowError, RecursionError
+                ):  # of anyone
                     rank = int(json.loads(line)["rank"])
                     if rank in self.ranks or len(self.ranks) < MOST_RANKS:
                         self.ranks[rank] = line
@@ -166,12 +192,16 @@ class Line:
         return 0.0 if self.answered is None else time.monotonic() - self.answered
 
     def reaches_first_node(self) -> bool:
-        """Whether the supervisor's node answers, though the supervisor may not: by accepting or refusing a connection.
+        """Whether the supervisor's node answers, though the supervisor may not: by accepting or
+        refusing a connection.
 
-        The port is that of the ranks' meeting point, which no firewall between the nodes of a job may close.
+        The port is that of the ranks' meeting point, which no firewall between the nodes of a job
+        may close.
         """
         try:
-            socket.create_connection((self.host, int(os.environ.get("MASTER_PORT", "29500"))), timeout=5.0).close()
+            socket.create_connection(
+                (self.host, int(os.environ.get("MASTER_PORT", "29500"))), timeout=5.0
+            ).close()
         except ConnectionRefusedError:
             return True
         except OSError:

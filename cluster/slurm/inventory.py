@@ -70,18 +70,25 @@ def nodes_of(text: str) -> list[Nodes]:
     """Returns what `SINFO` prints, line by line; raises JobError for what is not of that form."""
     lines = {line: LINE.fullmatch(line) for each in text.splitlines() if (line := each.strip())}
     if wrong := [line for line, found in lines.items() if not found]:
-        raise JobError(f"sinfo: {wrong[0]!r} is not of the form {SINFO[-1]!r}. Is it Slurm's own sinfo?")
+        raise JobError(
+            f"sinfo: {wrong[0]!r} is not of the form {SINFO[-1]!r}. Is it Slurm's own sinfo?"
+        )
     return [found.groupdict() for found in lines.values() if found]
 
 
 def hours(limit: str) -> float | None:
     """Returns a time limit in hours; None where there is none."""
     found, units = TIME.fullmatch(limit), (24, 1, 1 / 60, 1 / 3600)
-    return sum(int(part or 0) * unit for part, unit in zip(found.groups(), units, strict=True)) if found else None
+    return (
+        sum(int(part or 0) * unit for part, unit in zip(found.groups(), units, strict=True))
+        if found
+        else None
+    )
 
 
 def choose(found: list[Nodes], partition: str | None) -> Nodes:
-    """Returns the nodes to describe: of the partition that is named, else with GPUs, of the default one, the most.
+    """Returns the nodes to describe: of the partition that is named, else with GPUs, of the default
+    one, the most.
 
     Raises:
         ConfigError: there is no such partition.
@@ -89,8 +96,13 @@ def choose(found: list[Nodes], partition: str | None) -> Nodes:
     wanted = [nodes for nodes in found if partition in (None, nodes["partition"])]
     if not wanted:
         names = list(dict.fromkeys(nodes["partition"] for nodes in found))
-        raise ConfigError(f"--partition: {partition!r} is unknown. {suggestion(str(partition), names)}")
-    return max(wanted, key=lambda nodes: (bool(GPU.search(nodes["gres"])), nodes["default"], int(nodes["count"])))
+        raise ConfigError(
+            f"--partition: {partition!r} is unknown. {suggestion(str(partition), names)}"
+        )
+    return max(
+        wanted,
+        key=lambda nodes: (bool(GPU.search(nodes["gres"])), nodes["default"], int(nodes["count"])),
+    )
 
 
 def settings_of(text: str) -> dict[str, str]:
@@ -99,24 +111,53 @@ def settings_of(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
-def site_text(nodes: Nodes, settings: dict[str, str], *, login: str | None = None, account: str | None = None) -> str:
+def site_text(
+    nodes: Nodes, settings: dict[str, str], *, login: str | None = None, account: str | None = None
+) -> str:
     """Returns the site file of some nodes, which `Site.load` takes."""
     cpus, gpu, limit = int(nodes["cpus"]), GPU.search(nodes["gres"]), hours(nodes["limit"])
     kind, gpus = (gpu[1] or "", int(gpu[2] or 1)) if gpu else ("", 0)
     memory_bytes = int(nodes["megabytes"]) * 2**20
     cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes["partition"]
-    size, what = counted(int(nodes["count"]), "node"), f"{gpus} x {kind or 'GPU'}" if gpu else counted(cpus, "core")
+    size, what = (
+        counted(int(nodes["count"]), "node"),
+        f"{gpus} x {kind or 'GPU'}" if gpu else counted(cpus, "core"),
+    )
     pays = settings.get("AccountingStorageEnforce", "none").lower() not in ("none", "0", "(null)")
-    per_node = f"gpus_per_node = {json.dumps(f'{kind}:{gpus}'.lstrip(':'))}   # sinfo: {nodes['gres']}"
+    per_node = (
+        f"gpus_per_node = {json.dumps(f'{kind}:{gpus}'.lstrip(':'))}   # sinfo: {nodes['gres']}"
+    )
     return TEMPLATE.substitute(
         cluster=cluster,
         description=json.dumps(f"{cluster}, partition {nodes['partition']}: {size} with {what}"),
         devices=gpus or cpus,
         login=LOGIN.format(json.dumps(login)) if login else "",
-        device=GPU_DEVICE.format(json.dumps(f"GPU {kind}".strip())) if gpu else CORE.format(memory_bytes / cpus),
+        device=(
+            GPU_DEVICE.format(json.dumps(f"GPU {kind}".strip()))
+            if gpu
+            else CORE.format(memory_bytes / cpus)
+        ),
         partition=json.dumps(nodes["partition"]),
-        account=f"account = {json.dumps(account)}" if account else ACCOUNT if pays else "# no account: none is asked",
-        tasks=f"{per_node}\ncpus_per_task = {max(1, cpus // gpus)}" if gpu else "# no gpus_per_node: sinfo has none",
-        most=f"max_nodes = {nodes['most']}" if nodes["most"].isdigit() else "# no max_nodes: sinfo has no limit",
-        walltime=f"\n[[slurm.walltime]]\nmax_hours = {limit:g}" if limit else "# no [[slurm.walltime]]: no limit",
+        account=(
+            f"account = {json.dumps(account)}"
+            if account
+            else ACCOUNT
+            if pays
+            else "# no account: none is asked"
+        ),
+        tasks=(
+            f"{per_node}\ncpus_per_task = {max(1, cpus // gpus)}"
+            if gpu
+            else "# no gpus_per_node: sinfo has none"
+        ),
+        most=(
+            f"max_nodes = {nodes['most']}"
+            if nodes["most"].isdigit()
+            else "# no max_nodes: sinfo has no limit"
+        ),
+        walltime=(
+            f"\n[[slurm.walltime]]\nmax_hours = {limit:g}"
+            if limit
+            else "# no [[slurm.walltime]]: no limit"
+        ),
     )

@@ -1,8 +1,10 @@
-"""What can be known to fail is refused before it costs anything: before submission, and as a job's first second.
+"""What can be known to fail is refused before it costs anything: before submission, and as a job's
+first second.
 
-`check` looks from the login node at what is free and quick: paths, free space, limits of site and partition.
-`check_nodes` runs inside the allocation: every node must see the same run directory. A directory on a node's own disk
-would take all shards of a checkpoint without complaint, and give back none.
+`check` looks from the login node at what is free and quick: paths, free space, limits of site and
+partition. `check_nodes` runs inside the allocation: every node must see the same run directory. A
+directory on a node's own disk would take all shards of a checkpoint without complaint, and give
+back none.
 """
 
 import os
@@ -33,33 +35,39 @@ Put the run directory, with its checkpoints, on the shared file system"
     [ -w "$place" ] || { echo "$node may not write into $place"; exit; }
 done
 [ -d "$folder" ] || echo "$node does not see the working directory $folder. Put it on the shared file system"
-"""
-"""Run by bash on each node, since Python is a thousand files, which all nodes would read at the same moment."""
+"""  # noqa: E501
+"""Run by bash on each node, since Python is a thousand files, which all nodes would read at the
+same moment."""
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError, with the way out, for what is known to be wrong with sending `job` to `site`."""
+    """Raises ConfigError, with the way out, for what is known to be wrong with sending `job` to
+    `site`.
+    """
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "site.scheduler: 'slurm', but sbatch is not found here. Submit from a login node of the cluster, or try a "
-            "simulated one: python -m cluster.sandbox start."
+            "site.scheduler: 'slurm', but sbatch is not found here. Submit from a login node of the"
+            " cluster, or try a simulated one: python -m cluster.sandbox start."
         )
     for name in ("working_directory", "run_dir"):
         path = Path(getattr(job, name))
         if kind := _local_file_system(path):
             raise ConfigError(
-                f"job.{name}: {str(path)!r} lies on {kind}, the memory of this one machine, which other nodes cannot "
-                f"see. Use a directory on the shared file system."
+                f"job.{name}: {str(path)!r} lies on {kind}, the memory of this one machine, which"
+                " other nodes cannot see. Use a directory on the shared file system."
             )
     if job.num_nodes > STORM_NODES and (storm := import_storm(job, site)):
-        raise ConfigError(f"job.num_nodes: {storm} Above {STORM_NODES} nodes nothing is sent without it.")
+        raise ConfigError(
+            f"job.num_nodes: {storm} Above {STORM_NODES} nodes nothing is sent without it."
+        )
     job.check_command()
     if site.slurm is not None:
         _check_partition(job, site.slurm.partition)
 
 
 def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
-    """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside a Slurm job.
+    """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside
+    a Slurm job.
 
     Raises:
         JobError: the nodes could not be asked, which may pass.
@@ -83,46 +91,69 @@ def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> 
     words += ["bash", "-c", ASKED, "preflight", token, job.working_directory, *map(str, probes)]
     wait_s = NODE_WAIT_S + num_nodes / 4
     environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("SLURM_NTASKS", "SLURM_GPUS"))
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_NTASKS", "SLURM_GPUS"))
     }
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", env=environment, timeout=wait_s,
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=wait_s,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as error:
-        raise JobError(f"some node did not answer within {wait_s:g} s, before any rank was started") from error
+        raise JobError(
+            f"some node did not answer within {wait_s:g} s, before any rank was started"
+        ) from error
     complaints = sorted(line for line in done.stdout.splitlines() if line.startswith("node "))
     if complaints:
-        return f"{complaints[0]}{f' ({len(complaints)} nodes say so)' if len(complaints) > 1 else ''}"
+        return (
+            f"{complaints[0]}{f' ({len(complaints)} nodes say so)' if len(complaints) > 1 else ''}"
+        )
     if done.returncode:
         raise JobError(f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}")
     return None
 
 
 def _check_partition(job: JobSpec, wanted: str | None) -> None:
-    """Refuses what Slurm would accept and never start: more nodes or more time than the partition has."""
+    """Refuses what Slurm would accept and never start: more nodes or more time than the
+    partition has.
+    """
     try:
-        text = slurm_command(["sinfo", "--noheader", "--format=%P|%a|%l|%D"], os.environ.get("SLURM_CONF"))
+        text = slurm_command(
+            ["sinfo", "--noheader", "--format=%P|%a|%l|%D"], os.environ.get("SLURM_CONF")
+        )
     except JobError:  # then sbatch will say what is wrong
         return
     rows = [line.split("|") for line in text.splitlines()]
-    partitions = {name.rstrip("*"): (state, limit, int(nodes)) for name, state, limit, nodes in rows}
+    partitions = {
+        name.rstrip("*"): (state, limit, int(nodes)) for name, state, limit, nodes in rows
+    }
     default = next((name.rstrip("*") for name, *_ in rows if name.endswith("*")), None)
     name = wanted or default
     if name is None or name not in partitions:
         return
     state, limit, num_nodes = partitions[name]
     if state != "up":
-        raise ConfigError(f"site.slurm.partition: {name!r} is {state} and starts no jobs. {_others(name, partitions)}")
+        raise ConfigError(
+            f"site.slurm.partition: {name!r} is {state} and starts no jobs."
+            f" {_others(name, partitions)}"
+        )
     if job.num_nodes > num_nodes:
-        raise ConfigError(f"job.num_nodes: {job.num_nodes}, but partition {name!r} has {num_nodes}. "
-                          f"Use a smaller plan. {_others(name, partitions)}")  # fmt: skip
+        raise ConfigError(
+            f"job.num_nodes: {job.num_nodes}, but partition {name!r} has {num_nodes}. "
+            f"Use a smaller plan. {_others(name, partitions)}"
+        )
     limit_s = seconds(limit)
     if job.time_limit_s and limit_s and job.time_limit_s > limit_s:
         raise ConfigError(
-            f"job.time_limit_s: {job.time_limit_s:g}, but partition {name!r} gives at most {limit_s:g}. Ask for less; "
-            f"the job comes back until it is done. {_others(name, partitions)}"
+            f"job.time_limit_s: {job.time_limit_s:g}, but partition {name!r} gives at most"
+            f" {limit_s:g}. Ask for less; the job comes back until it is done."
+            f" {_others(name, partitions)}"
         )
 
 
@@ -136,7 +167,9 @@ def _others(name: str, partitions: dict[str, tuple[str, str, int]]) -> str:
 
 
 def seconds(text: str) -> float | None:
-    """Returns the seconds in a time of Slurm's, such as '30:00', '12:00:00' or '2-00:00:00'; None for no limit."""
+    """Returns the seconds in a time of Slurm's, such as '30:00', '12:00:00' or '2-00:00:00';
+    None for no limit.
+    """
     days, dash, clock = text.rpartition("-")
     try:
         parts = [int(part) for part in clock.split(":")]

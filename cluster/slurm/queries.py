@@ -1,7 +1,8 @@
 """Asks Slurm about jobs: squeue, scontrol and sacct, always with explicit formats.
 
-Nothing is parsed but text in columns that were asked for by name: the JSON of these commands changes from version to
-version, and users change the default columns by environment variables. sacct is used where it works and not needed.
+Nothing is parsed but text in columns that were asked for by name: the JSON of these commands
+changes from version to version, and users change the default columns by environment variables.
+sacct is used where it works and not needed.
 
 Source of states and reasons: https://slurm.schedmd.com/squeue.html
 """
@@ -65,7 +66,9 @@ HOPELESS = {
     "QOSNotAllowed": "the quality of service may not be used here",
     "JobHeldUser": "it is held; `scontrol release` lets it go",
     "JobHeldAdmin": "an administrator holds it",
-    "launch failed requeued held": "it could not be started and is held; `scontrol release` tries again",
+    "launch failed requeued held": (
+        "it could not be started and is held; `scontrol release` tries again"
+    ),
 }
 
 
@@ -82,15 +85,18 @@ def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
         seen = looks.get(job_id)
         if seen is None or (seen.state and seen.state.is_final):
             forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
-            looks[job_id] = _ended(job_id, config) or seen or Look(state=JobState.LOST, reason=forgotten)
+            looks[job_id] = (
+                _ended(job_id, config) or seen or Look(state=JobState.LOST, reason=forgotten)
+            )
     return looks
 
 
 def native_state(job: SchedulerJob) -> str:
     """Returns Slurm's word for the state of the very job that asks; '' when it has none.
 
-    Slurm says COMPLETING of every job that it is ending. The word returned is the state after that: CANCELLED, TIMEOUT,
-    or PENDING for a job that goes back to the queue. A job that is warned of its preemption is PREEMPTED.
+    Slurm says COMPLETING of every job that it is ending. The word returned is the state after that:
+    CANCELLED, TIMEOUT, or PENDING for a job that goes back to the queue. A job that is warned of
+    its preemption is PREEMPTED.
 
     Raises:
         JobError: Slurm does not answer.
@@ -101,7 +107,9 @@ def native_state(job: SchedulerJob) -> str:
         if int(found.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
             return "PENDING"
         return "TIMEOUT" if found["Reason"] == "TimeLimit" else "CANCELLED"
-    return "PREEMPTED" if state == "RUNNING" and found.get("PreemptTime", "None") != "None" else state
+    return (
+        "PREEMPTED" if state == "RUNNING" and found.get("PreemptTime", "None") != "None" else state
+    )
 
 
 def nodes_down(nodes: list[str], config: str | None) -> set[str]:
@@ -112,12 +120,20 @@ def nodes_down(nodes: list[str], config: str | None) -> set[str]:
     """
     text = slurm_command(["scontrol", "--oneliner", "show", "nodes", ",".join(nodes)], config)
     states = re.findall(r"^NodeName=(\S+) .*? State=(\S+)", text, re.MULTILINE)
-    return {node for node, state in states if re.search(r"DOWN|FAIL|NOT_RESPONDING|POWERED|\*", state)}
+    return {
+        node for node, state in states if re.search(r"DOWN|FAIL|NOT_RESPONDING|POWERED|\*", state)
+    }
 
 
 def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
     """Returns the jobs that squeue still shows; columns: number, state, nodes, reason."""
-    words = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%i|%T|%N|%r"]
+    words = [
+        "squeue",
+        "--noheader",
+        "--states=all",
+        f"--jobs={','.join(job_ids)}",
+        "--format=%i|%T|%N|%r",
+    ]
     try:
         lines = slurm_command(words, config).splitlines()
     except JobError as error:
@@ -134,23 +150,39 @@ def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
 
 def _words(native: str, nodes: str, reason: str) -> str:
     if native != "PENDING":
-        return f"Slurm: {native}{f' on {nodes}' if nodes else ''}{f' ({reason})' if reason != 'None' else ''}"
+        place, cause = f" on {nodes}" if nodes else "", f" ({reason})" if reason != "None" else ""
+        return f"Slurm: {native}{place}{cause}"
     for key, meaning in HOPELESS.items():
         if reason.startswith(key):
-            return f"waits, and will not start: {reason} ({meaning}). Cancel it, change what it asks for, submit again."
+            return (
+                f"waits, and will not start: {reason} ({meaning}). Cancel it, change what it asks"
+                " for, submit again."
+            )
     meaning = next((meaning for key, meaning in WAITS.items() if reason.startswith(key)), "")
-    return f"waits: {reason}{f' ({meaning})' if meaning else ''}" if reason != "None" else "waits to be scheduled"
+    return (
+        f"waits: {reason}{f' ({meaning})' if meaning else ''}"
+        if reason != "None"
+        else "waits to be scheduled"
+    )
 
 
 def _ended(job_id: str, config: str | None) -> Look | None:
     """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one).
 
     Raises:
-        JobError: scontrol does not answer; a job that nobody could be asked about is not taken for a lost one.
+        JobError: scontrol does not answer; a job that nobody could be asked about is not taken for
+            a lost one.
     """
     if found := _show(job_id, config):
         return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
-    words = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=State,ExitCode,End"]
+    words = [
+        "sacct",
+        "--allocations",
+        "--noheader",
+        "--parsable2",
+        f"--jobs={job_id}",
+        "--format=State,ExitCode,End",
+    ]
     try:
         lines = slurm_command(words, config).splitlines()
     except JobError:  # no accounting here
@@ -158,7 +190,8 @@ def _ended(job_id: str, config: str | None) -> Look | None:
     if not lines:
         return None
     native, exit_code, end = lines[-1].split("|")
-    # The word of a job's start may come late, with the state of now; the exit code comes with the word of its end.
+    # The word of a job's start may come late, with the state of now; the exit code comes with the
+    # word of its end.
     told = end != "Unknown" or not STATES.get(native.split()[0].rstrip("+"), JobState.LOST).is_final
     return _final(native if told else "COMPLETING", exit_code)
 
@@ -172,7 +205,9 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
     if reason not in ("", "None"):
         text += f", {reason}"
     if (word, exit_code) == ("FAILED", "0:53"):
-        text += ": its log file could not be opened. Is the run directory visible on the compute nodes?"
+        text += (
+            ": its log file could not be opened. Is the run directory visible on the compute nodes?"
+        )
     if state is JobState.LOST:
         text += ". It was not requeued; `kit resume` starts it again"
     return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
@@ -181,7 +216,8 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
 def _show(job_id: str, config: str | None) -> dict[str, str]:
     """Returns some fields of `scontrol show job`, or nothing when it no longer knows the job.
 
-    Only fields at fixed places are taken: the job's name and paths are in there too, and may hold anything.
+    Only fields at fixed places are taken: the job's name and paths are in there too, and may hold
+    anything.
     """
     try:
         text = slurm_command(["scontrol", "show", "job", job_id], config)
@@ -189,9 +225,11 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
         if "Invalid job id" in str(error):
             return {}
         raise
-    patterns = (r"^ {3}(JobState)=(\S+) (Reason)=(.*?) Dependency=",
-                r"^ {3}Requeue=\d (Restarts)=(\d+) .* (ExitCode)=(\S+)",
-                r"^ {3}.*(PreemptTime)=(\S+)")  # fmt: skip
+    patterns = (
+        r"^ {3}(JobState)=(\S+) (Reason)=(.*?) Dependency=",
+        r"^ {3}Requeue=\d (Restarts)=(\d+) .* (ExitCode)=(\S+)",
+        r"^ {3}.*(PreemptTime)=(\S+)",
+    )
     found: dict[str, str] = {}
     for pattern in patterns:
         if match := re.search(pattern, text, re.MULTILINE):
@@ -213,12 +251,21 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
     """
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S,
-            env=client_environment(config), stdin=subprocess.DEVNULL, cwd=cwd,
-            start_new_session=True,  # Ctrl-C in a terminal must not reach an sbatch that is half done
-        )  # fmt: skip
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_TIMEOUT_S,
+            env=client_environment(config),
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            # Ctrl-C in a terminal must not reach an sbatch that is half done
+            start_new_session=True,
+        )
     except FileNotFoundError as error:
-        raise JobError(f"{words[0]} is not installed here. Submit from a login node of the cluster.") from error
+        raise JobError(
+            f"{words[0]} is not installed here. Submit from a login node of the cluster."
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{words[0]} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
@@ -228,8 +275,19 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
 
 
 def client_environment(config: str | None) -> dict[str, str]:
-    """Returns the environment for a Slurm command: without what a surrounding job or habits would change."""
-    prefixes = ("SLURM_", "SBATCH_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SRUN_")
+    """Returns the environment for a Slurm command: without what a surrounding job or habits
+    would change.
+    """
+    prefixes = (
+        "SLURM_",
+        "SBATCH_",
+        "SQUEUE_",
+        "SINFO_",
+        "SACCT_",
+        "SCANCEL_",
+        "SCONTROL_",
+        "SRUN_",
+    )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     if config and config != os.environ.get("SLURM_CONF"):
         _refuse_strange_config(Path(config))
@@ -237,7 +295,8 @@ def client_environment(config: str | None) -> dict[str, str]:
 
 
 def _refuse_strange_config(config: Path) -> None:
-    """Raises JobError for a configuration that a stranger may have written: it names libraries that Slurm then loads.
+    """Raises JobError for a configuration that a stranger may have written: it names libraries that
+    Slurm then loads.
 
     A run directory says how its scheduler was reached, and run directories are passed on.
     """
@@ -249,6 +308,7 @@ def _refuse_strange_config(config: Path) -> None:
     ours = about.st_uid == os.geteuid() or about.st_uid < FIRST_USER
     if came_along or not ours or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise JobError(
-            f"the run directory names {config} as Slurm's configuration, which somebody else may have written. "
-            f"If it is yours, export SLURM_CONF={shlex.quote(str(config))} and look again"
+            f"the run directory names {config} as Slurm's configuration, which somebody else may"
+            f" have written. If it is yours, export SLURM_CONF={shlex.quote(str(config))} and look"
+            " again"
         )

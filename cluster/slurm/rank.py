@@ -1,11 +1,14 @@
-"""What Slurm starts for each task: `python -m cluster.slurm.rank COMMAND...` runs one rank and looks after it.
+"""What Slurm starts for each task: `python -m cluster.slurm.rank COMMAND...` runs one rank and
+looks after it.
 
-- SIGTERM, which Slurm sends to every process at preemption and time limit, does not reach the command. The supervisor
-  learns of it and asks the trainer to save and stop at a step boundary.
+- SIGTERM, which Slurm sends to every process at preemption and time limit, does not reach the
+  command. The supervisor learns of it and asks the trainer to save and stop at a step boundary.
 - When the command ends, everything it left behind on this node is killed. A failure is recorded in
-  ranks/failed_attempt_NN/, so that the first culprit can be told from those that failed for want of it.
-- A node that loses its supervisor ends its ranks itself, so that it cannot write into a newer attempt's files. The
-  second node is the deputy: where the whole first node is gone, it gives the job back to Slurm, since nobody else can.
+  ranks/failed_attempt_NN/, so that the first culprit can be told from those that failed for want of
+  it.
+- A node that loses its supervisor ends its ranks itself, so that it cannot write into a newer
+  attempt's files. The second node is the deputy: where the whole first node is gone, it gives the
+  job back to Slurm, since nobody else can.
 
 Standard library, Linux.
 """
@@ -69,9 +72,12 @@ class Keeper:
             signal.signal(number, lambda number, frame: None)
         keeper = os.getpid()
         process = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: become_deaf_rank(keeper),
+            self.command,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=lambda: become_deaf_rank(keeper),
             env={**os.environ, PLACE: self.line.place} if self.line else None,
-        )  # fmt: skip
+        )
         while process.poll() is None:
             self._wait(reader)
             if self._must_end():
@@ -80,7 +86,9 @@ class Keeper:
                 self._warn_others()
                 process.wait()
         code = process.returncode
-        if self.line and self.is_leader:  # however it ended: who is missed is the node that does not end
+        if (
+            self.line and self.is_leader
+        ):  # however it ended: who is missed is the node that does not end
             self.line.send(event="left")
         if code and not self._ordered():
             self._record(code)
@@ -96,7 +104,9 @@ class Keeper:
             if self.line and self.is_leader:
                 self.line.send()
         sources = [reader, *([self.line.socket, self.line.ear] if self.line else [])]
-        ready, _, _ = select.select(sources, [], [], min(self.next_beat - now, 1.0 if self.warned_at else BEAT_EVERY_S))
+        ready, _, _ = select.select(
+            sources, [], [], min(self.next_beat - now, 1.0 if self.warned_at else BEAT_EVERY_S)
+        )
         numbers = os.read(reader, 256) if reader in ready else b""
         if signal.SIGTERM in numbers:
             self.warned_at = time.monotonic()
@@ -106,7 +116,9 @@ class Keeper:
             self.line.receive()
 
     def _must_end(self) -> bool:
-        """Whether the command must end now: by order, or because nobody is there who could give one."""
+        """Whether the command must end now: by order, or because nobody is there who could give
+        one.
+        """
         if self._ordered():
             return True
         if self.line is None:
@@ -116,12 +128,17 @@ class Keeper:
                 return True
         if not self.is_leader or (self.line.alone_s < ALONE_AFTER_S and not self._must_stand_in()):
             return False
-        print(f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr)
+        print(
+            f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.",
+            file=sys.stderr,
+        )
         self.is_orphan = True
         return True
 
     def _warn_others(self) -> None:
-        """Has the other keepers of the node, children of the same slurmstepd, ask whether they must end too."""
+        """Has the other keepers of the node, children of the same slurmstepd, ask whether they
+        must end too.
+        """
         with contextlib.suppress(OSError):
             parent = os.getppid()
             if self.is_leader and Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
@@ -129,7 +146,9 @@ class Keeper:
                     os.kill(pid, signal.SIGTERM)
 
     def _must_stand_in(self) -> bool:
-        """Whether the deputy must act: the supervisor may be held up for long, but its node does not answer either."""
+        """Whether the deputy must act: the supervisor may be held up for long, but its node does
+        not answer either.
+        """
         if not self.is_deputy or self.line is None or self.line.alone_s < DEPUTY_AFTER_S:
             return False
         if time.monotonic() < self.next_look:
@@ -144,17 +163,25 @@ class Keeper:
     def _requeue(self) -> None:
         from cluster.slurm import requeue_this
 
-        job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF"))
+        job = SchedulerJob(
+            scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF")
+        )
         host = os.environ["MASTER_ADDR"]  # the first node of the job, where the supervisor was
         with locked(self.run_dir):
             state = read_state(self.run_dir)
             if state is None or state.attempt != self.attempt:
                 return  # a newer attempt owns the directory
-            if state.state is not JobState.REQUEUED:  # each node comes here, and one loss must count once
-                lost = state.replace(state=JobState.REQUEUED, reason=f"{host} fell silent, with the supervisor on it")
+            if (
+                state.state is not JobState.REQUEUED
+            ):  # each node comes here, and one loss must count once
+                lost = state.replace(
+                    state=JobState.REQUEUED, reason=f"{host} fell silent, with the supervisor on it"
+                )
                 lost.write(self.run_dir / "state.json")
                 record_event(self.run_dir, lost, lost_node=host)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it to the very commands that ask for it
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # a requeue sends it to the very commands that ask for it
         try:
             requeue_this(job, self.run_dir)
         except JobError as error:
@@ -163,7 +190,9 @@ class Keeper:
     def _record(self, code: int) -> None:
         failure = Failure(rank=self.rank, code=code, node=socket.gethostname(), time=time.time())
         folder = self.run_dir / "ranks" / f"failed_attempt_{self.attempt:02d}"
-        with contextlib.suppress(OSError, JobError):  # a full disk or a deleted directory must not hide the exit code
+        with contextlib.suppress(
+            OSError, JobError
+        ):  # a full disk or a deleted directory must not hide the exit code
             self.home.check()
             folder.parent.mkdir(exist_ok=True)
             failure.write(folder / f"rank_{self.rank:05d}.json")

@@ -1,9 +1,11 @@
-"""The batch script of a Slurm job: directives, environment, a function that becomes each rank, and the launch.
+"""The batch script of a Slurm job: directives, environment, a function that becomes each rank, and
+the launch.
 
-The launch runs under `python -m cluster.slurm.supervisor RUN_DIR -- COMMAND`, which starts the command with KIT_ATTEMPT
-in its environment and answers for it; each task runs under `python -m cluster.slurm.rank`. Directives name no path of
-the user: they are relative to the run directory, from which the script must be submitted. Pure text; nothing is looked
-up on this machine. Standard library only.
+The launch runs under `python -m cluster.slurm.supervisor RUN_DIR -- COMMAND`, which starts the
+command with KIT_ATTEMPT in its environment and answers for it; each task runs under `python -m
+cluster.slurm.rank`. Directives name no path of the user: they are relative to the run directory,
+from which the script must be submitted. Pure text; nothing is looked up on this machine. Standard
+library only.
 """
 
 import json
@@ -21,24 +23,46 @@ from cluster.site import Site, There
 PACKAGE_ROOT = Path(__file__).parents[2]
 ARRAY_SCRIPT = "array.sh"
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
-FIRST_PORT, NUM_PORTS = 20000, 12000  # below the range from which Linux takes the ports of outgoing connections
+FIRST_PORT, NUM_PORTS = (
+    20000,
+    12000,
+)  # below the range from which Linux takes the ports of outgoing connections
 RULER = "# " + "-" * 100
 
 
 def slurm_scripts(
     job: JobSpec, site: Site, slurm: Slurm, warnings: list[str], there: There | None = None
 ) -> dict[str, str]:
-    """Returns the scripts of a job that fits the site by file name, in order of submission, warnings at the top."""
+    """Returns the scripts of a job that fits the site by file name, in order of submission,
+    warnings at the top.
+    """
     python, source = (there.python, there.source) if there else (sys.executable, PACKAGE_ROOT)
     notes = [f"# WARNING: {text}" for text in warnings]
     common = [*_environment(job, slurm, python), *_meeting_point(slurm)]
-    run = [*common, *_broadcast(job, slurm), *_ranks(job, slurm, python), *_cache_to_nodes(job, slurm)]
+    run = [
+        *common,
+        *_broadcast(job, slurm),
+        *_ranks(job, slurm, python),
+        *_cache_to_nodes(job, slurm),
+    ]
     run += _supervised(job, slurm, python, str(source))
-    # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not expect it.
+    # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not
+    # expect it.
     comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
-    texts = {"submit.sh": [*_header(job, site, slurm, "runs"), *notes, *_directives(job, slurm, *comes_back), *run]}
+    texts = {
+        "submit.sh": [
+            *_header(job, site, slurm, "runs"),
+            *notes,
+            *_directives(job, slurm, *comes_back),
+            *run,
+        ]
+    }
     if slurm.compilation:
-        ahead = [*_header(job, site, slurm, "compiles ahead for"), *_directives(job, slurm, end="-compile"), *common]
+        ahead = [
+            *_header(job, site, slurm, "compiles ahead for"),
+            *_directives(job, slurm, end="-compile"),
+            *common,
+        ]
         ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, python, compiling=True)]
         ahead += _compile(job, slurm, slurm.compilation)
         texts = {"compile.sh": ahead, **texts}
@@ -46,13 +70,18 @@ def slurm_scripts(
 
 
 def array_script(job: JobSpec, site: Site, slurm: Slurm, tasks: int) -> str:
-    """Returns the script of an array whose tasks have nothing to do with each other, each a job of one node.
+    """Returns the script of an array whose tasks have nothing to do with each other, each a job of
+    one node.
 
-    The command of a task is the job's and, as its last word, I/N: which task it is, and of how many.
+    The command of a task is the job's and, as its last word, I/N: which task it is, and of how
+    many.
     """
     lines = [
         "#!/bin/bash",
-        f"# {job.name}: each of {counted(tasks, 'task')} on a node of {site.name}. Submit from this folder, which",
+        (
+            f"# {job.name}: each of {counted(tasks, 'task')} on a node of {site.name}. Submit from"
+            " this folder, which"
+        ),
         f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
         *_directives(job, slurm, "--requeue", log="logs/task-%a.log"),
         *_environment(job, slurm, sys.executable),
@@ -63,17 +92,24 @@ def array_script(job: JobSpec, site: Site, slurm: Slurm, tasks: int) -> str:
 
 
 def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
-    order = "sbatch compile.sh, and after its success sbatch submit.sh" if slurm.compilation else "sbatch submit.sh"
+    order = (
+        "sbatch compile.sh, and after its success sbatch submit.sh"
+        if slurm.compilation
+        else "sbatch submit.sh"
+    )
     size = f"{counted(job.num_processes, 'rank')} on {counted(job.num_nodes, 'node')}"
     return [
         "#!/bin/bash",
         f"# {job.name}: {what} {size} of {site.name}, each with",
-        f"#   {json.dumps(job.argv)}",  # in JSON, since a line break in a word would end the comment
+        # in JSON, since a line break in a word would end the comment
+        f"#   {json.dumps(job.argv)}",
         f"# Submit from the run directory, which needs a folder logs: {order}",
     ]
 
 
-def _directives(job: JobSpec, slurm: Slurm, *more: str, end: str = "", log: str = "logs/slurm-%j.log") -> list[str]:
+def _directives(
+    job: JobSpec, slurm: Slurm, *more: str, end: str = "", log: str = "logs/slurm-%j.log"
+) -> list[str]:
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job.name)[:64]
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
     given = {
@@ -97,9 +133,13 @@ def _directives(job: JobSpec, slurm: Slurm, *more: str, end: str = "", log: str 
 
 def _environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
     variables = {
-        "OMP_NUM_THREADS": str(slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1),
+        "OMP_NUM_THREADS": str(
+            slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1
+        ),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with gloo, ranks that restart would else read stale addresses
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
+            "1"
+        ),  # with gloo, ranks that restart would else read stale addresses
         **slurm.environment,
         **(slurm.environment_one_node if job.num_nodes == 1 else slurm.environment_several_nodes),
     }
@@ -111,15 +151,22 @@ def _environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
         'fail() { echo "$*" >&2; exit 1; }',
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f'export PATH={quote(str(Path(python).parent))}:"$PATH"',
-        *(f"module load {quote(m)} || fail {quote(f'the module {m} cannot be loaded')}" for m in slurm.modules),
+        *(
+            f"module load {quote(m)} || fail {quote(f'the module {m} cannot be loaded')}"
+            for m in slurm.modules
+        ),
         *_exports(variables),
         *slurm.setup,
     ]
 
 
 def _meeting_point(slurm: Slurm) -> list[str]:
-    # Never fixed and shared with other jobs, and another one after a requeue, when the old one may still be taken.
-    port = slurm.master_port or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
+    # Never fixed and shared with other jobs, and another one after a requeue, when the old one may
+    # still be taken.
+    port = (
+        slurm.master_port
+        or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
+    )
     return [
         "# Where the ranks meet: the first node of the job.",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -131,9 +178,15 @@ def _meeting_point(slurm: Slurm) -> list[str]:
 def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
     if slurm.broadcast is None or slurm.broadcast.archive is None:
         return []
-    unpack = ['cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && { [ ! -e bin/conda-unpack ] || bin/conda-unpack; }']
+    unpack = [
+        'cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && { [ ! -e bin/conda-unpack ] ||'
+        " bin/conda-unpack; }"
+    ]
     return [
-        "# The Python environment: one copy to each node's own disk, instead of one read of every file by every rank.",
+        (
+            "# The Python environment: one copy to each node's own disk, instead of one read of"
+            " every file by every rank."
+        ),
         f"export KIT_ENVIRONMENT={_path(slurm.broadcast.directory)}",
         *_function("unpack_environment", unpack),
         f'{_once_a_node(job)} mkdir -p "$KIT_ENVIRONMENT" \\',
@@ -147,13 +200,17 @@ def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
 
 
 def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> list[str]:
-    """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a node, `run_node`."""
+    """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a
+    node, `run_node`.
+    """
     direct, per_node = slurm.launcher == "srun", job.num_processes // job.num_nodes
     identity = [
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",
         f"export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={per_node}",
     ]
-    log = 'printf -v log \'%s/logs/attempt_%02d/rank_%05d.log\' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"'
+    log = (
+        'printf -v log \'%s/logs/attempt_%02d/rank_%05d.log\' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"'
+    )
     compile_log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
     # Of many, the others go on with the log of their node, which the supervisor names to srun.
     own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
@@ -173,13 +230,21 @@ def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> 
     agent = [*prefix, _interpreter(job, slurm, python), "-m", "torch.distributed.run"]
     body = [
         *slurm.task_setup,
-        # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their checkpoint is written.
+        # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their
+        # checkpoint is written.
         "export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT",
         f"exec {' '.join(map(quote, agent))} \\",
         f'    --nnodes={job.num_nodes} --node-rank="$SLURM_NODEID" --nproc-per-node={per_node} \\',
-        '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c run_rank',
+        (
+            '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c'
+            " run_rank"
+        ),
     ]
-    return [*lines, "# What each node runs: an agent that starts the node's ranks.", *_function("run_node", body)]
+    return [
+        *lines,
+        "# What each node runs: an agent that starts the node's ranks.",
+        *_function("run_node", body),
+    ]
 
 
 def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
@@ -188,12 +253,21 @@ def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
     variable = slurm.compilation.variable
     copy = [f'mkdir -p "${variable}" && cp -ru "$KIT_SHARED_CACHE/." "${variable}"']
     return [
-        "# Compiled graphs: from the shared cache to each node's own disk, which all ranks can read at once.",
+        (
+            "# Compiled graphs: from the shared cache to each node's own disk, which all ranks can"
+            " read at once."
+        ),
         f"export KIT_SHARED_CACHE={_path(slurm.compilation.shared_cache)}",
         f"export {variable}={_path(slurm.compilation.node_cache)}",
-        '[ -d "$KIT_SHARED_CACHE" ] || fail "no compiled graphs in $KIT_SHARED_CACHE: submit compile.sh first"',
+        (
+            '[ -d "$KIT_SHARED_CACHE" ] || fail "no compiled graphs in $KIT_SHARED_CACHE: submit'
+            ' compile.sh first"'
+        ),
         *_function("copy_cache", copy),
-        f'{_once_a_node(job)} bash -c copy_cache || fail "the compiled graphs cannot be copied to all nodes"',
+        (
+            f'{_once_a_node(job)} bash -c copy_cache || fail "the compiled graphs cannot be copied'
+            ' to all nodes"'
+        ),
     ]
 
 
@@ -201,8 +275,14 @@ def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[st
     keeper = "python" if _has_own_environment(slurm) else quote(python)
     return [
         RULER,
-        "# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks",
-        "# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.",
+        (
+            "# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save"
+            " and stop, ends ranks"
+        ),
+        (
+            "# that hang, requeues the job, and records its end. The keeper of each task tells it"
+            " that the node is alive."
+        ),
         f"cd {quote(source)} || fail 'the kit is not visible on this node'",
         f'exec {quote(python)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
         *_srun(job, slurm, keeper=f"{keeper} -S -m {KEEPER} "),
@@ -233,7 +313,8 @@ def _srun(job: JobSpec, slurm: Slurm, keeper: str = "") -> list[str]:
     lines = [
         f"srun --nodes={job.num_nodes} --ntasks={tasks} --ntasks-per-node={tasks // job.num_nodes}",
         " ".join(map(quote, [*options, *slurm.srun_options])),
-        "--kill-on-bad-exit=1 --wait=60 --label",  # a dead rank ends all; nobody waits for ever for one that left
+        # a dead rank ends all; nobody waits for ever for one that left
+        "--kill-on-bad-exit=1 --wait=60 --label",
         f"{keeper}bash -c {'run_rank' if slurm.launcher == 'srun' else 'run_node'}",
     ]
     return [f"    {line} \\" for line in lines[:-1] if line] + [f"    {lines[-1]}"]
@@ -244,7 +325,8 @@ def _num_tasks(job: JobSpec, slurm: Slurm) -> int:
 
 
 def _once_a_node(job: JobSpec) -> str:
-    # With all three, since --ntasks-per-node alone is ignored inside a job that has its own number of tasks.
+    # With all three, since --ntasks-per-node alone is ignored inside a job that has its own number
+    # of tasks.
     return f"srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --ntasks-per-node=1"
 
 
@@ -257,11 +339,17 @@ def _function(name: str, body: list[str]) -> list[str]:
 
 
 def _command(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
-    return [_interpreter(job, slurm, python), *job.argv[1:]] if _is_python(job.argv[0]) else [*job.argv]
+    return (
+        [_interpreter(job, slurm, python), *job.argv[1:]]
+        if _is_python(job.argv[0])
+        else [*job.argv]
+    )
 
 
 def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
-    """Returns the Python of the ranks: that of the broadcast environment, which is first in PATH, if there is one."""
+    """Returns the Python of the ranks: that of the broadcast environment, which is first in
+    PATH, if there is one.
+    """
     if _has_own_environment(slurm):
         return "python"
     return job.argv[0] if _is_python(job.argv[0]) else python
@@ -276,9 +364,15 @@ def _is_python(word: str) -> bool:
 
 
 def _path(text: str) -> str:
-    """Returns a path in double quotes, in which only the variables of NODE_VARIABLES are looked up."""
+    """Returns a path in double quotes, in which only the variables of NODE_VARIABLES are looked
+    up.
+    """
     variables = "|".join(NODE_VARIABLES)
-    return '"' + re.sub(rf'["\\`]|\$(?!\{{?(?:{variables})\b)', lambda match: "\\" + match[0], text) + '"'
+    return (
+        '"'
+        + re.sub(rf'["\\`]|\$(?!\{{?(?:{variables})\b)', lambda match: "\\" + match[0], text)
+        + '"'
+    )
 
 
 def _clock(seconds: float) -> str:

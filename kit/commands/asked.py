@@ -1,4 +1,6 @@
-"""What a launch asks for: model, layout and recipe, from options, files, published recipes and the demo's own."""
+"""What a launch asks for: model, layout and recipe, from options, files, published recipes and
+the demo's own.
+"""
 
 import dataclasses
 import json
@@ -46,8 +48,9 @@ def ask_for(
 ) -> Asked:
     """Returns what a launch asks for; only the demo model has a recipe of its own.
 
-    `given` are fields of the recipe that have an option of their own, `changes` those of all records by `--set`. What
-    nobody gives is that of `begun`, the run that is in the directory already.
+    `given` are fields of the recipe that have an option of their own, `changes` those of all
+    records by `--set`. What nobody gives is that of `begun`, the run that is in the directory
+    already.
 
     Raises:
         ConfigError: model, recipe or layout is missing or unknown.
@@ -61,11 +64,13 @@ def ask_for(
     begin = given.get("init_from")
     if begin is not None and model is None and not Path(begin).is_dir():
         raise ConfigError(
-            f"--init-from {begin}: no such folder. Give one with config.json and *.safetensors, or, where it lies "
-            f"behind a login node, its --model too."
+            f"--init-from {begin}: no such folder. Give one with config.json and *.safetensors, or,"
+            " where it lies behind a login node, its --model too."
         )
     name = model or begin or (published.model if published else None)
-    spec = (begun.spec if begun and name is None else load_spec(name or DEMO)).replace(**changes["spec"])
+    spec = (begun.spec if begun and name is None else load_spec(name or DEMO)).replace(
+        **changes["spec"]
+    )
     name = name or DEMO
     given = {key: value for key, value in given.items() if value is not None}
     if begun:
@@ -94,12 +99,19 @@ def ask_for(
         layout = {}
     else:
         raise ConfigError(
-            f"--plan: {name!r} needs a layout and a batch. Give --plan FILE, made by `kit plan {name} --out FILE`, or "
-            f"--set plan.global_batch_size=VALUE with the degrees that are not 1."
+            f"--plan: {name!r} needs a layout and a batch. Give --plan FILE, made by `kit plan"
+            f" {name} --out FILE`, or --set plan.global_batch_size=VALUE with the degrees that are"
+            " not 1."
         )
     whole = Plan.from_dict({**layout, **changes["plan"]})
-    is_given = plan is not None or begun is not None or (published is not None and published.model == name)
-    unsaid = {} if is_given else {k: v for k, v in whole.gpu_defaults.items() if k not in changes["plan"]}
+    is_given = (
+        plan is not None or begun is not None or (published is not None and published.model == name)
+    )
+    unsaid = (
+        {}
+        if is_given
+        else {k: v for k, v in whole.gpu_defaults.items() if k not in changes["plan"]}
+    )
     return Asked(spec=spec, plan=whole, fields=fields, lacking=lacking, unsaid=unsaid)
 
 
@@ -109,8 +121,9 @@ def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
         from kit.papers.recipes import names
 
         raise ConfigError(
-            f"--recipe: {name!r} needs one, since the learning rate and batch of the demo would not train it. Give a "
-            f".toml or .json file with the fields of Recipe, or a published one: {', '.join(names())}."
+            f"--recipe: {name!r} needs one, since the learning rate and batch of the demo would not"
+            " train it. Give a .toml or .json file with the fields of Recipe, or a published one:"
+            f" {', '.join(names())}."
         )
     steps = given.get("num_steps", 100)
     rates = {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "warmup_steps": steps // 10}
@@ -118,7 +131,8 @@ def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_data(words: list[str]) -> dict[str, Any]:
-    """Returns the fields of a recipe that `--data` gives: one folder, or a mix whose first has the held-out text.
+    """Returns the fields of a recipe that `--data` gives: one folder, or a mix whose first has the
+    held-out text.
 
     Raises:
         ConfigError: of several one has no weight, or its weight is no number.
@@ -131,17 +145,21 @@ def read_data(words: list[str]) -> dict[str, Any]:
         sources = [{"paths": [folder], "weight": float(weight or "")} for weight, folder in pairs]
     except ValueError as error:
         raise ConfigError(
-            f"--data {' --data '.join(words)}: not allowed. Give one folder, or a mix as WEIGHT=FOLDER for each: "
-            f"--data 0.7=data/web --data 0.3=data/code."
+            f"--data {' --data '.join(words)}: not allowed. Give one folder, or a mix as"
+            " WEIGHT=FOLDER for each: --data 0.7=data/web --data 0.3=data/code."
         ) from error
     return {"data": pairs[0][1], "sources": sources}
 
 
-def read_phases(words: list[str], sources: list[dict[str, Any]], tokens_per_step: int) -> dict[str, Any]:
-    """Returns the fields of a recipe that `--then` gives: from a token or step of the run on, other weights of a mix.
+def read_phases(
+    words: list[str], sources: list[dict[str, Any]], tokens_per_step: int
+) -> dict[str, Any]:
+    """Returns the fields of a recipe that `--then` gives: from a token or step of the run on, other
+    weights of a mix.
 
     Raises:
-        ConfigError: there is no mix, or one is not written as FROM=WEIGHT,WEIGHT with a weight for each of `--data`.
+        ConfigError: there is no mix, or one is not written as FROM=WEIGHT,WEIGHT with a weight for
+            each of `--data`.
     """
     mixes, ends = [[source["weight"] for source in sources]], []
     for word in words:
@@ -154,9 +172,9 @@ def read_phases(words: list[str], sources: list[dict[str, Any]], tokens_per_step
                 raise ValueError
         except ValueError as error:
             raise ConfigError(
-                f"--then {word}: not allowed. Give a mix by --data, and here the token or step from which on it is "
-                f"another, with a weight for each --data in their order ({len(sources)} here): --then 1.4e12=0.3,0.7, "
-                f"or --then 5000steps=0.3,0.7."
+                f"--then {word}: not allowed. Give a mix by --data, and here the token or step from"
+                " which on it is another, with a weight for each --data in their order"
+                f" ({len(sources)} here): --then 1.4e12=0.3,0.7, or --then 5000steps=0.3,0.7."
             ) from error
     phases = [{"until_tokens": end, "weights": mix} for end, mix in zip(ends, mixes, strict=False)]
     last = [{**source, "weight": weight} for source, weight in zip(sources, mixes[-1], strict=True)]
@@ -173,41 +191,52 @@ def read_fields(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         fields = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except FileNotFoundError as error:
-        raise ConfigError(f"--recipe {file}: no such file. Give one, or a published recipe's name.") from error
+        raise ConfigError(
+            f"--recipe {file}: no such file. Give one, or a published recipe's name."
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--recipe {file}: not valid {file.suffix[1:].upper()} ({error}).") from error
+        raise ConfigError(
+            f"--recipe {file}: not valid {file.suffix[1:].upper()} ({error})."
+        ) from error
     as_given(dict(fields), str(file))
     return fields
 
 
 def as_given(fields: dict[str, Any], path: str = "recipe") -> Recipe:
-    """Returns the recipe of some fields, of which those that are missing or say EDIT may not lack a default.
+    """Returns the recipe of some fields, of which those that are missing or say EDIT may not lack a
+    default.
 
     Raises:
         ConfigError: a key that is no field, or a value that is not allowed.
     """
-    return Recipe.from_dict({"data": EDIT, "num_steps": 2**40} | {k: v for k, v in fields.items() if v != EDIT}, path)
+    return Recipe.from_dict(
+        {"data": EDIT, "num_steps": 2**40} | {k: v for k, v in fields.items() if v != EDIT}, path
+    )
 
 
 def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -> Plan:
-    """Returns a plan with as many replicas as fill some devices, or some nodes of a site; without either, as it is.
+    """Returns a plan with as many replicas as fill some devices, or some nodes of a site; without
+    either, as it is.
 
     Raises:
         ConfigError: its tensor and pipeline parallel degrees, or its batch, do not divide them.
     """
     wanted = devices if nodes is None else nodes * site.devices_per_node
     if nodes is not None and devices not in (None, wanted):
-        raise ConfigError(f"--nodes {nodes}: they have {wanted} devices, --devices says {devices}. Give one.")
+        raise ConfigError(
+            f"--nodes {nodes}: they have {wanted} devices, --devices says {devices}. Give one."
+        )
     if nodes is not None and nodes > 1 and site.scheduler == "local":
         raise ConfigError(
-            f"--nodes {nodes}: site {site.name!r} is this machine alone. Give --devices, or another --site."
+            f"--nodes {nodes}: site {site.name!r} is this machine alone. Give --devices, or another"
+            " --site."
         )
     if wanted is None:
         return plan
     held = plan.tensor_parallel * plan.pipeline_parallel
     if wanted < 1 or wanted % held:
         raise ConfigError(
-            f"--devices: {wanted} cannot be filled by replicas of tensor {plan.tensor_parallel} x pipeline "
-            f"{plan.pipeline_parallel} = {held} devices. Give a multiple of {held}."
+            f"--devices: {wanted} cannot be filled by replicas of tensor {plan.tensor_parallel} x"
+            f" pipeline {plan.pipeline_parallel} = {held} devices. Give a multiple of {held}."
         )
     return plan.replace(data_parallel=wanted // held)

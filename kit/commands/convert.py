@@ -12,7 +12,9 @@ from kit.show.terminal import PlainConsole
 
 app = typer.Typer()
 StepArgument = Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")]
-OutArgument = Annotated[Path, typer.Argument(help="folder to make: config.json and safetensors", metavar="OUT")]
+OutArgument = Annotated[
+    Path, typer.Argument(help="folder to make: config.json and safetensors", metavar="OUT")
+]
 
 
 @app.command("export-hf")
@@ -24,13 +26,17 @@ def export_hf(
         Literal["float32", "bfloat16", "float16"],
         typer.Option(help="float32 (exact), bfloat16 or float16", metavar="TYPE"),
     ] = "float32",
-    tokenizer: Annotated[bool, typer.Option(help="with the tokenizer that it was trained with")] = True,
+    tokenizer: Annotated[
+        bool, typer.Option(help="with the tokenizer that it was trained with")
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
-    _tell(export_run(*_chosen(run, step), out, precision=precision, with_tokenizer=tokenizer), as_json)
+    _tell(
+        export_run(*_chosen(run, step), out, precision=precision, with_tokenizer=tokenizer), as_json
+    )
 
 
 @app.command("import-checkpoint")
@@ -38,12 +44,19 @@ def import_checkpoint(
     kind: Annotated[
         Literal["nxd", "megatron-deepspeed", "deepspeed-universal"],
         typer.Argument(
-            help="who wrote it: nxd, megatron-deepspeed or deepspeed-universal", metavar="KIND", show_choices=False
+            help="who wrote it: nxd, megatron-deepspeed or deepspeed-universal",
+            metavar="KIND",
+            show_choices=False,
         ),
     ],
     source: Annotated[Path, typer.Argument(help="folder of its files", metavar="SOURCE")],
     out: OutArgument,
-    model: Annotated[str, typer.Option(help="a preset, spec.json or config.json: these files do not say their shapes")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="a preset, spec.json or config.json: these files do not say their shapes"
+        ),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Write the shards of another trainer as a Hugging Face folder."""
@@ -61,7 +74,9 @@ def import_checkpoint(
 
 
 def _chosen(directory: Path, step: str) -> tuple[Run, int | None]:
-    """Returns the run and the step, None for the newest, after saying that they will take a while to read."""
+    """Returns the run and the step, None for the newest, after saying that they will take a
+    while to read.
+    """
     if step != "newest" and not step.isdecimal():
         raise ConfigError(f"step: {step!r} is not allowed. Give a number, or `newest`.")
     run = Run.open(directory)

@@ -32,9 +32,15 @@ app = typer.Typer()
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="folder that holds run directories", metavar="FOLDER")],
-    compare: Annotated[list[str] | None, typer.Option(help="a run of the table to draw; up to 8 times")] = None,
-    out: Annotated[Path | None, typer.Option(help="figure of --compare; default: FOLDER/compare.png")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="folder that holds run directories", metavar="FOLDER")
+    ],
+    compare: Annotated[
+        list[str] | None, typer.Option(help="a run of the table to draw; up to 8 times")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="figure of --compare; default: FOLDER/compare.png")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="refresh the table until Ctrl-C")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,11 +79,16 @@ def export(
 @app.command()
 def sink(
     run: RunArgument,
-    to: Annotated[str, typer.Option(help="wandb (offline, unless WANDB_MODE=online) or tensorboard")],
+    to: Annotated[
+        str, typer.Option(help="wandb (offline, unless WANDB_MODE=online) or tensorboard")
+    ],
     follow: Annotated[bool, typer.Option(help="go on until the job ends, or Ctrl-C")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy the steps of a run to Weights & Biases or TensorBoard while it trains. The job does not notice."""
+    """Copy the steps of a run to Weights & Biases or TensorBoard while it trains.
+
+    The job does not notice.
+    """
     from kit.monitor.sinks import copy_metrics
 
     report = copy_metrics(Run.open(run), to, follow=follow)
@@ -92,24 +103,32 @@ def import_(
     format: Annotated[
         str | None,
         typer.Option(
-            help="megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo (NeMo 2), nxdt (NxDT, HLAT), torchtitan, "
-            "nanogpt, maxtext, hf-trainer (trainer_state.json); default: found out"
+            help=(
+                "megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo (NeMo 2), nxdt (NxDT,"
+                " HLAT), torchtitan, "
+                "nanogpt, maxtext, hf-trainer (trainer_state.json); default: found out"
+            )
         ),
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(help=r"for others: a regular expression, e.g. 'it (?P<step>\d+) loss=(?P<loss>\S+)'"),
+        typer.Option(
+            help=r"for others: a regular expression, e.g. 'it (?P<step>\d+) loss=(?P<loss>\S+)'"
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="preset, spec.json or config.json, where the log does not tell it")
+        str | None,
+        typer.Option(help="preset, spec.json or config.json, where the log does not tell it"),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="go on as the log grows")] = False,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it.
+    """Make a run directory from another trainer's log, so that status, watch, figure and runs work
+    on it.
 
-    Time stamps that name no zone are read as UTC, or in the one of `--set import.zone=Europe/Berlin`.
+    Time stamps that name no zone are read as UTC, or in the one of `--set
+    import.zone=Europe/Berlin`.
     """
     from kit.convert.hugging_face_config import load_spec
     from kit.foreign.importers import import_log
@@ -117,11 +136,22 @@ def import_(
     spec = None if model is None else load_spec(model)
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     place = Site.load(site)
-    report = import_log(log, out, format=format, pattern=pattern, site=place, spec=spec, changes=changes, follow=follow)
-    skipped = f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
+    report = import_log(
+        log,
+        out,
+        format=format,
+        pattern=pattern,
+        site=place,
+        spec=spec,
+        changes=changes,
+        follow=follow,
+    )
+    skipped = (
+        f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
+    )
     told = (
-        f"{report.format}: {counted(report.steps, 'step')} in {counted(report.attempts, 'attempt')} from "
-        f"{counted(report.lines, 'line')}{skipped}."
+        f"{report.format}: {counted(report.steps, 'step')} in {counted(report.attempts, 'attempt')}"
+        f" from {counted(report.lines, 'line')}{skipped}."
     )
     tell(report.to_dict(), as_json, told, *(Text(f"- {note}") for note in report.notes))
     if not as_json:
@@ -135,11 +165,15 @@ def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) ->
     file = check_not_in_a_strangers_run(check_picture(out or folder / "compare.png"))
     if missing := [name for name in names if not (folder / name).is_dir()]:
         raise RunError(
-            f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}` lists them."
+            f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}`"
+            " lists them."
         )
     figure, table = compare_figure([Run.open(folder / name) for name in names])
     save_figure(figure, [], [file])
-    plain = {name: {key: column.tolist() for key, column in columns.items()} for name, columns in table.items()}
+    plain = {
+        name: {key: column.tolist() for key, column in columns.items()}
+        for name, columns in table.items()
+    }
     print(strict_json(plain) if as_json else file)
 
 
@@ -152,7 +186,12 @@ def _drawn(table: "RunsTable") -> Table | str:
     names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
     headings = [heading(name) for name in names]
     rows = [
-        [Text(show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else "") for name in names]
+        [
+            Text(
+                show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else ""
+            )
+            for name in names
+        ]
         for row in table.rows
     ]
     return Table(*headings, rows=rows, right=headings[2:])

@@ -21,18 +21,23 @@ from kit.show.terminal import PlainConsole, Table
 RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 DeviceOption = Annotated[
-    DeviceName | None, typer.Option(help="of ranks on this machine; default: its GPUs, where there is one for each")
+    DeviceName | None,
+    typer.Option(help="of ranks on this machine; default: its GPUs, where there is one for each"),
 ]
 MinutesOption = Annotated[
     float | None, typer.Option(help="time limit of one job; on a cluster a longer run comes back")
 ]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="dotted.key=value, e.g. plan.tensor_parallel=2")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="dotted.key=value, e.g. plan.tensor_parallel=2")
+]
 
 
 def parse_settings(
     settings: list[str] | None, allowed: tuple[str, ...] = ("spec", "plan", "recipe")
 ) -> dict[str, dict]:
-    """Returns {"plan": {"tensor_parallel": 2}, ...} from `plan.tensor_parallel=2`; values are JSON or plain words."""
+    """Returns {"plan": {"tensor_parallel": 2}, ...} from `plan.tensor_parallel=2`; values are
+    JSON or plain words.
+    """
     changes: dict[str, dict[str, Any]] = {name: {} for name in allowed}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -48,7 +53,9 @@ def parse_settings(
 
 
 def strict_json(value: Any) -> str:
-    """Returns plain values as JSON that every parser takes: NaN and infinity, which JSON lacks, become their names."""
+    """Returns plain values as JSON that every parser takes: NaN and infinity, which JSON lacks,
+    become their names.
+    """
 
     def named(part: Any) -> Any:
         if isinstance(part, dict):
@@ -73,17 +80,23 @@ def tell(values: Any, as_json: bool, *parts: RenderableType) -> None:
 
 def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:
     """Prints keys and values as a table, or as JSON."""
-    texts = {key: f"{value:,}" if isinstance(value, int) else str(value) for key, value in values.items()}
+    texts = {
+        key: f"{value:,}" if isinstance(value, int) else str(value) for key, value in values.items()
+    }
     tell(values, as_json, facts_table(title, texts.items()))
 
 
 def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
     """Returns names and what is known of them as a table."""
-    return Table("", "", title=title, rows=[(Text(name, style="dim"), text) for name, text in facts])
+    return Table(
+        "", "", title=title, rows=[(Text(name, style="dim"), text) for name, text in facts]
+    )
 
 
 def hint(text: str, name: str, *words: str | Path) -> None:
-    """Prints a text that ends in a command of the kit; however long its path, it can be copied as a whole."""
+    """Prints a text that ends in a command of the kit; however long its path, it can be copied
+    as a whole.
+    """
     console().print(Text.assemble(f"{text} ", (kit_command(name, *words), "bold")), soft_wrap=True)
 
 
@@ -93,19 +106,27 @@ def console() -> PlainConsole:
 
 
 def check_not_in_a_strangers_run(file: Path) -> Path:
-    """Returns a file that is to be written; raises JobError where it would lie in somebody else's run directory."""
+    """Returns a file that is to be written; raises JobError where it would lie in somebody
+    else's run directory.
+    """
     if (file.parent / "spec.json").exists():
-        refuse_other_owner(file.parent, f"write {file.name} into it, so give it another place with --out")
+        refuse_other_owner(
+            file.parent, f"write {file.name} into it, so give it another place with --out"
+        )
     return file
 
 
 def run_there(run: str | Path) -> None:
-    """Runs the same command where the run lies and ends with its exit status, if `run` is a mirror of one.
+    """Runs the same command where the run lies and ends with its exit status, if `run` is a mirror
+    of one.
 
     Raises:
         NoConnectionError, JobError: it cannot be run there, or the mirror is somebody else's.
     """
     if mirror := mirror_of(Path(run).expanduser()):
         refuse_other_owner(Path(run).expanduser(), "run this where it mirrors a run")
-        words = [mirror.directory if word == str(run) or Path(word) == run else word for word in sys.argv[1:]]
+        words = [
+            mirror.directory if word == str(run) or Path(word) == run else word
+            for word in sys.argv[1:]
+        ]
         raise typer.Exit(pass_through(mirror.login, mirror.command("kit", *words)))

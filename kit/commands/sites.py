@@ -39,33 +39,51 @@ def init(
     ] = None,
     login: Annotated[str | None, typer.Option(help="ask there: a name of ~/.ssh/config")] = None,
     account: Annotated[str | None, typer.Option(help="that jobs are charged to")] = None,
-    local: Annotated[bool, typer.Option("--local", help="of this machine alone: its GPUs, or its cores")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="of this machine alone: its GPUs, or its cores")
+    ] = False,
 ) -> None:
-    """Write a first site file from what a cluster or this machine says, with EDIT where nobody there can know."""
+    """Write a first site file from what a cluster or this machine says, with EDIT where nobody
+    there can know.
+    """
     if out.suffix != ".toml" or out.exists():
         raise ConfigError(
-            f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file, NAME.toml."
+            f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file,"
+            " NAME.toml."
         )
 
     def ask(words: Sequence[str]) -> str:
-        return _run(words) if login is None else ssh(login, _in_a_login_shell(words), timeout_s=TIMEOUT_S).decode()
+        return (
+            _run(words)
+            if login is None
+            else ssh(login, _in_a_login_shell(words), timeout_s=TIMEOUT_S).decode()
+        )
 
     if local:
         given = {"--partition": partition, "--login": login, "--account": account}
         if unfit := [name for name, value in given.items() if value]:
-            raise ConfigError(f"{unfit[0]}: not with --local, which asks no Slurm. Leave one of them out.")
+            raise ConfigError(
+                f"{unfit[0]}: not with --local, which asks no Slurm. Leave one of them out."
+            )
         from kit.measure.device import on_device
         from kit.measure.site import to_toml
 
-        here = on_device(Site.load("laptop"), Plan()).replace(name=os.uname().nodename.partition(".")[0])
+        here = on_device(Site.load("laptop"), Plan()).replace(
+            name=os.uname().nodename.partition(".")[0]
+        )
         _finish(out, LOCAL + to_toml(here))
         return
     found = inventory.nodes_of(ask(inventory.SINFO))
     if not found:
-        raise JobError("sinfo names no nodes here. Are you on a login node of the cluster? Or give --login NAME.")
+        raise JobError(
+            "sinfo names no nodes here. Are you on a login node of the cluster? Or give --login"
+            " NAME."
+        )
     nodes = inventory.choose(found, partition)
     others = sorted({each["partition"] for each in found} - {nodes["partition"]})
-    text = inventory.site_text(nodes, inventory.settings_of(ask(inventory.CONFIG)), login=login, account=account)
+    text = inventory.site_text(
+        nodes, inventory.settings_of(ask(inventory.CONFIG)), login=login, account=account
+    )
     _finish(out, text, others)
 
 
@@ -75,8 +93,15 @@ def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
     write_atomic(out, text)
     site = Site.load(str(out))
     console = PlainConsole(soft_wrap=True)
-    console.print(f"{out}: {site.description}" + (f". Other partitions: {', '.join(others)}" if others else ""))
-    left = [f"  {out}, line {n}: {line}" for n, line in enumerate(text.splitlines(), start=1) if f"{EDIT}:" in line]
+    console.print(
+        f"{out}: {site.description}"
+        + (f". Other partitions: {', '.join(others)}" if others else "")
+    )
+    left = [
+        f"  {out}, line {n}: {line}"
+        for n, line in enumerate(text.splitlines(), start=1)
+        if f"{EDIT}:" in line
+    ]
     then = f"Edit {counted(len(left), 'line')} of it, as below. Then look" if left else "Look"
     hint(f"{then} at a job of it:", "launch", "runs/first", "--site", out, "--show")
     for line in left:
@@ -89,11 +114,14 @@ def _in_a_login_shell(words: Sequence[str]) -> str:
 
 def _run(words: Sequence[str]) -> str:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
     except FileNotFoundError as error:
         raise JobError(
-            f"{words[0]} is not here, so this is no machine with Slurm. Run this on a login node, or give --login "
-            f"NAME; this machine alone is site laptop, which needs no file, or --local, which makes one."
+            f"{words[0]} is not here, so this is no machine with Slurm. Run this on a login node,"
+            " or give --login NAME; this machine alone is site laptop, which needs no file, or"
+            " --local, which makes one."
         ) from error
     except subprocess.TimeoutExpired as error:
         raise JobError(f"`{shlex.join(words)}` did not answer within {TIMEOUT_S:g} s.") from error

@@ -1,4 +1,6 @@
-"""Models out of the formats of others and into them: Hugging Face, Megatron-LM, DeepSpeed, NeuronX Distributed."""
+"""Models out of the formats of others and into them: Hugging Face, Megatron-LM, DeepSpeed,
+NeuronX Distributed.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,17 +12,22 @@ if TYPE_CHECKING:
     from kit.run.checkpoint import Manifest
 
 
-def run_weights(run: Run, step: int | None = None, *, described: "tuple[Manifest, bytes] | None" = None) -> "Weights":
+def run_weights(
+    run: Run, step: int | None = None, *, described: "tuple[Manifest, bytes] | None" = None
+) -> "Weights":
     """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
 
     `described` is what `Checkpoints.describe` gives, where it is known already.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where it is damaged.
+        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
+            it is damaged.
     """
     from kit.convert.weights import Weights
 
-    known = described or run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    known = described or run.checkpoints.describe(
+        run.checkpoints.newest() if step is None else step
+    )
     if known[0].plan.engine == "neuron":
         from kit.convert.neuron import import_nxd
 
@@ -28,11 +35,15 @@ def run_weights(run: Run, step: int | None = None, *, described: "tuple[Manifest
     from kit.run.checkpoint_tensors import CheckpointTensors
 
     tensors = CheckpointTensors(run.checkpoints, known, run.spec)
-    return Weights(run.spec, lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}))
+    return Weights(
+        run.spec,
+        lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}),
+    )
 
 
 def load_model(run: Run, step: int | None = None) -> "Decoder":
-    """Returns the whole model of one checkpoint (default: the newest) on the CPU, fp32, in evaluation mode.
+    """Returns the whole model of one checkpoint (default: the newest) on the CPU, fp32, in
+    evaluation mode.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or none at that step, or it is damaged.

@@ -37,6 +37,10 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Weights:
         weight = held["param"] if "param" in held else held[""]
         # From ZeRO 3, the converter writes a weight as a row, with what padded it out to all ranks.
         shape = shapes[name]
-        return weight[: shape.numel()].view(shape) if weight.ndim == 1 and len(weight) >= shape.numel() else weight
+        return (
+            weight[: shape.numel()].view(shape)
+            if weight.ndim == 1 and len(weight) >= shape.numel()
+            else weight
+        )
 
     return Weights.read_by(spec, read, Path(folder))

@@ -1,4 +1,6 @@
-"""Tells what a folder of weights is by the files in it, so that a reader of another format can say so."""
+"""Tells what a folder of weights is by the files in it, so that a reader of another format can
+say so.
+"""
 
 from pathlib import Path
 
@@ -6,16 +8,37 @@ CONVERT = "is not supported: write it as a Hugging Face folder with that trainer
 FORMATS = (
     ("manifest.json", "a checkpoint of this kit", "leaves by `kit export-hf RUN STEP OUT`"),
     ("*.distcp", "a distributed checkpoint of megatron-core (torch_dist) or torch", CONVERT),
-    ("mp_rank_*/model_optim_rng.pt", "a checkpoint of Megatron-LM (mp_rank_XX/model_optim_rng.pt)", CONVERT),
-    ("layer_*-model_*-model_states.pt", "a Megatron-DeepSpeed checkpoint", "is of the kind `megatron-deepspeed`"),
-    ("zero/*/fp32.pt", "a universal checkpoint of DeepSpeed", "is of the kind `deepspeed-universal`"),
-    ("*zero_pp_rank_*", "a ZeRO checkpoint of DeepSpeed", "becomes universal by DeepSpeed's ds_to_universal.py"),
+    (
+        "mp_rank_*/model_optim_rng.pt",
+        "a checkpoint of Megatron-LM (mp_rank_XX/model_optim_rng.pt)",
+        CONVERT,
+    ),
+    (
+        "layer_*-model_*-model_states.pt",
+        "a Megatron-DeepSpeed checkpoint",
+        "is of the kind `megatron-deepspeed`",
+    ),
+    (
+        "zero/*/fp32.pt",
+        "a universal checkpoint of DeepSpeed",
+        "is of the kind `deepspeed-universal`",
+    ),
+    (
+        "*zero_pp_rank_*",
+        "a ZeRO checkpoint of DeepSpeed",
+        "becomes universal by DeepSpeed's ds_to_universal.py",
+    ),
     ("dp_rank_*_tp_rank_*", "an NxD checkpoint", "is of the kind `nxd`"),
-    ("adapter_config.json", "an adapter of PEFT without its model", "is not supported: merge it into its model first"),
+    (
+        "adapter_config.json",
+        "an adapter of PEFT without its model",
+        "is not supported: merge it into its model first",
+    ),
     ("config.json", "a Hugging Face folder", "needs no import: `kit eval` reads it"),
     ("*.gguf", "a GGUF file of llama.cpp", "is not supported"),
 )
-"""A pattern of a file that only this format has, what the format is, and what to do with it; the first one counts."""
+"""A pattern of a file that only this format has, what the format is, and what to do with it; the
+first one counts."""
 
 
 def named(folder: Path, wanted: str) -> str:
@@ -29,5 +52,8 @@ def named(folder: Path, wanted: str) -> str:
             if next(place.glob(pattern), None) is not None:
                 if wanted in what:
                     return ""
-                return f"It holds {what}{'' if place == folder else f' in {place.name}'}, which {then}. "
+                return (
+                    f"It holds {what}{'' if place == folder else f' in {place.name}'}, which"
+                    f" {then}. "
+                )
     return ""

@@ -1,6 +1,8 @@
-"""Hugging Face folders: the kit's decoder as LlamaForCausalLM or GPT2LMHeadModel in safetensors, and back, bit for bit.
+"""Hugging Face folders: the kit's decoder as LlamaForCausalLM or GPT2LMHeadModel in safetensors,
+and back, bit for bit.
 
-A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`) and the tokenizer.
+A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`)
+and the tokenizer.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
 
 
-# Export ----------------------------------------------------------------------------------------------------------
+# Export -------------------------------------------------------------------------------------------
 
 
 def export_hugging_face(
@@ -46,7 +48,8 @@ def export_hugging_face(
     Args:
         model: a whole one. Of `Weights` those of one file at a time are in memory.
         folder: is made; it must be absent or empty, and appears when it is complete.
-        tokenizer: is written beside the weights, so that transformers gives its ids, see `write_tokenizer`.
+        tokenizer: is written beside the weights, so that transformers gives its ids, see
+            `write_tokenizer`.
         precision: of the weights. `float32` is exact for a model of the kit.
         max_shard_bytes: of one weight file, unless a single weight is larger.
 
@@ -66,8 +69,12 @@ def export_hugging_face(
     return folder
 
 
-def _write_shards(folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int) -> None:
-    """Writes the weight files as `save_pretrained` names and fills them, and their index if several."""
+def _write_shards(
+    folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int
+) -> None:
+    """Writes the weight files as `save_pretrained` names and fills them, and their index if
+    several.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     save_file = _safetensors().torch.save_file
@@ -91,38 +98,49 @@ def _write_shards(folder: Path, weights: Weights, precision: Precision, max_shar
 
 
 def export_run(
-    run: Run, step: int | None, folder: str | Path, *, precision: Precision = "float32", with_tokenizer: bool = True
+    run: Run,
+    step: int | None,
+    folder: str | Path,
+    *,
+    precision: Precision = "float32",
+    with_tokenizer: bool = True,
 ) -> Path:
-    """Writes one checkpoint of a run (None: the newest) with the tokenizer of its data set; as `export_hugging_face`.
+    """Writes one checkpoint of a run (None: the newest) with the tokenizer of its data set; as
+    `export_hugging_face`.
 
     Raises:
         CheckpointError: there is no complete checkpoint of that step.
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
-    return export_hugging_face(run_weights(run, step), folder, tokenizer=tokenizer, precision=precision)
+    return export_hugging_face(
+        run_weights(run, step), folder, tokenizer=tokenizer, precision=precision
+    )
 
 
-# Import ----------------------------------------------------------------------------------------------------------
+# Import -------------------------------------------------------------------------------------------
 
 
 def import_hugging_face(folder: str | Path) -> Weights:
     """Returns the weights of a Hugging Face folder.
 
     Raises:
-        ConfigError: the configuration is damaged, or of a model that differs from the kit's decoder.
-        DataError: the folder has no configuration or no safetensors, or a weight is missing or of another shape.
+        ConfigError: the configuration is damaged, or of a model that differs from the kit's
+            decoder.
+        DataError: the folder has no configuration or no safetensors, or a weight is missing or of
+            another shape.
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise DataError(
-            f"{folder}: has no config.json. {named(folder, 'Hugging Face')}Give a folder of Hugging Face's."
+            f"{folder}: has no config.json. {named(folder, 'Hugging Face')}Give a folder of Hugging"
+            " Face's."
         )
     spec, weights = load_spec(str(folder.resolve() / "config.json")), SafetensorsFolder(folder)
     if spec.num_params > weights.size_bytes:  # before memory is asked for
         raise DataError(
-            f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files have "
-            f"{weights.size_bytes:,} bytes. Copy them again."
+            f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
+            f" have {weights.size_bytes:,} bytes. Copy them again."
         )
     return Weights.read_by(spec, lambda name: from_theirs(spec, name, weights.read), folder)
 
@@ -139,10 +157,16 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
     found = import_hugging_face(folder)
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
     ours, theirs = spec.to_dict(), found.spec.to_dict()
-    differ = {key: (theirs[key], ours[key]) for key in ours if key not in free and ours[key] != theirs[key]}
+    differ = {
+        key: (theirs[key], ours[key])
+        for key in ours
+        if key not in free and ours[key] != theirs[key]
+    }
     if differ:
         told = ", ".join(f"{key} {a!r} there and {b!r} here" for key, (a, b) in differ.items())
-        raise ConfigError(f"{folder} holds another model: {told}. Leave --model out, or give its config.json.")
+        raise ConfigError(
+            f"{folder} holds another model: {told}. Leave --model out, or give its config.json."
+        )
     return dataclasses.replace(found, spec=spec)
 
 
@@ -157,8 +181,9 @@ class SafetensorsFolder:
             return
         if not (folder / "model.safetensors").exists():
             raise DataError(
-                f"{folder}: has no model.safetensors and no index of shards. Save it with transformers' "
-                f"save_pretrained, which writes them; pickled .bin files are not read."
+                f"{folder}: has no model.safetensors and no index of shards. Save it with"
+                " transformers' save_pretrained, which writes them; pickled .bin files are not"
+                " read."
             )
         with self._open("model.safetensors") as weights:
             self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
@@ -207,9 +232,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         ConfigError: it names a file elsewhere.
     """
     try:
-        files = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+        files = {
+            str(name): str(file)
+            for name, file in json.loads(index.read_bytes())["weight_map"].items()
+        }
     except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
-        raise DataError(f"{index}: damaged: it has no weight_map from names to files. Copy it again.") from error
+        raise DataError(
+            f"{index}: damaged: it has no weight_map from names to files. Copy it again."
+        ) from error
     for file in set(files.values()):
         check_file_name(file, f"{index.name}: weight_map")
     return files

@@ -1,4 +1,5 @@
-"""Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers reads it. No torch.
+"""Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers
+reads it. No torch.
 
 A Mistral without a sliding window is read as the Llama that it is, weights by the same names.
 """
@@ -101,7 +102,13 @@ FIXED: dict[str, dict[str, Any]] = {
         "add_cross_attention": False,
     },
 }
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
+EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "num_routed_experts",
+    "moe_num_experts",
+)
 """How configurations of Hugging Face say that a model has experts."""
 ELSEWHERE = "Score this model with the harness's own Hugging Face model instead."
 
@@ -115,12 +122,16 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         ConfigError: it is neither Hugging Face's Llama nor its GPT-2.
     """
     is_llama = spec.family == "llama"
-    wanted = {"norm": "rmsnorm", "gated": True} if is_llama else {"norm": "layernorm", "gated": False, "bias": True}
+    wanted = (
+        {"norm": "rmsnorm", "gated": True}
+        if is_llama
+        else {"norm": "layernorm", "gated": False, "bias": True}
+    )
     for key, value in wanted.items():
         if getattr(spec, key) != value:
             raise ConfigError(
-                f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only, this model has "
-                f"{getattr(spec, key)!r}. It cannot be written as one."
+                f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only,"
+                f" this model has {getattr(spec, key)!r}. It cannot be written as one."
             )
     kind = "llama" if is_llama else "gpt2"
     common = {
@@ -152,12 +163,15 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
 
 
 def load_spec(name: str) -> ModelSpec:
-    """Returns a model by name: a preset, or a spec.json, or Hugging Face's config.json, or the folder of either.
+    """Returns a model by name: a preset, or a spec.json, or Hugging Face's config.json, or the
+    folder of either.
 
-    Or Megatron's arguments, as they are or in a .txt or .sh; or `torchtitan:` with a flavour of torchtitan's.
+    Or Megatron's arguments, as they are or in a .txt or .sh; or `torchtitan:` with a flavour of
+    torchtitan's.
 
     Raises:
-        ConfigError: there is no such preset, or the file is missing, or tells of no model that the kit has.
+        ConfigError: there is no such preset, or the file is missing, or tells of no model that the
+            kit has.
     """
     if name.startswith("torchtitan:"):
         return torchtitan_spec(name.removeprefix("torchtitan:"))
@@ -166,7 +180,8 @@ def load_spec(name: str) -> ModelSpec:
     file = Path(name).expanduser()
     if file.is_dir():
         file = next(
-            (file / each for each in ("spec.json", "config.json") if (file / each).exists()), file / "config.json"
+            (file / each for each in ("spec.json", "config.json") if (file / each).exists()),
+            file / "config.json",
         )
     if file.suffix in (".txt", ".sh") and file.is_file():
         return megatron_spec(read_arguments(file.read_text(encoding="utf-8")), [])
@@ -183,7 +198,9 @@ def load_spec(name: str) -> ModelSpec:
     try:
         return spec_of(table, name=file.parent.resolve().name)
     except (KeyError, TypeError, ArithmeticError) as error:
-        raise ConfigError(f"{file}: damaged ({type(error).__name__}: {error}). Copy it again.") from error
+        raise ConfigError(
+            f"{file}: damaged ({type(error).__name__}: {error}). Copy it again."
+        ) from error
 
 
 def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
@@ -195,10 +212,14 @@ def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
     _refuse_experts(config)
     kind = config.get("model_type", "")
     if kind not in FIXED:
-        raise ConfigError(f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}")
+        raise ConfigError(
+            f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}"
+        )
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
-        raise ConfigError(f"config.quantization_config: weights in {method!r} cannot be imported. {ELSEWHERE}")
+        raise ConfigError(
+            f"config.quantization_config: weights in {method!r} cannot be imported. {ELSEWHERE}"
+        )
     given = {ALIASES[kind].get(key, key): value for key, value in config.items()}
     config = {**DEFAULTS[kind], **given}
     _refuse(config, FIXED[kind])
@@ -209,8 +230,8 @@ def _refuse_experts(config: dict[str, Any]) -> None:
     for key in EXPERTS:
         if config.get(key):
             raise ConfigError(
-                f"config.{key}: {config[key]!r} makes a mixture of experts, which the kit neither plans nor trains: it "
-                f"has dense models only."
+                f"config.{key}: {config[key]!r} makes a mixture of experts, which the kit neither"
+                " plans nor trains: it has dense models only."
             )
 
 
@@ -220,18 +241,23 @@ def _llama(config: dict[str, Any], name: str) -> ModelSpec:
     _refuse(config, {"head_dim": hidden // heads})
     if config["attention_bias"] != config["mlp_bias"]:
         raise ConfigError(
-            f"config.attention_bias: {config['attention_bias']!r} beside mlp_bias {config['mlp_bias']!r} cannot be "
-            f"imported, the kit's decoder has biases in both or in neither. {ELSEWHERE}"
+            f"config.attention_bias: {config['attention_bias']!r} beside mlp_bias"
+            f" {config['mlp_bias']!r} cannot be imported, the kit's decoder has biases in both or"
+            f" in neither. {ELSEWHERE}"
         )
-    shapes = _shapes({**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}, "llama")
+    shapes = _shapes(
+        {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}, "llama"
+    )
     return ModelSpec.llama(name=name, **_rope(config), **shapes)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the base of the rotary frequencies, and how they are scaled, which may be as in Llama 3.1 only.
+    """Returns the base of the rotary frequencies, and how they are scaled, which may be as in Llama
+    3.1 only.
 
-    `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before the older `type`, and
-    `rope_theta` before the one beside it. A `rope_type` at the top means nothing. All as transformers reads it.
+    `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before
+    the older `type`, and `rope_theta` before the one beside it. A `rope_type` at the top means
+    nothing. All as transformers reads it.
     """
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(where) or {}
@@ -240,21 +266,27 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if kind not in ("default", "llama3") or by_layer or partial not in (None, 1):
         raise ConfigError(
-            f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default' or 'llama3', over "
-            f"whole heads, for all layers. {ELSEWHERE}"
+            f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default'"
+            f" or 'llama3', over whole heads, for all layers. {ELSEWHERE}"
         )
     scaling = None
     if kind == "llama3":
         given = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
-        scaling = RopeScaling(**{field.name: given[field.name] for field in dataclasses.fields(RopeScaling)})
-    return {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))), "rope_scaling": scaling}
+        scaling = RopeScaling(
+            **{field.name: given[field.name] for field in dataclasses.fields(RopeScaling)}
+        )
+    return {
+        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))),
+        "rope_scaling": scaling,
+    }
 
 
 def _gpt2(config: dict[str, Any], name: str) -> ModelSpec:
     activation = config["activation_function"]
     if activation not in ACTIVATIONS:
         raise ConfigError(
-            f"config.activation_function: {activation!r} cannot be imported. {suggestion(activation, ACTIVATIONS)}"
+            f"config.activation_function: {activation!r} cannot be imported."
+            f" {suggestion(activation, ACTIVATIONS)}"
         )
     shapes = _shapes({**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}, "gpt2")
     return ModelSpec.gpt(name=name, activation=ACTIVATIONS[activation], **shapes)

@@ -1,10 +1,12 @@
-"""Checkpoints of Megatron-DeepSpeed, with which the Frontier paper trained: layer files to the kit's decoder.
+"""Checkpoints of Megatron-DeepSpeed, with which the Frontier paper trained: layer files to the
+kit's decoder.
 
-A checkpoint is a folder of `layer_XX-model_YY-model_states.pt`: pipeline layer XX, tensor rank YY. Some layers hold no
-weights, and how many depends on the precision, so layers are told apart by what they hold, in order of XX. Shards of
-half the heads, twice as wide, look the same: how many there are is in the arguments that Megatron keeps beside them.
-Source: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention, ParallelMLP), language_model.py
-(EmbeddingPipe) and checkpointing.py of github.com/deepspeedai/Megatron-DeepSpeed.
+A checkpoint is a folder of `layer_XX-model_YY-model_states.pt`: pipeline layer XX, tensor rank YY.
+Some layers hold no weights, and how many depends on the precision, so layers are told apart by what
+they hold, in order of XX. Shards of half the heads, twice as wide, look the same: how many there
+are is in the arguments that Megatron keeps beside them.
+Source: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention, ParallelMLP),
+language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai/Megatron-DeepSpeed.
 """
 
 import argparse
@@ -39,8 +41,14 @@ IN_BLOCK = {
     "feed_forward.down": "mlp.dense_4h_to_h",
 }
 ROW_SPLIT = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
-"""Cut along the input features; other matrices and their biases are cut along the output features."""
-COPIED = ("layernorm.weight", "layernorm.bias", "self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
+"""Cut along the input features; other matrices and their biases are cut along the output
+features."""
+COPIED = (
+    "layernorm.weight",
+    "layernorm.bias",
+    "self_attention.dense.bias",
+    "mlp.dense_4h_to_h.bias",
+)
 """The same on all ranks."""
 
 Layer = list[Path]  # the file of each tensor rank: nothing of it stays in memory
@@ -49,13 +57,15 @@ Layer = list[Path]  # the file of each tensor rank: nothing of it stays in memor
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of a Megatron-DeepSpeed checkpoint.
 
-    The folder is `global_stepN`, whose files do not describe the model; the vocabulary of `spec` is the padded one.
+    The folder is `global_stepN`, whose files do not describe the model; the vocabulary of `spec` is
+    the padded one.
 
     Raises:
         DataError: there are no layer files, some are missing, or they do not hold this model.
 
     Warns:
-        UserWarning: Megatron's arguments are not there, so a wrong number of heads would not be seen.
+        UserWarning: Megatron's arguments are not there, so a wrong number of heads would not be
+        seen.
     """
     layers = LayerFiles(Path(folder), spec)
     _check_arguments(Path(folder), spec)
@@ -77,14 +87,22 @@ class LayerFiles:
             self._place(layer, _load(layer[0]))
         if spec.num_kv_heads % ranks:
             raise DataError(
-                f"{folder}: num_kv_heads {spec.num_kv_heads} cannot be shared out over {ranks} tensor ranks."
+                f"{folder}: num_kv_heads {spec.num_kv_heads} cannot be shared out over {ranks}"
+                " tensor ranks."
             )
         if len(self.blocks) != spec.num_layers:
-            raise DataError(f"{folder}: has {len(self.blocks)} blocks, but spec.num_layers is {spec.num_layers}.")
+            raise DataError(
+                f"{folder}: has {len(self.blocks)} blocks, but spec.num_layers is"
+                f" {spec.num_layers}."
+            )
 
     def _place(self, layer: Layer, held: dict[str, Tensor]) -> None:
-        """Notes what a layer is by what its first rank holds; where embeddings are tied, the last copies the first."""
-        matrices = [name for name in ("lm_head.weight", "weight") if name in held and held[name].ndim == 2]
+        """Notes what a layer is by what its first rank holds; where embeddings are tied, the
+        last copies the first.
+        """
+        matrices = [
+            name for name in ("lm_head.weight", "weight") if name in held and held[name].ndim == 2
+        ]
         if any(name.startswith("input_layernorm") for name in held):
             self.blocks.append(layer)
         elif "word_embeddings.weight" in held:
@@ -116,22 +134,32 @@ class LayerFiles:
         theirs = f"{IN_BLOCK[inner]}.{kind}"
         if inner in ("attention.query", "attention.key", "attention.value"):
             return self._query_key_value(_merge(layer, theirs), inner.removeprefix("attention."))
-        if self.spec.gated and IN_BLOCK[inner] == "mlp.dense_h_to_4h":  # each rank stacks its gate on its up
+        if (
+            self.spec.gated and IN_BLOCK[inner] == "mlp.dense_h_to_4h"
+        ):  # each rank stacks its gate on its up
             half = ("feed_forward.gate", "feed_forward.up").index(inner)
             return torch.cat([part.chunk(2)[half] for part in _parts(layer, theirs)])
         return _one(layer, theirs) if theirs.endswith(COPIED) else _merge(layer, theirs)
 
     def _query_key_value(self, fused: Tensor, which: str) -> Tensor:
-        """Returns one of three: for each key/value head its query heads, then its key, then its value."""
+        """Returns one of three: for each key/value head its query heads, then its key, then its
+        value.
+        """
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
         parts = fused.unflatten(0, (spec.num_kv_heads, group + 2, spec.head_size))
-        place = {"query": slice(group), "key": slice(group, group + 1), "value": slice(group + 1, None)}[which]
+        place = {
+            "query": slice(group),
+            "key": slice(group, group + 1),
+            "value": slice(group + 1, None),
+        }[which]
         return parts[:, place].flatten(0, 2)
 
     def _layer(self, layer: Layer | None, name: str) -> Layer:
         if layer is None:
-            raise DataError(f"{self.folder}: no layer holds {name!r}. Give the spec that it was trained with.")
+            raise DataError(
+                f"{self.folder}: no layer holds {name!r}. Give the spec that it was trained with."
+            )
         return layer
 
 
@@ -142,19 +170,25 @@ def _layer_files(folder: Path) -> list[Layer]:
             files[int(match[1])][int(match[2])] = file
     if not files:
         raise DataError(
-            f"{folder}: has no layer_XX-model_YY-model_states.pt. {named(folder, 'Megatron-DeepSpeed')}"
-            f"Give a folder global_stepN."
+            f"{folder}: has no layer_XX-model_YY-model_states.pt."
+            f" {named(folder, 'Megatron-DeepSpeed')}Give a folder global_stepN."
         )
     ranks = max(len(ranks) for ranks in files.values())
     for number, layer in files.items():
         if sorted(layer) != list(range(ranks)):
-            raise DataError(f"{folder}: layer {number} has tensor ranks {sorted(layer)}, expected 0 to {ranks - 1}.")
+            raise DataError(
+                f"{folder}: layer {number} has tensor ranks {sorted(layer)}, expected 0 to"
+                f" {ranks - 1}."
+            )
     return [[files[number][rank] for rank in range(ranks)] for number in sorted(files)]
 
 
 def _load(file: Path) -> dict[str, Tensor]:
     """Returns a state dict by today's names: `self_attention` was once `attention`."""
-    return {re.sub(r"^attention\.", "self_attention.", name): weight for name, weight in load_tensors(file).items()}
+    return {
+        re.sub(r"^attention\.", "self_attention.", name): weight
+        for name, weight in load_tensors(file).items()
+    }
 
 
 def _merge(layer: Layer, name: str) -> Tensor:
@@ -164,7 +198,10 @@ def _merge(layer: Layer, name: str) -> Tensor:
 def _one(layer: Layer, name: str) -> Tensor:
     parts = _parts(layer, name)
     if not all(torch.equal(part, parts[0]) for part in parts):
-        raise DataError(f"{name} is not the same on all {len(parts)} tensor ranks. They are not of one checkpoint.")
+        raise DataError(
+            f"{name} is not the same on all {len(parts)} tensor ranks. They are not of one"
+            " checkpoint."
+        )
     return parts[0]
 
 
@@ -175,18 +212,29 @@ def _parts(layer: Layer, name: str) -> list[Tensor]:
         if name not in rank:
             raise DataError(
                 f"tensor rank {number} holds no {name!r} in a layer, only {', '.join(rank)}. "
-                f"Give the spec that it was trained with."
+                "Give the spec that it was trained with."
             )
         parts.append(rank[name])
     if len({part.shape for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts)
-        raise DataError(f"{name} has the shapes {shapes} on its tensor ranks. They are not of one checkpoint.")
+        raise DataError(
+            f"{name} has the shapes {shapes} on its tensor ranks. They are not of one checkpoint."
+        )
     return parts
 
 
-# Arguments -------------------------------------------------------------------------------------------------------
+# Arguments ----------------------------------------------------------------------------------------
 
-DAMAGE = (OSError, ValueError, TypeError, AttributeError, EOFError, LookupError, zipfile.BadZipFile, pickle.PickleError)
+DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    zipfile.BadZipFile,
+    pickle.PickleError,
+)
 """What reading a file that is cut short or is not what it says can raise."""
 LARGEST_FACTS_BYTES = 16 << 20
 ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
@@ -205,38 +253,45 @@ def _check_arguments(folder: Path, spec: ModelSpec) -> None:
     given, version = found.get("args"), found.get("checkpoint_version", 3.0)
     if not isinstance(given, argparse.Namespace):
         warnings.warn(
-            f"{folder}: no readable {ARGUMENTS_FILE}, so nothing says how many heads it was trained with; "
-            f"{spec.num_heads} are taken from the spec.",
+            f"{folder}: no readable {ARGUMENTS_FILE}, so nothing says how many heads it was trained"
+            f" with; {spec.num_heads} are taken from the spec.",
             stacklevel=3,
         )
         given = argparse.Namespace()
     if isinstance(version, int | float) and version < 2:
-        raise DataError(f"{folder}: checkpoint_version {version} has another order of heads, which is not supported.")
+        raise DataError(
+            f"{folder}: checkpoint_version {version} has another order of heads, which is not"
+            " supported."
+        )
     arguments = vars(given)
     for theirs, ours in ARGUMENTS.items():
         if arguments.get(theirs) is not None and arguments[theirs] != getattr(spec, ours):
             raise DataError(
-                f"{folder}: trained with {theirs} {arguments[theirs]}, but spec.{ours} is {getattr(spec, ours)}. "
-                f"Give the spec that it was trained with."
+                f"{folder}: trained with {theirs} {arguments[theirs]}, but spec.{ours} is"
+                f" {getattr(spec, ours)}. Give the spec that it was trained with."
             )
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it cannot be read.
+    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it
+    cannot be read.
 
     Raises:
         DataError: unpacked they would be larger than `LARGEST_FACTS_BYTES`.
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            [facts] = [member for member in archive.infolist() if member.filename.endswith("/data.pkl")]
+            [facts] = [
+                member for member in archive.infolist() if member.filename.endswith("/data.pkl")
+            ]
             fits = facts.file_size <= LARGEST_FACTS_BYTES  # more than it says is not unpacked
             found = Values(io.BytesIO(archive.read(facts))).load() if fits else None
     except DAMAGE:
         return {}
     if not fits:
         raise DataError(
-            f"{file}: its {facts.filename} unpacks to {facts.file_size:,} bytes; at most {LARGEST_FACTS_BYTES:,} are "
-            f"read. Megatron's arguments take a few thousand: move the file away to import without it."
+            f"{file}: its {facts.filename} unpacks to {facts.file_size:,} bytes; at most"
+            f" {LARGEST_FACTS_BYTES:,} are read. Megatron's arguments take a few thousand: move the"
+            " file away to import without it."
         )
     return found if isinstance(found, dict) else {}

@@ -1,7 +1,8 @@
-"""The one map between the kit's weights and those of Hugging Face's LlamaForCausalLM and GPT2LMHeadModel.
+"""The one map between the kit's weights and those of Hugging Face's LlamaForCausalLM and
+GPT2LMHeadModel.
 
-Names are joined from module and `weight` or `bias`. GPT-2 stores the matrices of its blocks transposed (input features
-first), with query, key and value side by side in one.
+Names are joined from module and `weight` or `bias`. GPT-2 stores the matrices of its blocks
+transposed (input features first), with query, key and value side by side in one.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +59,9 @@ def their_name(spec: ModelSpec, name: str) -> str:
 
 
 def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns weights as Hugging Face names and stores them; query, key and value must come in this order."""
+    """Returns weights as Hugging Face names and stores them; query, key and value must come in
+    this order.
+    """
     found: dict[str, Tensor] = {}
     for name, weight in weights:
         theirs = their_name(spec, name)

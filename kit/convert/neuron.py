@@ -1,8 +1,10 @@
-"""Checkpoints of NeuronX Distributed (NxD), with which HLAT was trained: shards to the kit's decoder, in plain torch.
+"""Checkpoints of NeuronX Distributed (NxD), with which HLAT was trained: shards to the kit's
+decoder, in plain torch.
 
-A checkpoint is `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`; names are those of Hugging Face's Llama, global over
-the pipeline, with fused matrices. Saved with `use_xser`, as HLAT's were, each tensor has a file of its own beside it.
-The rules invert what scripts/checkpoint_converter.py of NxD 0.18 does (github.com/aws-neuron/neuronx-distributed).
+A checkpoint is `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`; names are those of Hugging Face's
+Llama, global over the pipeline, with fused matrices. Saved with `use_xser`, as HLAT's were, each
+tensor has a file of its own beside it. The rules invert what scripts/checkpoint_converter.py of NxD
+0.18 does (github.com/aws-neuron/neuronx-distributed).
 """
 
 import functools
@@ -20,7 +22,8 @@ from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = "torch_xla.utils.serialization.TensorReference"
-"""The class that stands for a tensor in a file that was saved with use_xser, by its pickled name."""
+"""The class that stands for a tensor in a file that was saved with use_xser, by its pickled
+name."""
 
 
 def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
@@ -33,7 +36,10 @@ def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
         DataError: there are no shards, some are missing, or they do not hold this model.
     """
     if spec.family != "llama" or spec.bias:
-        raise ConfigError(f"spec: {spec.name} is not a Llama without biases; NxD checkpoints of others are not read.")
+        raise ConfigError(
+            f"spec: {spec.name} is not a Llama without biases; NxD checkpoints of others are not"
+            " read."
+        )
     shards = NxdShards(Path(folder), spec)
     return Weights.read_by(spec, lambda name: from_theirs(spec, name, shards.read), Path(folder))
 
@@ -51,16 +57,24 @@ class NxdShards:
         self.tensor_parallel = 1 + max((tensor for tensor, _ in found), default=-1)
         stages = {stage for _, stage in found}
         wanted = {
-            (tensor, stage) for tensor in range(self.tensor_parallel) for stage in range(max(stages, default=-1) + 1)
+            (tensor, stage)
+            for tensor in range(self.tensor_parallel)
+            for stage in range(max(stages, default=-1) + 1)
         }
         if not found or set(found) != wanted:
-            missing = ", ".join(f"tp {tensor} pp {stage}" for tensor, stage in sorted(wanted - set(found)))
+            missing = ", ".join(
+                f"tp {tensor} pp {stage}" for tensor, stage in sorted(wanted - set(found))
+            )
+            lack = f"shards are missing: {missing}" if found else "has no dp_rank_00_tp_rank_*.pt"
             raise DataError(
-                f"{self.folder}: {'shards are missing: ' + missing if found else 'has no dp_rank_00_tp_rank_*.pt'}. "
-                f"Give the folder of one complete NxD checkpoint."
+                f"{self.folder}: {lack}. Give the folder of one complete NxD checkpoint."
             )
         self._shards = [
-            {name: file for stage in sorted(stages) for name, file in _files(found[tensor, stage]).items()}
+            {
+                name: file
+                for stage in sorted(stages)
+                for name, file in _files(found[tensor, stage]).items()
+            }
             for tensor in range(self.tensor_parallel)
         ]
 
@@ -78,7 +92,9 @@ class NxdShards:
             return self._queries_in_order(torch.cat(self._parts(name), dim=1).T).T
         if leaf in ("gate_proj", "up_proj") and f"{parent}.gate_up_proj.weight" in self._shards[0]:
             half = ("gate_proj", "up_proj").index(leaf)  # each rank stacks its gate on its up
-            return torch.cat([part.chunk(2)[half] for part in self._parts(f"{parent}.gate_up_proj.weight")])
+            return torch.cat(
+                [part.chunk(2)[half] for part in self._parts(f"{parent}.gate_up_proj.weight")]
+            )
         if leaf == "down_proj":
             return torch.cat(self._parts(name), dim=1)
         if leaf in ("embed_tokens", "lm_head", "gate_proj", "up_proj"):
@@ -98,7 +114,9 @@ class NxdShards:
         index, held = "qkv".index(which), self._shards[0]
         if f"{parent}.qkv_proj.weight_{which}" in held:
             return self._parts(f"{parent}.qkv_proj.weight_{which}")
-        if f"{parent}.qkv_proj.weight_qkv" in held:  # fuse_qkv, which is on unless NxD is told otherwise
+        if (
+            f"{parent}.qkv_proj.weight_qkv" in held
+        ):  # fuse_qkv, which is on unless NxD is told otherwise
             query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
             fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
             return [part.split([query, *[(len(part) - query) // 2] * 2])[index] for part in fused]
@@ -113,59 +131,77 @@ class NxdShards:
         rows = self.spec.num_kv_heads * self.spec.head_size
         if held % rows:
             raise DataError(
-                f"{self.folder}: its key/value heads have {held} rows in all, which is no multiple of the {rows} of "
-                f"{self.spec.name}. Give the spec that it was trained with."
+                f"{self.folder}: its key/value heads have {held} rows in all, which is no multiple"
+                f" of the {rows} of {self.spec.name}. Give the spec that it was trained with."
             )
         return held // rows
 
     @functools.cached_property
     def _copies_are_neighbours(self) -> bool:
-        """Whether ranks side by side hold copies of a key/value head, as on Trn2, or different heads, as on Trn1.
+        """Whether ranks side by side hold copies of a key/value head, as on Trn2, or different
+        heads, as on Trn1.
 
         The weights tell, by where what the first rank holds is there again.
         """
         heads = self.spec.num_kv_heads
         if self._copies == 1 or heads == 1:
             return False
-        keys = torch.cat(self._pieces("model.layers.0.self_attn", "k")).unflatten(0, (heads * self._copies, -1)).float()
-        last = heads * (self._copies - 1)  # on Trn1 the last copy of the first head; on Trn2 another head
+        keys = (
+            torch.cat(self._pieces("model.layers.0.self_attn", "k"))
+            .unflatten(0, (heads * self._copies, -1))
+            .float()
+        )
+        last = heads * (
+            self._copies - 1
+        )  # on Trn1 the last copy of the first head; on Trn2 another head
         beside, apart = ((keys[0] - keys[other]).norm().item() for other in (1, last))
         # Stochastic rounding lets copies drift apart a little, so they are close rather than equal.
         if max(beside, apart) < 10 * min(beside, apart) or beside == apart:
             raise DataError(
-                f"{self.folder}: {heads * self._copies} key/value heads are there for the {heads} of {self.spec.name}, "
-                f"and neither neighbours nor every {heads}th are copies of each other. Give the spec that it was "
-                f"trained with."
+                f"{self.folder}: {heads * self._copies} key/value heads are there for the {heads}"
+                f" of {self.spec.name}, and neither neighbours nor every {heads}th are copies of"
+                " each other. Give the spec that it was trained with."
             )
         return beside < apart
 
     def _queries_in_order(self, weight: Tensor) -> Tensor:
         """Returns query heads, in the first dimension, in the model's order.
 
-        On Trn1, where every key/value head is copied c times, slot i k + j holds the block of heads j c + i: so that
-        slot and key/value head j lie on the same rank. On Trn2 the copies lie so that queries keep their order.
+        On Trn1, where every key/value head is copied c times, slot i k + j holds the block of heads
+        j c + i: so that slot and key/value head j lie on the same rank. On Trn2 the copies lie so
+        that queries keep their order.
         """
         if self._copies_are_neighbours:
             return weight
-        return weight.unflatten(0, (self._copies, self.spec.num_kv_heads, -1)).transpose(0, 1).flatten(0, 2)
+        return (
+            weight.unflatten(0, (self._copies, self.spec.num_kv_heads, -1))
+            .transpose(0, 1)
+            .flatten(0, 2)
+        )
 
     def _parts(self, name: str) -> list[Tensor]:
         if name not in self._shards[0]:
-            raise DataError(f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with.")
+            raise DataError(
+                f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with."
+            )
         held = (_weights(shard[name]) for shard in self._shards)
         return [tensors[name if name in tensors else ""] for tensors in held]
 
 
 class TensorReference:
-    """Takes the place of Torch-XLA's class of this name: `tid` is the number of the tensor's file."""
+    """Takes the place of Torch-XLA's class of this name: `tid` is the number of the tensor's
+    file.
+    """
 
     tid: int
 
 
 def _files(file: Path) -> dict[str, Path]:
-    """Returns the file that holds each weight by name: this one, or where a reference stands for it, one of its own.
+    """Returns the file that holds each weight by name: this one, or where a reference stands for
+    it, one of its own.
 
-    AWS's converter leaves all weights in the file, and an empty folder beside it, where it is told to save with xser.
+    AWS's converter leaves all weights in the file, and an empty folder beside it, where it is told
+    to save with xser.
     """
     found = {}
     for name, held in _weights(file).items():
@@ -173,7 +209,10 @@ def _files(file: Path) -> dict[str, Path]:
         if isinstance(held, TensorReference):
             number = getattr(held, "tid", None)
             if not isinstance(number, int):
-                raise DataError(f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint again.")
+                raise DataError(
+                    f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint"
+                    " again."
+                )
             found[name] = Path(f"{file}.tensors") / f"tensor_{number}.pt"
     return found
 

@@ -1,7 +1,8 @@
 """Models as other trainers ask for them: Megatron's arguments and torchtitan's flavours. No torch.
 
-Sources: `_add_network_size_args` of megatron/training/arguments.py, github.com/NVIDIA/Megatron-LM; models/llama3 of
-github.com/pytorch/torchtitan v0.2.0: `llama3_args`, `FeedForward`, and the seq_len of its train_configs.
+Sources: `_add_network_size_args` of megatron/training/arguments.py, github.com/NVIDIA/Megatron-LM;
+models/llama3 of github.com/pytorch/torchtitan v0.2.0: `llama3_args`, `FeedForward`, and the seq_len
+of its train_configs.
 """
 
 import shlex
@@ -32,12 +33,21 @@ REFUSED = (
     "apply_residual_connection_post_layernorm",
 )
 POSITIONS = ("learned_absolute", "rope")
-FIXED = {"rotary_percent": ("1", "1.0"), "softmax_type": ("vanilla",), "position_embedding_type": POSITIONS}
-"""Arguments of Megatron's that make another model, and those that must be as the kit's decoder is."""
+FIXED = {
+    "rotary_percent": ("1", "1.0"),
+    "softmax_type": ("vanilla",),
+    "position_embedding_type": POSITIONS,
+}
+"""Arguments of Megatron's that make another model, and those that must be as the kit's decoder
+is."""
 FLAGS = (
-    "swiglu", "group_query_attention", "use_rope_scaling", "use_rotary_position_embeddings", "disable_bias_linear",
+    "swiglu",
+    "group_query_attention",
+    "use_rope_scaling",
+    "use_rotary_position_embeddings",
+    "disable_bias_linear",
     "untie_embeddings_and_output_weights",
-)  # fmt: skip
+)
 """Of those that make a model, what has no value."""
 TORCHTITAN = {
     "llama3/debugmodel": (6, 256, 16, 16, 768, 2048, 2048),
@@ -56,19 +66,29 @@ def torchtitan_spec(name: str) -> ModelSpec:
         ConfigError: there is none, or the kit's decoder is not that model.
     """
     if what := NOT_THE_KITS.get(name.partition("/")[0]):
-        raise ConfigError(f"--model: torchtitan:{name} has {what}, which the kit's decoder has not.")
+        raise ConfigError(
+            f"--model: torchtitan:{name} has {what}, which the kit's decoder has not."
+        )
     if name not in TORCHTITAN:
         raise ConfigError(f"--model: torchtitan:{name} is unknown. {suggestion(name, TORCHTITAN)}")
     layers, hidden, heads, kv_heads, ffn, vocabulary, length = TORCHTITAN[name]
     return ModelSpec.llama(
-        name=f"torchtitan-{name.replace('/', '-')}", num_layers=layers, hidden_size=hidden, num_heads=heads,
-        num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=vocabulary, sequence_length=length,
-        rope_theta=500_000.0, rope_scaling=RopeScaling(),
-    )  # fmt: skip
+        name=f"torchtitan-{name.replace('/', '-')}",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+        vocab_size=vocabulary,
+        sequence_length=length,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(),
+    )
 
 
 def read_arguments(text: str) -> dict[str, str]:
-    """Returns Megatron's arguments in a text by the names that its log has, flags as `True`, the model's complete.
+    """Returns Megatron's arguments in a text by the names that its log has, flags as `True`, the
+    model's complete.
 
     Raises:
         ConfigError: an argument makes another model than the kit's decoder.
@@ -89,18 +109,27 @@ def read_arguments(text: str) -> dict[str, str]:
     fixed = {**FIXED, "kv_channels": (str(hidden // heads),)}
     for key, value in found.items():
         if key in REFUSED or value not in fixed.get(key, (value,)):
-            raise ConfigError(f"--model: --{key.replace('_', '-')} {value}: the kit's decoder cannot do that. Leave it "
-                              f"out if it may be another model.")  # fmt: skip
+            raise ConfigError(
+                f"--model: --{key.replace('_', '-')} {value}: the kit's decoder cannot do that."
+                " Leave it out if it may be another model."
+            )
     if "disable_bias_linear" in found:
         found["add_bias_linear"] = "False"
     gated = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in found else 4 * hidden
-    part = whole.get("make_vocab_size_divisible_by", 128) * whole.get("tensor_model_parallel_size", 1)
-    padded = {"padded_vocab_size": str(-(-whole["vocab_size"] // part) * part)} if "vocab_size" in whole else {}
+    part = whole.get("make_vocab_size_divisible_by", 128) * whole.get(
+        "tensor_model_parallel_size", 1
+    )
+    padded = (
+        {"padded_vocab_size": str(-(-whole["vocab_size"] // part) * part)}
+        if "vocab_size" in whole
+        else {}
+    )
     return {"ffn_hidden_size": str(gated), **padded, **found}
 
 
 def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
-    """Returns the model of Megatron's arguments, by the names that its log has; notes what is counted as another.
+    """Returns the model of Megatron's arguments, by the names that its log has; notes what is
+    counted as another.
 
     Raises:
         ConfigError: a shape is not told.
@@ -109,16 +138,27 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
     missing = [name for name in names if not arguments.get(name, "").isdigit()]
     if missing:
         raise ConfigError(
-            f"model: what was given does not tell {', '.join(missing)}. Add it as a number (for the last, vocab_size "
-            f"will do), or give --model with a preset or a spec.json, and --set spec.KEY=VALUE for what differs."
+            f"model: what was given does not tell {', '.join(missing)}. Add it as a number (for the"
+            " last, vocab_size will do), or give --model with a preset or a spec.json, and --set"
+            " spec.KEY=VALUE for what differs."
         )
     heads, hidden = int(arguments["num_attention_heads"]), int(arguments["hidden_size"])
-    groups = "num_query_groups" if arguments.get("group_query_attention") == "True" else "num_key_value_heads"
+    groups = (
+        "num_query_groups"
+        if arguments.get("group_query_attention") == "True"
+        else "num_key_value_heads"
+    )
     gated = arguments.get("swiglu") == "True" or arguments.get("glu_activation") == "swiglu"
     kind = arguments.get("position_embedding_type", "").lower()
-    rotary = arguments.get("use_rotary_position_embeddings") == "True" or "rope" in kind or "rotary" in kind
+    rotary = (
+        arguments.get("use_rotary_position_embeddings") == "True"
+        or "rope" in kind
+        or "rotary" in kind
+    )
     if not rotary and kind and "learned" not in kind and "absolute" not in kind:
-        notes.append(f"positions {arguments['position_embedding_type']!r} are counted as learned ones")
+        notes.append(
+            f"positions {arguments['position_embedding_type']!r} are counted as learned ones"
+        )
 
     def value(default: float, *names: str) -> float:
         try:

@@ -52,7 +52,9 @@ def _read(data: bytes) -> Any:
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise MissingPackageError("protobuf", "eval", "Writing a .model for transformers") from error
+        raise MissingPackageError(
+            "protobuf", "eval", "Writing a .model for transformers"
+        ) from error
     protocol: Any = sentencepiece_model_pb2  # its classes are made at import
     return protocol.ModelProto.FromString(data)
 
@@ -102,7 +104,8 @@ def _steps(spec: Any) -> list[Any]:
         charsmap and spec.name.startswith("nmt") and normalizers.Replace("\r", " "),
         charsmap and "nfkc" in spec.name and normalizers.NFKC(),
         charsmap and normalizers.Precompiled(charsmap),
-        spec.remove_extra_whitespaces and normalizers.Replace(Regex(rf"[ {SPACE}]+\z|\A +| +(?= )"), ""),
+        spec.remove_extra_whitespaces
+        and normalizers.Replace(Regex(rf"[ {SPACE}]+\z|\A +| +(?= )"), ""),
         spec.add_dummy_prefix and normalizers.Prepend(SPACE),
         spec.escape_whitespaces and normalizers.Replace(" ", SPACE),
     ]

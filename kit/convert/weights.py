@@ -1,4 +1,6 @@
-"""The weights of a model one at a time, wherever they lie, so that no conversion holds a whole model."""
+"""The weights of a model one at a time, wherever they lie, so that no conversion holds a whole
+model.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,8 +21,8 @@ from kit.spec import ModelSpec
 class Weights:
     """The weights of one model, none of them in memory before it is asked for.
 
-    `fill` writes those that it is given tensors for, by the kit's names. A tensor has the weight's shape, and any dtype
-    and strides; of a DTensor, this rank's part is filled.
+    `fill` writes those that it is given tensors for, by the kit's names. A tensor has the weight's
+    shape, and any dtype and strides; of a DTensor, this rank's part is filled.
     """
 
     spec: ModelSpec
@@ -28,8 +30,13 @@ class Weights:
 
     @classmethod
     def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
-        """Returns weights of which `read` gives one, whole, by its name; to fill raises DataError unless it fits."""
-        advice = f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was trained with."
+        """Returns weights of which `read` gives one, whole, by its name; to fill raises
+        DataError unless it fits.
+        """
+        advice = (
+            f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was"
+            " trained with."
+        )
 
         def fill(targets: dict[str, Tensor]) -> None:
             for name, target in targets.items():
@@ -38,13 +45,18 @@ class Weights:
                 except RuntimeError as error:  # a merged weight cannot be cut into heads
                     raise DataError(f"{name}: {error}. {advice}") from error
                 if weight.shape != target.shape:
-                    raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}. {advice}")
+                    raise DataError(
+                        f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}."
+                        f" {advice}"
+                    )
                 if isinstance(target, DTensor):
                     shape, offset = compute_local_shape_and_global_offset(
                         target.shape, target.device_mesh, target.placements
                     )
                     # Of a file in mapped memory, this part alone is read.
-                    weight = weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+                    weight = weight[
+                        tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+                    ]
                     target = target.to_local()
                 target.copy_(weight)
 
@@ -53,7 +65,9 @@ class Weights:
     @classmethod
     def of(cls, decoder: Decoder) -> Self:
         """Returns the weights of a whole decoder."""
-        return cls.read_by(decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name))
+        return cls.read_by(
+            decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name)
+        )
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """Returns the whole model on the CPU, in evaluation mode."""
@@ -69,7 +83,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def load_tensors(file: Path) -> dict[str, Any]:
-    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values are unpickled.
+    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values
+    are unpickled.
 
     A tensor alone has the name "".
 
@@ -84,5 +99,6 @@ def load_tensors(file: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights alone."
+            f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights"
+            " alone."
         ) from error

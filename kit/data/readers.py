@@ -1,7 +1,9 @@
-"""Readers: the documents of one file, whatever its format. Nothing damaged is passed over in silence.
+"""Readers: the documents of one file, whatever its format. Nothing damaged is passed over in
+silence.
 
-A reader yields `(place, text)` and calls `report(place, reason, num_bytes)` for what it cannot read, the bytes where it
-knows them; `report` decides whether that stops the build or is written down and skipped.
+A reader yields `(place, text)` and calls `report(place, reason, num_bytes)` for what it cannot
+read, the bytes where it knows them; `report` decides whether that stops the build or is written
+down and skipped.
 """
 
 import ast
@@ -18,17 +20,21 @@ Report = Callable[..., None]
 Texts = Iterator[tuple[str, str]]
 
 LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""A document is encoded in one piece, which takes about a hundred bytes of memory per byte of text."""
+"""A document is encoded in one piece, which takes about a hundred bytes of memory per byte of
+text."""
 LARGEST_LINE_BYTES = 8 * LARGEST_DOCUMENT_BYTES
-"""With up to six bytes of JSON for a byte of text, and more keys. A small packed file may hold a line of any size."""
+"""With up to six bytes of JSON for a byte of text, and more keys. A small packed file may hold a
+line of any size."""
 TEXT_KEY = "text"
 OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
 
 def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
-    """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if there are several.
+    """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if
+    there are several.
 
-    `text_key` is that of a .jsonl object, or the column of a .parquet or .arrow file, which holds the document.
+    `text_key` is that of a .jsonl object, or the column of a .parquet or .arrow file, which holds
+    the document.
 
     Raises:
         DataError: the file's format is not known.
@@ -39,9 +45,14 @@ def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) 
     elif file.name == "METADATA":
         reader = _readme
     if reader is None:
-        raise DataError(f"{name}: cannot read this format. {suggestion(file_format(file), FORMATS)}")
+        raise DataError(
+            f"{name}: cannot read this format. {suggestion(file_format(file), FORMATS)}"
+        )
     try:
-        if file_format(file) not in {**LINES, **TABLES} and (size := file.stat().st_size) > LARGEST_DOCUMENT_BYTES:
+        if (
+            file_format(file) not in {**LINES, **TABLES}
+            and (size := file.stat().st_size) > LARGEST_DOCUMENT_BYTES
+        ):
             return report(name, too_large(size), size)
         yield from reader(file, name, report, text_key)
     except OSError as error:
@@ -50,7 +61,9 @@ def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) 
 
 def too_large(size: int) -> str:
     """Returns why a document of so many bytes is not read."""
-    return f"one document of {size:,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
+    return (
+        f"one document of {size:,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
+    )
 
 
 def file_format(file: Path) -> str:
@@ -68,7 +81,9 @@ def _whole(file: Path, name: str, report: Report, _: str) -> Texts:
 
 
 def _readme(file: Path, name: str, report: Report, text_key: str) -> Texts:
-    """Yields the long description of an installed package: what follows the header of its METADATA file."""
+    """Yields the long description of an installed package: what follows the header of its
+    METADATA file.
+    """
     for place, text in _whole(file, name, report, text_key):
         yield place, text.partition("\n\n")[2]
 
@@ -77,10 +92,24 @@ def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
     """Yields the chapters of Python's language reference behind `help("topic")`."""
     try:
         tree = ast.parse(file.read_bytes())
-        value = next(node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value)
-        topics = ast.literal_eval(value)  # the file is of whoever the text is of, so it is read and never run
+        value = next(
+            node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
+        )
+        topics = ast.literal_eval(
+            value
+        )  # the file is of whoever the text is of, so it is read and never run
         chapters = sorted((topic, text) for topic, text in topics.items() if isinstance(text, str))
-    except (SyntaxError, ValueError, TypeError, AttributeError, StopIteration, RecursionError, MemoryError) as error:
+    except (
+        SyntaxError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        StopIteration,
+        RecursionError,
+        MemoryError,
+    ) as error:
         return report(name, f"no table of chapters ({error})")
     for topic, text in chapters:
         yield f"{name}:{topic}", text
@@ -114,9 +143,11 @@ def _line(line: bytes, place: str, report: Report, text_key: str) -> Texts:
 
 
 class _Unpacked(io.RawIOBase):
-    """The unpacked bytes of a file, all of them up to where it is cut short; there it raises OSError.
+    """The unpacked bytes of a file, all of them up to where it is cut short; there it raises
+    OSError.
 
-    pyarrow's own stream gives nothing of a read that meets the cut; so that is done again in smaller pieces.
+    pyarrow's own stream gives nothing of a read that meets the cut; so that is done again in
+    smaller pieces.
     """
 
     def __init__(self, file: Path) -> None:
@@ -143,21 +174,27 @@ class _Unpacked(io.RawIOBase):
     def _opened(self):
         import pyarrow
 
-        stream, left = pyarrow.input_stream(self.file, COMPRESSIONS.get(self.file.suffix)), self.place
+        stream, left = (
+            pyarrow.input_stream(self.file, COMPRESSIONS.get(self.file.suffix)),
+            self.place,
+        )
         while left:
             left -= len(stream.read(min(left, READ_BYTES)))
         return stream
 
 
 def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[bytes]:
-    """Yields the lines of a stream; for one that is longer than any document can be, which is reported, nothing."""
+    """Yields the lines of a stream; for one that is longer than any document can be, which is
+    reported, nothing.
+    """
     number = 0
     while line := stream.readline(LARGEST_LINE_BYTES):
         number += 1
         if len(line) == LARGEST_LINE_BYTES:
             report(
                 f"{name}:{number}",
-                f"a line of {LARGEST_LINE_BYTES:,} bytes or more, longer than any document. Split it",
+                f"a line of {LARGEST_LINE_BYTES:,} bytes or more, longer than any document."
+                " Split it",
             )
             while line and not line.endswith(b"\n"):
                 line = stream.readline(READ_BYTES)

@@ -1,10 +1,13 @@
-"""Token files: Megatron's `.bin` (the tokens, flat) and `.idx` (where documents begin), written and memory-mapped.
+"""Token files: Megatron's `.bin` (the tokens, flat) and `.idx` (where documents begin), written and
+memory-mapped.
 
-Layout of `.idx`, little-endian: magic, u64 version 1, u8 type code, u64 sequences, u64 length of the document index,
-then i32 lengths and i64 byte offsets of the sequences, then the i64 document index: the first sequence of each
-document and, last, the number of sequences. Here every document is one sequence.
+Layout of `.idx`, little-endian: magic, u64 version 1, u8 type code, u64 sequences, u64 length of
+the document index, then i32 lengths and i64 byte offsets of the sequences, then the i64 document
+index: the first sequence of each document and, last, the number of sequences. Here every document
+is one sequence.
 
-Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files are equal to its own, byte for byte.
+Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files are equal to its own,
+byte for byte.
 """
 
 import array
@@ -36,13 +39,18 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def rebuild_hint(directory: Path) -> str:
     """Returns the tail of an error message about a damaged dataset: how to make it again."""
-    return f"Build it again: {kit_command('data', 'build', directory, '--overwrite')} (and the options of then)"
+    return (
+        f"Build it again: {kit_command('data', 'build', directory, '--overwrite')} (and the options"
+        " of then)"
+    )
 
 
 class TokenFileWriter:
-    """Writes `PREFIX.bin` and, when it closes, `PREFIX.idx`, document by document. Tokens are below `vocab_size`.
+    """Writes `PREFIX.bin` and, when it closes, `PREFIX.idx`, document by document. Tokens are below
+    `vocab_size`.
 
-    A context manager: after an exception inside, no file is left. Memory: 4 bytes a document, and 30 as it closes.
+    A context manager: after an exception inside, no file is left. Memory: 4 bytes a document, and
+    30 as it closes.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -61,8 +69,9 @@ class TokenFileWriter:
         if found.size and (found.min() < 0 or found.max() >= self._vocab_size):
             outside = found.min() if found.min() < 0 else found.max()
             raise DataError(
-                f"{self._bin.name}: token {outside} in document {len(self._lengths)} is not in the vocabulary "
-                f"of {self._vocab_size:,}. Use the tokenizer that this vocabulary size belongs to."
+                f"{self._bin.name}: token {outside} in document {len(self._lengths)} is not in the"
+                f" vocabulary of {self._vocab_size:,}. Use the tokenizer that this vocabulary size"
+                " belongs to."
             )
         self._stream.write(found.astype(self._dtype, copy=False).tobytes())
         self._lengths.append(found.size)
@@ -94,10 +103,13 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """A token file: `read` gives tokens from anywhere; `tokens` maps all of it, flat; `document(i)` is one document."""
+    """A token file: `read` gives tokens from anywhere; `tokens` maps all of it, flat;
+    `document(i)` is one document.
+    """
 
     def __init__(self, prefix: str | Path) -> None:
-        """Checks header and sizes of `PREFIX.bin` and `PREFIX.idx`; neither is mapped or held open until it is read.
+        """Checks header and sizes of `PREFIX.bin` and `PREFIX.idx`; neither is mapped or held open
+        until it is read.
 
         Raises:
             DataError: a file is missing, empty, truncated, too long, or not in this format.
@@ -107,19 +119,26 @@ class TokenFile:
         idx = self._idx
         size = _size(idx, at_least=HEADER.size)
         with idx.open("rb") as stream:
-            magic, version, code, num_sequences, index_length = HEADER.unpack(stream.read(HEADER.size))
+            magic, version, code, num_sequences, index_length = HEADER.unpack(
+                stream.read(HEADER.size)
+            )
         if other := OTHER_MAGIC.get(magic[:8]):
-            raise DataError(f"{idx}: an index of {other} data, which is not supported. {rebuild_hint(idx.parent)}")
+            raise DataError(
+                f"{idx}: an index of {other} data, which is not supported."
+                f" {rebuild_hint(idx.parent)}"
+            )
         if magic != MAGIC or version != VERSION or code not in TYPE_CODES:
             raise DataError(
-                f"{idx}: not a Megatron index: found magic {magic!r}, version {version}, type code {code}; "
-                f"expected {MAGIC!r}, {VERSION}, one of {sorted(TYPE_CODES)}. {rebuild_hint(idx.parent)}"
+                f"{idx}: not a Megatron index: found magic {magic!r}, version {version}, type code"
+                f" {code}; expected {MAGIC!r}, {VERSION}, one of {sorted(TYPE_CODES)}."
+                f" {rebuild_hint(idx.parent)}"
             )
         expected = HEADER.size + 12 * num_sequences + 8 * index_length
         if size == expected + num_sequences > expected:
             raise DataError(
-                f"{idx}: a multimodal index of megatron-core, with a mode for each of {num_sequences:,} sequences. "
-                f"That is not supported, only text is. {rebuild_hint(idx.parent)}"
+                f"{idx}: a multimodal index of megatron-core, with a mode for each of"
+                f" {num_sequences:,} sequences. That is not supported, only text is."
+                f" {rebuild_hint(idx.parent)}"
             )
         if size != expected:
             raise _wrong_size(idx, f"{expected:,}", size)
@@ -156,26 +175,38 @@ class TokenFile:
         """
         data = os.pread(self._handle, count * self.dtype.itemsize, begin * self.dtype.itemsize)
         if len(data) != count * self.dtype.itemsize:
-            raise _wrong_size(self._bin, f"{self.num_tokens * self.dtype.itemsize:,}", self._bin.stat().st_size)
+            raise _wrong_size(
+                self._bin, f"{self.num_tokens * self.dtype.itemsize:,}", self._bin.stat().st_size
+            )
         return np.frombuffer(data, self.dtype)
 
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
-        """The position of each document's first token, and the number of tokens: int64 [num_documents + 1].
+        """The position of each document's first token, and the number of tokens: int64
+        [num_documents + 1].
 
         Raises:
             DataError: the index is damaged: documents overlap, or do not cover the tokens.
         """
         raw = np.memmap(self._idx, mode="r", offset=HEADER.size)
-        lengths, sequences = raw[: 4 * self._num_sequences].view("<i4"), raw[12 * self._num_sequences :].view("<i8")
+        lengths, sequences = (
+            raw[: 4 * self._num_sequences].view("<i4"),
+            raw[12 * self._num_sequences :].view("<i8"),
+        )
         offsets = raw[4 * self._num_sequences : 12 * self._num_sequences].view("<i8")
         offsets = np.append(offsets, self.num_tokens * self.dtype.itemsize)
         inside = sequences.min() >= 0 and sequences.max() <= lengths.size and lengths.min() >= 0
-        whole = sequences[0] == 0 and sequences[-1] == lengths.size and np.all(np.diff(sequences) >= 0)
-        dense = offsets[0] == 0 and np.array_equal(np.diff(offsets), lengths * np.int64(self.dtype.itemsize))
+        whole = (
+            sequences[0] == 0 and sequences[-1] == lengths.size and np.all(np.diff(sequences) >= 0)
+        )
+        dense = offsets[0] == 0 and np.array_equal(
+            np.diff(offsets), lengths * np.int64(self.dtype.itemsize)
+        )
         if not (inside and whole and dense):
             hint = rebuild_hint(self._idx.parent)
-            raise DataError(f"{self._idx}: damaged: its documents do not cover {self._bin.name}. {hint}")
+            raise DataError(
+                f"{self._idx}: damaged: its documents do not cover {self._bin.name}. {hint}"
+            )
         return offsets[sequences] // self.dtype.itemsize
 
     def document(self, index: int) -> np.ndarray:
@@ -193,8 +224,8 @@ class TokenFile:
             piece = self.tokens[begin : begin + chunk]
             if piece.min() < 0 or piece.max() >= vocab_size:
                 raise DataError(
-                    f"{self._bin}: damaged: holds a token outside its vocabulary of {vocab_size:,}. "
-                    f"{rebuild_hint(self._bin.parent)}"
+                    f"{self._bin}: damaged: holds a token outside its vocabulary of {vocab_size:,}."
+                    f" {rebuild_hint(self._bin.parent)}"
                 )
             counts += np.bincount(piece, minlength=vocab_size)
         return counts
@@ -216,5 +247,6 @@ def _size(file: Path, at_least: int) -> int:
 
 def _wrong_size(file: Path, expected: str, found: int) -> DataError:
     return DataError(
-        f"{file}: truncated or damaged: expected {expected} bytes, found {found:,}. {rebuild_hint(file.parent)}"
+        f"{file}: truncated or damaged: expected {expected} bytes, found {found:,}."
+        f" {rebuild_hint(file.parent)}"
     )

@@ -1,4 +1,5 @@
-"""Tokenizers: one small interface over `tokenizers` and `sentencepiece`, and a byte-level BPE trained on the corpus.
+"""Tokenizers: one small interface over `tokenizers` and `sentencepiece`, and a byte-level BPE
+trained on the corpus.
 
 Each tokenizer is one file, kept byte for byte, so that a dataset can store it and stand alone.
 """
@@ -19,14 +20,23 @@ SMALLEST_VOCAB_SIZE = 257
 """256 bytes and the end-of-text token."""
 KNOWN_END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
-HUGGING_FACE_FILES = "tokenizer* special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template*".split()
+HUGGING_FACE_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
 """What a Hugging Face folder may hold of a tokenizer."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data` is the file.
+    """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data`
+    is the file.
 
-    `start_id` stands before a text that has nothing before it: `eos_id`, unless its model was trained with another.
+    `start_id` stands before a text that has nothing before it: `eos_id`, unless its model was
+    trained with another.
     """
 
     file_name: str
@@ -37,7 +47,9 @@ class Tokenizer(Protocol):
     start_id: int
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, nothing added; text that spells a special token is ordinary text."""
+        """Returns the ids of a text, nothing added; text that spells a special token is ordinary
+        text.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -54,8 +66,11 @@ class BytePairTokenizer:
 
     file_name = "tokenizer.json"
 
-    def __init__(self, data: bytes, eos_id: int | None = None, eos_token: str | None = None) -> None:
-        """Reads a tokenizer.json; the end-of-text token is `eos_id`, or `eos_token`, or the first known name it has.
+    def __init__(
+        self, data: bytes, eos_id: int | None = None, eos_token: str | None = None
+    ) -> None:
+        """Reads a tokenizer.json; the end-of-text token is `eos_id`, or `eos_token`, or the first
+        known name it has.
 
         Raises:
             DataError: not a tokenizer.json, or it has no end-of-text token.
@@ -65,7 +80,9 @@ class BytePairTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{self.file_name}: not a file of the tokenizers library ({error}).") from error
+            raise DataError(
+                f"{self.file_name}: not a file of the tokenizers library ({error})."
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Source files quote special tokens; as text they must not become the real ones.
@@ -80,7 +97,10 @@ class BytePairTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -89,7 +109,8 @@ class BytePairTokenizer:
 class SentencePieceTokenizer:
     """A sentencepiece `.model`.
 
-    It is read by sentencepiece itself: other libraries' conversions of these files give other ids on some texts.
+    It is read by sentencepiece itself: other libraries' conversions of these files give other ids
+    on some texts.
     """
 
     file_name = "tokenizer.model"
@@ -98,7 +119,9 @@ class SentencePieceTokenizer:
         try:
             import sentencepiece
         except ImportError as error:
-            raise MissingPackageError("sentencepiece", "eval", "Reading a sentencepiece .model") from error
+            raise MissingPackageError(
+                "sentencepiece", "eval", "Reading a sentencepiece .model"
+            ) from error
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(data)
@@ -110,22 +133,28 @@ class SentencePieceTokenizer:
         self.eos_id = self.start_id = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(
-                f"{self.file_name}: this sentencepiece model has no end-of-sentence token; train one with it."
+                f"{self.file_name}: this sentencepiece model has no end-of-sentence token; train"
+                " one with it."
             )
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        is_one_of_many = os.environ.get("TOKENIZERS_PARALLELISM") == "false"  # as for the other library
+        is_one_of_many = (
+            os.environ.get("TOKENIZERS_PARALLELISM") == "false"
+        )  # as for the other library
         return self._processor.encode(list(texts), num_threads=1 if is_one_of_many else -1)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids])
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> BytePairTokenizer:
-    """Returns a byte-level BPE of exactly `vocab_size` entries: `<|endoftext|>` (id 0), 256 bytes, then merges.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> BytePairTokenizer:
+    """Returns a byte-level BPE of exactly `vocab_size` entries: `<|endoftext|>` (id 0), 256 bytes,
+    then merges.
 
     Any text round-trips, since bytes are the alphabet. Digits are separate tokens.
 
@@ -136,10 +165,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
 
     if vocab_size < SMALLEST_VOCAB_SIZE:
         raise DataError(
-            f"vocab_size: {vocab_size} is not allowed. Give at least {SMALLEST_VOCAB_SIZE} (bytes and eos)."
+            f"vocab_size: {vocab_size} is not allowed. Give at least {SMALLEST_VOCAB_SIZE} (bytes"
+            " and eos)."
         )
     tokenizer = Tokenizer(models.BPE())
-    pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    pieces = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
@@ -152,13 +185,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) 
     found = tokenizer.get_vocab_size()
     if found != vocab_size:
         raise DataError(
-            f"vocab_size: {vocab_size} entries asked, but the text yields only {found}. Ask fewer, or add text."
+            f"vocab_size: {vocab_size} entries asked, but the text yields only {found}. Ask fewer,"
+            " or add text."
         )
     return BytePairTokenizer(tokenizer.to_str().encode(), eos_token=END_OF_TEXT)
 
 
 def _interruptible(work: Callable[[], object]) -> None:
-    """Does work that lasts, in a thread of its own: the library's code does not look for Ctrl-C, this thread does."""
+    """Does work that lasts, in a thread of its own: the library's code does not look for Ctrl-C,
+    this thread does.
+    """
     errors: list[BaseException] = []
 
     def guarded() -> None:
@@ -176,7 +212,8 @@ def _interruptible(work: Callable[[], object]) -> None:
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json, a sentencepiece .model, or a Hugging Face folder or hub name.
+    """Returns the tokenizer of a tokenizer.json, a sentencepiece .model, or a Hugging Face folder
+    or hub name.
 
     Raises:
         DataError: there is no such tokenizer, it cannot be read, or it has no end-of-text token.
@@ -192,14 +229,20 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
     if path.suffix in (".json", ".model"):
-        raise DataError(f"{path}: no such file. Give a tokenizer.json, a .model, a folder, or a hub name.")
+        raise DataError(
+            f"{path}: no such file. Give a tokenizer.json, a .model, a folder, or a hub name."
+        )
     return _load_folder(_download(str(source)))
 
 
 def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
-    """Returns a tokenizer that a dataset stores, with the end-of-text token that the dataset was built with."""
+    """Returns a tokenizer that a dataset stores, with the end-of-text token that the dataset was
+    built with.
+    """
     data = file.read_bytes()
-    return SentencePieceTokenizer(data) if file.suffix == ".model" else BytePairTokenizer(data, eos_id)
+    return (
+        SentencePieceTokenizer(data) if file.suffix == ".model" else BytePairTokenizer(data, eos_id)
+    )
 
 
 def _load_folder(folder: Path) -> Tokenizer:
@@ -209,33 +252,42 @@ def _load_folder(folder: Path) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise MissingPackageError("transformers", "eval", f"Reading the tokenizer in {folder}") from error
+        raise MissingPackageError(
+            "transformers", "eval", f"Reading the tokenizer in {folder}"
+        ) from error
     try:
         wrapper = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         data = wrapper.backend_tokenizer.to_str().encode()
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{folder}: no tokenizer.json, no tokenizer.model, and transformers finds none. Give a tokenizer.json, "
-            f"a .model, or a folder with one."
+            f"{folder}: no tokenizer.json, no tokenizer.model, and transformers finds none. Give a"
+            " tokenizer.json, a .model, or a folder with one."
         ) from error
     return BytePairTokenizer(data, eos_token=wrapper.eos_token)
 
 
 def _download(name: str) -> Path:
-    """Returns the folder of a hub repository's tokenizer files, from the local cache or the network."""
+    """Returns the folder of a hub repository's tokenizer files, from the local cache or the
+    network.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=[*HUGGING_FACE_FILES, "config.json"]))
-    except Exception as error:  # bad name, no network, no such repository: all of different families
+    except (
+        Exception
+    ) as error:  # bad name, no network, no such repository: all of different families
         raise DataError(
-            f"tokenizer {name!r}: no such file or folder here, and no such repository in reach "
-            f"({str(error).splitlines()[0]}). Give a tokenizer.json, a .model, a folder, or a hub name."
+            f"tokenizer {name!r}: no such file or folder here, and no such repository in reach"
+            f" ({str(error).splitlines()[0]}). Give a tokenizer.json, a .model, a folder, or a hub"
+            " name."
         ) from error
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Returns the end-of-text token that Hugging Face's files beside a tokenizer.json name, if they do."""
+    """Returns the end-of-text token that Hugging Face's files beside a tokenizer.json name, if
+    they do.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             token = json.loads((folder / name).read_text()).get("eos_token")

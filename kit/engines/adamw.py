@@ -11,6 +11,10 @@ from kit.recipe import Recipe
 def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:
     """Returns torch's fused AdamW over parameters, or over groups of them as torch takes them."""
     return torch.optim.AdamW(
-        parameters, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps,
-        weight_decay=recipe.weight_decay, fused=True,
-    )  # fmt: skip
+        parameters,
+        lr=recipe.learning_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.eps,
+        weight_decay=recipe.weight_decay,
+        fused=True,
+    )

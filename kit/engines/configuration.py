@@ -13,7 +13,8 @@ DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "ne
 
 
 def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """Returns texts by file name: DeepSpeed's JSON and, for a GPT, the command line of Megatron-DeepSpeed; or NxD's.
+    """Returns texts by file name: DeepSpeed's JSON and, for a GPT, the command line of
+    Megatron-DeepSpeed; or NxD's.
 
     The native engine has none beside plan.json and recipe.json.
     """
@@ -22,7 +23,9 @@ def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str
     if plan.engine != "deepspeed":
         return {}
     files = {DEEPSPEED: _json(deepspeed_config(plan, recipe))}
-    if spec.family == "gpt" and spec.tied_embeddings and recipe.schedule != "wsd":  # which Megatron-DeepSpeed lacks
+    if (
+        spec.family == "gpt" and spec.tied_embeddings and recipe.schedule != "wsd"
+    ):  # which Megatron-DeepSpeed lacks
         files[MEGATRON] = f"pretrain_gpt.py {shlex.join(megatron_arguments(spec, plan, recipe))}\n"
     return files
 

@@ -1,4 +1,6 @@
-"""How torch and NCCL run on GPUs: their memory, how long they wait for other ranks, and what they tell of a wait."""
+"""How torch and NCCL run on GPUs: their memory, how long they wait for other ranks, and what
+they tell of a wait.
+"""
 
 import contextlib
 import datetime
@@ -17,9 +19,11 @@ TIMEOUT_S = 300.0  # as torchtitan gives the start: a rank that compiles again m
 
 
 def prepare(logs: Path) -> None:
-    """Sets what is not set yet, before the first tensor on a GPU: segments that grow and fragment less (HIP has none).
+    """Sets what is not set yet, before the first tensor on a GPU: segments that grow and fragment
+    less (HIP has none).
 
-    NCCL keeps its last collectives and leaves them in `logs` if they take too long; `torchfrtrace` reads them.
+    NCCL keeps its last collectives and leaves them in `logs` if they take too long; `torchfrtrace`
+    reads them.
     """
     settings = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if torch.version.hip is None and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -29,9 +33,13 @@ def prepare(logs: Path) -> None:
 
 
 def shorten_timeouts(hung_after_s: float | None) -> None:
-    """Lets GPUs wait for a collective less than a first step needs, but longer than a watchdog of `hung_after_s`."""
+    """Lets GPUs wait for a collective less than a first step needs, but longer than a watchdog
+    of `hung_after_s`.
+    """
     if hung_after_s is not None:
-        timeout = min(COLLECTIVE_TIMEOUT, datetime.timedelta(seconds=max(TIMEOUT_S, 2 * hung_after_s)))
+        timeout = min(
+            COLLECTIVE_TIMEOUT, datetime.timedelta(seconds=max(TIMEOUT_S, 2 * hung_after_s))
+        )
         for group in _world.pg_map:
             if torch.device("cuda") in group._device_types:
                 group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)

@@ -1,4 +1,6 @@
-"""The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and pipelining."""
+"""The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and
+pipelining.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -27,26 +29,42 @@ from kit.spec import ModelSpec
 
 
 class NativeEngine:
-    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by `build_engine`."""
+    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by
+    `build_engine`.
+    """
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device, *, initialise: bool = True
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        recipe: Recipe,
+        device: torch.device,
+        *,
+        initialise: bool = True,
     ) -> None:
         plan.check(spec, dist.get_world_size())
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
-        self.accepts: Callable[[float, float], bool] | None = None  # asked with loss and norm before each update
+        self.accepts: Callable[[float, float], bool] | None = (
+            None  # asked with loss and norm before each update
+        )
         self.mesh = build_mesh(plan, device.type)
         self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
-        self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        self.pipeline_group = (
+            self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        )
         self.data_rank = data_rank(self.mesh)
         seed = recipe.seed if initialise else None
         self.decoders = build_decoders(spec, plan, self.mesh, device=device, seed=seed)
         self.is_first = any(decoder.embedding is not None for decoder in self.decoders)
         self.is_last = any(decoder.output is not None for decoder in self.decoders)
-        self.tied = _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
+        self.tied = (
+            _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
+        )
         self.schedule = self._build_schedule() if self.pipeline_group is not None else None
         # One group per placement: fused and foreach kernels cannot mix plain tensors and DTensors.
-        self.optimizer = adamw([{"params": group} for group in group_parameters(self.parameters())], recipe)
+        self.optimizer = adamw(
+            [{"params": group} for group in group_parameters(self.parameters())], recipe
+        )
 
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters, a tied one once per stage."""
@@ -56,14 +74,18 @@ class NativeEngine:
         """Has no token look back behind the end of a document, which the token `end` is."""
         has_kernel = has_document_kernel(self.device, self.plan.precision)
         for decoder in self.decoders:
-            decoder.within_documents = partial(Past.within_documents, end=end, has_kernel=has_kernel)
+            decoder.within_documents = partial(
+                Past.within_documents, end=end, has_kernel=has_kernel
+            )
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes."""
         return self.begin_step(samples, learning_rate).read()
 
     def begin_step(self, samples: Tensor, learning_rate: float) -> "StepResult":
-        """Returns what a step is going to give: an accelerator may still be at it, unless `accepts` is asked."""
+        """Returns what a step is going to give: an accelerator may still be at it, unless
+        `accepts` is asked.
+        """
         inputs, targets = self._shifted(samples)
         self.optimizer.zero_grad()
         phases = Phases(self.device)
@@ -76,7 +98,9 @@ class NativeEngine:
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
         phases.mark()
-        if self.accepts is None:  # then an accelerator gets the update before anyone waits for the loss
+        if (
+            self.accepts is None
+        ):  # then an accelerator gets the update before anyone waits for the loss
             self._update(learning_rate)
             phases.mark()
         result = StepResult(self._mean_over_replicas(loss), norm, phases)
@@ -105,21 +129,27 @@ class NativeEngine:
         return self._mean_over_replicas(loss / (len(inputs) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and optimizer states by global name, the tensors themselves (DTensors where cut).
+        """Returns weights and optimizer states by global name, the tensors themselves (DTensors
+        where cut).
 
-        Names do not depend on the layout: `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
+        Names do not depend on the layout: `model.layers.3.attention.query.weight`,
+        `adamw.exp_avg.layers.3...`.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
             state[f"model.{name}"] = parameter.detach()
-            assert not self.optimizer.state or parameter in self.optimizer.state, f"{name} is not the optimizer's"
+            assert not self.optimizer.state or parameter in self.optimizer.state, (
+                f"{name} is not the optimizer's"
+            )
             for moment in ("exp_avg", "exp_avg_sq"):
                 if parameter in self.optimizer.state:
                     state[f"adamw.{moment}.{name}"] = self.optimizer.state[parameter][moment]
         return state
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name; a tied output goes by the embedding's name."""
+        """Returns this rank's parameters by global name; a tied output goes by the embedding's
+        name.
+        """
         named = {}
         for decoder in self.decoders:
             for name, parameter in decoder.named_parameters():
@@ -128,7 +158,9 @@ class NativeEngine:
         return named
 
     def restore_optimizer(self, step: int) -> None:
-        """Gives every parameter the optimizer state that it has after `step` steps, moments zero (to be loaded)."""
+        """Gives every parameter the optimizer state that it has after `step` steps, moments zero
+        (to be loaded).
+        """
         for parameter in self.parameters():
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(float(step), device=self.device),
@@ -141,16 +173,24 @@ class NativeEngine:
         if self.tied is not None:
             self.tied.copy_to_output(self.optimizer)
 
-    # Forward and backward --------------------------------------------------------------------------------------
+    # Forward and backward -------------------------------------------------------------------------
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Accumulates gradients of the mean loss; returns that loss (zero where this rank has no last stage)."""
+        """Accumulates gradients of the mean loss; returns that loss (zero where this rank has no
+        last stage).
+        """
         if self.schedule is not None:
             losses: list[Tensor] = []
             last = {"target": targets, "losses": losses} if self.is_last else {}
             with self._loss_context():
-                self.schedule.step(*([inputs] if self.is_first else []), return_outputs=False, **last)
-            return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+                self.schedule.step(
+                    *([inputs] if self.is_first else []), return_outputs=False, **last
+                )
+            return (
+                torch.stack(losses).mean().detach()
+                if losses
+                else torch.zeros((), device=self.device)
+            )
         decoder, count = self.decoders[0], self.plan.num_microbatches
         total = torch.zeros((), device=self.device)
         for i, (x_BT, y_BT) in enumerate(zip(*self._micro_batches(inputs, targets), strict=True)):
@@ -162,13 +202,17 @@ class NativeEngine:
         return total
 
     def _loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which takes no gradient)."""
+        """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which
+        takes no gradient).
+        """
         if self.pipeline_group is None and self.tensor_mesh is None:
             return self.decoders[0](tokens_BT, targets_BT)
         if self.pipeline_group is None:
             return cross_entropy(self.decoders[0](tokens_BT), targets_BT, self.tensor_mesh)
         group, rank = self.pipeline_group, pipeline_rank(self.mesh)
-        logits_BTV = forward_only(self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=group)
+        logits_BTV = forward_only(
+            self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=group
+        )
         if logits_BTV is None:
             return torch.zeros((), device=self.device)
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
@@ -185,10 +229,13 @@ class NativeEngine:
 
     def _shifted(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         samples = samples.to(self.device, non_blocking=True)
-        # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built with.
+        # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built
+        # with.
         return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
-    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _micro_batches(
+        self, inputs: Tensor, targets: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         size = self.plan.micro_batch_size
         return inputs.split(size), targets.split(size)
 
@@ -196,7 +243,8 @@ class NativeEngine:
         return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
 
     def _mean_over_replicas(self, loss: Tensor) -> Tensor:
-        # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one replica.
+        # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one
+        # replica.
         loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
         dist.all_reduce(loss)
         return loss
@@ -207,7 +255,9 @@ class NativeEngine:
 
 
 class StepResult:
-    """Loss and gradient norm of a step on their way into memory; an accelerator is waited for when they are read."""
+    """Loss and gradient norm of a step on their way into memory; an accelerator is waited for
+    when they are read.
+    """
 
     def __init__(self, loss: Tensor, norm: Tensor, phases: Phases) -> None:
         self.phases = phases
@@ -225,7 +275,9 @@ class StepResult:
 
 
 class _TiedStages:
-    """The embedding weight that the first and last pipeline stage both hold, kept equal by summing its gradients."""
+    """The embedding weight that the first and last pipeline stage both hold, kept equal by
+    summing its gradients.
+    """
 
     def __init__(self, engine: NativeEngine) -> None:
         self.embedding: Parameter | None = None
@@ -250,11 +302,15 @@ class _TiedStages:
 
     @torch.no_grad()
     def copy_to_output(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copies weight and moments from the embedding to an output on the same rank (loading fills one of them)."""
+        """Copies weight and moments from the embedding to an output on the same rank (loading
+        fills one of them).
+        """
         if self.embedding is None or self.output is None:
             return
         pairs = [(self.output, self.embedding)]
         for moment in ("exp_avg", "exp_avg_sq"):
-            pairs.append((optimizer.state[self.output][moment], optimizer.state[self.embedding][moment]))
+            pairs.append(
+                (optimizer.state[self.output][moment], optimizer.state[self.embedding][moment])
+            )
         for target, source in pairs:
             local(target).copy_(local(source))

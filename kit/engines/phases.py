@@ -1,4 +1,6 @@
-"""When the phases of a step ended, at no cost: by the host's clock, or by events of a GPU that nobody waits for."""
+"""When the phases of a step ended, at no cost: by the host's clock, or by events of a GPU that
+nobody waits for.
+"""
 
 import time
 from itertools import pairwise
@@ -7,8 +9,8 @@ from typing import Any
 import torch
 
 PHASES = ("forward_backward_s", "reduction_s", "optimizer_s")
-"""Columns of the metrics, of rank 0. Reduction is what is left of it after the backward pass, with gradient norm and
-clipping."""
+"""Columns of the metrics, of rank 0. Reduction is what is left of it after the backward pass, with
+gradient norm and clipping."""
 
 
 class Phases:
@@ -29,7 +31,9 @@ class Phases:
             self.marks.append(time.perf_counter())
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of the phases that are over, by name; to be asked after the step's result was read."""
+        """Returns the seconds of the phases that are over, by name; to be asked after the step's
+        result was read.
+        """
         over = [mark for mark in self.marks if not self.is_gpu or mark.query()]
         took = (a.elapsed_time(b) / 1e3 if self.is_gpu else b - a for a, b in pairwise(over))
         return {name: round(seconds, 6) for name, seconds in zip(PHASES, took, strict=False)}

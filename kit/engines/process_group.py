@@ -1,4 +1,6 @@
-"""How a rank joins the others: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, over gloo, NCCL or XLA."""
+"""How a rank joins the others: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
+over gloo, NCCL or XLA.
+"""
 
 import contextlib
 import ctypes
@@ -18,16 +20,23 @@ from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 from kit.plan import EngineName
 
 JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
-"""Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM PR 1006)."""
+"""Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM
+PR 1006)."""
 
 
 def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
-    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on.
+    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it
+    computes on.
 
     Raises:
         ConfigError: the site's device is a GPU, and this rank cannot have one.
     """
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         os.environ.setdefault(name, value)
     _prepare_for_connections()
     timeout = max(COLLECTIVE_TIMEOUT, JOIN_S_PER_RANK * int(os.environ["WORLD_SIZE"]))
@@ -37,9 +46,13 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
         return start_xla()
     if _has_gpu(site):
         # A launcher that shows each rank one device only has a single index 0.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        )
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **local_store(timeout))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **local_store(timeout)
+        )
     else:
         device = torch.device("cpu")
         keep_freed_memory()
@@ -49,12 +62,15 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
 
 def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Returns where ranks of one machine meet, for `init_process_group`; nothing where torch has to find it.
+    """Returns where ranks of one machine meet, for `init_process_group`; nothing where torch has to
+    find it.
 
     Torch's own store listens to all networks, and believes whoever comes.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has it
+    if (
+        address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):  # torchrun's agent has it
         return {}
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listening = socket.create_server((address, port), backlog=world).detach() if rank == 0 else None
@@ -65,28 +81,34 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def _has_gpu(site: Site | None) -> bool:
-    """Whether this rank computes on a GPU; on this machine, whether the site says so, whose peak MFU is judged by."""
-    # The count alone may come from the driver's own library, though the driver is too old for torch.
+    """Whether this rank computes on a GPU; on this machine, whether the site says so, whose peak
+    MFU is judged by.
+    """
+    # The count alone may come from the driver's own library, though the driver is too old for
+    # torch.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_local = site is not None and site.scheduler == "local"
     # Elsewhere a scheduler may show each rank its own device only.
     if site is not None and site.device.is_gpu and gpus < (ranks if is_local else 1):
         raise ConfigError(
-            f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus} here for {ranks} "
-            f"ranks. Check the driver and torch's wheel (`kit doctor`), start fewer ranks, or give --device cpu."
+            f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus}"
+            f" here for {ranks} ranks. Check the driver and torch's wheel (`kit doctor`), start"
+            " fewer ranks, or give --device cpu."
         )
     on_cpu = site is not None and is_local and not site.device.is_gpu
     if gpus and on_cpu and os.environ["RANK"] == "0":
         print(
-            f"WARNING: {counted(ranks, 'rank')}, {counted(gpus, 'GPU')} here: all ranks compute on the CPU, over gloo",
+            f"WARNING: {counted(ranks, 'rank')}, {counted(gpus, 'GPU')} here: all ranks compute on"
+            " the CPU, over gloo",
             flush=True,
         )
     return gpus > 0 and not on_cpu
 
 
 def control_group() -> Any:
-    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never part of a graph.
+    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never
+    part of a graph.
 
     That is the world's own group, but under XLA, which knows no CPU.
     """
@@ -94,10 +116,12 @@ def control_group() -> Any:
 
 
 def _prepare_for_connections() -> None:
-    """Lets gloo connect those ranks alone that talk, and this process open as many files and sockets as it may.
+    """Lets gloo connect those ranks alone that talk, and this process open as many files and
+    sockets as it may.
 
-    By default all connect with all, for each group: 1,024 descriptors are gone at 250-335 ranks, and above 1,000 ranks
-    reading all addresses from rank 0 takes longer than gloo waits (github.com/pytorch/gloo/issues/327 and 419).
+    By default all connect with all, for each group: 1,024 descriptors are gone at 250-335 ranks,
+    and above 1,000 ranks reading all addresses from rank 0 takes longer than gloo waits
+    (github.com/pytorch/gloo/issues/327 and 419).
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -106,9 +130,11 @@ def _prepare_for_connections() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of handing it back to the kernel, for the life of this process.
+    """Makes glibc reuse freed memory instead of handing it back to the kernel, for the life of this
+    process.
 
-    Each step allocates the same large tensors again. On a CPU, fresh pages for them took a sixth of a demo step.
+    Each step allocates the same large tensors again. On a CPU, fresh pages for them took a sixth of
+    a demo step.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -118,7 +144,9 @@ def keep_freed_memory() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without the end of Python: gloo's threads may let go of tensors then, and torch 2.13 aborts."""
+    """Ends this process without the end of Python: gloo's threads may let go of tensors then,
+    and torch 2.13 aborts.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

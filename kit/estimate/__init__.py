@@ -1,6 +1,8 @@
-"""Memory and time of a layout, the search for a good one, and how far all of it can be trusted. NumPy, no torch.
+"""Memory and time of a layout, the search for a good one, and how far all of it can be trusted.
+NumPy, no torch.
 
-theory/ the equations   fit/ their fit to runs   choose/ the search   validation/ its errors   tuning/ search by trials
+theory/ the equations   fit/ their fit to runs   choose/ the search   validation/ its errors
+                        tuning/ search by trials
 """
 
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out text of the corpus."""
+"""Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out
+text of the corpus.
+"""
 
 import errno
 import hashlib
@@ -38,23 +40,29 @@ __all__ = [
 
 
 def evaluate(
-    run: Run | str | Path, step: int | None = None, tasks: Sequence[str] | str = "default", **options: Any
+    run: Run | str | Path,
+    step: int | None = None,
+    tasks: Sequence[str] | str = "default",
+    **options: Any,
 ) -> EvalReport:
-    """Scores a checkpoint of a run and keeps the scores in the run directory, in `eval/step_NNNNNNNN.json`.
+    """Scores a checkpoint of a run and keeps the scores in the run directory, in
+    `eval/step_NNNNNNNN.json`.
 
-    Tasks are names of lm-eval's tasks, groups or tags (`BENCHMARKS`: those whose data the kit brings), or `heldout`:
-    the held-out text of the run's data set; or, as one word, the name of a suite, of which the report names what could
-    not be scored, and why. Returned are their scores. The file also keeps those of other tasks of the same step, by
-    default the newest; it grows task by task, so that an evaluation that is ended keeps what it has. For `options` see
-    `Options`.
+    Tasks are names of lm-eval's tasks, groups or tags (`BENCHMARKS`: those whose data the kit
+    brings), or `heldout`: the held-out text of the run's data set; or, as one word, the name of a
+    suite, of which the report names what could not be scored, and why. Returned are their scores.
+    The file also keeps those of other tasks of the same step, by default the newest; it grows task
+    by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
 
-    A model that needs several devices, or is given them, is scored in a job of the run's site, and this returns at its
-    end. Each process of that job calls this too, started with torch's WORLD_SIZE and RANK.
+    A model that needs several devices, or is given them, is scored in a job of the run's site, and
+    this returns at its end. Each process of that job calls this too, started with torch's
+    WORLD_SIZE and RANK.
 
     Raises:
         CheckpointError: the run has no complete checkpoint of that step, or it is damaged.
         RunError, JobError: the job could not be started, or did not come to its end.
-        ConfigError: the file's other scores were made with another tokenizer, or the file is damaged.
+        ConfigError: the file's other scores were made with another tokenizer, or the file is
+            damaged.
         RunError: the directory is not a run.
         DataError, MissingPackageError: as `evaluate_model`.
     """
@@ -68,14 +76,20 @@ def evaluate(
     plan = layout(run.spec, run.site, chosen, ranks)
     owner = other_owner(run.directory)
     if not owner:
-        if is_first and file.exists():  # whatever stands against adding to it is found before the work, not after
+        if (
+            is_first and file.exists()
+        ):  # whatever stands against adding to it is found before the work, not after
             _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
         check_keepable(file)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
     report = EvalReport(
-        name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
-        attempt=checkpoint.attempt, tokenizer_sha256=dataset.info.tokenizer_sha256,
-    )  # fmt: skip
+        name=run.name,
+        step=checkpoint.step,
+        checkpoint=str(folder),
+        tokens_seen=checkpoint.tokens,
+        attempt=checkpoint.attempt,
+        tokenizer_sha256=dataset.info.tokenizer_sha256,
+    )
     if plan.num_devices > ranks:
         if owner:
             refuse_job(run, owner)
@@ -87,9 +101,14 @@ def evaluate(
     start = time.perf_counter()
     with opened(run, checkpoint.step, plan) as share:
         found = score_all(
-            share, dataset.tokenizer(), run.spec.sequence_length, requests, chosen,
-            dataset.directory / VALIDATION_TEXT, skip=isinstance(tasks, str),
-        )  # fmt: skip
+            share,
+            dataset.tokenizer(),
+            run.spec.sequence_length,
+            requests,
+            chosen,
+            dataset.directory / VALIDATION_TEXT,
+            skip=isinstance(tasks, str),
+        )
         return keep_scores(file if is_first and not owner else None, report, found, start)
 
 
@@ -118,7 +137,8 @@ def check_keepable(file: Path) -> None:
 def keep_scores(
     file: Path | None, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float
 ) -> EvalReport:
-    """Returns a report with the scores found, after merging each into its file, if it has one, as it comes.
+    """Returns a report with the scores found, after merging each into its file, if it has one, as
+    it comes.
 
     What the file holds of other tasks stays. The work began at `start`, by `time.perf_counter`.
     """
@@ -141,15 +161,17 @@ def evaluate_model(
     device: str = "cpu",
     **options: Any,
 ) -> EvalReport:
-    """Returns the scores of a whole decoder on `device`, and which tasks of a suite could not be scored, and why.
+    """Returns the scores of a whole decoder on `device`, and which tasks of a suite could not be
+    scored, and why.
 
-    `sequence_length` is the longest input of the model, in tokens; `heldout_file` the `validation.jsonl` of the corpus,
-    for the task `heldout`. Tasks and options are as in `evaluate`.
+    `sequence_length` is the longest input of the model, in tokens; `heldout_file` the
+    `validation.jsonl` of the corpus, for the task `heldout`. Tasks and options are as in
+    `evaluate`.
 
     Raises:
         ConfigError: a task is unknown, or tokenizer or sequence length do not fit the model.
-        DataError: data is missing or damaged, or there are fewer solved examples than shots. In a suite such a task
-            is listed in the report instead.
+        DataError: data is missing or damaged, or there are fewer solved examples than shots. In a
+            suite such a task is listed in the report instead.
         MissingPackageError: lm-eval is not installed.
     """
     import torch
@@ -157,11 +179,15 @@ def evaluate_model(
     from kit.evaluate.ranks import Share
 
     for key in {"devices", "precision"} & options.keys():
-        raise ConfigError(f"{key}: `evaluate_model` scores the decoder as it is. Leave it out, or use `evaluate`.")
+        raise ConfigError(
+            f"{key}: `evaluate_model` scores the decoder as it is. Leave it out, or use `evaluate`."
+        )
     chosen, requests = Options.of(options), check_request(tasks)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
     share, skip = Share(model=model, device=torch.device(device)), isinstance(tasks, str)
-    for found in score_all(share, tokenizer, sequence_length, requests, chosen, heldout_file, skip=skip):
+    for found in score_all(
+        share, tokenizer, sequence_length, requests, chosen, heldout_file, skip=skip
+    ):
         report = _with(report, found)
     return report
 
@@ -176,7 +202,10 @@ def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
     from kit.evaluate.task_index import require_harness, tasks_of
 
     if not tasks:
-        raise ConfigError(f"tasks: {tasks!r} is not allowed. Give a list of names, for example ['heldout', 'piqa'].")
+        raise ConfigError(
+            f"tasks: {tasks!r} is not allowed. Give a list of names, for example ['heldout',"
+            " 'piqa']."
+        )
     if isinstance(tasks, str):
         requests = suite(tasks).tasks
         require_harness()
@@ -201,27 +230,43 @@ def score_all(
     *,
     skip: bool,
 ) -> Iterator[TaskScore | Unscored]:
-    """Yields the score of each task; with `skip` also what could not be scored, instead of failing."""
+    """Yields the score of each task; with `skip` also what could not be scored, instead of
+    failing.
+    """
     from kit.evaluate.adapter import DecoderLM
     from kit.evaluate.code import CodeScorer
     from kit.evaluate.harness import load_task, score_task
 
     mirror = options.mirror_folder
     lm = DecoderLM(
-        share.model, tokenizer, sequence_length=sequence_length, batch_tokens=options.batch_tokens,
-        device=share.device, seed=options.seed, group=share.replicas,
-    )  # fmt: skip
+        share.model,
+        tokenizer,
+        sequence_length=sequence_length,
+        batch_tokens=options.batch_tokens,
+        device=share.device,
+        seed=options.seed,
+        group=share.replicas,
+    )
     scorer = None
     if options.untrusted_code != "refuse":
         scorer = CodeScorer(options.untrusted_code, idle=not share.is_first)
     loaded = []
     with share.first_alone():  # the others find what it fetches
         if options.download:
-            build_mirror(mirror, tasks=[request.task for request in requests if request.task in BENCHMARKS])
+            build_mirror(
+                mirror, tasks=[request.task for request in requests if request.task in BENCHMARKS]
+            )
         for request in map(options.applied, requests):
             try:
-                loaded.append(load_task(request, mirror=mirror, task_data=options.task_data, heldout_file=heldout_file,
-                                        download=options.download))  # fmt: skip
+                loaded.append(
+                    load_task(
+                        request,
+                        mirror=mirror,
+                        task_data=options.task_data,
+                        heldout_file=heldout_file,
+                        download=options.download,
+                    )
+                )
             except (ConfigError, DataError) as error:
                 if not skip:
                     raise
@@ -238,9 +283,14 @@ def score_all(
 def _unscored(request: TaskRequest, error: Exception, mirror: Path) -> Unscored:
     reason = str(error).removeprefix(f"{request.task}: ")
     return Unscored(
-        task=request.task, num_fewshot=request.shots, num_samples=request.samples, temperature=request.temperature,
-        top_p=request.top_p, reason=reason, num_files=num_files(request.task, mirror),
-    )  # fmt: skip
+        task=request.task,
+        num_fewshot=request.shots,
+        num_samples=request.samples,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        reason=reason,
+        num_files=num_files(request.task, mirror),
+    )
 
 
 def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:
@@ -250,12 +300,18 @@ def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:
 
 
 def _prepare(file: Path, tokenizer_sha256: str, attempt: int) -> None:
-    """Refuses to add to scores of another tokenizer, and renames those of a checkpoint of another attempt."""
+    """Refuses to add to scores of another tokenizer, and renames those of a checkpoint of
+    another attempt.
+    """
     before = EvalReport.read(file)
     if before.tokenizer_sha256 != tokenizer_sha256:
         raise ConfigError(
-            f"{file}: its scores were made with tokenizer {before.tokenizer_sha256[:12]}, but the data set of the run "
-            f"now has {tokenizer_sha256[:12]}. Restore the data set that the run was trained on, or move the file away."
+            f"{file}: its scores were made with tokenizer {before.tokenizer_sha256[:12]}, but the"
+            f" data set of the run now has {tokenizer_sha256[:12]}. Restore the data set that the"
+            " run was trained on, or move the file away."
         )
-    if before.attempt not in (None, attempt):  # which has replaced the checkpoint since: they are of other weights
+    if before.attempt not in (
+        None,
+        attempt,
+    ):  # which has replaced the checkpoint since: they are of other weights
         file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))

@@ -1,7 +1,7 @@
 """The harness's language-model interface over the kit's decoder.
 
-Shape letters: P continuations, N places whose next token is asked for, H hidden, V vocabulary. Needs torch and lm-eval
-at import.
+Shape letters: P continuations, N places whose next token is asked for, H hidden, V vocabulary.
+Needs torch and lm-eval at import.
 """
 
 import collections
@@ -23,22 +23,26 @@ from kit.evaluate.ranks import DTYPES, Stage
 from kit.model import Decoder
 
 PART = 1024
-"""Continuations that are encoded and scored at once: the prompts of MMLU, encoded together, would be many gigabytes."""
+"""Continuations that are encoded and scored at once: the prompts of MMLU, encoded together,
+would be many gigabytes."""
 
 
 class DecoderLM(TemplateLM):
     """Scores and continues text with a decoder.
 
-    Numbers equal those of the harness's own `HFLM` on the same weights: documents start after the end-of-text token,
-    and prompts that are too long lose tokens on the left (`num_truncated` counts them).
+    Numbers equal those of the harness's own `HFLM` on the same weights: documents start after the
+    end-of-text token, and prompts that are too long lose tokens on the left (`num_truncated` counts
+    them).
 
     Args:
-        decoder: a whole one, or one stage of it, on each of whose stages the same calls must be made.
+        decoder: a whole one, or one stage of it, on each of whose stages the same calls must be
+            made.
         tokenizer, sequence_length, device: as in `evaluate_model`.
-        batch_tokens: tokens in one forward pass, padding included (at least one sequence is always run).
+        batch_tokens: tokens in one forward pass, padding included (at least one sequence is always
+            run).
         seed: of sampled continuations.
-        group: ranks that hold the same weights. All must make the same calls; the work is shared out, and every rank
-            gets all results.
+        group: ranks that hold the same weights. All must make the same calls; the work is shared
+            out, and every rank gets all results.
 
     Raises:
         ConfigError: the model is shorter than that, or has a smaller vocabulary than the tokenizer.
@@ -81,7 +85,9 @@ class DecoderLM(TemplateLM):
     def prefix_token_id(self) -> int:
         return self._tokenizer.start_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         return self._tokenizer.encode(string)
 
     def _encode_all(self, texts: list[str]) -> dict[str, list[int]]:
@@ -89,10 +95,14 @@ class DecoderLM(TemplateLM):
         different = list(dict.fromkeys(texts))
         return dict(zip(different, self._tokenizer.encode_batch(different), strict=True))
 
-    # Scoring -----------------------------------------------------------------------------------------------------
+    # Scoring --------------------------------------------------------------------------------------
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Returns for each (context, continuation) its log-likelihood in nats, and whether it is the greedy choice."""
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        """Returns for each (context, continuation) its log-likelihood in nats, and whether it is
+        the greedy choice.
+        """
         found = []
         with tqdm(total=len(requests), desc="log-likelihoods", disable=None, leave=False) as bar:
             for start in range(0, len(requests), PART):
@@ -104,29 +114,44 @@ class DecoderLM(TemplateLM):
         pairs = []
         for request in requests:
             context, text = request.arguments
-            stripped = context.rstrip()  # as the harness does: spaces at the end belong to the continuation
+            stripped = (
+                context.rstrip()
+            )  # as the harness does: spaces at the end belong to the continuation
             pairs.append((stripped, context[len(stripped) :] + text))
-        tokens = self._encode_all([text for context, end in pairs for text in (context, context + end)])
+        tokens = self._encode_all(
+            [text for context, end in pairs for text in (context, context + end)]
+        )
         split = []
         for context, end in pairs:
             whole, num_context = tokens[context + end], len(tokens[context])
             if not context and whole[:1] != [self.prefix_token_id]:
                 whole, num_context = [self.prefix_token_id, *whole], 1
-            split.append(((context, end), whole[:num_context] or whole[:1], whole[max(num_context, 1) :]))
+            split.append(
+                ((context, end), whole[:num_context] or whole[:1], whole[max(num_context, 1) :])
+            )
         return self._loglikelihood_tokens(split)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
         """Returns the log-likelihood of each text in nats, from its first token to its last."""
         texts = [request.args[0] for request in requests]
         tokens = self._encode_all(texts)
-        return [value for value, _ in self._score_all([([self.prefix_token_id], tokens[text]) for text in texts])]
+        return [
+            value
+            for value, _ in self._score_all(
+                [([self.prefix_token_id], tokens[text]) for text in texts]
+            )
+        ]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         for (context, text), context_tokens, tokens in requests:
             if not tokens:
-                raise DataError(f"A continuation has no token of its own: {text!r} after {context[-60:]!r}.")
+                raise DataError(
+                    f"A continuation has no token of its own: {text!r} after {context[-60:]!r}."
+                )
             self.num_truncated += len(context_tokens) + len(tokens) - 1 > self.max_length
         return self._score_all([(context, continuation) for _, context, continuation in requests])
 
@@ -137,8 +162,11 @@ class DecoderLM(TemplateLM):
         for index, pair in enumerate(pairs):
             for sequence, target in self._windows(*pair):
                 targets[sequence].append((index, target))
-        num_places = {sequence: max(len(target) for _, target in asked) for sequence, asked in targets.items()}
-        # Sums of each continuation: log-likelihood, and how many of its tokens are not the most likely ones.
+        num_places = {
+            sequence: max(len(target) for _, target in asked) for sequence, asked in targets.items()
+        }
+        # Sums of each continuation: log-likelihood, and how many of its tokens are not the most
+        # likely ones.
         totals_P2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self._device)
         rows = packing.pack(num_places, longest=min(self.batch_tokens, self.max_length))
         for batch in self._mine(list(packing.batches(rows, self.batch_tokens))):
@@ -170,16 +198,23 @@ class DecoderLM(TemplateLM):
             here = (which >= start) & (which < start + chunk)
             logits_NV = output(x_NH[start : start + chunk]).float()
             n, chosen = which[here] - start, token[here]
-            # Not logsumexp: on a large vocabulary its rounding differs from this, which is what the harness uses.
+            # Not logsumexp: on a large vocabulary its rounding differs from this, which is what the
+            # harness uses.
             value = logits_NV.log_softmax(-1)[n, chosen]
             missed = logits_NV.argmax(-1)[n] != chosen
-            totals_P2.index_add_(0, index[here], torch.stack((value.double(), missed.double()), dim=1))
+            totals_P2.index_add_(
+                0, index[here], torch.stack((value.double(), missed.double()), dim=1)
+            )
 
-    def _windows(self, context: list[int], continuation: list[int]) -> Iterator[tuple[packing.Sequence, list[int]]]:
-        """Yields inputs and the tokens that their last positions predict; each token is predicted once.
+    def _windows(
+        self, context: list[int], continuation: list[int]
+    ) -> Iterator[tuple[packing.Sequence, list[int]]]:
+        """Yields inputs and the tokens that their last positions predict; each token is predicted
+        once.
 
-        One window, cut on the left, unless the continuation alone is longer than the model: the harness's `HFLM`
-        refuses that, here it is scored window by window, as `loglikelihood_rolling` scores a long document.
+        One window, cut on the left, unless the continuation alone is longer than the model: the
+        harness's `HFLM` refuses that, here it is scored window by window, as
+        `loglikelihood_rolling` scores a long document.
         """
         tokens = context + continuation
         for start in range(0, len(continuation), self.max_length):
@@ -189,9 +224,13 @@ class DecoderLM(TemplateLM):
 
     def _mine(self, work: list[Any]) -> list[Any]:
         """Returns this rank's share."""
-        return work if self._group is None else work[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
+        return (
+            work
+            if self._group is None
+            else work[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
+        )
 
-    # Generation --------------------------------------------------------------------------------------------------
+    # Generation -----------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Returns a continuation for each request, cut before its first stop string or end-of-text.
@@ -224,8 +263,9 @@ class DecoderLM(TemplateLM):
     def _prompt(self, tokens: list[int], new: int) -> tuple[int, ...]:
         if new >= self.max_length:
             raise ConfigError(
-                f"generation: {new} new tokens leave no room for a prompt in {self.max_length} tokens, the model's "
-                f"sequence length. Lower the task's max_gen_toks, or use a model with longer sequences."
+                f"generation: {new} new tokens leave no room for a prompt in {self.max_length}"
+                " tokens, the model's sequence length. Lower the task's max_gen_toks, or use a"
+                " model with longer sequences."
             )
         room = self.max_length - new
         self.num_truncated += len(tokens) > room
@@ -233,13 +273,16 @@ class DecoderLM(TemplateLM):
 
     def _continue(self, prompts: list[Prompt], options: Generation) -> dict[int, str]:
         def is_last(new: list[int]) -> bool:
-            # A token has at least a byte, so a stop string that the newest token ends is in as many last tokens.
+            # A token has at least a byte, so a stop string that the newest token ends is in as many
+            # last tokens.
             tail = self._tokenizer.decode(new[-(4 + max(map(len, stops_utf8), default=0)) :])
             return new[-1] == self.eot_token_id or any(stop in tail for stop in options.stops)
 
         stops_utf8 = [stop.encode() for stop in options.stops]
         texts = {}
-        news = generate(self._decoder, prompts, options, is_last=is_last, batch_tokens=self.batch_tokens)
+        news = generate(
+            self._decoder, prompts, options, is_last=is_last, batch_tokens=self.batch_tokens
+        )
         for prompt, new in zip(prompts, news, strict=True):
             text = self._tokenizer.decode(new[:-1] if new[-1] == self.eot_token_id else new)
             for stop in options.stops:
@@ -252,8 +295,8 @@ def _check_fits(decoder: Decoder | Stage, tokenizer: Tokenizer, sequence_length:
     spec = decoder.spec
     if spec.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"tokenizer: it has {tokenizer.vocab_size:,} tokens but the model has {spec.vocab_size:,} logits. "
-            f"Use the tokenizer that the model was trained with."
+            f"tokenizer: it has {tokenizer.vocab_size:,} tokens but the model has"
+            f" {spec.vocab_size:,} logits. Use the tokenizer that the model was trained with."
         )
     if spec.sequence_length < sequence_length:
         raise ConfigError(

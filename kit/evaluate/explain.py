@@ -26,7 +26,9 @@ class ChoiceScore:
 
     @property
     def per_character(self) -> float:
-        """What `acc_norm` compares: nats over the characters of the choice, as the task writes it."""
+        """What `acc_norm` compares: nats over the characters of the choice, as the task writes
+        it.
+        """
         return self.log_likelihood / len(self.text)
 
 
@@ -58,7 +60,9 @@ class ItemScore:
                 "log-likelihood, nats": f"{choice.log_likelihood:.2f}",
                 "per character": f"{choice.per_character:.3f}",
                 "taken by": ", ".join(
-                    name for name, taken in (("acc", self.chosen), ("acc_norm", self.chosen_norm)) if taken is choice
+                    name
+                    for name, taken in (("acc", self.chosen), ("acc_norm", self.chosen_norm))
+                    if taken is choice
                 ),
             }
             for choice in self.choices
@@ -70,7 +74,9 @@ class ItemScore:
 
     def _repr_html_(self) -> str:
         prompt = f"<pre style='white-space:pre-wrap;margin:0'>{html.escape(self.prompt)}</pre>"
-        return prompt + html_rows(f"what the model thinks of each choice ({self.task})", self.rows())
+        return prompt + html_rows(
+            f"what the model thinks of each choice ({self.task})", self.rows()
+        )
 
 
 def explain_item(
@@ -85,8 +91,8 @@ def explain_item(
 ) -> ItemScore:
     """Returns how a model answers one item, through the harness's own prompt.
 
-    The task is a multiple-choice benchmark, the index that of an item in its scored split; the rest is as in
-    `evaluate_model` and `Options`.
+    The task is a multiple-choice benchmark, the index that of an item in its scored split; the rest
+    is as in `evaluate_model` and `Options`.
 
     Raises:
         ConfigError: the task is unknown or not multiple-choice, or has no such item.
@@ -98,9 +104,13 @@ def explain_item(
     loaded = load_task(TaskRequest(task=task, shots=shots), mirror=mirror or default_mirror())
     definition: Any = loaded.task
     if definition.OUTPUT_TYPE != "multiple_choice":
-        raise ConfigError(f"task: {task!r} has no choices. Give a multiple-choice one, for example 'piqa'.")
+        raise ConfigError(
+            f"task: {task!r} has no choices. Give a multiple-choice one, for example 'piqa'."
+        )
     if not 0 <= index < len(definition.eval_docs):
-        raise ConfigError(f"index: {index} is not allowed. {task} has items 0 to {len(definition.eval_docs) - 1}.")
+        raise ConfigError(
+            f"index: {index} is not allowed. {task} has items 0 to {len(definition.eval_docs) - 1}."
+        )
     with quiet():
         definition.build_all_requests(samples=[index])
     document = definition.eval_docs[index]
@@ -111,10 +121,13 @@ def explain_item(
     choices = tuple(
         ChoiceScore(
             text=text,
-            num_tokens=len(tokenizer.encode("".join(request.args))) - len(tokenizer.encode(request.args[0])),
+            num_tokens=len(tokenizer.encode("".join(request.args)))
+            - len(tokenizer.encode(request.args[0])),
             log_likelihood=value,
             right=place == right,
         )
-        for place, (text, request, (value, _)) in enumerate(zip(texts, requests, found, strict=True))
+        for place, (text, request, (value, _)) in enumerate(
+            zip(texts, requests, found, strict=True)
+        )
     )
     return ItemScore(task=task, prompt=requests[0].args[0], choices=choices)

@@ -1,4 +1,6 @@
-"""Figures of a report: its scores beside reference models and chance, and what an accuracy is known to."""
+"""Figures of a report: its scores beside reference models and chance, and what an accuracy is
+known to.
+"""
 
 from typing import Any
 
@@ -10,7 +12,8 @@ from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
 
 def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[Any, Rows]:
-    """Returns a figure of a report: bits per byte beside reference models, accuracies beside chance; and its table.
+    """Returns a figure of a report: bits per byte beside reference models, accuracies beside
+    chance; and its table.
 
     Beside an accuracy stand the bits per byte of the right answers, where the report has them.
 
@@ -23,16 +26,27 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
     ratios = [0.34 * (len(bits_per_byte) + 1), 0.5 * max(1, len(choices))]
     with new_figure(2, height=sum(ratios) + 1.2, height_ratios=ratios) as (figure, (left, right)):
         bars = {**bits_per_byte, "this model": ours}
-        drawn = left.barh(list(bars), list(bars.values()), color=[GREY] * len(bits_per_byte) + [BLUE], height=0.55)
+        drawn = left.barh(
+            list(bars), list(bars.values()), color=[GREY] * len(bits_per_byte) + [BLUE], height=0.55
+        )
         left.bar_label(drawn, fmt="%.2f", padding=3)
         left.set_xlim(0, 1.2 * max(bars.values()))
         left.set_title("Bits per byte of held-out text: less is better")
         for place, score in enumerate(choices):
             accuracy = next(metric for metric in score.metrics if metric.name.startswith("acc"))
-            bits = next((metric.value for metric in score.metrics if metric.name == ANSWER_BITS), None)
-            row = {"task": score.task, "accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
+            bits = next(
+                (metric.value for metric in score.metrics if metric.name == ANSWER_BITS), None
+            )
+            row = {
+                "task": score.task,
+                "accuracy": accuracy.value,
+                "low": accuracy.low,
+                "high": accuracy.high,
+            }
             rows.append(row if bits is None else {**row, ANSWER_BITS: bits})
-            low, high = (accuracy.value if end is None else end for end in (accuracy.low, accuracy.high))
+            low, high = (
+                accuracy.value if end is None else end for end in (accuracy.low, accuracy.high)
+            )
             spread = [[accuracy.value - low], [high - accuracy.value]]
             right.errorbar(accuracy.value, place, xerr=spread, fmt="o", color=GREEN, capsize=3)
             right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
@@ -47,10 +61,11 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
 
 
 def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tuple[Any, Rows]:
-    """Returns a figure of the 95 % interval of an accuracy against the number of items it was measured on; its table.
+    """Returns a figure of the 95 % interval of an accuracy against the number of items it was
+    measured on; its table.
 
-    The interval is Wilson's; the standard error of a share p of n independent items is sqrt(p (1 - p) / (n - 1)), the
-    harness's formula. `marks` are numbers of items to mark, with their names.
+    The interval is Wilson's; the standard error of a share p of n independent items is sqrt(p (1 -
+    p) / (n - 1)), the harness's formula. `marks` are numbers of items to mark, with their names.
     """
     items = np.geomspace(20, 1.2 * max(marks), 200)
     low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T
@@ -58,16 +73,26 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
     for n, name in sorted(marks.items()):
         ends = wilson(accuracy, n)
         error = round(float(np.sqrt(accuracy * (1 - accuracy) / (n - 1))), 4)
-        rows.append({"items": n, "what": name, "standard error": error, "low": ends[0], "high": ends[1]})
+        rows.append(
+            {"items": n, "what": name, "standard error": error, "low": ends[0], "high": ends[1]}
+        )
     with new_figure(height=3.0) as (figure, axis):
         axis.fill_between(items, low, high, color=BLUE, alpha=0.2, label="95 % interval")
         axis.axhline(100 * accuracy, color=BLUE, label=f"measured: {accuracy:.1%}")
         axis.axhline(100 * chance, color=GREY, linestyle=(0, (4, 3)), label="guessing")
         for row in rows:
             down, up = 100 * (accuracy - row["low"]), 100 * (row["high"] - accuracy)
-            axis.errorbar(row["items"], 100 * accuracy, [[down], [up]], color=VERMILION, fmt="o", capsize=4)
-            axis.annotate(f"{row['what']}\n−{down:.1f} +{up:.1f}", (row["items"], 100 * accuracy + up), xytext=(0, 3),
-                          textcoords="offset points", ha="center", color=VERMILION)  # fmt: skip
+            axis.errorbar(
+                row["items"], 100 * accuracy, [[down], [up]], color=VERMILION, fmt="o", capsize=4
+            )
+            axis.annotate(
+                f"{row['what']}\n−{down:.1f} +{up:.1f}",
+                (row["items"], 100 * accuracy + up),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                color=VERMILION,
+            )
         axis.set_xscale("log")
         axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))
         axis.set_title("What the score is known to, %")

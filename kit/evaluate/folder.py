@@ -17,7 +17,9 @@ DEFAULT_TASKS = ("piqa", "arc_easy")
 
 
 class FolderTokenizer:
-    """The tokenizer of a folder as the harness's `HFLM` uses it: what transformers puts before a text is put there."""
+    """The tokenizer of a folder as the harness's `HFLM` uses it: what transformers puts before a
+    text is put there.
+    """
 
     def __init__(self, folder: Path, inner: Tokenizer) -> None:
         from transformers import AutoTokenizer
@@ -34,7 +36,9 @@ class FolderTokenizer:
             self.start_id = theirs.bos_token_id
             self._before = [self.start_id] if theirs.encode("a")[0] == self.start_id else []
         if self._before:
-            self.sha256 = hashlib.sha256(f"{inner.sha256} after {self._before}".encode()).hexdigest()
+            self.sha256 = hashlib.sha256(
+                f"{inner.sha256} after {self._before}".encode()
+            ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._before + self._inner.encode(text)
@@ -52,22 +56,28 @@ def is_hugging_face_folder(path: Path) -> bool:
 
 
 def report_beside(folder: Path) -> Path:
-    """Returns where the scores of a folder are kept unless its user says otherwise: `FOLDER.eval.json` beside it."""
+    """Returns where the scores of a folder are kept unless its user says otherwise:
+    `FOLDER.eval.json` beside it.
+    """
     folder = folder.resolve()
     return folder.with_name(f"{folder.name}.eval.json")
 
 
 def evaluate_folder(
-    folder: str | Path, tasks: Sequence[str] | str = DEFAULT_TASKS, *, out: Path | None = None, **options: Any
+    folder: str | Path,
+    tasks: Sequence[str] | str = DEFAULT_TASKS,
+    *,
+    out: Path | None = None,
+    **options: Any,
 ) -> EvalReport:
     """Scores the Llama or GPT-2 of a Hugging Face folder; nothing is written into the folder.
 
-    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. The report is kept in `out`, by default
-    `report_beside`, with its scores of other tasks.
+    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. The report is kept in
+    `out`, by default `report_beside`, with its scores of other tasks.
 
     Raises:
-        ConfigError: as `import_hugging_face`, or the report cannot be written to `out`, which is found before the
-            work, or `out` holds scores of other weights or another tokenizer.
+        ConfigError: as `import_hugging_face`, or the report cannot be written to `out`, which is
+            found before the work, or `out` holds scores of other weights or another tokenizer.
         DataError: the folder cannot be read, or has no tokenizer.
     """
     import torch
@@ -78,23 +88,39 @@ def evaluate_folder(
     folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
     if chosen.devices not in (None, 1):
         raise ConfigError(
-            f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a folder."
+            f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a"
+            " folder."
         )
     file, start = out or report_beside(folder), time.perf_counter()
     try:
         check_keepable(file)
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}. Give its scores another place: `--out FILE`.") from error
-    lone, model = load_tokenizer(folder), import_hugging_face(folder).decoder(DTYPES[chosen.precision])
+        raise ConfigError(
+            f"{file}: {error.strerror}. Give its scores another place: `--out FILE`."
+        ) from error
+    lone, model = (
+        load_tokenizer(folder),
+        import_hugging_face(folder).decoder(DTYPES[chosen.precision]),
+    )
     tokenizer = FolderTokenizer(folder, lone)
     report = EvalReport(
-        name=folder.resolve().name, checkpoint=str(folder.resolve()), weights_sha256=_weights_sha256(folder),
+        name=folder.resolve().name,
+        checkpoint=str(folder.resolve()),
+        weights_sha256=_weights_sha256(folder),
         tokenizer_sha256=tokenizer.sha256,
-    )  # fmt: skip
+    )
     if file.exists():
         _check_same_model(file, report)
     share = Share(model=model, device=torch.device("cpu"))
-    found = score_all(share, tokenizer, model.spec.sequence_length, requests, chosen, None, skip=isinstance(tasks, str))
+    found = score_all(
+        share,
+        tokenizer,
+        model.spec.sequence_length,
+        requests,
+        chosen,
+        None,
+        skip=isinstance(tasks, str),
+    )
     return keep_scores(file, report, found, start)
 
 
@@ -105,9 +131,12 @@ def _weights_sha256(folder: Path) -> str:
 
 def _check_same_model(file: Path, report: EvalReport) -> None:
     before = EvalReport.read(file)
-    for what, key in (("other weights", "weights_sha256"), ("another tokenizer", "tokenizer_sha256")):
+    for what, key in (
+        ("other weights", "weights_sha256"),
+        ("another tokenizer", "tokenizer_sha256"),
+    ):
         if getattr(before, key) != getattr(report, key):
             raise ConfigError(
-                f"{file}: its scores are of {what} than {report.checkpoint} has now. Give another file "
-                f"(`--out FILE`), or move it away."
+                f"{file}: its scores are of {what} than {report.checkpoint} has now. Give another"
+                " file (`--out FILE`), or move it away."
             )

@@ -1,4 +1,6 @@
-"""Scores each new checkpoint of a run while it trains: in this process, or each as a job of its own."""
+"""Scores each new checkpoint of a run while it trains: in this process, or each as a job of its
+own.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -28,7 +30,9 @@ class Followed(Record):
 
     step: int = field_doc("optimizer step of the checkpoint")
     scored: bool = field_doc("whether its scores are in eval/")
-    seconds: float = field_doc("what it cost: loading and scoring, on the machine that did it", default=0.0)
+    seconds: float = field_doc(
+        "what it cost: loading and scoring, on the machine that did it", default=0.0
+    )
     said: str = field_doc("scores, or why there are none")
 
     def line(self) -> str:
@@ -46,18 +50,21 @@ def follow_run(
     idle: Wait = time.sleep,
     **options: Any,
 ) -> Iterator[Followed]:
-    """Yields each checkpoint of a run once it is scored, and returns when the run's job has ended and all are.
+    """Yields each checkpoint of a run once it is scored, and returns when the run's job has ended
+    and all are.
 
-    Checkpoints that have these scores already are passed over, so it may be ended and started again; what could not be
-    scored is tried again when more files of its benchmark have come. A checkpoint that the run deletes before its turn
-    is reported as such: keep more of them (`recipe.keep_last`, `keep_every`).
+    Checkpoints that have these scores already are passed over, so it may be ended and started
+    again; what could not be scored is tried again when more files of its benchmark have come. A
+    checkpoint that the run deletes before its turn is reported as such: keep more of them
+    (`recipe.keep_last`, `keep_every`).
 
     Args:
         run: at any time of its life. Only `eval/` is written.
         tasks: as in `evaluate`.
         submit: score each checkpoint in a job of the run's site, recorded in `eval/jobs/step_N/`.
         poll_s: time between two looks.
-        idle: waits between two looks; a KeyboardInterrupt raised by it ends the following in good order.
+        idle: waits between two looks; a KeyboardInterrupt raised by it ends the following in good
+            order.
         options: see `Options`.
 
     Raises:
@@ -81,14 +88,20 @@ def follow_run(
                 if has_scores(run, step, requests, chosen):
                     done.add(step)
                     continue
-                outcome = _submit(run, step, tasks, chosen) if submit else _score(run, step, tasks, options)
+                outcome = (
+                    _submit(run, step, tasks, chosen)
+                    if submit
+                    else _score(run, step, tasks, options)
+                )
                 if isinstance(outcome, Job):
                     pending[step] = outcome
                 else:
                     done.add(step)
                     yield outcome
             for step, job in _ended(pending):
-                if job.spec.argv == eval_job(run, step, tasks, chosen).argv:  # else: another request's; ours is next
+                if (
+                    job.spec.argv == eval_job(run, step, tasks, chosen).argv
+                ):  # else: another request's; ours is next
                     done.add(step)
                     yield _result(run, step, job, requests, chosen)
             if over and not pending and done.issuperset(run.checkpoints.steps()):
@@ -101,8 +114,10 @@ def follow_run(
 def _opened(run: Run | str | Path) -> Run:
     run = Run.open(run) if isinstance(run, str | Path) else run
     if run.is_mirror:
-        raise ConfigError(f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs there: "
-                          f"`{kit_command('eval', run.directory, '--follow', '--submit')}`.")  # fmt: skip
+        raise ConfigError(
+            f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs"
+            f" there: `{kit_command('eval', run.directory, '--follow', '--submit')}`."
+        )
     return run
 
 
@@ -119,14 +134,17 @@ def _said(report: EvalReport) -> str:
     words = []
     for score in report.scores:
         metric = score.headline
-        words.append(f"{score.task} {metric.name} {metric.text()}{', partial' if score.partial else ''}")
+        words.append(
+            f"{score.task} {metric.name} {metric.text()}{', partial' if score.partial else ''}"
+        )
     return "; ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
 
 
 def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
     """Returns whether everything asked for is there, or was tried and could not be scored.
 
-    A score is there if all that defines it is the same: checkpoint, tokenizer, harness, data, and how it was asked.
+    A score is there if all that defines it is the same: checkpoint, tokenizer, harness, data, and
+    how it was asked.
     """
     try:
         report = EvalReport.read(report_file(run, step))
@@ -136,12 +154,19 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     dataset = run.dataset()
     mirror = options.mirror_folder
     current = [score for score in report.scores if _is_current(score, dataset.directory, options)]
-    tried = {item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files}
+    tried = {
+        item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files
+    }
     asked = [options.applied(request) for request in requests]
-    return same and report.tokenizer_sha256 == dataset.info.tokenizer_sha256 and all(
-        request.question in tried or any(score.answers(request, options.seed, options.precision) for score in current)
-        for request in asked
-    )  # fmt: skip
+    return (
+        same
+        and report.tokenizer_sha256 == dataset.info.tokenizer_sha256
+        and all(
+            request.question in tried
+            or any(score.answers(request, options.seed, options.precision) for score in current)
+            for request in asked
+        )
+    )
 
 
 def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
@@ -149,14 +174,18 @@ def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
     if score.harness_version != importlib.metadata.version("lm_eval"):
         return False
     if options.download and score.partial and score.limit is None:
-        return False  # the mirror has a part of this benchmark; now the hub may be asked for the whole
+        return (
+            False  # the mirror has a part of this benchmark; now the hub may be asked for the whole
+        )
     places = {"corpus": corpus, "mirror": options.mirror_folder, "folder": options.task_data}
     held = [(place / data.path, data) for data in score.data if (place := places.get(data.origin))]
     return all(not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
 
 
 def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job | Followed:
-    """Returns the job of a checkpoint, the earlier one if it is still under way, or why there is none."""
+    """Returns the job of a checkpoint, the earlier one if it is still under way, or why there is
+    none.
+    """
     job = eval_job(run, step, tasks, options)
     try:
         if (Path(job.run_dir) / "job.json").exists():
@@ -170,15 +199,23 @@ def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -
 
 def _ended(pending: dict[int, Job]) -> list[tuple[int, Job]]:
     """Takes the jobs that have ended out of `pending`, and returns them."""
-    return [(step, pending.pop(step)) for step, job in list(pending.items()) if job.status().state.is_final]
+    return [
+        (step, pending.pop(step))
+        for step, job in list(pending.items())
+        if job.status().state.is_final
+    ]
 
 
-def _result(run: Run, step: int, job: Job, requests: Sequence[TaskRequest], options: Options) -> Followed:
+def _result(
+    run: Run, step: int, job: Job, requests: Sequence[TaskRequest], options: Options
+) -> Followed:
     if has_scores(run, step, requests, options):
         report = EvalReport.read(report_file(run, step))
         return Followed(step=step, scored=True, seconds=report.seconds, said=_said(report))
     words = job.logs(0).strip().splitlines()
-    return Followed(step=step, scored=False, said=f"not scored: {words[-1] if words else job.status().reason}")
+    return Followed(
+        step=step, scored=False, said=f"not scored: {words[-1] if words else job.status().reason}"
+    )
 
 
 def _is_over(run: Run) -> bool:

@@ -16,7 +16,8 @@ from kit.model import Decoder, Past
 from kit.model.key_value_cache import KeyValueCache
 
 DEFAULT_NEW_TOKENS = 256
-"""Tokens to generate where a task does not say; the value of the harness's own Hugging Face model."""
+"""Tokens to generate where a task does not say; the value of the harness's own Hugging Face
+model."""
 CACHE_BYTES = 2**30
 """Keys and values of one batch; at least one prompt is always run."""
 LOGITS = 2**23
@@ -57,25 +58,32 @@ class Generation:
         )
         if known:
             raise ConfigError(
-                f"generation: {', '.join(known)} is not known. Allowed: until, max_gen_toks, do_sample, temperature, "
-                f"top_p, top_k."
+                f"generation: {', '.join(known)} is not known. Allowed: until, max_gen_toks,"
+                " do_sample, temperature, top_p, top_k."
             )
         if sampled and found.temperature == 0:
             raise ConfigError(
-                "generation: do_sample is true, but temperature is 0 or not given. Give a temperature above 0, or set "
-                "do_sample to false."
+                "generation: do_sample is true, but temperature is 0 or not given. Give a"
+                " temperature above 0, or set do_sample to false."
             )
-        if found.temperature < 0 or not 0 < found.top_p <= 1 or (found.top_k is not None and found.top_k < 1):
+        if (
+            found.temperature < 0
+            or not 0 < found.top_p <= 1
+            or (found.top_k is not None and found.top_k < 1)
+        ):
             raise ConfigError(
-                f"generation: temperature {found.temperature}, top_p {found.top_p}, top_k {found.top_k} are not "
-                f"allowed. Give a temperature from 0, a top_p above 0 up to 1, and a top_k from 1 or none."
+                f"generation: temperature {found.temperature}, top_p {found.top_p}, top_k"
+                f" {found.top_k} are not allowed. Give a temperature from 0, a top_p above 0 up to"
+                " 1, and a top_k from 1 or none."
             )
         return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt, and the source of its random numbers: its own, so that batches do not change what is drawn."""
+    """A prompt, and the source of its random numbers: its own, so that batches do not change
+    what is drawn.
+    """
 
     index: int
     tokens: tuple[int, ...]
@@ -83,9 +91,13 @@ class Prompt:
 
 
 def batches(decoder: Decoder, prompts: list[Prompt], options: Generation) -> Iterator[list[Prompt]]:
-    """Yields prompts of like length, equal ones together, as many as the cache and the logits of a token hold."""
+    """Yields prompts of like length, equal ones together, as many as the cache and the logits of
+    a token hold.
+    """
     spec, weight = decoder.spec, next(decoder.parameters())
-    bytes_per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * weight.element_size()
+    bytes_per_token = (
+        2 * spec.num_layers * spec.num_kv_heads * spec.head_size * weight.element_size()
+    )
     left = sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.tokens), reverse=True)
     while left:
         in_cache = CACHE_BYTES // (bytes_per_token * (len(left[0].tokens) + options.max_new_tokens))
@@ -105,8 +117,9 @@ def generate(
 ) -> list[Tokens]:
     """Returns the new tokens of each prompt, up to and with the first for which `is_last` is true.
 
-    The prompts run as one batch, see `batches`; `is_last` is asked with the new tokens of one prompt, after each.
-    `batch_tokens` limits the tokens of prompts in one forward pass (at least one of each different prompt).
+    The prompts run as one batch, see `batches`; `is_last` is asked with the new tokens of one
+    prompt, after each. `batch_tokens` limits the tokens of prompts in one forward pass (at least
+    one of each different prompt).
     """
     device = next(decoder.parameters()).device
     cache = KeyValueCache(max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens)
@@ -127,14 +140,20 @@ def generate(
         if 2 * len(rows) <= len(running):  # to drop rows copies the cache, so only when it halves
             rows_B = torch.tensor(rows, device=device)
             cache.take(rows_B)
-            running, lengths_B, tokens_B = [running[row] for row in rows], lengths_B[rows_B], tokens_B[rows_B]
+            running, lengths_B, tokens_B = (
+                [running[row] for row in rows],
+                lengths_B[rows_B],
+                tokens_B[rows_B],
+            )
         x_B1H = decoder.hidden(tokens_B[:, None], Past.cached(cache, lengths_B[:, None]))
         logits_BV = decoder.output(x_B1H[:, 0])  # type: ignore[misc]
         lengths_B = lengths_B + 1
     return new
 
 
-def _read(decoder: Decoder, prompts: list[tuple[int, ...]], cache: KeyValueCache, batch_tokens: int) -> Tensor:
+def _read(
+    decoder: Decoder, prompts: list[tuple[int, ...]], cache: KeyValueCache, batch_tokens: int
+) -> Tensor:
     """Fills the cache with the prompts and returns logits_BV after each.
 
     What all begin with is run once, and of equal prompts one.
@@ -148,13 +167,19 @@ def _read(decoder: Decoder, prompts: list[tuple[int, ...]], cache: KeyValueCache
         decoder.hidden(tokens_1T, Past.cached(cache, torch.arange(shared, device=device)[None]))
         cache.take(torch.zeros(len(different), dtype=torch.long, device=device))
     longest = max(map(len, different))
-    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in different], device=device)
+    tokens_BT = torch.tensor(
+        [[*row, *[0] * (longest - len(row))] for row in different], device=device
+    )
     last_B = torch.tensor([len(row) - 1 for row in different], device=device)
-    last_BH = torch.empty(len(different), decoder.spec.hidden_size, dtype=weight.dtype, device=device)
+    last_BH = torch.empty(
+        len(different), decoder.spec.hidden_size, dtype=weight.dtype, device=device
+    )
     columns = max(1, batch_tokens // len(different))
     for start in range(shared, longest, columns):
         part_BR = tokens_BT[:, start : start + columns]
-        positions_BR = torch.arange(start, start + part_BR.shape[1], device=device).expand(len(different), -1)
+        positions_BR = torch.arange(start, start + part_BR.shape[1], device=device).expand(
+            len(different), -1
+        )
         x_BRH = decoder.hidden(part_BR, Past.cached(cache, positions_BR))
         rows = ((last_B >= start) & (last_B < start + columns)).nonzero()[:, 0]
         last_BH[rows] = x_BRH[rows, last_B[rows] - start]
@@ -170,8 +195,9 @@ def _read(decoder: Decoder, prompts: list[tuple[int, ...]], cache: KeyValueCache
 def choose(logits_BV: Tensor, options: Generation, sources: list[random.Random]) -> Tensor:
     """Returns the next token of each row, int64 [B].
 
-    Sampling keeps the `top_k` most likely tokens, of these the fewest that together have `top_p` (nucleus sampling,
-    arXiv 1904.09751), and takes the one where the cumulative probability passes the row's random number.
+    Sampling keeps the `top_k` most likely tokens, of these the fewest that together have `top_p`
+    (nucleus sampling, arXiv 1904.09751), and takes the one where the cumulative probability passes
+    the row's random number.
     """
     if options.temperature == 0:
         return logits_BV.argmax(-1)
@@ -205,6 +231,8 @@ def prompt_random(seed: int, prompt: tuple[int, ...], repeat: int) -> random.Ran
 
 
 def _shared(prompts: list[tuple[int, ...]]) -> int:
-    """Returns how many first tokens all have in common, less than the shortest has: the last is to be run."""
+    """Returns how many first tokens all have in common, less than the shortest has: the last is
+    to be run.
+    """
     low, high, shortest = min(prompts), max(prompts), min(map(len, prompts))
     return next((i for i in range(shortest - 1) if low[i] != high[i]), max(0, shortest - 1))

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kit.evaluate.adapter import DecoderLM
 
 FEWSHOT_SEED = 1234
-"""Which solved examples are drawn; the harness's own default, so that prompts equal those of its command line."""
+"""Which solved examples are drawn; the harness's own default, so that prompts equal those of its
+command line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,11 @@ def load_task(
     heldout_file: Path | None = None,
     download: bool = False,
 ) -> LoadedTask:
-    """Returns the harness's official task, with data of this machine, or the held-out text of the corpus.
+    """Returns the harness's official task, with data of this machine, or the held-out text of the
+    corpus.
 
-    A name alone asks for what the task's definition says. The data is that in `task_data`, or in the mirror, or in the
-    hub's cache; with `download` the hub is asked for what they lack.
+    A name alone asks for what the task's definition says. The data is that in `task_data`, or in
+    the mirror, or in the hub's cache; with `download` the hub is asked for what they lack.
 
     Raises:
         ConfigError: the task is unknown, or no held-out text was given for it.
@@ -84,13 +86,19 @@ def load_task(
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
             if loaded.runs_code and request.samples > 1:
                 task.set_config(key="repeats", value=request.samples)
-                sampling = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p}
+                sampling = {
+                    "do_sample": True,
+                    "temperature": request.temperature,
+                    "top_p": request.top_p,
+                }
                 task.set_config(key="generation_kwargs", value=sampling, update=True)
     return loaded
 
 
 def _shots(request: TaskRequest, task: Any) -> int:
-    """Returns the solved examples in each prompt; as the harness does, a task that fixes zero keeps it."""
+    """Returns the solved examples in each prompt; as the harness does, a task that fixes zero
+    keeps it.
+    """
     defined = task.get_config("num_fewshot")
     return defined or 0 if request.shots is None or defined == 0 else request.shots
 
@@ -98,11 +106,15 @@ def _shots(request: TaskRequest, task: Any) -> int:
 def _official(
     request: TaskRequest, mirror: Path, task_data: Path | None, download: bool
 ) -> tuple[Any, tuple[DataSource, ...]]:
-    """Returns the definition with data of this machine, or with the hub's where that does not do."""
+    """Returns the definition with data of this machine, or with the hub's where that does not
+    do.
+    """
     tasks_of(request.task)
     known = BENCHMARKS.get(request.task)
     note = f"{known.note}. " if known and known.note else ""
-    hub_first = download and known is not None and known.full_items is not None  # the mirror has a part only
+    hub_first = (
+        download and known is not None and known.full_items is not None
+    )  # the mirror has a part only
     try:
         try:
             return _loaded(request, mirror, task_data, download=download, hub_only=hub_first)
@@ -122,11 +134,14 @@ def _loaded(
     manager, load_metric = task_manager(everything=request.task not in BENCHMARKS), evaluate.load
 
     def metric(name: str, *args: Any, **kwargs: Any) -> Any:
-        # HumanEval's definition fetches its scorer from the hub and tries it; a `CodeScorer` takes its place later.
+        # HumanEval's definition fetches its scorer from the hub and tries it; a `CodeScorer` takes
+        # its place later.
         if name == "code_eval":
             return types.SimpleNamespace(compute=lambda **_: ({}, {}))
         if not download:
-            raise DataError(f"its score is made by {name!r}, a program of the hub. Give --download to fetch it")
+            raise DataError(
+                f"its score is made by {name!r}, a program of the hub. Give --download to fetch it"
+            )
         return load_metric(name, *args, **kwargs)
 
     with local_first(mirror, folder=task_data, download=download, hub_only=hub_only) as sources:
@@ -135,12 +150,21 @@ def _loaded(
                 found = manager.load([request.task])
             except DataError:
                 raise
-            except (ImportError, KeyError, TypeError, ValueError) as error:  # a definition is a program of its own
+            except (
+                ImportError,
+                KeyError,
+                TypeError,
+                ValueError,
+            ) as error:  # a definition is a program of its own
                 told = f"{type(error).__name__}: {error}"
-                raise DataError(f"lm-eval's definition could not be loaded with this data: {told}") from error
+                raise DataError(
+                    f"lm-eval's definition could not be loaded with this data: {told}"
+                ) from error
     _check_scorable(request, found)
     for task in found["tasks"].values():
-        if task.config.process_docs is not None:  # the harness does it anew whenever it looks at the documents
+        if (
+            task.config.process_docs is not None
+        ):  # the harness does it anew whenever it looks at the documents
             task.config.process_docs = functools.cache(task.config.process_docs)
     for task in found["tasks"].values():
         _check_pool(task, _shots(request, task), task_data or mirror)
@@ -153,9 +177,10 @@ def _check_pool(task: Any, shots: int, folder: Path) -> None:
     task.set_config(key="num_fewshot", value=shots)
     if len(task.fewshot_docs()) < shots:
         raise DataError(
-            f"{shots} shots need as many solved examples, but the pool has {len(task.fewshot_docs())}. Use "
-            f"--num-fewshot 0, or put the training split of {task.config.dataset_path} beside its other file in "
-            f"{folder} as train.parquet, or use --download where the hub can be reached"
+            f"{shots} shots need as many solved examples, but the pool has"
+            f" {len(task.fewshot_docs())}. Use --num-fewshot 0, or put the training split of"
+            f" {task.config.dataset_path} beside its other file in {folder} as train.parquet, or"
+            " use --download where the hub can be reached"
         )
 
 
@@ -163,34 +188,48 @@ def _check_scorable(request: TaskRequest, found: Any) -> None:
     """Refuses what the kit cannot score, and a group that has no number."""
     group = found.get("groups", {}).get(request.task)
     if group is not None and not group.has_aggregation:
-        raise ConfigError(f"{request.task}: this group has no score of its own. Give its tasks: "
-                          f"{', '.join(group.child_names)}.")  # fmt: skip
+        raise ConfigError(
+            f"{request.task}: this group has no score of its own. Give its tasks: "
+            f"{', '.join(group.child_names)}."
+        )
     for name, task in found["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) and request.task not in BENCHMARKS:
-            raise ConfigError(f"{name}: runs programs that the model wrote. Of such tasks the kit has a sandbox for "
-                              f"humaneval only. Leave it out.")  # fmt: skip
+            raise ConfigError(
+                f"{name}: runs programs that the model wrote. Of such tasks the kit has a sandbox"
+                " for humaneval only. Leave it out."
+            )
         if getattr(task, "MULTIMODAL", False):
-            raise ConfigError(f"{name}: has pictures or sound, and the kit's models read text. Leave it out.")
+            raise ConfigError(
+                f"{name}: has pictures or sound, and the kit's models read text. Leave it out."
+            )
 
 
 def _heldout(file: Path | None) -> tuple[Any, tuple[DataSource, ...]]:
     if file is None:
         raise ConfigError(
-            "heldout: only a run has a held-out text, that of its data. Give a run, or leave out this task."
+            "heldout: only a run has a held-out text, that of its data. Give a run, or leave out"
+            " this task."
         )
-    source = DataSource(origin="corpus", path=file.name, sha256=file_sha256(file) if file.exists() else None)
+    source = DataSource(
+        origin="corpus", path=file.name, sha256=file_sha256(file) if file.exists() else None
+    )
     return {"tasks": {HELDOUT: heldout.heldout_task(file)}}, (source,)
 
 
 def score_task(
-    lm: "DecoderLM", loaded: LoadedTask, *, limit: int | None = None, seed: int = 1234, scorer: Any = None
+    lm: "DecoderLM",
+    loaded: LoadedTask,
+    *,
+    limit: int | None = None,
+    seed: int = 1234,
+    scorer: Any = None,
 ) -> TaskScore:
     """Returns the scores of one task.
 
     Args:
         lm, loaded: the model and the task.
-        limit: at most so many items, drawn at random: the first ones of a data set are not like the rest. A group
-            gives each of its tasks a share, and at least one item.
+        limit: at most so many items, drawn at random: the first ones of a data set are not like the
+            rest. A group gives each of its tasks a share, and at least one item.
         seed: of that draw, which is the same for all models and does not depend on the other tasks.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
 
@@ -202,8 +241,9 @@ def score_task(
     name = loaded.request.task
     if loaded.runs_code and scorer is None:
         raise ConfigError(
-            f"{name}: runs programs that the model wrote, and that was not allowed. Allow it with "
-            f"untrusted_code='isolated' (`kit eval --untrusted-code isolated`), or leave out this task."
+            f"{name}: runs programs that the model wrote, and that was not allowed. Allow it with"
+            " untrusted_code='isolated' (`kit eval --untrusted-code isolated`), or leave out this"
+            " task."
         )
     with quiet(), scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
         documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
@@ -211,14 +251,23 @@ def score_task(
         lm.num_truncated = 0
         start = time.perf_counter()
         found: Any = evaluate(
-            lm, loaded.definition, samples=chosen, log_samples=False, confirm_run_unsafe_code=loaded.runs_code
+            lm,
+            loaded.definition,
+            samples=chosen,
+            log_samples=False,
+            confirm_run_unsafe_code=loaded.runs_code,
         )
         seconds = time.perf_counter() - start
     sizes, total = (
-        {leaf: found["n-samples"][leaf][counts] for leaf in documents} for counts in ("effective", "original")
+        {leaf: found["n-samples"][leaf][counts] for leaf in documents}
+        for counts in ("effective", "original")
     )
     group = loaded.definition.get("groups", {}).get(name)
-    alike = {part.metric for part in group.aggregate_metric_list if not part.weight_by_size} if group else set()
+    alike = (
+        {part.metric for part in group.aggregate_metric_list if not part.weight_by_size}
+        if group
+        else set()
+    )
     metrics = _metrics({**found["results"], **found.get("groups", {})}[name], sizes, alike)
     return TaskScore(
         task=name,
@@ -244,13 +293,17 @@ def score_task(
 
 
 def _full_items(loaded: LoadedTask) -> int | None:
-    """Returns the items of the whole split where the mirror holds a part of it, and that part was scored."""
+    """Returns the items of the whole split where the mirror holds a part of it, and that part
+    was scored.
+    """
     from_mirror = any(source.origin == "mirror" for source in loaded.data)
     known = BENCHMARKS.get(loaded.request.task)
     return known.full_items if known and from_mirror else None
 
 
-def choose_shares(documents: dict[str, list[Any]], limit: int | None, seed: int) -> dict[str, list[int]] | None:
+def choose_shares(
+    documents: dict[str, list[Any]], limit: int | None, seed: int
+) -> dict[str, list[int]] | None:
     """Returns the items of each task of a group, in proportion to its size; None for all items."""
     total = sum(map(len, documents.values()))
     if limit is None or limit >= total:
@@ -272,7 +325,8 @@ def choose_items(task: str, total: int, limit: int | None, seed: int) -> list[in
 def _metrics(found: dict[str, Any], sizes: dict[str, int], alike: set[str]) -> tuple[Metric, ...]:
     """Returns the numbers of a task or a group; the harness keys them `<metric>,<filter>`.
 
-    `sizes` are the items of each task, `alike` the metrics for which each task of the group counts alike.
+    `sizes` are the items of each task, `alike` the metrics for which each task of the group counts
+    alike.
     """
     metrics = []
     for key, value in found.items():
@@ -282,37 +336,51 @@ def _metrics(found: dict[str, Any], sizes: dict[str, int], alike: set[str]) -> t
         stderr = found.get(f"{name}_stderr,{answer_filter}")
         stderr = float(stderr) if isinstance(stderr, float) else None
         items = _effective_items(sizes, value, stderr) if name in alike else sum(sizes.values())
-        metrics.append(Metric.of(name if answer_filter == "none" else key, float(value), stderr, items))
+        metrics.append(
+            Metric.of(name if answer_filter == "none" else key, float(value), stderr, items)
+        )
     return tuple(metrics)
 
 
 def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) -> float:
-    """Returns of how many items, each of which counts alike, a share would vary as much as this mean of tasks does.
+    """Returns of how many items, each of which counts alike, a share would vary as much as this
+    mean of tasks does.
 
-    Its variance is taken as if all tasks had the mean's share, or as the harness's error says, whichever is more: few
-    items that all are right would have none. Source: L. Kish, "Survey Sampling", 1965, on effective sample sizes.
+    Its variance is taken as if all tasks had the mean's share, or as the harness's error says,
+    whichever is more: few items that all are right would have none. Source: L. Kish, "Survey
+    Sampling", 1965, on effective sample sizes.
     """
     items = len(sizes) ** 2 / sum(1 / number for number in sizes.values())
     return min(items, share * (1 - share) / stderr**2) if stderr and 0 < share < 1 else items
 
 
 def _chance(
-    leaves: dict[str, Any], documents: dict[str, list[Any]], chosen: dict[str, list[int]] | None, alike: set[str]
+    leaves: dict[str, Any],
+    documents: dict[str, list[Any]],
+    chosen: dict[str, list[int]] | None,
+    alike: set[str],
 ) -> float | None:
     """Returns the expected accuracy of guessing, or None where it cannot be known.
 
-    The task's own code judges each choice as if the model gave it all probability: the mean of that is what guessing
-    scores, whether one answer is right, several are, or the score is the probability of the right ones.
+    The task's own code judges each choice as if the model gave it all probability: the mean of that
+    is what guessing scores, whether one answer is right, several are, or the score is the
+    probability of the right ones.
     """
     chances = {}
     for name, task in leaves.items():
-        items = documents[name] if chosen is None else [documents[name][item] for item in chosen[name]]
+        items = (
+            documents[name] if chosen is None else [documents[name][item] for item in chosen[name]]
+        )
         try:
             chances[name] = [_guessed(task, item) for item in items]
-        except Exception:  # a definition is a program of its own, which may want other answers than these
+        except (
+            Exception
+        ):  # a definition is a program of its own, which may want other answers than these
             return None
     means = [statistics.fmean(each) for each in chances.values()]
-    chance = statistics.fmean(means if alike else [value for each in chances.values() for value in each])
+    chance = statistics.fmean(
+        means if alike else [value for each in chances.values() for value in each]
+    )
     return chance if math.isfinite(chance) else None
 
 
@@ -320,7 +388,14 @@ def _guessed(task: Any, item: Any) -> float:
     if task.OUTPUT_TYPE != "multiple_choice":
         raise TypeError(f"{task.OUTPUT_TYPE}: nothing to choose from")
     places = range(len(task.doc_to_choice(item)))
-    if not callable(task.config.process_results) and not task.multiple_target:  # the same, and a thousand times faster
+    if (
+        not callable(task.config.process_results) and not task.multiple_target
+    ):  # the same, and a thousand times faster
         return 1 / len(places)
-    scores = [task.process_results(item, [(0.0 if i == place else -1e4, False) for i in places]) for place in places]
-    return statistics.fmean(score["acc"] if "acc" in score else score["acc_norm"] for score in scores)
+    scores = [
+        task.process_results(item, [(0.0 if i == place else -1e4, False) for i in places])
+        for place in places
+    ]
+    return statistics.fmean(
+        score["acc"] if "acc" in score else score["acc_norm"] for score in scores
+    )

@@ -1,4 +1,6 @@
-"""Held-out text of the corpus as a task of the harness: bits per byte, which no tokenizer can flatter."""
+"""Held-out text of the corpus as a task of the harness: bits per byte, which no tokenizer can
+flatter.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,8 @@ def read_documents(file: Path) -> list[str]:
     """
     if not file.exists():
         raise DataError(
-            f"{file}: no such file. Build the data set with `kit data build`, or leave out task {HELDOUT!r}."
+            f"{file}: no such file. Build the data set with `kit data build`, or leave out task"
+            f" {HELDOUT!r}."
         )
     texts = []
     with file.open(encoding="utf-8") as lines:
@@ -24,19 +27,24 @@ def read_documents(file: Path) -> list[str]:
             try:
                 text = json.loads(line)["text"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise DataError(f"{file}, line {number}: expected a JSON object with a key 'text'.") from error
+                raise DataError(
+                    f"{file}, line {number}: expected a JSON object with a key 'text'."
+                ) from error
             if text:
                 texts.append(text)
     if not texts:
-        raise DataError(f"{file}: holds no text. Build the data set again with more held-out documents.")
+        raise DataError(
+            f"{file}: holds no text. Build the data set again with more held-out documents."
+        )
     return texts
 
 
 def heldout_task(file: Path) -> Any:
-    """Returns the harness's task that scores each document of `file` from its first token to its last.
+    """Returns the harness's task that scores each document of `file` from its first token to its
+    last.
 
-    bits_per_byte is the documents' whole negative log2-likelihood over their UTF-8 bytes; byte_perplexity is two to
-    that power. Raises as `read_documents`.
+    bits_per_byte is the documents' whole negative log2-likelihood over their UTF-8 bytes;
+    byte_perplexity is two to that power. Raises as `read_documents`.
     """
     import datasets
     from lm_eval.api.task import ConfigurableTask
@@ -44,7 +52,11 @@ def heldout_task(file: Path) -> Any:
     documents = datasets.Dataset.from_list([{"text": text} for text in read_documents(file)])
     metrics = [
         {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False},
-        {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+        {
+            "metric": "byte_perplexity",
+            "aggregation": "weighted_perplexity",
+            "higher_is_better": False,
+        },
     ]
     config = {
         "task": HELDOUT,

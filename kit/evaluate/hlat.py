@@ -1,4 +1,7 @@
-"""HLAT's tables (and SmolLM2's scores) as published, and our own scores beside them. No torch, no lm-eval."""
+"""HLAT's tables (and SmolLM2's scores) as published, and our own scores beside them.
+
+No torch, no lm-eval.
+"""
 
 import dataclasses
 import math
@@ -13,11 +16,15 @@ from kit.evaluate.benchmarks import BENCHMARKS, SUITES
 from kit.evaluate.report import EvalReport, Metric, html_rows, text_table
 
 MEASURED_HERE = (
-    "Measured here, in brackets: the 95 % interval, Wilson's for each data set; a published ± is the paper's standard "
-    "error.",
-    "Measured here as LLaMA's published scores were (arXiv 2302.13971): pass@1 of programs sampled at temperature 0.1 "
-    "and the others at 0.8, top-p 0.95; a GSM8K answer counts where it follows the words of the solved examples "
-    "(strict-match). HLAT does not state either.",
+    (
+        "Measured here, in brackets: the 95 % interval, Wilson's for each data set; a published ±"
+        " is the paper's standard error."
+    ),
+    (
+        "Measured here as LLaMA's published scores were (arXiv 2302.13971): pass@1 of programs"
+        " sampled at temperature 0.1 and the others at 0.8, top-p 0.95; a GSM8K answer counts where"
+        " it follows the words of the solved examples (strict-match). HLAT does not state either."
+    ),
 )
 """How own rows are to be read, and where they follow the published ones."""
 
@@ -30,12 +37,18 @@ class PublishedTable(Record):
     source: str = field_doc("paper and number")
     columns: tuple[str, ...] = field_doc("names of its numbers, in order")
     notes: tuple[str, ...] = field_doc("oddities of the printed table")
-    rows: tuple[dict[str, Any], ...] = field_doc("model, size, a number for each column that has one, stderr")
+    rows: tuple[dict[str, Any], ...] = field_doc(
+        "model, size, a number for each column that has one, stderr"
+    )
 
     def texts(self) -> list[dict[str, str]]:
         """Returns the rows as text; an empty cell is empty in the paper."""
         return [
-            {"model": row["model"], "size": row["size"], **{name: _printed(row, name) for name in self.columns}}
+            {
+                "model": row["model"],
+                "size": row["size"],
+                **{name: _printed(row, name) for name in self.columns},
+            }
             for row in self.rows
         ]
 
@@ -62,7 +75,8 @@ TABLES = {
 
 
 def published_table(name: str) -> PublishedTable:
-    """Returns a table of the paper, I, II, IV or V; or `SmolLM2`, what others measured of that model.
+    """Returns a table of the paper, I, II, IV or V; or `SmolLM2`, what others measured of that
+    model.
 
     Raises:
         ConfigError: there is no such table here.
@@ -100,11 +114,12 @@ class Comparison:
 def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Comparison:
     """Returns own scores beside a table of the paper.
 
-    A column is the mean over its data sets, all of them scored whole, in the paper's shots. Its 95 % interval is that
-    of a mean of independent scores, from the distances of their own ends (Zou and Donner, "Construction of confidence
-    limits about effect measures", Statistics in Medicine 27, 2008), so that it holds at 0 and 100 too. A column that is
-    not complete stays empty, and a note says what is missing: a part of the items is no result. No average over columns
-    is made, since the paper does not state its rule.
+    A column is the mean over its data sets, all of them scored whole, in the paper's shots. Its 95
+    % interval is that of a mean of independent scores, from the distances of their own ends (Zou
+    and Donner, "Construction of confidence limits about effect measures", Statistics in Medicine
+    27, 2008), so that it holds at 0 and 100 too. A column that is not complete stays empty, and a
+    note says what is missing: a part of the items is no result. No average over columns is made,
+    since the paper does not state its rule.
 
     Raises:
         ConfigError: the table is not II or V.
@@ -129,14 +144,21 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
         if request.column != column:
             continue
         known = BENCHMARKS[request.task]
-        data = (known.repository, known.configs)  # tasks over the same data are alternatives: the first one counts
+        data = (
+            known.repository,
+            known.configs,
+        )  # tasks over the same data are alternatives: the first one counts
         score = next((score for score in report.scores if score.key == request.question), None)
         if score is None or score.partial:
             shots = f" with {request.shots} shots" if request.shots else ""
-            missing.setdefault(data, []).append(f"{request.task}{shots}: {score.coverage if score else 'not scored'}")
+            missing.setdefault(data, []).append(
+                f"{request.task}{shots}: {score.coverage if score else 'not scored'}"
+            )
         else:
             metric = score.metric(request.metric or "")
-            found.setdefault(data, Metric.of(metric.name, metric.value, metric.stderr, score.num_items))
+            found.setdefault(
+                data, Metric.of(metric.name, metric.value, metric.stderr, score.num_items)
+            )
     lacking = [words for data, reasons in missing.items() if data not in found for words in reasons]
     if lacking or not found:
         return "", lacking
@@ -146,7 +168,8 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
 def _mean(metrics: list[Metric]) -> str:
     mean = sum(metric.value for metric in metrics) / len(metrics)
     down, up = (
-        math.hypot(*(metric.value - (getattr(metric, end) or 0) for metric in metrics)) / len(metrics)
+        math.hypot(*(metric.value - (getattr(metric, end) or 0) for metric in metrics))
+        / len(metrics)
         for end in ("low", "high")
     )
     return f"{100 * mean:.1f} ({100 * max(0.0, mean - down):.1f}–{100 * (mean + up):.1f})"

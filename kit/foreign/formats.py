@@ -259,9 +259,13 @@ def pattern_format(pattern: str) -> Format:
     try:
         groups = re.compile(pattern).groupindex
     except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"--pattern {pattern!r} is no regular expression of Python: {error}.") from error
+        raise ConfigError(
+            f"--pattern {pattern!r} is no regular expression of Python: {error}."
+        ) from error
     if unknown := next((name for name in groups if name not in GROUPS), ""):
-        raise ConfigError(f"--pattern: the group {unknown!r} is unknown. {suggestion(unknown, GROUPS)}")
+        raise ConfigError(
+            f"--pattern: the group {unknown!r} is unknown. {suggestion(unknown, GROUPS)}"
+        )
     if missing := next((name for name in ("step", "loss") if name not in groups), ""):
         example = r"For example: 'it (?P<step>\d+) .*loss=(?P<loss>\S+)'."
         raise ConfigError(f"--pattern: the group {missing!r} is missing. {example}")

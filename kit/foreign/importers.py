@@ -92,10 +92,16 @@ def import_log(
     _check_target(out, file)
     parser, steps = _read(file, format, pattern, zone)
     if follow and parser.form.closes:
-        raise ConfigError("--follow: a trainer_state.json does not grow, it is written whole. Import it again.")
+        raise ConfigError(
+            "--follow: a trainer_state.json does not grow, it is written whole. Import it again."
+        )
     spec, plan, recipe, recorder, notes = describe(parser, steps, spec=spec, changes=changes)
     run = Run(out, spec=spec, plan=plan, recipe=recipe, site=site)
-    rows = list({(row["attempt"], row["step"]): row for step in steps for row in recorder.rows(step)}.values())
+    rows = list(
+        {
+            (row["attempt"], row["step"]): row for step in steps for row in recorder.rows(step)
+        }.values()
+    )
     _fill_in(rows, parser.changed)
     notes += _check_speed(rows, steps, run)
     if parser.has_local_times:
@@ -138,18 +144,24 @@ def _zone(given: dict[str, Any]) -> datetime.tzinfo:
         raise ConfigError(f"{told} Give one as Europe/Berlin, or leave it out: UTC.") from error
 
 
-def _read(file: Path, format: str | None, pattern: str | None, zone: datetime.tzinfo) -> tuple[Parser, list[Step]]:
+def _read(
+    file: Path, format: str | None, pattern: str | None, zone: datetime.tzinfo
+) -> tuple[Parser, list[Step]]:
     """Returns a log and its steps, in a user's format or that in which a line first tells one."""
     if format is not None and pattern is not None:
         raise ConfigError(f"--pattern has no place beside --format {format}. Give one of them.")
     if format not in (None, *NAMES):
-        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, NAMES)} For others: --pattern.")
+        raise ConfigError(
+            f"format: {format!r} is unknown. {suggestion(format, NAMES)} For others: --pattern."
+        )
     known = (form for form in FORMATS if format in (None, form.name))
     forms = list(known) if pattern is None else [pattern_format(pattern)]
     try:
         opened(file).close()
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}). Give the trainer's log file.") from error
+        raise DataError(
+            f"{file}: cannot be read ({error.strerror}). Give the trainer's log file."
+        ) from error
     found = (
         form
         for line in Parser(file, forms[0], zone).new()
@@ -164,7 +176,7 @@ def _read(file: Path, format: str | None, pattern: str | None, zone: datetime.tz
     raise DataError(
         f"{file}: none of its {parser.lines:,} lines tells of a step as {asked} does. "
         f"Formats: {', '.join(NAMES)}; for others --pattern. If training has only begun, import "
-        f"it after its first step."
+        "it after its first step."
     )
 
 
@@ -203,14 +215,17 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
     most = getattr(site.device.matmul_flops_per_s.get(plan.precision), "value", peak)
     if most is not None and typical * hardware > most:
         raise ConfigError(
-            f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of "
-            f"{counted(devices, 'device')} is more than the {most / 1e12:.1f} that a matrix "
-            f"product reaches on {site.device.name}: the steps cannot have run "
-            f"{plan.global_batch_size} sequences each. Look up the engine's micro-batch and give "
-            f"the sequences really run, --set plan.global_batch_size=..., or correct the layout, the model or the site."
+            f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of"
+            f" {counted(devices, 'device')} is more than the {most / 1e12:.1f} that a matrix"
+            f" product reaches on {site.device.name}: the steps cannot have run"
+            f" {plan.global_batch_size} sequences each. Look up the engine's micro-batch and give"
+            " the sequences really run, --set plan.global_batch_size=..., or correct the layout,"
+            " the model or the site."
         )
     notes, limit = [], float("inf") if peak is None else peak * devices / hardware
-    fast = [row for row in rows if row["step_time_s"] and row["tokens"] > limit * row["step_time_s"]]
+    fast = [
+        row for row in rows if row["step_time_s"] and row["tokens"] > limit * row["step_time_s"]
+    ]
     for row in fast:
         row["step_time_s"] = None
     if fast:
@@ -226,7 +241,9 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
         typical * devices / spec.sequence_length,
     )
     if rates and abs(median(rates) / rate - 1) > SPEED_TOLERANCE:
-        notes.append(f"the log prints {median(rates):.3g} sequences/s, but clock and batch make {rate:.3g}")
+        notes.append(
+            f"the log prints {median(rates):.3g} sequences/s, but clock and batch make {rate:.3g}"
+        )
     return notes
 
 
@@ -248,7 +265,9 @@ def _create(run: Run, log: Path) -> None:
     ).write(out / "job.json")
 
 
-def _tell(run: Run, parser: Parser, row: dict[str, Any], report: ImportReport, following: bool) -> None:
+def _tell(
+    run: Run, parser: Parser, row: dict[str, Any], report: ImportReport, following: bool
+) -> None:
     """Says what the log shows: its last step. While it is followed it is taken for a job.
 
     Each change is its heartbeat. Afterwards, or of a log that nobody follows, nothing is known of
@@ -277,7 +296,11 @@ def _tell(run: Run, parser: Parser, row: dict[str, Any], report: ImportReport, f
 
 
 def _followed(
-    run: Run, parser: Parser, recorder: StepRecorder, report: ImportReport, idle: Callable[[float], None]
+    run: Run,
+    parser: Parser,
+    recorder: StepRecorder,
+    report: ImportReport,
+    idle: Callable[[float], None],
 ) -> ImportReport:
     """Records what the log gains until it ends, and returns what was found in all."""
     writer = MetricsWriter(run.directory / "metrics.jsonl")

@@ -97,7 +97,9 @@ class Parser(Tail):
             if found := re.search(pattern, line):
                 told = {name: text.strip() for name, text in found.groupdict().items() if text}
                 if "memory_mib" in told:  # of this rank
-                    told["memory_mib"] = max(told["memory_mib"], self.settings.get("memory_mib", "0"), key=float)
+                    told["memory_mib"] = max(
+                        told["memory_mib"], self.settings.get("memory_mib", "0"), key=float
+                    )
                 self.settings |= {told["name"]: told["value"]} if "value" in told else told
                 self._restarted |= "start" in told
                 self.done |= "end" in told

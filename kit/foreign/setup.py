@@ -72,7 +72,9 @@ def describe(
     (model, told, batch), asked = found, given.get("global_batch_size")
     share = Fraction(asked, batch) if asked else _engine_share(settings, notes)
     if (really := batch * share).denominator > 1:
-        raise ConfigError(f"plan.global_batch_size: {really} sequences. Give the number really run by --set.")
+        raise ConfigError(
+            f"plan.global_batch_size: {really} sequences. Give the number really run by --set."
+        )
     plan = {"precision": "bf16", **told, "global_batch_size": int(really), **given}
     recipe, interval = _recipe(settings, steps, changes["recipe"]), _interval(settings, steps)
     if "lr" not in settings:
@@ -80,7 +82,9 @@ def describe(
         notes.append(f"{lost}: fields of recipe.json that were not given are defaults")
     if interval > 1:
         values = parser.form.values
-        notes.append(f"one line stands for {interval} steps; each of them is recorded with {values}")
+        notes.append(
+            f"one line stands for {interval} steps; each of them is recorded with {values}"
+        )
     recorder = StepRecorder(
         batch=batch,
         length=model.sequence_length,
@@ -110,7 +114,9 @@ def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
     `set_train_batch_size` in deepspeed/runtime/engine.py; commit ef4161a of
     sajal-vt/Megatron-DeepSpeed-ORNL, whose log prints 149 TFLOP/s.
     """
-    fed, counted = (_whole(settings, name) for name in ("micro_batch_size", "engine_micro_batch_size"))
+    fed, counted = (
+        _whole(settings, name) for name in ("micro_batch_size", "engine_micro_batch_size")
+    )
     if fed < 1 or counted < 1 or fed == counted or settings.get("no_pipeline_parallel") == "True":
         return 1
     share = Fraction(fed, counted)
@@ -138,7 +144,9 @@ def _printed_batch(settings: Texts, steps: list[Step], given: dict[str, Any]) ->
             f"step in the log. Leave it out, or give the log of this run."
         )
     if not (batch or asked or rate):
-        raise ConfigError("plan.global_batch_size: not in the log. Give --set plan.global_batch_size=SEQUENCES.")
+        raise ConfigError(
+            "plan.global_batch_size: not in the log. Give --set plan.global_batch_size=SEQUENCES."
+        )
     return batch or asked or int(rate)
 
 
@@ -160,7 +168,10 @@ def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict
     eight = "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
     half = "bf16" if flags & {"bf16", "fp16"} else "fp32"
     full = "full" if "checkpoint_activations" in flags else settings.get("recompute_granularity")
-    exchange, strategy = settings.get("cp_comm_type", ""), settings.get("data_parallel_sharding_strategy", "")
+    exchange, strategy = (
+        settings.get("cp_comm_type", ""),
+        settings.get("data_parallel_sharding_strategy", ""),
+    )
     stages = (  # DeepSpeed's, and what Megatron-LM's optimizer and its two FSDPs shard as much as
         _whole(settings, "zero_stage"),
         int("use_distributed_optimizer" in flags),
@@ -168,8 +179,12 @@ def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict
         3 if "use_torch_fsdp2" in flags else 0,
     )
     return sizes | {
-        "context_exchange": "all_to_all" if context > 1 and "a2a" in exchange and "p2p" not in exchange else "ring",
-        "data_parallel": max(1, _whole(settings, "world_size") // max(1, tensor * pipeline * context)),
+        "context_exchange": "all_to_all"
+        if context > 1 and "a2a" in exchange and "p2p" not in exchange
+        else "ring",
+        "data_parallel": max(
+            1, _whole(settings, "world_size") // max(1, tensor * pipeline * context)
+        ),
         "schedule": "interleaved" if virtual > 1 else "1f1b",
         "zero_stage": max(stages),
         "sequence_parallel": "sequence_parallel" in flags and tensor > 1,

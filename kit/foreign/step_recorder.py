@@ -21,7 +21,9 @@ class StepRecorder:
     the steps that one line stands for.
     """
 
-    def __init__(self, *, batch: int, length: int, share: Fraction | int, own: int, interval: int) -> None:
+    def __init__(
+        self, *, batch: int, length: int, share: Fraction | int, own: int, interval: int
+    ) -> None:
         self.batch, self.length, self.own, self.interval = batch, length, own, interval
         self.share, self.last_row = share, dict[str, Any]()
         self.attempt, self.newest, self.skipped_steps = 1, 0, 0
@@ -47,8 +49,12 @@ class StepRecorder:
         for other in range(first, 0 if late else number):
             when = None if end is None else end - (number - other) * seconds
             yield mean | {"step": other, "time": when}
-        samples = step.get("sequence_length", self.length) == self.length and step.get("consumed_samples")
-        if tokens := step.get("consumed_tokens") or (samples and (samples + self.own) * self.length):
+        samples = step.get("sequence_length", self.length) == self.length and step.get(
+            "consumed_samples"
+        )
+        if tokens := step.get("consumed_tokens") or (
+            samples and (samples + self.own) * self.length
+        ):
             row["consumed_tokens"] = round(tokens * self.share)
         yield row
 

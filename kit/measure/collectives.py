@@ -1,7 +1,8 @@
-"""Rates of collectives over groups of ranks; each rank runs `python -m kit.measure.collectives --out FILE`.
+"""Rates of collectives over groups of ranks; each rank runs `python -m kit.measure.collectives
+--out FILE`.
 
-The same code measures processes of one machine (gloo), devices of a node and nodes of a cluster (NCCL, RCCL). Ranks
-find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+The same code measures processes of one machine (gloo), devices of a node and nodes of a cluster
+(NCCL, RCCL). Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 """
 
 import argparse
@@ -29,13 +30,16 @@ SECONDS = 0.3
 def bus_factor(operation: str, ranks: int) -> float:
     """Returns by what a message counts on the slowest link of a ring, so that operations compare.
 
-    Source: NCCL tests, PERFORMANCE.md: all-reduce 2 (n - 1) / n; all-gather and reduce-scatter (n - 1) / n; send 1.
+    Source: NCCL tests, PERFORMANCE.md: all-reduce 2 (n - 1) / n; all-gather and reduce-scatter (n -
+    1) / n; send 1.
     """
     return {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0}.get(operation, (ranks - 1) / ranks)
 
 
 def measure(device: torch.device) -> list[dict]:
-    """Returns rows of operation, ranks, bytes, seconds (the best) and bus_bytes_per_s; all ranks must call it."""
+    """Returns rows of operation, ranks, bytes, seconds (the best) and bus_bytes_per_s; all ranks
+    must call it.
+    """
     world, rows = dist.get_world_size(), []
     sizes = sorted({n for n in (2**k for k in range(1, 20)) if n <= world} | {world})
     for ranks in sizes:
@@ -45,8 +49,15 @@ def measure(device: torch.device) -> list[dict]:
                 for size in SIZES:
                     seconds = _best(run, torch.ones(size // 4, device=device), group)
                     rate = bus_factor(operation, ranks) * size / seconds
-                    rows.append({"operation": operation, "ranks": ranks, "bytes": size, "seconds": seconds,
-                                 "bus_bytes_per_s": rate})  # fmt: skip
+                    rows.append(
+                        {
+                            "operation": operation,
+                            "ranks": ranks,
+                            "bytes": size,
+                            "seconds": seconds,
+                            "bus_bytes_per_s": rate,
+                        }
+                    )
         dist.barrier()
     return rows
 
@@ -63,14 +74,19 @@ def _operations(group, ranks: int, device: torch.device) -> dict[str, Callable[[
             return dist.send(message, 1)
         return dist.recv(message, 0) if dist.get_rank() == 1 else None
 
-    operations = {"all_reduce": lambda message: dist.all_reduce(message, group=group), "all_gather": gather}
+    operations = {
+        "all_reduce": lambda message: dist.all_reduce(message, group=group),
+        "all_gather": gather,
+    }
     return operations | ({"send": send} if ranks == 2 else {})
 
 
 def _best(run: Callable[[Tensor], object], message: Tensor, group) -> float:
     """Returns the shortest time; ranks agree on the number of runs, so that none waits for ever."""
     run(message)
-    repeats = torch.tensor([max(3.0, SECONDS / max(timed(lambda: run(message)), 1e-6))], device=message.device)
+    repeats = torch.tensor(
+        [max(3.0, SECONDS / max(timed(lambda: run(message)), 1e-6))], device=message.device
+    )
     dist.all_reduce(repeats, dist.ReduceOp.MIN, group=group)
     return min(timed(lambda: run(message)) for _ in range(min(200, int(repeats))))
 

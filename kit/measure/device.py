@@ -1,4 +1,6 @@
-"""On what the processes of this machine compute: its GPUs, where there is one for each, or its CPU cores."""
+"""On what the processes of this machine compute: its GPUs, where there is one for each, or its
+CPU cores.
+"""
 
 from typing import Literal
 
@@ -15,11 +17,12 @@ def torch_device(site: Site) -> DeviceName:
 
 
 def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
-    """Returns a site whose device is the one that the ranks of a plan compute on, so that MFU has the peak of that one.
+    """Returns a site whose device is the one that the ranks of a plan compute on, so that MFU has
+    the peak of that one.
 
-    Without `device`, a local site stays what it is if it names a GPU or a peak is known; else it becomes this machine's
-    GPUs where there is one for each rank (NCCL refuses more), or its CPU cores. What was known of another device is
-    left out.
+    Without `device`, a local site stays what it is if it names a GPU or a peak is known; else it
+    becomes this machine's GPUs where there is one for each rank (NCCL refuses more), or its CPU
+    cores. What was known of another device is left out.
 
     Raises:
         ConfigError: the site is not this machine, or this machine has fewer GPUs than ranks.
@@ -29,8 +32,9 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
         raise ConfigError(f"--device: {device!r} is not allowed. Give cpu or cuda.")
     if device is not None and not is_here:
         raise ConfigError(
-            f"--device {device}: jobs of site {site.name!r} and engine {plan.engine!r} compute on what the site has, "
-            f"{site.device.name!r}. Leave the option out, or give another --site."
+            f"--device {device}: jobs of site {site.name!r} and engine {plan.engine!r} compute on"
+            f" what the site has, {site.device.name!r}. Leave the option out, or give another"
+            " --site."
         )
     if device is None and (site.device.is_gpu or site.device.peak_flops_per_s):
         device = torch_device(site)
@@ -39,21 +43,25 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus < ranks:
         raise ConfigError(
-            f"--device cuda: {counted(ranks, 'rank')} of site {site.name!r} need a GPU each, and torch sees "
-            f"{gpus} here. Ask `kit doctor` about driver and wheel, start fewer ranks, or give --device cpu."
+            f"--device cuda: {counted(ranks, 'rank')} of site {site.name!r} need a GPU each, and"
+            f" torch sees {gpus} here. Ask `kit doctor` about driver and wheel, start fewer ranks,"
+            " or give --device cpu."
         )
     if (gpus >= ranks) == site.device.is_gpu:
         return site
     if gpus >= ranks:
         return site.replace(device=_gpu(), devices_per_node=gpus, links=Links())
     laptop = Site.load("laptop")
-    return site.replace(device=laptop.device, devices_per_node=laptop.devices_per_node, links=Links())
+    return site.replace(
+        device=laptop.device, devices_per_node=laptop.devices_per_node, links=Links()
+    )
 
 
 def _gpus() -> int:
     import torch
 
-    # The count alone may come from the driver's own library, though the driver is too old for torch.
+    # The count alone may come from the driver's own library, though the driver is too old for
+    # torch.
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

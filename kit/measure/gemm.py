@@ -1,4 +1,6 @@
-"""The rate at which this machine multiplies matrices: the measured peak behind MFU where no datasheet has one."""
+"""The rate at which this machine multiplies matrices: the measured peak behind MFU where no
+datasheet has one.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,19 +9,25 @@ from cluster.site import Fact, Site
 from kit.measure.device import torch_device
 
 SIZE = 512
-"""Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a core's own cache."""
+"""Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a
+core's own cache."""
 ROUND_S, ROUNDS = 0.2, 15
 AGREE = 0.03
 """Relative difference up to which two rounds have measured the same."""
 
 
 def measure_gemm_flops_per_s(
-    dtype: str, *, device: str | None = None, seconds: float = 1.0, clock: Callable[[], float] = time.perf_counter
+    dtype: str,
+    *,
+    device: str | None = None,
+    seconds: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the best rate of a square matrix product on one CPU core or GPU, in FLOP/s; by default a GPU if there is.
+    """Returns the best rate of a square matrix product on one CPU core or GPU, in FLOP/s; by
+    default a GPU if there is.
 
-    The best of many short runs on a single thread, as many as fit into `seconds` on the wall, each timed by `clock`: a
-    peak is what the device can do when nothing disturbs it.
+    The best of many short runs on a single thread, as many as fit into `seconds` on the wall, each
+    timed by `clock`: a peak is what the device can do when nothing disturbs it.
     """
     import torch
 
@@ -33,19 +41,29 @@ def measure_gemm_flops_per_s(
         return 2 * size**3 / best_within(seconds, lambda: torch.matmul(a, b), clock)
 
 
-def measure_peak(dtype: str, round_rate: Callable[[], float] | None = None, device: str = "cpu") -> Fact:
-    """Returns the matrix-product rate that the two best of several rounds agree on, as the peak of one device.
+def measure_peak(
+    dtype: str, round_rate: Callable[[], float] | None = None, device: str = "cpu"
+) -> Fact:
+    """Returns the matrix-product rate that the two best of several rounds agree on, as the peak of
+    one device.
 
-    On a CPU a product is timed by its thread's own clock, which stands still while other processes have the core. What
-    they take beyond that (caches, the core's other half, its clock rate) shows as rounds that differ: after `ROUNDS` of
-    them the machine was too busy, `is_settled` is False, and the source says so. Tests give their own `round_rate`.
+    On a CPU a product is timed by its thread's own clock, which stands still while other processes
+    have the core. What they take beyond that (caches, the core's other half, its clock rate) shows
+    as rounds that differ: after `ROUNDS` of them the machine was too busy, `is_settled` is False,
+    and the source says so. Tests give their own `round_rate`.
     """
     rates = []
     while len(rates) < ROUNDS and not (len(rates) > 1 and _spread(rates) <= AGREE):
         rates.append((round_rate or _round(dtype, device))())
     how = f"best {dtype} matrix product on one device, {len(rates)} rounds"
-    fact = Fact(value=max(rates), source=f"measured on this machine: {how}", error=min(1.0, _spread(rates)))
-    return fact if is_settled(fact) else fact.replace(source=f"{fact.source}, no two agree: it was too busy")
+    fact = Fact(
+        value=max(rates), source=f"measured on this machine: {how}", error=min(1.0, _spread(rates))
+    )
+    return (
+        fact
+        if is_settled(fact)
+        else fact.replace(source=f"{fact.source}, no two agree: it was too busy")
+    )
 
 
 def is_settled(peak: Fact) -> bool:
@@ -54,7 +72,9 @@ def is_settled(peak: Fact) -> bool:
 
 
 def measured_site(site: Site, dtype: str = "fp32") -> Site:
-    """Returns a local site with the peak of one device set to the matrix-product rate that it reaches here."""
+    """Returns a local site with the peak of one device set to the matrix-product rate that it
+    reaches here.
+    """
     peak = measure_peak(dtype, device=torch_device(site))
     return site.with_measured_peak(dtype, peak.value, peak.source, peak.error)
 

@@ -1,10 +1,12 @@
-"""The first seconds of a job on several nodes: does every node compute and send as fast as the others?
+"""The first seconds of a job on several nodes: does every node compute and send as fast as the
+others?
 
-One slow node slows all of them, and nothing in a step time says which. `check_nodes` names it: by a matrix product on
-each rank, and by exchanges between neighbours in a ring of nodes, two for each node, of which the better one counts, so
-that a slow node does not drag its neighbours down with it.
+One slow node slows all of them, and nothing in a step time says which. `check_nodes` names it: by a
+matrix product on each rank, and by exchanges between neighbours in a ring of nodes, two for each
+node, of which the better one counts, so that a slow node does not drag its neighbours down with it.
 
-`python -m kit.measure.node_check --out FILE` as the command of several ranks writes what they were seen to do.
+`python -m kit.measure.node_check --out FILE` as the command of several ranks writes what they were
+seen to do.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from kit.measure.timing import timed
 from kit.parallel.groups import part
 
 SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
-"""Share of the median of all nodes below which a node is called slow; links differ more than chips do."""
+"""Share of the median of all nodes below which a node is called slow; links differ more than
+chips do."""
 SECONDS, REPEATS = 0.3, 3
 CPU_MESSAGE_BYTES, DEVICE_MESSAGE_BYTES = 2**22, 2**26
 
@@ -39,7 +42,9 @@ class NodeRate(Record):
 
     node: str = field_doc("its name")
     matmul_flops_per_s: float = field_doc("matrix product, of its slowest rank")
-    bytes_per_s: float | None = field_doc("of its first rank, one direction, to its better neighbour", default=None)
+    bytes_per_s: float | None = field_doc(
+        "of its first rank, one direction, to its better neighbour", default=None
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +60,16 @@ class NodeReport(Record):
 
     @property
     def slow(self) -> list[str]:
-        """One line for each slow node and reason; fewer than three nodes give no majority to compare with."""
+        """One line for each slow node and reason; fewer than three nodes give no majority to
+        compare with.
+        """
         if len(self.nodes) < 3:
             return []
         found = []
-        compared = (("computes", SLOW_COMPUTE, "matmul_flops_per_s"), ("sends", SLOW_LINK, "bytes_per_s"))
+        compared = (
+            ("computes", SLOW_COMPUTE, "matmul_flops_per_s"),
+            ("sends", SLOW_LINK, "bytes_per_s"),
+        )
         for what, share, field in compared:
             rates = {node.node: getattr(node, field) for node in self.nodes if getattr(node, field)}
             median = statistics.median(rates.values()) if rates else 0.0
@@ -71,22 +81,35 @@ class NodeReport(Record):
         return found
 
     def site(self, site: Site) -> Site:
-        """Returns `site` with what was measured: matrix products of a rank, and the network of a node's first rank."""
+        """Returns `site` with what was measured: matrix products of a rank, and the network of a
+        node's first rank.
+        """
         where = f"measured on {counted(len(self.nodes), 'node')} at the start of a job"
         rates = [node.matmul_flops_per_s for node in self.nodes]
         matmul = Fact(
-            value=statistics.median(rates), source=f"{where}, {self.dtype} matrix product", error=_spread(rates)
+            value=statistics.median(rates),
+            source=f"{where}, {self.dtype} matrix product",
+            error=_spread(rates),
         )
-        device = site.device.replace(matmul_flops_per_s={**site.device.matmul_flops_per_s, self.dtype: matmul})
+        device = site.device.replace(
+            matmul_flops_per_s={**site.device.matmul_flops_per_s, self.dtype: matmul}
+        )
         sent = [node.bytes_per_s for node in self.nodes if node.bytes_per_s]
         if not sent:
             return site.replace(device=device)
-        bandwidth = Fact(value=statistics.median(sent), source=f"{where}, one rank to one", error=_spread(sent))
-        return site.replace(device=device, links=site.links.replace(inter_node_bytes_per_s=bandwidth))
+        bandwidth = Fact(
+            value=statistics.median(sent), source=f"{where}, one rank to one", error=_spread(sent)
+        )
+        return site.replace(
+            device=device, links=site.links.replace(inter_node_bytes_per_s=bandwidth)
+        )
 
 
 def check_nodes(device: torch.device, dtype: str) -> NodeReport:
-    """Returns the same report on every rank. A collective call: all ranks of the default process group take part."""
+    """Returns the same report on every rank.
+
+    A collective call: all ranks of the default process group take part.
+    """
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     all_reduce = _all_reduce_bytes_per_s(device)
     ranks = _gather((name, measure_gemm_flops_per_s(dtype, seconds=SECONDS)))
@@ -101,11 +124,15 @@ def check_nodes(device: torch.device, dtype: str) -> NodeReport:
         )
         for name, first in zip(names, firsts, strict=True)
     )
-    return NodeReport(dtype=dtype, num_ranks=len(ranks), nodes=nodes, all_reduce_bytes_per_s=all_reduce)
+    return NodeReport(
+        dtype=dtype, num_ranks=len(ranks), nodes=nodes, all_reduce_bytes_per_s=all_reduce
+    )
 
 
 def record_nodes(report: NodeReport, run_directory: Path, site: Site) -> None:
-    """Writes node_check.json and measured_site.json into a run directory, and prints the names of slow nodes."""
+    """Writes node_check.json and measured_site.json into a run directory, and prints the names
+    of slow nodes.
+    """
     report.write(run_directory / "node_check.json")
     report.site(site).write(run_directory / "measured_site.json")
     for line in report.slow:
@@ -122,7 +149,9 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _exchange_rates(firsts: list[int], device: torch.device) -> list[tuple[int, float]]:
-    """Returns (rank, bytes/s) of the exchanges of this rank, which speaks for its node if it is one of `firsts`."""
+    """Returns (rank, bytes/s) of the exchanges of this rank, which speaks for its node if it is
+    one of `firsts`.
+    """
     rates = []
     for pairs in _rounds(len(firsts)):
         for a, b in pairs:
@@ -136,7 +165,9 @@ def _exchange_rates(firsts: list[int], device: torch.device) -> list[tuple[int, 
 
 
 def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Returns the neighbours of a ring in two or three rounds, in each of which a node takes part once at most."""
+    """Returns the neighbours of a ring in two or three rounds, in each of which a node takes
+    part once at most.
+    """
     if num_nodes < 2:
         return []
     ring = [(node, node + 1) for node in range(num_nodes - 1)]
@@ -194,7 +225,9 @@ def main() -> int:
     ones = torch.ones(2, device=device)
     dist.all_reduce(ones)
     if ones.tolist() != 2 * [dist.get_world_size()]:
-        raise RuntimeError(f"an all-reduce of ones over {dist.get_world_size()} ranks gave {ones.tolist()}")
+        raise RuntimeError(
+            f"an all-reduce of ones over {dist.get_world_size()} ranks gave {ones.tolist()}"
+        )
     report = check_nodes(device, "fp32" if device.type == "cpu" else "bf16")
     if dist.get_rank() == 0:
         report.write(options.out)

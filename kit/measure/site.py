@@ -1,4 +1,6 @@
-"""`kit bench site`: the numbers of the machine at hand that estimates need: matrix products, memory, collectives."""
+"""`kit bench site`: the numbers of the machine at hand that estimates need: matrix products,
+memory, collectives.
+"""
 
 import json
 import os
@@ -28,8 +30,8 @@ TRIAD_NUMBERS = 2**25
 def measure_site(site: Site, *, num_processes: int = 2) -> Site:
     """Returns a local site with measured peak, memory bandwidth and links; takes about 20 s.
 
-    The rates of one process while the others idle: what several processes on few cores get is less, and is what a
-    calibration on runs tells.
+    The rates of one process while the others idle: what several processes on few cores get is less,
+    and is what a calibration on runs tells.
 
     Raises:
         ConfigError: the site is not this machine.
@@ -37,7 +39,7 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
     if site.scheduler != "local":
         raise ConfigError(
             f"site.scheduler: {site.scheduler!r} is not this machine. Measure inside a job there: "
-            f"`python -m kit.measure.collectives --out FILE` as the command of each rank."
+            "`python -m kit.measure.collectives --out FILE` as the command of each rank."
         )
     site = measured_site(site)
     rows = collectives(num_processes)
@@ -46,29 +48,38 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
         IntraNodeLink(num_devices=ranks, bytes_per_s=Fact(value=rate, source=source))
         for ranks, rate in sorted(best_rates(rows).items())
     )
-    bandwidth = Fact(value=memory_bytes_per_s(), source="measured on this machine: a = b + c on one thread")
-    return site.replace(device=site.device.replace(memory_bytes_per_s=bandwidth), links=Links(intra_node=links))
+    bandwidth = Fact(
+        value=memory_bytes_per_s(), source="measured on this machine: a = b + c on one thread"
+    )
+    return site.replace(
+        device=site.device.replace(memory_bytes_per_s=bandwidth), links=Links(intra_node=links)
+    )
 
 
-def remeasure(run: Run, measure: Callable[[str], Fact] | None = None) -> dict[str, tuple[Fact | None, Fact]]:
-    """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old and new of each.
+def remeasure(
+    run: Run, measure: Callable[[str], Fact] | None = None
+) -> dict[str, tuple[Fact | None, Fact]]:
+    """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old
+    and new of each.
 
     Raises:
         JobError: the run is somebody else's.
         ConfigError: the run was not trained on this machine.
-        RunError: the machine is too busy to measure a higher peak than the old one; nothing was written.
+        RunError: the machine is too busy to measure a higher peak than the old one; nothing was
+            written.
     """
     refuse_other_owner(run.directory, "correct its site.json")
     if run.site.scheduler != "local":
         raise ConfigError(
-            f"{run.directory}: its site {run.site.name!r} is not this machine, so its peak cannot be measured here. "
-            f"Correct device.peak_flops_per_s in its site.json from the data sheet, or its plan or recipe."
+            f"{run.directory}: its site {run.site.name!r} is not this machine, so its peak cannot"
+            " be measured here. Correct device.peak_flops_per_s in its site.json from the data"
+            " sheet, or its plan or recipe."
         )
     state = read_state(run.directory)
     if state and state.process and not state.process.is_here:
         raise ConfigError(
-            f"{run.directory}: it was trained on {state.process.host}, which is not this machine. Measure there, or "
-            f"give the peak by hand: device.peak_flops_per_s in its site.json."
+            f"{run.directory}: it was trained on {state.process.host}, which is not this machine."
+            " Measure there, or give the peak by hand: device.peak_flops_per_s in its site.json."
         )
     site, found = run.site, {}
     measure = measure or partial(measure_peak, device=torch_device(site))
@@ -76,10 +87,10 @@ def remeasure(run: Run, measure: Callable[[str], Fact] | None = None) -> dict[st
         old, new = site.device.peak_flops_per_s.get(dtype), measure(dtype)
         if not is_settled(new) and old is not None and new.value <= old.value:
             raise RunError(
-                f"{run.directory}: this machine is too busy to measure its {dtype} peak: rounds differ by "
-                f"{new.error:.0%}, the best was {new.value / 1e9:.1f} GFLOP/s and its site.json has "
-                f"{old.value / 1e9:.1f}. Nothing was changed; try again when less runs (load average "
-                f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)."
+                f"{run.directory}: this machine is too busy to measure its {dtype} peak: rounds"
+                f" differ by {new.error:.0%}, the best was {new.value / 1e9:.1f} GFLOP/s and its"
+                f" site.json has {old.value / 1e9:.1f}. Nothing was changed; try again when less"
+                f" runs (load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)."
             )
         site = site.with_measured_peak(dtype, new.value, new.source, new.error)
         found[dtype] = (old, new)
@@ -89,15 +100,25 @@ def remeasure(run: Run, measure: Callable[[str], Fact] | None = None) -> dict[st
 
 
 def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
-    """Says in the run's alerts, which keep what was wrong before, that its peak is another one now."""
+    """Says in the run's alerts, which keep what was wrong before, that its peak is another one
+    now.
+    """
     attempt, step = last_attempt(run.directory), run.metrics().summary()["step"]
     told = [
         f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a device: it was "
         + ("unknown" if old is None else f"{old.value / 1e12:.3g}")
         for dtype, (old, new) in found.items()
     ]
-    about: dict[str, Any] = {"kind": "peak", "level": "warning", "attempt": attempt, "step": step, "time": time.time()}
-    AlertLog(run.directory / "alerts.jsonl").add([Alert(message=message, **about) for message in told])
+    about: dict[str, Any] = {
+        "kind": "peak",
+        "level": "warning",
+        "attempt": attempt,
+        "step": step,
+        "time": time.time(),
+    }
+    AlertLog(run.directory / "alerts.jsonl").add(
+        [Alert(message=message, **about) for message in told]
+    )
 
 
 def to_toml(site: Site) -> str:
@@ -105,9 +126,14 @@ def to_toml(site: Site) -> str:
 
     def fact(name: str, value: Fact) -> str:
         error = "" if value.error is None else f", error = {value.error:.2g}"
-        return f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
+        return (
+            f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
+        )
 
-    lines = [f'base = "laptop"\nname = {json.dumps(site.name)}\ndevices_per_node = {site.devices_per_node}\n']
+    lines = [
+        f'base = "laptop"\nname = {json.dumps(site.name)}\ndevices_per_node ='
+        f" {site.devices_per_node}\n"
+    ]
     lines.append(f"[device]\nname = {json.dumps(site.device.name)}")
     for name in ("memory_bytes", "memory_bytes_per_s"):
         if held := getattr(site.device, name):
@@ -121,20 +147,26 @@ def to_toml(site: Site) -> str:
 
 
 def collectives(num_processes: int) -> list[dict]:
-    """Returns the rows of `kit.measure.collectives` over processes of this machine; errors as `by_ranks`."""
+    """Returns the rows of `kit.measure.collectives` over processes of this machine; errors as
+    `by_ranks`.
+    """
     return by_ranks("kit.measure.collectives", num_processes)
 
 
 def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
-    """Returns what a module of this package measures with several processes of this machine, as JSON has it.
+    """Returns what a module of this package measures with several processes of this machine, as
+    JSON has it.
 
     Raises:
-        RuntimeError: a process failed, or they were not done in time; with the last words of the first.
+        RuntimeError: a process failed, or they were not done in time; with the last words of the
+            first.
     """
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
         out = Path(folder) / "measured.json"
         argv = (sys.executable, "-m", module, "--out", str(out))
-        asked = JobSpec(name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True)
+        asked = JobSpec(
+            name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True
+        )
         job = cluster.local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
         status = job.wait()
         if status.state != "done":
@@ -152,7 +184,9 @@ def best_rates(rows: list[dict]) -> dict[int, float]:
 
 
 def memory_bytes_per_s() -> float:
-    """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one thread."""
+    """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one
+    thread.
+    """
     import torch
 
     from kit.measure.timing import best_within, one_thread

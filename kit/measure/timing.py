@@ -9,7 +9,9 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Has torch compute on one thread: threads that wait for each other on a busy machine make a rate look low."""
+    """Has torch compute on one thread: threads that wait for each other on a busy machine make a
+    rate look low.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -27,8 +29,12 @@ def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_coun
     return clock() - start
 
 
-def best_within(seconds: float, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the shortest of the calls that fit into some seconds on the wall, at least one, by any clock."""
+def best_within(
+    seconds: float, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Returns the shortest of the calls that fit into some seconds on the wall, at least one, by
+    any clock.
+    """
     end, best = time.perf_counter() + seconds, timed(run, clock)
     while time.perf_counter() < end:
         best = min(best, timed(run, clock))

@@ -1,8 +1,8 @@
 """One decoder for the GPT and Llama families: a plain nn.Module that knows nothing of parallelism.
 
-Shape letters: B batch, T time (sequence), H hidden, N query heads, K key/value heads, D head size, F feed-forward,
-V vocabulary, S positions that can be seen. A tensor parallel rank sees smaller N, K, F, V; so head counts are read
-from tensors, not from the spec.
+Shape letters: B batch, T time (sequence), H hidden, N query heads, K key/value heads, D head size,
+F feed-forward, V vocabulary, S positions that can be seen. A tensor parallel rank sees smaller N,
+K, F, V; so head counts are read from tensors, not from the spec.
 """
 
 import hashlib
@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from kit.model.cross_entropy import chunked_cross_entropy
 from kit.model.past import DOCUMENT_KERNELS, attend_within_documents
@@ -33,8 +38,9 @@ TENSOR_PARALLEL_SPLIT = {
     "feed_forward.down": "row",
     "output": "column",
 }
-"""How tensor parallelism cuts each matrix: `column` and `vocabulary` cut the output features or the vocabulary (rows
-of the stored weight), `row` cuts the input features (its columns). Weights that are not named stay whole."""
+"""How tensor parallelism cuts each matrix: `column` and `vocabulary` cut the output features or the
+vocabulary (rows of the stored weight), `row` cuts the input features (its columns). Weights that
+are not named stay whole."""
 
 SAVED = {
     torch.ops.aten.mm.default,
@@ -48,8 +54,9 @@ SAVED = {
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-"""Results that selective recomputation keeps: the expensive ones, of matrix products, attention and sums over tensor
-ranks. All else in a block is computed again, and gathered: what sequence parallelism cuts, it cuts for its memory."""
+"""Results that selective recomputation keeps: the expensive ones, of matrix products, attention and
+sums over tensor ranks. All else in a block is computed again, and gathered: what sequence
+parallelism cuts, it cuts for its memory."""
 
 
 class Embedding(nn.Module):
@@ -71,7 +78,9 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads and, for rotary specs, rotated queries and keys."""
+    """Causal self-attention with grouped key/value heads and, for rotary specs, rotated queries
+    and keys.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -92,12 +101,16 @@ class Attention(nn.Module):
         mask_B1TS = None
         if past is not None and past.begins_N is not None:
             return self.output(
-                attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N).transpose(1, 2).flatten(2)
+                attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N)
+                .transpose(1, 2)
+                .flatten(2)
             )
         if past is not None and past.mask_BTS is not None:
             mask_B1TS = past.mask_BTS[:, None]
             if past.cache is not None:
-                k_BKTD, v_BKTD = past.cache.update(self, k_BKTD, v_BKTD, past.positions_BT, mask_B1TS.shape[-1])
+                k_BKTD, v_BKTD = past.cache.update(
+                    self, k_BKTD, v_BKTD, past.positions_BT, mask_B1TS.shape[-1]
+                )
         grouped = q_BNTD.shape[1] != k_BKTD.shape[1]
         y_BNTD = F.scaled_dot_product_attention(
             q_BNTD, k_BKTD, v_BKTD, attn_mask=mask_B1TS, is_causal=past is None, enable_gqa=grouped
@@ -140,39 +153,51 @@ class Block(nn.Module):
         context = partial(create_selective_checkpoint_contexts, _selective_policy)
         if self.recompute == "full":
             context = noop_context_fn
-        return checkpoint(self._forward, x_BTH, rotary_2TD, past, use_reentrant=False, context_fn=context)
+        return checkpoint(
+            self._forward, x_BTH, rotary_2TD, past, use_reentrant=False, context_fn=context
+        )
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles the block as `torch.nn.Module.compile` does; one that is recomputed whole, inside its checkpoint.
+        """Compiles the block as `torch.nn.Module.compile` does; one that is recomputed whole,
+        inside its checkpoint.
 
-        Dynamo cannot trace a checkpoint without a policy, and with one the graph itself keeps what the policy says.
+        Dynamo cannot trace a checkpoint without a policy, and with one the graph itself keeps what
+        the policy says.
         """
         if self.recompute == "full":
             self._forward = torch.compile(self._forward, *args, **options)
         else:
             super().compile(*args, **options)
 
-    def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: Past | None = None) -> Tensor:
+    def _forward(
+        self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: Past | None = None
+    ) -> Tensor:
         x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD, past=past)
         return x_BTH + self.feed_forward(self.feed_forward_norm(x_BTH))
 
 
 class Output(nn.Linear):
-    """The output projection: logits_BTV or, given targets_BT, their mean loss in nats without ever having all logits.
+    """The output projection: logits_BTV or, given targets_BT, their mean loss in nats without ever
+    having all logits.
 
-    The loss is inside, since what shards or hooks the weight does so around a module's forward pass.
+    The loss is inside, since what shards or hooks the weight does so around a module's forward
+    pass.
     """
 
     compiled = False
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles what the loss does with logits; the rest are matrix products, and a Python loop over chunks."""
+        """Compiles what the loss does with logits; the rest are matrix products, and a Python
+        loop over chunks.
+        """
         self.compiled = True
 
     def forward(self, x_BTH: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if targets_BT is None:
             return super().forward(x_BTH)
-        return chunked_cross_entropy(x_BTH.flatten(0, 1), self.weight, targets_BT.flatten(), compiled=self.compiled)
+        return chunked_cross_entropy(
+            x_BTH.flatten(0, 1), self.weight, targets_BT.flatten(), compiled=self.compiled
+        )
 
 
 class Decoder(nn.Module):
@@ -180,16 +205,19 @@ class Decoder(nn.Module):
 
     Args:
         spec: the whole model.
-        layers: which blocks to hold (default all). The embedding comes with the first block, the final norm and the
-            output projection with the last. Blocks keep their global number as name, so weights are named alike
-            however the model is cut.
+        layers: which blocks to hold (default all). The embedding comes with the first block, the
+            final norm and the output projection with the last. Blocks keep their global number as
+            name, so weights are named alike however the model is cut.
         recompute: which activations are computed again in the backward pass.
 
-    The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or x_BTH. Given
-    targets_BT too, the last part returns their mean loss in nats, and never has all logits; it must not be cut.
+    The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or
+    x_BTH. Given targets_BT too, the last part returns their mean loss in nats, and never has all
+    logits; it must not be cut.
     """
 
-    def __init__(self, spec: ModelSpec, *, layers: range | None = None, recompute: Recompute = "none") -> None:
+    def __init__(
+        self, spec: ModelSpec, *, layers: range | None = None, recompute: Recompute = "none"
+    ) -> None:
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == spec.num_layers
@@ -198,12 +226,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
         self.norm = make_norm(spec) if last else None
         self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if last else None
-        self.within_documents: Callable[[Tensor], Past] | None = None  # what tokens see that see no other document
+        self.within_documents: Callable[[Tensor], Past] | None = (
+            None  # what tokens see that see no other document
+        )
         self._rotary_2TD: Tensor | None = None
         self.tie()
 
     def tie(self) -> None:
-        """Makes the output projection share the embedding's weight, where the spec says so and both are here."""
+        """Makes the output projection share the embedding's weight, where the spec says so and
+        both are here.
+        """
         if self.spec.tied_embeddings and self.embedding is not None and self.output is not None:
             self.output.weight = self.embedding.tokens.weight
 
@@ -211,17 +243,24 @@ class Decoder(nn.Module):
         x = self.hidden(x)
         if self.output is None:
             return x
-        inputs = (x,) if targets_BT is None else (x, targets_BT)  # an output that is split is hooked for one alone
+        inputs = (
+            (x,) if targets_BT is None else (x, targets_BT)
+        )  # an output that is split is hooked for one alone
         return self.output(*inputs)
 
     def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.
+        """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also
+        takes `past`.
 
-        For those who need the logits of a few places only: logits of all are most of the memory of an evaluation.
+        For those who need the logits of a few places only: logits of all are most of the memory of
+        an evaluation.
         """
-        # Sequence parallelism cuts what stages hand on, so only the first stage could see the true length; all
-        # stages run at the spec's length in training, and evaluation holds the whole model.
-        length = x.shape[1] if self.embedding is not None and past is None else self.spec.sequence_length
+        # Sequence parallelism cuts what stages hand on, so only the first stage could see the true
+        # length; all stages run at the spec's length in training, and evaluation holds the whole
+        # model.
+        length = (
+            x.shape[1] if self.embedding is not None and past is None else self.spec.sequence_length
+        )
         rotary_2TD = self.rotary(length, x.device)
         if past is not None and rotary_2TD is not None:
             rotary_2TD = rotary_2TD[:, past.positions_BT, None].transpose(2, 3)  # [2, B, 1, T, D]
@@ -234,47 +273,62 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def rotary(self, length: int, device: torch.device) -> Tensor | None:
-        """Returns the rotary table of `length` positions, kept from call to call, or None for learned positions."""
+        """Returns the rotary table of `length` positions, kept from call to call, or None for
+        learned positions.
+        """
         if self.spec.positions != "rotary":
             return None
         table = self._rotary_2TD
         if table is None or table.shape[1] < length or table.device != device:
-            table = self._rotary_2TD = rotary_table(self.spec, max(length, self.spec.sequence_length), device)
+            table = self._rotary_2TD = rotary_table(
+                self.spec, max(length, self.spec.sequence_length), device
+            )
         return table[:, :length]
 
 
 def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
     """Returns cosines and sines of the rotary angles, [2, T, D] fp32.
 
-    Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when needed, so
-    that building on the meta device needs no refill. Source: RoFormer (arXiv 2104.09864); with `spec.rope_scaling`, by
-    how many turns a frequency makes in the original length, transformers' `_compute_llama3_parameters`.
+    Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when
+    needed, so that building on the meta device needs no refill. Source: RoFormer (arXiv
+    2104.09864); with `spec.rope_scaling`, by how many turns a frequency makes in the original
+    length, transformers' `_compute_llama3_parameters`.
     """
     # In this order of operations, so that long sequences get transformers' numbers to the last bit.
-    exponent_D = torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
+    exponent_D = (
+        torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
+    )
     frequency_D = 1.0 / spec.rope_theta**exponent_D
     if scaling := spec.rope_scaling:
         turns_D = scaling.original_max_position_embeddings / (2 * math.pi / frequency_D)
         range_ = scaling.high_freq_factor - scaling.low_freq_factor
         kept_D = ((turns_D - scaling.low_freq_factor) / range_).clamp(0, 1)
         frequency_D = (1 - kept_D) * frequency_D / scaling.factor + kept_D * frequency_D
-    angle_TD = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
+    angle_TD = torch.outer(
+        torch.arange(length, dtype=torch.float32, device=device), frequency_D
+    ).repeat(1, 2)
     return torch.stack((angle_TD.cos(), angle_TD.sin()))
 
 
 def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
-    """Returns x with each pair (i, i + D/2) turned by its position's angle, computed in fp32, in x's dtype."""
+    """Returns x with each pair (i, i + D/2) turned by its position's angle, computed in fp32, in
+    x's dtype.
+    """
     cos_TD, sin_TD = rotary_2TD
     x = x_BNTD.float()
     left, right = x.chunk(2, dim=-1)
     return (x * cos_TD + torch.cat((-right, left), dim=-1) * sin_TD).to(x_BNTD.dtype)
 
 
-def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-    """Returns the initial value of one whole parameter, fp32, from its global name and the seed alone.
+def initial_weight(
+    spec: ModelSpec, name: str, shape: torch.Size, seed: int, device: torch.device
+) -> Tensor:
+    """Returns the initial value of one whole parameter, fp32, from its global name and the seed
+    alone.
 
-    So every layout starts from the same model. Norm weights are 1, biases 0, matrices normal with `spec.init_std`;
-    with `scaled_init`, matrices that write to the residual stream are divided by sqrt(2 L) (GPT-2, HLAT).
+    So every layout starts from the same model. Norm weights are 1, biases 0, matrices normal with
+    `spec.init_std`; with `scaled_init`, matrices that write to the residual stream are divided by
+    sqrt(2 L) (GPT-2, HLAT).
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
@@ -285,7 +339,11 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, dev
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
     writes_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-    std = spec.init_std / math.sqrt(2 * spec.num_layers) if spec.scaled_init and writes_residual else spec.init_std
+    std = (
+        spec.init_std / math.sqrt(2 * spec.num_layers)
+        if spec.scaled_init and writes_residual
+        else spec.init_std
+    )
     return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 

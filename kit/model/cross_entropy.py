@@ -1,7 +1,8 @@
-"""The loss of the output projection, a chunk of tokens at a time, so that not all logits exist at once.
+"""The loss of the output projection, a chunk of tokens at a time, so that not all logits exist at
+once.
 
-Logits of 16,384 tokens over a vocabulary of 50,000 are 11 GB with their copies, more than the rest of a small model.
-Shape letters: N tokens, R tokens of a chunk, H hidden, V vocabulary.
+Logits of 16,384 tokens over a vocabulary of 50,000 are 11 GB with their copies, more than the rest
+of a small model. Shape letters: N tokens, R tokens of a chunk, H hidden, V vocabulary.
 """
 
 import functools
@@ -16,13 +17,17 @@ from torch.nn import functional as F
 from kit.plan import logits_at_once
 
 
-def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, compiled: bool = False) -> Tensor:
-    """Returns the mean negative log-likelihood of `targets_N` in nats, fp32, under the logits x W^T.
+def chunked_cross_entropy(
+    x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, compiled: bool = False
+) -> Tensor:
+    """Returns the mean negative log-likelihood of `targets_N` in nats, fp32, under the logits x
+    W^T.
 
-    Equals `F.cross_entropy(F.linear(x, weight).float(), targets)`, and its gradients, up to rounding. Nothing is
-    computed twice: gradients are made in the forward pass, chunk by chunk, and summed in fp32, as by Liger Kernel's
-    FusedLinearCrossEntropy (arXiv 2410.10989). One backward pass only, and not for fp16: its loss scale would come
-    too late. `compiled` makes one kernel of what is done with logits: half the time of that on a CPU.
+    Equals `F.cross_entropy(F.linear(x, weight).float(), targets)`, and its gradients, up to
+    rounding. Nothing is computed twice: gradients are made in the forward pass, chunk by chunk, and
+    summed in fp32, as by Liger Kernel's FusedLinearCrossEntropy (arXiv 2410.10989). One backward
+    pass only, and not for fp16: its loss scale would come too late. `compiled` makes one kernel of
+    what is done with logits: half the time of that on a CPU.
     """
     gradients = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)
     return _ChunkedCrossEntropy.apply(x_NH, weight_VH, targets_N, gradients, compiled)  # type: ignore[return-value]
@@ -31,7 +36,12 @@ def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *,
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, gradients: bool, compiled: bool
+        ctx: Any,
+        x_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        gradients: bool,
+        compiled: bool,
     ) -> Tensor:
         rows = _rows(len(weight_VH), x_NH.device)
         dx_NH, dweight_VH = torch.empty_like(x_NH if gradients else x_NH[:0]), None
@@ -53,13 +63,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        (dx_NH, dweight_VH), ctx.gradients = ctx.gradients, None  # scaled in place: a second backward pass must fail
+        (dx_NH, dweight_VH), ctx.gradients = (
+            ctx.gradients,
+            None,
+        )  # scaled in place: a second backward pass must fail
         share = dloss / len(dx_NH)
         return dx_NH.mul_(share), dweight_VH.mul_(share).to(dx_NH.dtype), None, None, None
 
 
 def _softmax_in_place(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the probabilities in the memory of the logits, and in fp32 the logarithm of those of the targets."""
+    """Returns the probabilities in the memory of the logits, and in fp32 the logarithm of those
+    of the targets.
+    """
     log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
     return torch.exp(log_p_RV, out=logits_RV), log_p_RV.gather(1, targets_R1)
 
@@ -77,7 +92,9 @@ def _compiled_softmax() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def _rows(vocab_size: int, device: torch.device) -> int:
     """Returns how many tokens a chunk has."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    )
     rows = max(1, logits_at_once(memory) // vocab_size)
     return rows - rows % 128 if rows > 128 else rows  # whole tiles of a GPU's matrix product
 
@@ -96,7 +113,9 @@ def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> 
 
 @functools.cache
 def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of this dtype is added to an fp32 sum as it is made: on GPUs, not by every version of torch."""
+    """Whether a product of this dtype is added to an fp32 sum as it is made: on GPUs, not by
+    every version of torch.
+    """
     total = torch.ones(16, 16, device=device)
     ones = total.to(dtype)
     try:

@@ -1,4 +1,6 @@
-"""What tokens may look at when that is not simply all earlier tokens of their row, and attention within documents."""
+"""What tokens may look at when that is not simply all earlier tokens of their row, and attention
+within documents.
+"""
 
 import dataclasses
 import inspect
@@ -31,23 +33,35 @@ class Past:
     def cached(cls, cache: KeyValueCache, positions_BT: Tensor) -> Self:
         """Returns the view of new tokens at these positions: each sees the cache up to itself."""
         slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
-        return cls(positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache)
+        return cls(
+            positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache
+        )
 
     @classmethod
     def within_documents(cls, tokens_BT: Tensor, end: int, has_kernel: bool = False) -> Self:
-        """Returns the view of tokens that see the earlier ones of their own document, which the token `end` closes."""
+        """Returns the view of tokens that see the earlier ones of their own document, which the
+        token `end` closes.
+        """
         if has_kernel:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
-            return cls(positions_BT=positions_BT, mask_BTS=None, begins_N=document_begins(tokens_BT, end))
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(
+                tokens_BT.shape
+            )
+            return cls(
+                positions_BT=positions_BT, mask_BTS=None, begins_N=document_begins(tokens_BT, end)
+            )
         ends_BT = tokens_BT == end
         document_BT = ends_BT.cumsum(1) - ends_BT.long()  # the end belongs to what it closes
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        mask_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (positions_T <= positions_T[:, None])
+        mask_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (
+            positions_T <= positions_T[:, None]
+        )
         return cls(positions_BT=positions_T.expand(tokens_BT.shape), mask_BTS=mask_BTT)
 
 
 def has_document_kernel(device: torch.device, precision: str) -> bool:
-    """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs in 16 bits, if it takes grouped heads."""
+    """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs in 16 bits, if it
+    takes grouped heads.
+    """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if varlen_attn is None or not is_nvidia or precision == "fp32":
         return False
@@ -55,10 +69,11 @@ def has_document_kernel(device: torch.device, precision: str) -> bool:
 
 
 def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
-    """Returns where documents begin in rows that are put one behind the other, and the length of all, int32.
+    """Returns where documents begin in rows that are put one behind the other, and the length of
+    all, int32.
 
-    A row begins one, and so does what follows the token `end`. Empty documents at the end make the number of entries a
-    power of two, so that a compiled block meets few sizes.
+    A row begins one, and so does what follows the token `end`. Empty documents at the end make the
+    number of entries a power of two, so that a compiled block meets few sizes.
     """
     begins_BT = tokens_BT.roll(1, dims=1) == end
     begins_BT[:, 0] = True
@@ -67,12 +82,18 @@ def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
     return F.pad(found_N, (0, entries - len(found_N)), value=tokens_BT.numel())
 
 
-def attend_within_documents(q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, begins_N: Tensor) -> Tensor:
-    """Returns y_BNTD: each token attended to itself and earlier ones of its document; no mask is written."""
+def attend_within_documents(
+    q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, begins_N: Tensor
+) -> Tensor:
+    """Returns y_BNTD: each token attended to itself and earlier ones of its document; no mask is
+    written.
+    """
     num_rows, num_heads, length, _ = q_BNTD.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTD, k_BKTD, v_BKTD))
     grouped, causal = num_heads != k_BKTD.shape[1], (-1, 0)
     assert varlen_attn is not None  # as `has_document_kernel` says
-    y = varlen_attn(q, k, v, begins_N, begins_N, length, length, window_size=causal, enable_gqa=grouped)
+    y = varlen_attn(
+        q, k, v, begins_N, begins_N, length, length, window_size=causal, enable_gqa=grouped
+    )
     assert isinstance(y, Tensor)  # and no second result, which was not asked for
     return y.unflatten(0, (num_rows, length)).transpose(1, 2)

@@ -1,4 +1,6 @@
-"""Views of a run: the live dashboard, text in the terminal, a figure of loss and MFU, and the scores of checkpoints."""
+"""Views of a run: the live dashboard, text in the terminal, a figure of loss and MFU, and the
+scores of checkpoints.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,15 @@ _PLACES = {
     "status_table": "text",
     "watch": "text",
 }
-__all__ = ["Monitor", "eval_curve", "eval_figure", "run_figure", "status_row", "status_table", "watch"]
+__all__ = [
+    "Monitor",
+    "eval_curve",
+    "eval_figure",
+    "run_figure",
+    "status_row",
+    "status_table",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,10 @@
 """Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
 
-Rules: a loss or gradient norm that is not finite, at once; a loss that starts too high or stands out
-(`kit.trainer.spikes`), or rises and does not come back (`rise.py`); a loss scale that collapses; a peak that the run
-goes beyond, or comes closer to than real runs do; no step for a long time; MFU that falls or is low; a slow rank;
-memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
+Rules: a loss or gradient norm that is not finite, at once; a loss that starts too high or stands
+out (`kit.trainer.spikes`), or rises and does not come back (`rise.py`); a loss scale that
+collapses; a peak that the run goes beyond, or comes closer to than real runs do; no step for a long
+time; MFU that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a
+job that failed or was lost.
 """
 
 import math
@@ -36,7 +37,10 @@ ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none 
 
 
 class Watchman:
-    """Looks at a run now and then and tells what is new. One per viewer; it only reads, except for the alert log."""
+    """Looks at a run now and then and tells what is new.
+
+    One per viewer; it only reads, except for the alert log.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -45,9 +49,15 @@ class Watchman:
         self._rows, self._rows_since = -1, time.monotonic()
         self._device_memory = run.site.device.memory_bytes
 
-    def look(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
+    def look(
+        self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes
+    ) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
-        found = [*self._at_steps(columns, curves), *self._peak(curves), *self._now(columns, curves, status, ranks)]
+        found = [
+            *self._at_steps(columns, curves),
+            *self._peak(curves),
+            *self._now(columns, curves, status, ranks),
+        ]
         return self.log.add(found)
 
     def _at_steps(self, columns: Columns, curves: Curves) -> Iterator[Alert]:
@@ -65,14 +75,32 @@ class Watchman:
         guess = math.log(self.run.spec.vocab_size)
         if (row := bad_start(losses, guess)) is not None and row >= start:
             high = (
-                f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at random gives {guess:.3g}"
+                f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at"
+                f" random gives {guess:.3g}"
             )
-            yield _at(columns, row, "start", "warning", f"{high}. Lower the learning rate, or warm up for longer")
+            yield _at(
+                columns,
+                row,
+                "start",
+                "warning",
+                f"{high}. Lower the learning rate, or warm up for longer",
+            )
         for row, before in spikes(losses, start):
-            yield _at(columns, row, "spike", "warning", f"loss spike {losses[row]:.3g} (median before {before:.3g})")
-        mixes = np.searchsorted(curves["tokens"], [phase.until_tokens for phase in self.run.recipe.phases])
+            yield _at(
+                columns,
+                row,
+                "spike",
+                "warning",
+                f"loss spike {losses[row]:.3g} (median before {before:.3g})",
+            )
+        mixes = np.searchsorted(
+            curves["tokens"], [phase.until_tokens for phase in self.run.recipe.phases]
+        )
         for rise in self._rises.look(losses, columns["learning_rate"], mixes.tolist()):
-            low, now = f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}", f"now {rise.level:.3g}"
+            low, now = (
+                f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}",
+                f"now {rise.level:.3g}",
+            )
             away = f"not back for {steps[rise.row] - steps[rise.low_row]:,.0f} steps"
             advice = "go back to a checkpoint before it, unless the data became harder"
             yield _at(columns, rise.row, "rise", "warning", f"{low}, {now} and {away}; {advice}")
@@ -86,37 +114,63 @@ class Watchman:
         of, advice = f"{dtype} peak of {peak / 1e12:.3g} TFLOP/s a device", peak_advice(self.run)
         recent = _finite(curves["mfu"][-MFU_STEPS:])
         if curves.times_peak is not None:
-            told = f"the steps reach {curves.times_peak:.0%} of it, so no MFU or HFU is given. {advice}"
+            told = (
+                f"the steps reach {curves.times_peak:.0%} of it, so no MFU or HFU is given."
+                f" {advice}"
+            )
             yield _at(columns, len(curves) - 1, "peak", "error", f"the {of} cannot be true: {told}")
         elif len(recent) and (mfu := float(np.median(recent))) > MFU_DOUBTFUL:
             told = f"an MFU of {mfu:.0%} is higher than real runs reach. {advice}"
             yield _at(columns, len(curves) - 1, "peak", "warning", f"the {of} is doubtful: {told}")
 
-    def _now(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> Iterator[Alert]:
+    def _now(
+        self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes
+    ) -> Iterator[Alert]:
         step = int(columns["step"][-1]) if len(columns) else 0
 
         def alert(kind: str, level: Level, message: str) -> Alert:
-            return Alert(kind=kind, level=level, message=message, attempt=status.attempt, step=step, time=time.time())
+            return Alert(
+                kind=kind,
+                level=level,
+                message=message,
+                attempt=status.attempt,
+                step=step,
+                time=time.time(),
+            )
 
-        removed = not (self.run.directory / "state.json").exists()  # or being so: nothing may be written there
+        removed = not (
+            self.run.directory / "state.json"
+        ).exists()  # or being so: nothing may be written there
         if not removed and status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED):
             yield alert("job", "error", f"job {status.state}: {status.reason}")
         if status.state is not JobState.RUNNING:
             self._rows_since = time.monotonic()
             return
-        checks = [self._stall(columns), self._mfu(curves), self._straggler(ranks), self._memory(columns)]
-        if not (self.run.is_imported or self.run.is_mirror):  # else its checkpoints are on another machine's disk
+        checks = [
+            self._stall(columns),
+            self._mfu(curves),
+            self._straggler(ranks),
+            self._memory(columns),
+        ]
+        if not (
+            self.run.is_imported or self.run.is_mirror
+        ):  # else its checkpoints are on another machine's disk
             checks += [self._disk(), self._checkpoint(columns, status.attempt, step)]
         for kind, level, message in filter(None, checks):
             yield alert(kind, level, message)
 
     def _stall(self, columns: Columns) -> tuple[str, Level, str] | None:
-        """Judges by this host's own clock, since another host's may differ, and nothing while it hears of no steps."""
+        """Judges by this host's own clock, since another host's may differ, and nothing while it
+        hears of no steps.
+        """
         if len(columns) != self._rows or unheard(self.run.directory):
             self._rows, self._rows_since = len(columns), time.monotonic()
         if len(columns) < 5:
             return None  # the first steps compile
-        usual, silent = median(columns["step_time_s"][-50:]) or 0, time.monotonic() - self._rows_since
+        usual, silent = (
+            median(columns["step_time_s"][-50:]) or 0,
+            time.monotonic() - self._rows_since,
+        )
         if silent <= max(STALL_S, STALL_STEPS * usual):
             return None
         return "stall", "warning", f"no step for {silent:.0f} s, where one takes {usual:.3g} s"
@@ -142,7 +196,11 @@ class Watchman:
         used = columns["memory_bytes"][-1] / self._device_memory.value
         if not used > MEMORY_FULL:
             return None
-        return "memory", "warning", f"{used:.0%} of {self._device_memory.value / 2**30:.0f} GiB device memory is in use"
+        return (
+            "memory",
+            "warning",
+            f"{used:.0%} of {self._device_memory.value / 2**30:.0f} GiB device memory is in use",
+        )
 
     def _disk(self) -> tuple[str, Level, str] | None:
         try:
@@ -153,22 +211,35 @@ class Watchman:
         if free > 2.1 * checkpoint:
             return None
         level: Level = "error" if free < 1.05 * checkpoint else "warning"
-        return "disk", level, f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB"
+        return (
+            "disk",
+            level,
+            f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB",
+        )
 
-    def _checkpoint(self, columns: Columns, attempt: int, step: int) -> tuple[str, Level, str] | None:
+    def _checkpoint(
+        self, columns: Columns, attempt: int, step: int
+    ) -> tuple[str, Level, str] | None:
         every = self.run.recipe.checkpoint_every
         if every is None or attempt not in columns.first_steps:
             return None
         old = step - max([columns.first_steps[attempt] - 1, *self.run.checkpoints.steps()])
         if old <= CHECKPOINT_LATE * every:
             return None
-        return "checkpoint", "warning", f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
+        return (
+            "checkpoint",
+            "warning",
+            f"the last checkpoint is {old:,} steps old, one is due every {every:,}",
+        )
 
 
 def peak_advice(run: Run) -> str:
     """Returns what to do about a peak that is not known or not believed."""
     if run.site.scheduler == "local":
-        return f"Measure it again on an idle machine: {kit_command('bench', 'site', '--apply', run.directory)}"
+        return (
+            "Measure it again on an idle machine:"
+            f" {kit_command('bench', 'site', '--apply', run.directory)}"
+        )
     return (
         f"Check the tokens of a step, the number of devices ({run.plan.num_devices:,}) and, in "
         f"{run.directory / 'site.json'}, device.peak_flops_per_s against the data sheet"
@@ -176,18 +247,24 @@ def peak_advice(run: Run) -> str:
 
 
 def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
-    """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient norms begins.
+    """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient
+    norms begins.
 
-    A series that has never been finite was not logged, unless the loss of a step with a duration is the one missing.
-    Nor is it a fault where fp16 skips a step to find its loss scale: its gradient has overflowed, and Megatron prints
-    no loss where all steps of a line were skipped.
+    A series that has never been finite was not logged, unless the loss of a step with a duration is
+    the one missing. Nor is it a fault where fp16 skips a step to find its loss scale: its gradient
+    has overflowed, and Megatron prints no loss where all steps of a line were skipped.
     """
     since = max(0, start - 1)
     bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
     if name == "grad_norm":
         known = np.flatnonzero(np.isfinite(columns[name][:end]))
         bad[: max(0, known[0] - since) if len(known) else None] = False
-    skipped = np.diff(np.nan_to_num(columns["skipped_steps"][since:end]), prepend=0 if start == 0 else np.inf) > 0
+    skipped = (
+        np.diff(
+            np.nan_to_num(columns["skipped_steps"][since:end]), prepend=0 if start == 0 else np.inf
+        )
+        > 0
+    )
     if name == "loss":
         skipped &= columns["nan_steps"][since:end] == 0
     rows = _begins(bad, start)
@@ -195,22 +272,36 @@ def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
 
 
 def bad_lines(columns: Columns, start: int, end: int) -> Iterator[Alert]:
-    """Yields what a trainer says of itself: lines with steps that were not finite, and a loss scale that collapses."""
+    """Yields what a trainer says of itself: lines with steps that were not finite, and a loss
+    scale that collapses.
+    """
     since = max(0, start - 1)
     for row in _begins(columns["nan_steps"][since:end] > 0, start):
         count, line = columns["nan_steps"][row], end_of_line(columns["loss"][:end], row) - row + 1
-        of = f"{count:,.0f} of {line:,} steps" if np.isfinite(columns["loss"][row]) else f"{count:,.0f} steps"
+        of = (
+            f"{count:,.0f} of {line:,} steps"
+            if np.isfinite(columns["loss"][row])
+            else f"{count:,.0f} steps"
+        )
         yield _at(columns, row, "nan", "error", f"the loss of {of} is not finite")
     scales = columns["loss_scale"][:end]
     for row in _begins(scales[since:] <= 1, start):
         if (highest := np.nanmax(scales[: row + 1])) > 1:
-            told = f"the loss scale fell to {scales[row]:g}, from up to {highest:,.0f}: gradients overflow at any scale"
-            advice = "steps are skipped. Go back to a checkpoint before it, lower the learning rate, or train in bf16"
+            told = (
+                f"the loss scale fell to {scales[row]:g}, from up to {highest:,.0f}: gradients"
+                " overflow at any scale"
+            )
+            advice = (
+                "steps are skipped. Go back to a checkpoint before it, lower the learning rate, or"
+                " train in bf16"
+            )
             yield _at(columns, row, "loss_scale", "error", f"{told}, and {advice}")
 
 
 def _begins(bad: np.ndarray, start: int) -> np.ndarray:
-    """Returns the rows from `start` on at which a stretch begins; `bad` has the row before `start` too, if any."""
+    """Returns the rows from `start` on at which a stretch begins; `bad` has the row before
+    `start` too, if any.
+    """
     rows = max(0, start - 1) + np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     return rows[rows >= start]
 
@@ -219,7 +310,12 @@ def _at(columns: Columns, row: int, kind: str, level: Level, message: str) -> Al
     values: dict[str, Any] = {name: columns[name][row] for name in ("attempt", "step", "time")}
     when = float(values["time"]) if np.isfinite(values["time"]) else time.time()
     return Alert(
-        kind=kind, level=level, message=message, attempt=int(values["attempt"]), step=int(values["step"]), time=when
+        kind=kind,
+        level=level,
+        message=message,
+        attempt=int(values["attempt"]),
+        step=int(values["step"]),
+        time=when,
     )
 
 

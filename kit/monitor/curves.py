@@ -1,6 +1,8 @@
-"""Curves: what a run's dashboard draws, derived from its columns, with an exact average and a window per pixel.
+"""Curves: what a run's dashboard draws, derived from its columns, with an exact average and a
+window per pixel.
 
-Everything grows by the new rows only, so that a tick costs the same at a thousand steps and at a million.
+Everything grows by the new rows only, so that a tick costs the same at a thousand steps and at a
+million.
 """
 
 import math
@@ -24,7 +26,8 @@ BLOCK = 32
 
 
 class Curves:
-    """The series of a run over step, tokens seen and elapsed seconds, with exponential moving averages.
+    """The series of a run over step, tokens seen and elapsed seconds, with exponential moving
+    averages.
 
     Args:
         columns: read by someone else; `update` takes over what is new.
@@ -33,7 +36,10 @@ class Curves:
     """
 
     def __init__(
-        self, columns: Columns, utilisation: Callable[[int], tuple[float, float]], smoothing: float = 0.9
+        self,
+        columns: Columns,
+        utilisation: Callable[[int], tuple[float, float]],
+        smoothing: float = 0.9,
     ) -> None:
         self.columns, self.utilisation, self.smoothing = columns, utilisation, smoothing
         self._revision = columns.revision
@@ -51,7 +57,8 @@ class Curves:
 
     @property
     def times_peak(self) -> float | None:
-        """How many times the peak the steps above it reach, in the median, where there are too many to believe it.
+        """How many times the peak the steps above it reach, in the median, where there are too many
+        to believe it.
 
         There is then no MFU and no HFU, by the rule of `kit.run.metrics.Metrics.mfu`.
         """
@@ -63,7 +70,9 @@ class Curves:
         self._revision = -1
 
     def update(self) -> None:
-        """Takes over the rows that are new in the columns; all of them where older ones have changed."""
+        """Takes over the rows that are new in the columns; all of them where older ones have
+        changed.
+        """
         if self.columns.revision != self._revision:
             self._revision = self.columns.revision
             self._averages.clear()
@@ -80,25 +89,37 @@ class Curves:
         self._values["tokens_per_s"].extend(speed)
         self._utilise(speed, columns["attempt"][new])
         tokens, time = self._values["tokens"], self._values["time"]
-        tokens.extend(tokens_seen(columns["tokens"][new], columns["consumed_tokens"][new], tokens.last))
+        tokens.extend(
+            tokens_seen(columns["tokens"][new], columns["consumed_tokens"][new], tokens.last)
+        )
         elapsed = columns["time"][new] - columns["time"][0]
         # A clock that was set back must not make time run backwards.
         time.extend(np.fmax.accumulate(np.append(time.last or 0.0, elapsed))[1:])
 
     def average(self, name: str) -> np.ndarray:
-        """Returns the average of a series over all its steps, not of what is drawn, at the smoothing of now."""
+        """Returns the average of a series over all its steps, not of what is drawn, at the
+        smoothing of now.
+        """
         average = self._averages.get(name)
         if average is None or average.smoothing != self.smoothing:
             average = self._averages[name] = Average(self.smoothing)
         return average.update(self[name])
 
     def window(
-        self, names: tuple[str, ...], *, axis: str, width: int, start: float | None, end: float | None, log: bool
+        self,
+        names: tuple[str, ...],
+        *,
+        axis: str,
+        width: int,
+        start: float | None,
+        end: float | None,
+        log: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns x of each pixel that has data, [n], and min, max and average of each series there, [3 x names, n].
+        """Returns x of each pixel that has data, [n], and min, max and average of each series
+        there, [3 x names, n].
 
-        `axis` is one of AXES, `width` in pixels, `start` and `end` the part of the axis that is shown; with `log`
-        pixels are even steps of log x.
+        `axis` is one of AXES, `width` in pixels, `start` and `end` the part of the axis that is
+        shown; with `log` pixels are even steps of log x.
         """
         x = self[axis]
         edges = pixel_edges(x, width, start, end, log)
@@ -109,7 +130,9 @@ class Curves:
         rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
         at = x[last]
         if len(at) > 1:
-            at[0] = x[edges[0]]  # of the last step in each pixel, but what is shown begins with the first one
+            at[0] = x[
+                edges[0]
+            ]  # of the last step in each pixel, but what is shown begins with the first one
         return at, np.stack(rows)
 
     def _utilise(self, speed: np.ndarray, attempts: np.ndarray) -> None:
@@ -123,7 +146,9 @@ class Curves:
         self._known_peak += int(np.isfinite(hardware).sum())
         for name, row in zip(UTILISATIONS, values, strict=True):
             self._values[name].extend(np.where(row > 1, np.nan, row))
-        if was_refuted != (self.times_peak is not None):  # what was averaged is no longer what is shown
+        if was_refuted != (
+            self.times_peak is not None
+        ):  # what was averaged is no longer what is shown
             for name in UTILISATIONS:
                 self._averages.pop(name, None)
 
@@ -159,19 +184,25 @@ class Growing:
 
 
 class Average:
-    """Exponential moving average that starts unbiased: sum(w**age y) / sum(w**age) over all finite y so far.
+    """Exponential moving average that starts unbiased: sum(w**age y) / sum(w**age) over all finite
+    y so far.
 
-    A value that is not finite leaves the average where it was; before the first finite one it is NaN.
+    A value that is not finite leaves the average where it was; before the first finite one it is
+    NaN.
     """
 
     def __init__(self, smoothing: float) -> None:
         if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1.")
+            raise ValueError(
+                f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1."
+            )
         self.smoothing = smoothing
         self._result, self._total, self._weight = Growing(), 0.0, 0.0
 
     def update(self, values: np.ndarray) -> np.ndarray:
-        """Returns the average at each of `values`, of which those seen before must not have changed."""
+        """Returns the average at each of `values`, of which those seen before must not have
+        changed.
+        """
         new = values[len(self._result) :]
         if len(new):
             finite = np.isfinite(new)
@@ -187,10 +218,13 @@ class Average:
         if not len(values):
             return values
         totals = discounted_sum(values, self.smoothing, self._total)
-        # The weights tend to a limit, and soon are at it: w**age is below 1e-17 after `settled` values.
+        # The weights tend to a limit, and soon are at it: w**age is below 1e-17 after `settled`
+        # values.
         limit = 1 / (1 - self.smoothing)
         settled = math.ceil(40 / -math.log(self.smoothing)) if self.smoothing else 0
-        weights = limit + (self._weight - limit) * self.smoothing ** np.arange(1, min(settled, len(values)) + 1)
+        weights = limit + (self._weight - limit) * self.smoothing ** np.arange(
+            1, min(settled, len(values)) + 1
+        )
         self._total = float(totals[-1])
         self._weight = float(weights[-1]) if len(values) <= settled else limit
         totals[: len(weights)] /= weights
@@ -204,9 +238,11 @@ def drawable(values: np.ndarray) -> np.ndarray:
 
 
 def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.ndarray:
-    """Returns s with s[i] = decay s[i-1] + values[i] and s[-1] = `start`, exactly, without a loop over values.
+    """Returns s with s[i] = decay s[i-1] + values[i] and s[-1] = `start`, exactly, without a loop
+    over values.
 
-    Blocks are summed by one matrix product; what each hands to the next is the same recurrence, a block shorter.
+    Blocks are summed by one matrix product; what each hands to the next is the same recurrence, a
+    block shorter.
     """
     powers = decay ** np.arange(BLOCK + 1)
     lags = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
@@ -214,8 +250,12 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
     whole = len(values) // BLOCK * BLOCK
     result = np.empty(len(values))
     if whole:
-        local = np.matmul(values[:whole].reshape(-1, BLOCK), inside.T, out=result[:whole].reshape(-1, BLOCK))
-        carried = np.append(start, discounted_sum(local[:-1, -1].copy(), float(powers[BLOCK]), start))
+        local = np.matmul(
+            values[:whole].reshape(-1, BLOCK), inside.T, out=result[:whole].reshape(-1, BLOCK)
+        )
+        carried = np.append(
+            start, discounted_sum(local[:-1, -1].copy(), float(powers[BLOCK]), start)
+        )
         local += carried[:, None] * powers[1:]
         start = float(local[-1, -1])
     rest = len(values) - whole
@@ -223,8 +263,11 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
     return result
 
 
-def pixel_edges(x: np.ndarray, width: int, start: float | None, end: float | None, log: bool) -> np.ndarray:
-    """Returns row numbers e such that rows e[i] to e[i+1] fall into the same pixel; pixels without rows are left out.
+def pixel_edges(
+    x: np.ndarray, width: int, start: float | None, end: float | None, log: bool
+) -> np.ndarray:
+    """Returns row numbers e such that rows e[i] to e[i+1] fall into the same pixel; pixels without
+    rows are left out.
 
     One row on either side of the part that is shown is included, so that lines reach the border.
     """
@@ -232,7 +275,9 @@ def pixel_edges(x: np.ndarray, width: int, start: float | None, end: float | Non
         return np.zeros(0, dtype=np.intp)
     first = 0 if start is None else max(0, int(np.searchsorted(x, start)) - 1)
     if log:
-        first = max(first, int(np.searchsorted(x, 0, side="right")))  # what a logarithmic axis cannot show
+        first = max(
+            first, int(np.searchsorted(x, 0, side="right"))
+        )  # what a logarithmic axis cannot show
     last = len(x) if end is None else min(len(x), int(np.searchsorted(x, end, side="right")) + 1)
     if first >= last:
         return np.zeros(0, dtype=np.intp)

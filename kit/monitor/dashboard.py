@@ -1,7 +1,8 @@
-"""Dashboard: everything that a view of a run shows, computed from the run directory. Knows nothing of widgets.
+"""Dashboard: everything that a view of a run shows, computed from the run directory. Knows nothing
+of widgets.
 
-Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks for state, ranks and alerts about once a
-second and may wait for a scheduler. Both may be called from several threads.
+Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks for state, ranks and
+alerts about once a second and may wait for a scheduler. Both may be called from several threads.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ from kit.run.tail import CHUNK_BYTES
 
 MAX_WIDTH = 2400
 ALERTS_SHOWN = 50
-HEAT_ROWS = 512  # of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
+# of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
+HEAT_ROWS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +59,12 @@ class View:
         if start is not None and end is not None and not start < end:
             start = end = None
         return cls(
-            axis=axis if axis in AXES else "step", start=start, end=end,
+            axis=axis if axis in AXES else "step",
+            start=start,
+            end=end,
             width=int(min(max(number("width") or 600, 100), MAX_WIDTH)),
             log_x=bool(message.get("log_x")),
-        )  # fmt: skip
+        )
 
 
 class Dashboard:
@@ -68,19 +72,36 @@ class Dashboard:
 
     Args:
         run: at any time of its life.
-        baselines: other runs, drawn as dashed curves, and losses in nats per token, drawn as dashed lines.
+        baselines: other runs, drawn as dashed curves, and losses in nats per token, drawn as dashed
+            lines.
         smoothing: weight of the past in the averages, from 0 to below 1.
     """
 
     def __init__(
-        self, run: Run, *, baselines: Mapping[str, "Run | float"] | None = None, smoothing: float = 0.9
+        self,
+        run: Run,
+        *,
+        baselines: Mapping[str, "Run | float"] | None = None,
+        smoothing: float = 0.9,
     ) -> None:
         self.run = run
         self.lock = threading.RLock()
-        self.columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
-        self.curves = Curves(self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing)
-        self.levels = {name: float(level) for name, level in (baselines or {}).items() if not isinstance(level, Run)}
-        self.others = {name: _curves(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
+        self.columns = Columns(
+            run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin"
+        )
+        self.curves = Curves(
+            self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing
+        )
+        self.levels = {
+            name: float(level)
+            for name, level in (baselines or {}).items()
+            if not isinstance(level, Run)
+        }
+        self.others = {
+            name: _curves(other)
+            for name, other in (baselines or {}).items()
+            if isinstance(other, Run)
+        }
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
         self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
@@ -115,42 +136,78 @@ class Dashboard:
             self.watchman.look(self.columns, self.curves, status, self.ranks)
 
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
-        """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows (float32, [rows, n]).
+        """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
+        (float32, [rows, n]).
 
-        Rows: min, max and average of each of SERIES; held-out loss; average loss of each baseline run.
+        Rows: min, max and average of each of SERIES; held-out loss; average loss of each baseline
+        run.
         """
         with self.lock:
             x, rows = self.curves.window(
-                SERIES, axis=view.axis, width=view.width, start=view.start, end=view.end, log=view.log_x
+                SERIES,
+                axis=view.axis,
+                width=view.width,
+                start=view.start,
+                end=view.end,
+                log=view.log_x,
             )
             for other in self.others.values():
                 other.smoothing = self.curves.smoothing
-            extra = [self._held_out(view, len(x)), *(_at(other, view.axis, x) for other in self.others.values())]
+            extra = [
+                self._held_out(view, len(x)),
+                *(_at(other, view.axis, x) for other in self.others.values()),
+            ]
             description = {
-                "series": SERIES, "others": list(self.others), "levels": self.levels,
-                "n": len(x), "axis": view.axis, "log_x": view.log_x, "zoomed": view.start is not None,
-                "attempts": self._attempts(view.axis), "rows": len(self.columns), "smoothing": self.curves.smoothing,
+                "series": SERIES,
+                "others": list(self.others),
+                "levels": self.levels,
+                "n": len(x),
+                "axis": view.axis,
+                "log_x": view.log_x,
+                "zoomed": view.start is not None,
+                "attempts": self._attempts(view.axis),
+                "rows": len(self.columns),
+                "smoothing": self.curves.smoothing,
                 "read": self._share_read(),
-            }  # fmt: skip
-        return description, x.astype("<f8").tobytes() + np.vstack([rows, *extra]).astype("<f4").tobytes()
+            }
+        return (
+            description,
+            x.astype("<f8").tobytes() + np.vstack([rows, *extra]).astype("<f4").tobytes(),
+        )
 
     def facts(self) -> dict[str, Any]:
-        """Returns state, numbers of the last step, and progress of requests, as plain values for JSON."""
+        """Returns state, numbers of the last step, and progress of requests, as plain values for
+        JSON.
+        """
         with self.lock:
             run, status = self.run, self.status
             process = (state := read_state(run.directory)) and state.process
             return {
-                "name": run.name, "directory": str(run.directory), "state": str(status.state), "reason": status.reason,
-                "final": status.state.is_final, "attempt": status.attempt, "host": process.host if process else None,
-                "devices": run.plan.num_devices, "checkpoints": run.checkpoints.steps()[-3:],
-                "allowed": self.actions.allowed(status), "actions": self.actions.report(status),
-                "quiet_s": time.monotonic() - self._last_row if len(self.columns) else None, "now": time.time(),
-                "skipped_lines": self.columns.skipped_lines, "num_steps": run.recipe.num_steps,
-                "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None, "stages": self._stages(),
-                "ranks": self.ranks.num_ranks, "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
-                "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {}, "split": self.ranks.split(),
-                "outlook": self.outlook.facts(), "as_of": unheard(run.directory), **self._last_step(),
-            }  # fmt: skip
+                "name": run.name,
+                "directory": str(run.directory),
+                "state": str(status.state),
+                "reason": status.reason,
+                "final": status.state.is_final,
+                "attempt": status.attempt,
+                "host": process.host if process else None,
+                "devices": run.plan.num_devices,
+                "checkpoints": run.checkpoints.steps()[-3:],
+                "allowed": self.actions.allowed(status),
+                "actions": self.actions.report(status),
+                "quiet_s": time.monotonic() - self._last_row if len(self.columns) else None,
+                "now": time.time(),
+                "skipped_lines": self.columns.skipped_lines,
+                "num_steps": run.recipe.num_steps,
+                "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None,
+                "stages": self._stages(),
+                "ranks": self.ranks.num_ranks,
+                "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
+                "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
+                "split": self.ranks.split(),
+                "outlook": self.outlook.facts(),
+                "as_of": unheard(run.directory),
+                **self._last_step(),
+            }
 
     def alerts(self) -> list[dict[str, Any]]:
         """Returns the newest alerts, newest first."""
@@ -158,7 +215,8 @@ class Dashboard:
             return [alert.to_dict() for alert in self.watchman.log.alerts[-ALERTS_SHOWN:]][::-1]
 
     def heat(self) -> bytes:
-        """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8, [row, sample].
+        """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8,
+        [row, sample].
 
         A row is a rank, or the slowest of some neighbours where there are more than HEAT_ROWS.
         """
@@ -170,7 +228,10 @@ class Dashboard:
     def log(self) -> str:
         """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
         per_node = self.run.site.devices_per_node
-        file = wanted(self.run.directory, find_log(self.run.directory, self.status.attempt, self.log_rank, per_node))
+        file = wanted(
+            self.run.directory,
+            find_log(self.run.directory, self.status.attempt, self.log_rank, per_node),
+        )
         text = logs.search(file, self.log_search) if self.log_search else logs.tail(file)
         report = read_exit(self.run.directory) if self.status.exit_code else None
         return report.log_tail if report and not text and not self.log_search else text
@@ -185,51 +246,82 @@ class Dashboard:
         run, columns, curves = self.run, self.columns, self.curves
         recent = slice(-20, None)
         step_time, mfu = median(columns["step_time_s"][recent]), median(curves["mfu"][recent])
-        speed, left = median(curves["tokens_per_s"][recent]), max(0, run.recipe.num_steps - int(columns["step"][-1]))
+        speed, left = (
+            median(curves["tokens_per_s"][recent]),
+            max(0, run.recipe.num_steps - int(columns["step"][-1])),
+        )
         tokens = int(_plain(curves["tokens"][-1]) or 0)
         memory, spent = run.site.device.memory_bytes, (self.outlook.goodput or {}).get("usd")
         return {
-            "step": int(columns["step"][-1]), "loss": _plain(columns["loss"][-1]),
-            "grad_norm": _plain(columns["grad_norm"][-1]), "learning_rate": _plain(columns["learning_rate"][-1]),
-            "tokens": tokens, "tokens_left": _plain(columns["tokens"][-1] * left),
-            "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": median(curves["hfu"][recent]),
+            "step": int(columns["step"][-1]),
+            "loss": _plain(columns["loss"][-1]),
+            "grad_norm": _plain(columns["grad_norm"][-1]),
+            "learning_rate": _plain(columns["learning_rate"][-1]),
+            "tokens": tokens,
+            "tokens_left": _plain(columns["tokens"][-1] * left),
+            "step_time_s": step_time,
+            "tokens_per_s": speed,
+            "mfu": mfu,
+            "hfu": median(curves["hfu"][recent]),
             "why_no_mfu": self.why_no_mfu,
-            "eta_s": None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps),
-            "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
-            "cost": None if spent is None else {"value": spent, "note": str(run.site.price_per_node_hour)},
+            "eta_s": (
+                None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps)
+            ),
+            "memory_bytes": _plain(columns["memory_bytes"][-1]),
+            "device_bytes": memory.value if memory else None,
+            "cost": (
+                None
+                if spent is None
+                else {"value": spent, "note": str(run.site.price_per_node_hour)}
+            ),
             "formula": self._formula(),
-            "data": "; ".join(filter(None, (
-                mix_words(run.recipe, run.spec.sequence_length, tokens), logs.hook_words(run)
-            ))),
-        }  # fmt: skip
+            "data": "; ".join(
+                filter(
+                    None,
+                    (mix_words(run.recipe, run.spec.sequence_length, tokens), logs.hook_words(run)),
+                )
+            ),
+        }
 
     @property
     def why_no_mfu(self) -> str | None:
         """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
         if self.curves.times_peak is not None:
             return "above the peak"
-        return "peak unknown" if self.run.site.peak_flops_per_s(self.run.plan.precision) is None else None
+        return (
+            "peak unknown"
+            if self.run.site.peak_flops_per_s(self.run.plan.precision) is None
+            else None
+        )
 
     def _formula(self) -> str:
         spec, plan, site = self.run.spec, self.run.plan, self.run.site
         peak = site.peak_flops_per_s(plan.precision)
         if peak is None:
-            return f"No MFU: site {site.name!r} has no {plan.precision} peak. {peak_advice(self.run)}"
+            return (
+                f"No MFU: site {site.name!r} has no {plan.precision} peak. {peak_advice(self.run)}"
+            )
         fact = site.device.peak_flops_per_s.get(plan.precision)
         source = f" ({fact.source})" if fact else ""
         return (
-            f"MFU = tokens/s x model FLOPs per token / (devices x peak).  Model FLOPs per token "
-            f"{spec.flops_per_token():.4g}: 6 per weight of the matrix products + 12 x layers x hidden x sequence "
-            f"length.  Peak {peak / 1e12:.4g} TFLOP/s, {plan.precision}, per device{source}.  "
-            f"HFU also counts recomputation ({plan.recompute})."
+            "MFU = tokens/s x model FLOPs per token / (devices x peak).  Model FLOPs per token"
+            f" {spec.flops_per_token():.4g}: 6 per weight of the matrix products + 12 x layers x"
+            f" hidden x sequence length.  Peak {peak / 1e12:.4g} TFLOP/s, {plan.precision}, per"
+            f" device{source}.  HFU also counts recomputation ({plan.recompute})."
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
         steps, x = self.columns["step"], self.curves[axis]
         if not len(x):
             return []
-        starts = {attempt: int(np.searchsorted(steps, first)) for attempt, first in self.columns.first_steps.items()}
-        return [{"attempt": attempt, "x": float(x[min(row, len(x) - 1)])} for attempt, row in sorted(starts.items())]
+        starts = {
+            attempt: int(np.searchsorted(steps, first))
+            for attempt, first in self.columns.first_steps.items()
+        }
+        return [
+            {"attempt": attempt, "x": float(x[min(row, len(x) - 1)])}
+            for attempt, row in sorted(starts.items())
+        ]
 
     def _held_out(self, view: View, n: int) -> np.ndarray:
         values = self.curves["validation_loss"]
@@ -239,21 +331,30 @@ class Dashboard:
         return np.fmax.reduceat(values[: edges[-1]], edges[:-1])
 
     def _stages(self) -> list[float | None]:
-        """Returns the mean relative step time of each pipeline stage; its ranks follow one another."""
-        stages, relative = self.run.plan.pipeline_parallel, self.ranks.last(min(10, len(self.ranks.samples)))
+        """Returns the mean relative step time of each pipeline stage; its ranks follow one
+        another.
+        """
+        stages, relative = (
+            self.run.plan.pipeline_parallel,
+            self.ranks.last(min(10, len(self.ranks.samples))),
+        )
         if stages < 2 or not relative.size:
             return []
         return [_mean(part) for part in np.array_split(relative, stages)]
 
     def _site_changed(self) -> float | None:
-        """Returns when site.json was written last: `kit bench site --apply` corrects a peak in it."""
+        """Returns when site.json was written last: `kit bench site --apply` corrects a peak in
+        it.
+        """
         try:
             return (self.run.directory / "site.json").stat().st_mtime
         except OSError:
             return None
 
     def _reopen(self) -> None:
-        """A new attempt may have another plan and more steps to do, a corrected site another peak."""
+        """A new attempt may have another plan and more steps to do, a corrected site another
+        peak.
+        """
         self._site_time = self._site_changed()
         try:
             run = Run.open(self.run.directory)
@@ -271,7 +372,10 @@ def _utilisation(run: Run, attempt: int) -> tuple[float, float]:
         plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     except ConfigError:  # written this moment, or damaged
         plan, site = run.plan, run.site
-    return utilisation_rates(run.spec, plan, site, is_imported=run.is_imported) or (math.nan, math.nan)
+    return utilisation_rates(run.spec, plan, site, is_imported=run.is_imported) or (
+        math.nan,
+        math.nan,
+    )
 
 
 def _curves(run: Run) -> Curves:
@@ -280,7 +384,9 @@ def _curves(run: Run) -> Curves:
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the average loss of another run at the same step, tokens or time; NaN where it was not."""
+    """Returns the average loss of another run at the same step, tokens or time; NaN where it was
+    not.
+    """
     average = other.average("loss")
     known = np.isfinite(average)
     if not known.any():

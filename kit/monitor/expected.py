@@ -1,4 +1,6 @@
-"""Is a run as fast as it should be? What the estimate says of its plan on its site, beside what its steps took."""
+"""Is a run as fast as it should be? What the estimate says of its plan on its site, beside what
+its steps took.
+"""
 
 import dataclasses
 from typing import Any
@@ -28,8 +30,8 @@ MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
     PASSES: ("forward_backward_s", PRODUCTS),
 }
-"""Parts of a step in words, what tells most first: their column of the metrics, and the terms of the
-estimate that they should take. A wait for others lies within the other parts."""
+"""Parts of a step in words, what tells most first: their column of the metrics, and the terms of
+the estimate that they should take. A wait for others lies within the other parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ class Pace(Expectation):
 
     @property
     def slow_part(self) -> str | None:
-        """The part of a step slower than its interval that makes up more than half of what is too much."""
+        """The part of a step slower than its interval that makes up more than half of what is
+        too much.
+        """
         own_s = dict(self.parts_s)
         if {PASSES, WAITS} <= own_s.keys():
             own_s[PASSES] -= own_s[WAITS]
@@ -77,20 +81,37 @@ class Pace(Expectation):
 
     @property
     def verdict(self) -> str:
-        """One sentence, and for a slow run the part of a step that is slow, where it was measured."""
+        """One sentence, and for a slow run the part of a step that is slow, where it was
+        measured.
+        """
         text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.label)
         part = self.slow_part
         return f"{text}. Most of it: {part}, {self.parts_s[part]:.3g} s a step" if part else text
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        names = ("took_s", "expected_s", "low_s", "high_s", "verdict", "terms_s", "parts_s", "node_check", "warnings")
+        names = (
+            "took_s",
+            "expected_s",
+            "low_s",
+            "high_s",
+            "verdict",
+            "terms_s",
+            "parts_s",
+            "node_check",
+            "warnings",
+        )
         nearest = str(self.nearest) if self.nearest else None
-        return {name: getattr(self, name) for name in names} | {"calibration": self.label, "nearest": nearest}
+        return {name: getattr(self, name) for name in names} | {
+            "calibration": self.label,
+            "nearest": nearest,
+        }
 
 
 def sentence(took_s: float, expected_s: float, low_s: float, high_s: float, label: str) -> str:
-    """Returns how a step compares with its 90 % interval; `label` says what the estimate rests on."""
+    """Returns how a step compares with its 90 % interval; `label` says what the estimate rests
+    on.
+    """
     band = f"{low_s:.3g} to {high_s:.3g} s a step"
     if low_s <= took_s <= high_s:
         return f"as expected: {took_s:.3g} s, 90 % interval {band} ({label})"
@@ -109,7 +130,9 @@ def expectation(run: Run, attempt: int) -> Expectation:
     layouts = Layouts.of(run.spec, [plan])
     hardware = hardware_on(site, layouts, plan.precision)
     is_local = site.scheduler == "local"
-    calibration = calibrate([], site, hardware=hardware) if is_local else published_calibration(site)
+    calibration = (
+        calibrate([], site, hardware=hardware) if is_local else published_calibration(site)
+    )
     prediction = calibration.predict(layouts, hardware)
     terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
     return Expectation(
@@ -122,7 +145,9 @@ def expectation(run: Run, attempt: int) -> Expectation:
         terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])),
         label=calibration.label,
         warnings=prediction.warnings,
-        nearest=None if is_local else nearest_run(run.spec, plan, hardware, calibration.coefficients),
+        nearest=(
+            None if is_local else nearest_run(run.spec, plan, hardware, calibration.coefficients)
+        ),
     )
 
 
@@ -140,18 +165,27 @@ def pace(run: Run) -> Pace:
 
 
 def _took(run: Run, metrics: Metrics) -> tuple[float, int, dict[str, float]]:
-    """Returns the median time of the newest attempt's newest steps, in seconds, its number, and parts of that time."""
+    """Returns the median time of the newest attempt's newest steps, in seconds, its number, and
+    parts of that time.
+    """
     if len(metrics):
         attempt, seconds = int(metrics["attempt"][-1]), metrics["step_time_s"]
-        rows = np.flatnonzero((metrics["attempt"] == attempt) & np.isfinite(seconds))[WARM:][-RECENT:]
+        rows = np.flatnonzero((metrics["attempt"] == attempt) & np.isfinite(seconds))[WARM:][
+            -RECENT:
+        ]
         if len(rows) >= WARM:
             took_s = float(np.median(seconds[rows]))
             return took_s, attempt, _parts(metrics, rows, took_s)
-    raise RunError(f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when it has more.")
+    raise RunError(
+        f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when it"
+        " has more."
+    )
 
 
 def _parts(metrics: Metrics, rows: np.ndarray, took_s: float) -> dict[str, float]:
-    """Returns the median seconds of the parts of a step that were recorded, by their names in MEASURED."""
+    """Returns the median seconds of the parts of a step that were recorded, by their names in
+    MEASURED.
+    """
     told = {name: column for name, (column, _) in MEASURED.items() if column in metrics.columns}
     parts = {name: float(np.median(metrics[column][rows])) for name, column in told.items()}
     parts = {name: seconds for name, seconds in parts.items() if np.isfinite(seconds)}
@@ -162,7 +196,9 @@ def _parts(metrics: Metrics, rows: np.ndarray, took_s: float) -> dict[str, float
 
 
 def _node_check(run: Run, site: Site) -> dict[str, float]:
-    """Returns what the start of the job measured otherwise than the site file says, as shares of its numbers."""
+    """Returns what the start of the job measured otherwise than the site file says, as shares of
+    its numbers.
+    """
     try:
         seen = Site.read(run.directory / "measured_site.json")
     except (OSError, ConfigError):

@@ -1,4 +1,6 @@
-"""Export: the steps of a run as a CSV or Parquet table, with the facts that its derived columns rest on."""
+"""Export: the steps of a run as a CSV or Parquet table, with the facts that its derived columns
+rest on.
+"""
 
 import json
 from pathlib import Path
@@ -18,22 +20,35 @@ FORMATS = ("csv", "parquet")
 
 
 def export_table(run: Run, *, every_attempt: bool = False) -> Any:
-    """Returns the steps of a run as a pyarrow table; speeds and utilisations are derived, the rest as recorded.
+    """Returns the steps of a run as a pyarrow table; speeds and utilisations are derived, the rest
+    as recorded.
 
-    Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the run has them. Each step is
-    there once, in order, as the newest attempt left it, with total_tokens up to it; with `every_attempt` all lines in
-    the order of the file, repeated steps too, without total_tokens. A value that was not recorded, and only that, is
-    null: NaN and infinity stay what they are.
+    Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the run has
+    them. Each step is there once, in order, as the newest attempt left it, with total_tokens up to
+    it; with `every_attempt` all lines in the order of the file, repeated steps too, without
+    total_tokens. A value that was not recorded, and only that, is null: NaN and infinity stay what
+    they are.
     """
     import pyarrow
 
-    recorded = [row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows]
+    recorded = [
+        row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows
+    ]
     kept = recorded if every_attempt else _newest(recorded)
-    where: dict[str, Any] = {"plans": run.plans(), "site": run.site, "other_sites": run.other_sites()}
+    where: dict[str, Any] = {
+        "plans": run.plans(),
+        "site": run.site,
+        "other_sites": run.other_sites(),
+    }
     metrics = rows_to_metrics(kept, spec=run.spec, is_imported=run.is_imported, **where)
-    names = list(metrics.columns) + sorted({name for row in kept for name in row} - set(metrics.columns))
+    names = list(metrics.columns) + sorted(
+        {name for row in kept for name in row} - set(metrics.columns)
+    )
     columns = {name: _column([row.get(name) for row in kept]) for name in names}
-    columns |= {name: pyarrow.array(column) for name, column in _derived(metrics, total=not every_attempt).items()}
+    columns |= {
+        name: pyarrow.array(column)
+        for name, column in _derived(metrics, total=not every_attempt).items()
+    }
     facts = {
         "run": run.name,
         "model": run.spec.name,
@@ -41,13 +56,18 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
         "site": run.site.name,
         "why_no_mfu": metrics.why_no_mfu,
         "peak_flops_per_s_per_device": run.site.peak_flops_per_s(run.plan.precision),
-        "devices_by_attempt": {str(attempt): plan.num_devices for attempt, plan in run.plans().items()},
+        "devices_by_attempt": {
+            str(attempt): plan.num_devices for attempt, plan in run.plans().items()
+        },
     }
     return pyarrow.table(columns).replace_schema_metadata({"kit": json.dumps(facts)})
 
 
-def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, overwrite: bool = False) -> int:
-    """Writes `export_table` to `file` as `csv` or `parquet`, by atomic rename, and returns its number of rows.
+def export(
+    run: Run, file: Path, *, format: str, every_attempt: bool = False, overwrite: bool = False
+) -> int:
+    """Writes `export_table` to `file` as `csv` or `parquet`, by atomic rename, and returns its
+    number of rows.
 
     Raises:
         ConfigError: no such format.
@@ -64,7 +84,8 @@ def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, ov
     table = export_table(run, every_attempt=every_attempt)
     with replacement(file) as stream:
         if format == "csv":
-            # Spreadsheets run a cell that begins so. Texts are JSON, in quotes; a name comes from the run as it is.
+            # Spreadsheets run a cell that begins so. Texts are JSON, in quotes; a name comes from
+            # the run as it is.
             names = [f"'{name}" if name[:1] in "=+-@\t\r" else name for name in table.column_names]
             csv.write_csv(table.rename_columns(names), stream)
         else:
@@ -73,8 +94,14 @@ def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, ov
 
 
 def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns each step once: a newer attempt's rows replace all that older ones did from its first step on."""
-    places = np.array([[row["step"], row["attempt"], i] for i, row in enumerate(rows)], float).reshape(-1, 3).T
+    """Returns each step once: a newer attempt's rows replace all that older ones did from its
+    first step on.
+    """
+    places = (
+        np.array([[row["step"], row["attempt"], i] for i, row in enumerate(rows)], float)
+        .reshape(-1, 3)
+        .T
+    )
     return [rows[int(i)] for i in supersede(places, first_steps(places, {}))[2]]
 
 
@@ -86,7 +113,9 @@ def _derived(metrics: Metrics, total: bool) -> dict[str, np.ndarray]:
 
 
 def _column(values: list[Any]) -> Any:
-    """Returns recorded values as an Arrow array: of numbers where all are numbers, else of JSON texts."""
+    """Returns recorded values as an Arrow array: of numbers where all are numbers, else of JSON
+    texts.
+    """
     import pyarrow
 
     known = [value for value in values if value is not None]
@@ -94,7 +123,11 @@ def _column(values: list[Any]) -> Any:
         if all(isinstance(value, int) and not isinstance(value, bool) for value in known):
             return pyarrow.array(values, pyarrow.int64())
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
-            return pyarrow.array([None if value is None else float(value) for value in values], pyarrow.float64())
+            return pyarrow.array(
+                [None if value is None else float(value) for value in values], pyarrow.float64()
+            )
     except (OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
         pass
-    return pyarrow.array([None if value is None else json.dumps(value) for value in values], pyarrow.string())
+    return pyarrow.array(
+        [None if value is None else json.dumps(value) for value in values], pyarrow.string()
+    )

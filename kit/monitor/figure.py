@@ -1,4 +1,6 @@
-"""The static figure of a run: loss with held-out points, MFU (tokens/s where there is none), and its scores."""
+"""The static figure of a run: loss with held-out points, MFU (tokens/s where there is none), and
+its scores.
+"""
 
 import math
 from typing import Any
@@ -21,11 +23,15 @@ OFFSET = {"textcoords": "offset points", "color": GREY}
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
-def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns a matplotlib figure of a run and the table that it shows; a run without a step gives an empty figure.
+def run_figure(
+    run: Run, *, baselines: dict[str, float] | None = None
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns a matplotlib figure of a run and the table that it shows; a run without a step gives
+    an empty figure.
 
-    The table's columns: step, attempt, loss, loss_ema, validation_loss (NaN between validations), tokens_per_s and,
-    where the site's peak is known and believable, mfu. `baselines` are losses in nats per token, drawn as dashed lines.
+    The table's columns: step, attempt, loss, loss_ema, validation_loss (NaN between validations),
+    tokens_per_s and, where the site's peak is known and believable, mfu. `baselines` are losses in
+    nats per token, drawn as dashed lines.
     """
     metrics = run.metrics()
     table = _table(metrics)
@@ -43,14 +49,28 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
         if len(metrics):
             numbers, rows = np.unique(table["attempt"], return_index=True)
             firsts = dict(zip(numbers.tolist(), table["step"][rows].tolist(), strict=True))
-            draw_band(right, band, firsts, float(table["step"][-1]), "mfu" if "mfu" in table else "tokens_per_s")
-        mix = mix_words(run.recipe, run.spec.sequence_length, int(metrics.total_tokens[-1])) if len(metrics) else ""
+            draw_band(
+                right,
+                band,
+                firsts,
+                float(table["step"][-1]),
+                "mfu" if "mfu" in table else "tokens_per_s",
+            )
+        mix = (
+            mix_words(run.recipe, run.spec.sequence_length, int(metrics.total_tokens[-1]))
+            if len(metrics)
+            else ""
+        )
         figure.notes = tuple(filter(None, (verdict, mix)))
     return figure, table
 
 
-def loss_figure(metrics: Metrics, num_steps: int, *, baselines: dict[str, float] | None = None) -> Any:
-    """Returns a figure of a run's loss alone, over its whole planned length; baselines as in `run_figure`."""
+def loss_figure(
+    metrics: Metrics, num_steps: int, *, baselines: dict[str, float] | None = None
+) -> Any:
+    """Returns a figure of a run's loss alone, over its whole planned length; baselines as in
+    `run_figure`.
+    """
     table = _table(metrics)
     with new_figure(height=2.4) as (figure, axis):
         _draw_loss(axis, table, baselines or {})
@@ -60,7 +80,8 @@ def loss_figure(metrics: Metrics, num_steps: int, *, baselines: dict[str, float]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the exponential moving average with a window of about EMA_STEPS, right from the first value.
+    """Returns the exponential moving average with a window of about EMA_STEPS, right from the first
+    value.
 
     What cannot be drawn is left out of the average and is a gap, NaN, in the result.
     """
@@ -82,10 +103,21 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     loss = drawable(table["loss"])
     finite = np.isfinite(loss)
     axis.plot(table["step"], loss, color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps")
+    axis.plot(
+        table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps"
+    )
     if not finite.all():
-        lost, top = table["step"][~finite], axis.get_xaxis_transform()  # at the top: there is no height to put it at
-        style = {"color": VERMILION, "marker": "x", "linestyle": "none", "clip_on": False, "transform": top}
+        lost, top = (
+            table["step"][~finite],
+            axis.get_xaxis_transform(),
+        )  # at the top: there is no height to put it at
+        style = {
+            "color": VERMILION,
+            "marker": "x",
+            "linestyle": "none",
+            "clip_on": False,
+            "transform": top,
+        }
         axis.plot(lost, np.ones(len(lost)), label=f"not finite ({len(lost):,})", **style)
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
@@ -110,7 +142,9 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
         text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
         text += f"\n{_layout(plans[attempt])}" if attempt in plans else ""
-        axis.annotate(text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP)
+        axis.annotate(
+            text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
+        )
     if name == "mfu":
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
         axis.set_ylim(0, 10 * math.ceil(1.25 * np.nanmax(values, initial=1) / 10))
@@ -122,7 +156,9 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
 def _layout(plan: Plan) -> str:
     """Returns the parallel degrees above 1, short: `TP2 PP2`; `1 device` where there is none."""
     degrees = {"TP": plan.tensor_parallel, "PP": plan.pipeline_parallel, "DP": plan.data_parallel}
-    return " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
+    return (
+        " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
+    )
 
 
 def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:

@@ -1,8 +1,9 @@
 """Goodput: where the time of a job's nodes went, from what its run directory has recorded anyway.
 
-Every second from the first submission to the last sign of life belongs to one part, so the parts add up to the wall
-time. Events of `history.jsonl` bound the attempts, rows of `metrics.jsonl` the steps within them. Goodput is the share
-of the time of the nodes in steps that count, as in "ML productivity goodput" of Google's and MLPerf's reports.
+Every second from the first submission to the last sign of life belongs to one part, so the parts
+add up to the wall time. Events of `history.jsonl` bound the attempts, rows of `metrics.jsonl` the
+steps within them. Goodput is the share of the time of the nodes in steps that count, as in "ML
+productivity goodput" of Google's and MLPerf's reports.
 """
 
 import dataclasses
@@ -23,18 +24,23 @@ from kit.run.tail import Tail
 PARTS = {
     "productive": "steps that count, each once",
     "repeated": "steps that a later attempt did again",
-    "first step": "what an attempt's first step took beyond the next ones: compilation, connections, caches",
+    "first step": (
+        "what an attempt's first step took beyond the next ones: compilation, connections, caches"
+    ),
     "start-up": "from the start of its processes to an attempt's first step",
     "checkpoints": "what a save held up; it goes on behind the steps that follow",
     "validation": "held-out text between two steps",
     "between steps": "records, requests, answers to bad steps",
     "ending": "after the last step of an attempt that ended well: its last checkpoint",
-    "lost": "after the last step of an attempt that did not: until that was noticed and all was ended",
+    "lost": (
+        "after the last step of an attempt that did not: until that was noticed and all was ended"
+    ),
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
 """What the wall time of a job is made of. No nodes are held in the last of them."""
 WARM = 20
-"""Steps whose median says what an attempt's first step would have taken, had it been like others."""
+"""Steps whose median says what an attempt's first step would have taken, had it been like
+others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,9 @@ class Share(Record):
 
     attempt: int = field_doc("counts the starts of the run from 1")
     devices: int = field_doc("that it held")
-    usd_per_hour: float | None = field_doc("of all its nodes: `usd_per_hour`; None: its site tells no price")
+    usd_per_hour: float | None = field_doc(
+        "of all its nodes: `usd_per_hour`; None: its site tells no price"
+    )
     seconds: dict[str, float] = field_doc("by part")
     end: str = field_doc("the last that was heard of it, one line")
 
@@ -65,7 +73,9 @@ class Ledger(Record):
     run: str = field_doc("its name")
     attempts: tuple[Share, ...] = field_doc("in their order")
     idle_s: float = field_doc("between attempts that nobody had asked for; in no part")
-    watts: float | None = field_doc("of one device, of the site: without hosts, network and cooling")
+    watts: float | None = field_doc(
+        "of one device, of the site: without hosts, network and cooling"
+    )
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -74,14 +84,20 @@ class Ledger(Record):
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first submission to the last sign of life, without those in which no attempt was wanted."""
+        """Seconds from the first submission to the last sign of life, without those in which no
+        attempt was wanted.
+        """
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
         """Device-seconds in steps that count over all that were held; NaN before any was."""
         held = sum(share.devices * share.held_s for share in self.attempts)
-        return sum(share.devices * share.seconds["productive"] for share in self.attempts) / held if held else np.nan
+        return (
+            sum(share.devices * share.seconds["productive"] for share in self.attempts) / held
+            if held
+            else np.nan
+        )
 
     @property
     def usd(self) -> float | None:
@@ -90,12 +106,23 @@ class Ledger(Record):
         return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each part: seconds, share of the wall time, device-hours, where known price and kWh."""
+        """Returns a row for each part: seconds, share of the wall time, device-hours, where
+        known price and kWh.
+        """
         rows, wall_s = [], self.wall_s
-        prices = np.array([share.usd_per_hour for share in self.attempts], dtype=float)  # None is NaN
+        prices = np.array(
+            [share.usd_per_hour for share in self.attempts], dtype=float
+        )  # None is NaN
         for part, seconds in self.seconds.items():
-            held = np.array([share.seconds[part] for share in self.attempts]) * (part != "waiting") / 3600
-            hours, usd = float(held @ [share.devices for share in self.attempts]), float(held @ prices)
+            held = (
+                np.array([share.seconds[part] for share in self.attempts])
+                * (part != "waiting")
+                / 3600
+            )
+            hours, usd = (
+                float(held @ [share.devices for share in self.attempts]),
+                float(held @ prices),
+            )
             row = {
                 "part": part,
                 "seconds": seconds,
@@ -119,19 +146,24 @@ def usd_per_hour(plan: Plan, site: Site) -> float | None:
 
 
 def ledger(run: Run) -> Ledger:
-    """Returns where the time of a run went, so far; that of an imported run until the last line with a clock.
+    """Returns where the time of a run went, so far; that of an imported run until the last line
+    with a clock.
 
     Raises:
         RunError: no attempt has begun.
     """
     steps = _steps(run)
     events: dict[int, list[Event]] = {int(attempt): [] for attempt in np.unique(steps["attempt"])}
-    for event in [] if run.is_imported else read_history(run.directory):  # else it tells of the import
+    for event in (
+        [] if run.is_imported else read_history(run.directory)
+    ):  # else it tells of the import
         events.setdefault(event.attempt, []).append(event)
     if not events:
         raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
     plans, sites = run.plans(), run.other_sites()
-    state = None if run.is_imported else read_state(run.directory)  # whose last sign of life is the log file's
+    state = (
+        None if run.is_imported else read_state(run.directory)
+    )  # whose last sign of life is the log file's
     shares: list[Share] = []
     idle_s, before = 0.0, None
     for attempt, told in sorted(events.items()):
@@ -140,7 +172,9 @@ def ledger(run: Run) -> Ledger:
         seconds, begin, end = _attempt(told, own, heard, before)
         if before is not None:
             gap = max(0.0, begin - before)
-            if not told or told[0].state is JobState.QUEUED:  # a person's start; others go on by themselves
+            if (
+                not told or told[0].state is JobState.QUEUED
+            ):  # a person's start; others go on by themselves
                 idle_s += gap
             elif any(_is_over(event) for event in events[shares[-1].attempt]):
                 seconds["waiting"] += gap
@@ -150,20 +184,34 @@ def ledger(run: Run) -> Ledger:
         plan = plans.get(attempt, run.plan)
         word = f"{told[-1].state}: {told[-1].reason}" if told else "imported"
         price = usd_per_hour(plan, sites.get(attempt, run.site))
-        shares.append(Share(attempt=attempt, devices=plan.num_devices, usd_per_hour=price, seconds=seconds, end=word))
+        shares.append(
+            Share(
+                attempt=attempt,
+                devices=plan.num_devices,
+                usd_per_hour=price,
+                seconds=seconds,
+                end=word,
+            )
+        )
     watts = run.site.device.watts
-    return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s, watts=watts.value if watts else None)
+    return Ledger(
+        run=run.name, attempts=tuple(shares), idle_s=idle_s, watts=watts.value if watts else None
+    )
 
 
 def _attempt(
     told: list[Event], steps: dict[str, np.ndarray], heard: float, before: float | None
 ) -> tuple[dict[str, float], float, float]:
-    """Returns the seconds by part of an attempt, and when it began and ended; `before`: when the last one had."""
+    """Returns the seconds by part of an attempt, and when it began and ended; `before`: when the
+    last one had.
+    """
     ends = np.maximum.accumulate(steps["time"])
     starts = np.maximum(ends - steps["step_time_s"], np.append(-np.inf, ends[:-1]))
     times = [event.time for event in told]
     begin = max(min([*times[:1], *starts[:1]]), before or -np.inf)
-    held = [event.time for event in told if event.state not in (JobState.QUEUED, JobState.CONFIGURING)]
+    held = [
+        event.time for event in told if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
+    ]
     start = max(begin, min([*held[:1], *starts[:1]], default=begin))
     starts, ends = np.maximum(starts, start), np.maximum(ends, start)
     over = [event.time for event in told if _is_over(event)]

@@ -1,4 +1,5 @@
-"""A run below a notebook cell: one view in HTML with its loss drawn, redrawn in place until the job ends.
+"""A run below a notebook cell: one view in HTML with its loss drawn, redrawn in place until the job
+ends.
 
 It needs no front-end extension, and a saved notebook shows its last state.
 """
@@ -22,22 +23,34 @@ from kit.show.theme import MUTED
 
 BADGES = {"green": "#007A5A", "cyan": "#00658C", "yellow": "#8A5A00", "red": "#B00020"}
 """Dark enough for white text on them, so that they can be read on a light and on a dark page."""
-ICONS = {JobState.RUNNING: "▶", JobState.DONE: "✔", JobState.FAILED: "✖", JobState.LOST: "✖", JobState.STALLED: "⚠",
-         JobState.IMPORTED: "↧"}  # fmt: skip
+ICONS = {
+    JobState.RUNNING: "▶",
+    JobState.DONE: "✔",
+    JobState.FAILED: "✖",
+    JobState.LOST: "✖",
+    JobState.STALLED: "⚠",
+    JobState.IMPORTED: "↧",
+}
 BORDER = "1px solid var(--jp-border-color2,#8884)"
 BLUE = "#1F83C6"  # a contrast above 3 on white and on dark grey
 WIDTH = 640
 DRAW_S = 5.0
-"""Between two drawings of a running job: each takes a quarter of a second of a core that may be training."""
+"""Between two drawings of a running job: each takes a quarter of a second of a core that may be
+training."""
 
 
 async def follow(
-    run: Run, *, baselines: dict[str, float] | None = None, refresh_s: float = 1.0, limit_s: float = 900
+    run: Run,
+    *,
+    baselines: dict[str, float] | None = None,
+    refresh_s: float = 1.0,
+    limit_s: float = 900,
 ) -> JobStatus:
     """Shows a run below the cell until its job ends, and returns how it ended.
 
-    Awaited at the top level of a cell it leaves the kernel's event loop free, and it only reads the run directory:
-    interrupt the cell, restart the kernel or close the notebook, and the job goes on. Call it again to look again.
+    Awaited at the top level of a cell it leaves the kernel's event loop free, and it only reads the
+    run directory: interrupt the cell, restart the kernel or close the notebook, and the job goes
+    on. Call it again to look again.
 
     `baselines` are losses in nats per token, drawn as dashed lines with their name.
 
@@ -56,13 +69,16 @@ async def follow(
         if status.state.is_final:
             return status
         if time.monotonic() - start > limit_s:
-            raise TimeoutError(f"{run.directory}: still {status.state} after {limit_s:g} s ({status.reason}). The job "
-                               f"goes on; call follow again, or end it with run.job.stop().")  # fmt: skip
+            raise TimeoutError(
+                f"{run.directory}: still {status.state} after {limit_s:g} s ({status.reason}). The"
+                " job goes on; call follow again, or end it with run.job.stop()."
+            )
         await asyncio.sleep(refresh_s)
 
 
 def view_html(run: Run, curve: str, verdict: str = "") -> str:
-    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the loss (`curve_html`).
+    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the
+    loss (`curve_html`).
 
     `verdict` is the sentence of an `Outlook`.
     """
@@ -83,30 +99,36 @@ def view_html(run: Run, curve: str, verdict: str = "") -> str:
         for name, value in tiles.items()
     )
     return (
-        f"<div style='border:{BORDER};border-radius:8px;padding:10px 12px;max-width:{WIDTH + 40}px;"
-        f"font:13px/1.4 system-ui,sans-serif;font-variant-numeric:tabular-nums'>"
-        f"<div><b>{html.escape(run.name)}</b> <span role='status' style='background:{colour};color:white;"
-        f"border-radius:9px;padding:1px 9px'>{ICONS.get(state, '…')} {state}</span> "
-        f"<span style='{MUTED}'>attempt {run.job.status().attempt}: {html.escape(row['reason'])}</span></div>"
-        f"<div style='height:4px;margin:8px 0;border-radius:2px;background:var(--jp-border-color2,#8884)'>"
-        f"<div style='height:4px;border-radius:2px;width:{done:.1%};background:{BLUE}'></div></div>"
-        f"<div style='display:flex;flex-wrap:wrap;gap:6px'>{boxes}</div>"
-        f"<div style='margin-top:6px;{MUTED}'>{html.escape(verdict)}</div>"
-        f"<div style='{MUTED}'>{html.escape(row['data'])}</div>"
-        f"<div style='margin-top:8px'>{curve}</div>{_last_words(run, state)}</div>"
+        f"<div style='border:{BORDER};border-radius:8px;padding:10px"
+        f" 12px;max-width:{WIDTH + 40}px;font:13px/1.4"
+        " system-ui,sans-serif;font-variant-numeric:tabular-nums'>"
+        f"<div><b>{html.escape(run.name)}</b>"
+        f" <span role='status' style='background:{colour};color:white;border-radius:9px;padding:1px"
+        f" 9px'>{ICONS.get(state, '…')} {state}</span> <span style='{MUTED}'>attempt"
+        f" {run.job.status().attempt}: {html.escape(row['reason'])}</span></div><div"
+        " style='height:4px;margin:8px"
+        " 0;border-radius:2px;background:var(--jp-border-color2,#8884)'><div"
+        f" style='height:4px;border-radius:2px;width:{done:.1%};background:{BLUE}'></div></div><div"
+        f" style='display:flex;flex-wrap:wrap;gap:6px'>{boxes}</div><div"
+        f" style='margin-top:6px;{MUTED}'>{html.escape(verdict)}</div><div"
+        f" style='{MUTED}'>{html.escape(row['data'])}</div><div"
+        f" style='margin-top:8px'>{curve}</div>{_last_words(run, state)}</div>"
     )
 
 
 def _bundle(run: Run, curve: str, verdict: str = "") -> dict[str, str]:
     row = status_row(run)
     text = (
-        f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {number(row.get('loss'), '.3f')}"
+        f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss"
+        f" {number(row.get('loss'), '.3f')}"
     )
     return {"text/html": view_html(run, curve, verdict), "text/plain": text}
 
 
 def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:
-    """Returns the loss as `run_figure` draws it, over the whole planned length of the run, in the page's theme."""
+    """Returns the loss as `run_figure` draws it, over the whole planned length of the run, in
+    the page's theme.
+    """
     metrics = run.metrics()
     if not len(metrics):
         return f"<div style='{MUTED};padding-top:12px'>Waiting for the first step.</div>"

@@ -1,4 +1,6 @@
-"""The end of a rank's log, and the lines in it that hold a word; a log of any size costs the same."""
+"""The end of a rank's log, and the lines in it that hold a word; a log of any size costs the
+same.
+"""
 
 from pathlib import Path
 
@@ -16,14 +18,21 @@ def tail(file: Path) -> str:
 
 
 def search(file: Path, text: str) -> str:
-    """Returns the newest lines that hold `text` in any case, at most MAX_LINES, from the last 16 MiB."""
+    """Returns the newest lines that hold `text` in any case, at most MAX_LINES, from the last 16
+    MiB.
+    """
     wanted = text.casefold()
-    return "\n".join([line for line in _lines(file, SEARCH_BYTES) if wanted in line.casefold()][-MAX_LINES:])
+    return "\n".join(
+        [line for line in _lines(file, SEARCH_BYTES) if wanted in line.casefold()][-MAX_LINES:]
+    )
 
 
 def _lines(file: Path, limit_bytes: int) -> list[str]:
     # Progress bars return to the start of the line; only what they showed last is of interest.
-    return [line.decode(errors="replace").rsplit("\r", 1)[-1] for line in last_lines(file, limit_bytes, follows=True)]
+    return [
+        line.decode(errors="replace").rsplit("\r", 1)[-1]
+        for line in last_lines(file, limit_bytes, follows=True)
+    ]
 
 
 def hook_words(run: Run) -> str:
@@ -32,5 +41,11 @@ def hook_words(run: Run) -> str:
         return ""
     rows = map(parse_row, reversed(last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)))
     row = next(filter(None, rows), {})
-    numbers = {name[5:]: value for name, value in row.items() if name.startswith("hook/") and name != "hook/seconds"}
-    return "hook: " + (", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "nothing")
+    numbers = {
+        name[5:]: value
+        for name, value in row.items()
+        if name.startswith("hook/") and name != "hook/seconds"
+    }
+    return "hook: " + (
+        ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "nothing"
+    )

@@ -6,9 +6,9 @@ One line in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
 
 It is a line of sh. KIT_MESSAGE holds the alert in one line, KIT_ALERT all that is known of it, as
 JSON; no word of an alert is ever part of the command, since a run may be somebody else's. To be
-called at night, start on a login node `nohup kit watch RUN >/dev/null &`. The trainer and every view
-of a run raise alerts, so only `kit watch` calls, and it tells of all of them, whoever raised them:
-however many views are open, one `kit watch` calls once.
+called at night, start on a login node `nohup kit watch RUN >/dev/null &`. The trainer and every
+view of a run raise alerts, so only `kit watch` calls, and it tells of all of them, whoever raised
+them: however many views are open, one `kit watch` calls once.
 """
 
 import dataclasses

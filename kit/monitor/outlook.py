@@ -1,7 +1,8 @@
-"""What a view says of a run's speed beyond its numbers: what its plan should reach on its site, and its goodput.
+"""What a view says of a run's speed beyond its numbers: what its plan should reach on its site, and
+its goodput.
 
-Worked out in a thread of its own and seldom, so no view waits for it: the estimate imports much, and the ledger reads
-the whole history. What cannot be told says why.
+Worked out in a thread of its own and seldom, so no view waits for it: the estimate imports much,
+and the ledger reads the whole history. What cannot be told says why.
 """
 
 import dataclasses
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 EVERY_S, SHARE = 20.0, 0.02
 """Least seconds between two answers, and the most of its time that a view spends on them."""
 FAR = 4
-"""Times the speeds that a chart shows anyway, up to which it is made higher for the band: the curve must stay one."""
+"""Times the speeds that a chart shows anyway, up to which it is made higher for the band: the
+curve must stay one."""
 BAND = "expected (modelled, 90 %)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Band:
-    """The 90 % interval of the estimate for an attempt: seconds a step, and the speeds that follow, low and high."""
+    """The 90 % interval of the estimate for an attempt: seconds a step, and the speeds that
+    follow, low and high.
+    """
 
     attempt: int
     step_time_s: tuple[float, float]
@@ -47,7 +51,9 @@ class Outlook:
         self._due, self._thread = 0.0, None
 
     def refresh(self, *, wait: bool = False) -> None:
-        """Sees to it that the answers are not much older than EVERY_S; with `wait` there is one afterwards."""
+        """Sees to it that the answers are not much older than EVERY_S; with `wait` there is one
+        afterwards.
+        """
         if time.monotonic() >= self._due:
             self._due = float("inf")
             self._thread = threading.Thread(target=self._work_out, name="kit_outlook", daemon=True)
@@ -62,8 +68,13 @@ class Outlook:
     def facts(self) -> dict[str, Any]:
         """Returns the answers as plain values, for JSON."""
         band = dataclasses.asdict(self.band) if self.band else None
-        return {"band": band, "label": BAND, "verdict": self.verdict, "parts_s": self.parts_s,
-                "goodput": self.goodput}  # fmt: skip
+        return {
+            "band": band,
+            "label": BAND,
+            "verdict": self.verdict,
+            "parts_s": self.parts_s,
+            "goodput": self.goodput,
+        }
 
     def _work_out(self) -> None:
         start = time.thread_time()
@@ -76,7 +87,8 @@ class Outlook:
 
 
 def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
-    """Returns the expected band of the newest attempt if there is one, one sentence, and what a step is made of.
+    """Returns the expected band of the newest attempt if there is one, one sentence, and what a
+    step is made of.
 
     Raises nothing.
     """
@@ -101,15 +113,21 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
         return band, f"no estimate: {why}", {}
 
 
-def draw_band(axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str) -> None:
-    """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its attempt's first on."""
+def draw_band(
+    axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
+) -> None:
+    """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
+    attempt's first on.
+    """
     speeds = getattr(band, name) if band else None
     if band is None or speeds is None:
         return
     low, high = (100 * speed if name == "mfu" else speed for speed in speeds)
     start = first_steps.get(band.attempt, 0)
     bottom, top = axis.get_ylim()
-    axis.fill_between((start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0)
+    axis.fill_between(
+        (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
+    )
     axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
     axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
 
@@ -119,15 +137,24 @@ def _band(run: Run, attempt: int, expected: "Expectation") -> Band:
     slow, fast = tokens / expected.high_s, tokens / expected.low_s
     rates = utilisation_rates(run.spec, expected.plan, expected.site, is_imported=run.is_imported)
     return Band(
-        attempt=attempt, step_time_s=(expected.low_s, expected.high_s), tokens_per_s=(slow, fast),
+        attempt=attempt,
+        step_time_s=(expected.low_s, expected.high_s),
+        tokens_per_s=(slow, fast),
         mfu=None if rates is None else (rates[0] * slow, rates[0] * fast),
-    )  # fmt: skip
+    )
 
 
 def _goodput(run: Run) -> dict[str, Any]:
     from kit.monitor.goodput import ledger
 
     found = ledger(run)
-    parts = [{name: row[name] for name in ("part", "seconds", "share", "meaning")} for row in found.rows()]
+    parts = [
+        {name: row[name] for name in ("part", "seconds", "share", "meaning")}
+        for row in found.rows()
+    ]
     share = found.goodput if math.isfinite(found.goodput) else None
-    return {"share": share, "usd": found.usd, "parts": [part for part in parts if part["seconds"] > 0]}
+    return {
+        "share": share,
+        "usd": found.usd,
+        "parts": [part for part in parts if part["seconds"] > 0],
+    }

@@ -14,23 +14,27 @@ from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
 SAMPLES, BLOCKS = 120, 12
 MIN_SAMPLES = 2 * BLOCKS
 WINDOWS = (MIN_SAMPLES, SAMPLES)
-"""Newest samples that are looked at: a few for a rank that has just become slow, many for one in much noise."""
+"""Newest samples that are looked at: a few for a rank that has just become slow, many for one in
+much noise."""
 SLOW = 1.15
 """Times the others' step time from which a rank is worth an alert."""
 BY_CHANCE = 1e-5
-"""How likely noise may be to make any rank look slower than that at one look. A look a second is 86,400 a day, of which
-720 share no sample."""
+"""How likely noise may be to make any rank look slower than that at one look. A look a second is
+86,400 a day, of which 720 share no sample."""
 SPLIT = 5
 """Ranks whose steps are shown by their parts."""
 SHARE = 0.1
-"""Of its time that a view may spend on reading heartbeats: those of many thousands of ranks are read less often."""
+"""Of its time that a view may spend on reading heartbeats: those of many thousands of ranks are
+read less often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The slowest rank of a job: how many times the step time of the others it takes, and how sure that is.
+    """The slowest rank of a job: how many times the step time of the others it takes, and how sure
+    that is.
 
-    `by_chance` is the probability that noise makes any of the ranks look slower than `SLOW` by as much.
+    `by_chance` is the probability that noise makes any of the ranks look slower than `SLOW` by as
+    much.
     """
 
     rank: int
@@ -56,13 +60,19 @@ class RankTimes:
         self._start(0)
 
     def look(self, attempt: int) -> bool:
-        """Takes a sample if any rank has finished a step since the last; returns whether one did."""
+        """Takes a sample if any rank has finished a step since the last; returns whether one
+        did.
+        """
         if attempt != self.attempt:
             self._start(attempt)
         begun = time.monotonic()
         if begun < self._rest_until:
             return False
-        beats = [beat for beat in read_rank_heartbeats(self.run_dir, attempt) if beat.rank < self.num_ranks]
+        beats = [
+            beat
+            for beat in read_rank_heartbeats(self.run_dir, attempt)
+            if beat.rank < self.num_ranks
+        ]
         took_s = time.monotonic() - begun
         self._rest_until = time.monotonic() + (took_s / SHARE if took_s > SHARE else 0.0)
         step = max((beat.step for beat in beats), default=-1)
@@ -71,26 +81,45 @@ class RankTimes:
         column = np.full(self.num_ranks, np.nan, dtype=np.float32)
         self.beats = {beat.rank: beat for beat in beats}
         for beat in beats:
-            own = beat.step_time_s if beat.work_s is None else beat.work_s  # a whole step includes waiting for the slow
+            own = (
+                beat.step_time_s if beat.work_s is None else beat.work_s
+            )  # a whole step includes waiting for the slow
             column[beat.rank] = np.nan if own is None else own
             self.hosts[beat.rank] = beat.host
         with np.errstate(all="ignore"):
-            column /= np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else np.float32(np.nan)
-        self.steps, self.samples = [*self.steps, step][-SAMPLES:], [*self.samples, column][-SAMPLES:]
+            column /= (
+                np.median(column[np.isfinite(column)])
+                if np.isfinite(column).any()
+                else np.float32(np.nan)
+            )
+        self.steps, self.samples = (
+            [*self.steps, step][-SAMPLES:],
+            [*self.samples, column][-SAMPLES:],
+        )
         return True
 
     @property
     def relative(self) -> np.ndarray:
-        """Step time over the median of all ranks, float32 [rank, sample]; NaN where a rank has not said."""
+        """Step time over the median of all ranks, float32 [rank, sample]; NaN where a rank has
+        not said.
+        """
         return self.last(len(self.samples))
 
     def last(self, count: int) -> np.ndarray:
-        """Returns the newest `count` columns of `relative`; for many ranks, all of them are a lot of memory."""
+        """Returns the newest `count` columns of `relative`; for many ranks, all of them are a
+        lot of memory.
+        """
         columns = self.samples[len(self.samples) - count :]
-        return np.stack(columns, axis=1) if columns else np.empty((self.num_ranks, 0), dtype=np.float32)
+        return (
+            np.stack(columns, axis=1)
+            if columns
+            else np.empty((self.num_ranks, 0), dtype=np.float32)
+        )
 
     def rows(self, most: int) -> np.ndarray:
-        """Returns `relative` in at most `most` rows, [row, sample]: of neighbours the slowest stands for all."""
+        """Returns `relative` in at most `most` rows, [row, sample]: of neighbours the slowest
+        stands for all.
+        """
         size = -(-self.num_ranks // most)
         if size == 1 or not self.samples:
             return self.relative
@@ -98,12 +127,16 @@ class RankTimes:
         return np.stack([np.fmax.reduceat(column, starts) for column in self.samples], axis=1)
 
     def split(self) -> list[dict[str, Any]]:
-        """Returns what the last steps were made of on the SPLIT ranks that work longest, in rank order.
+        """Returns what the last steps were made of on the SPLIT ranks that work longest, in rank
+        order.
 
-        `seconds` are those of PARTS; the wait for others is taken out of the passes, in which most of it lies.
+        `seconds` are those of PARTS; the wait for others is taken out of the passes, in which most
+        of it lies.
         """
         told = {
-            rank: beat.own_s or sum(filter(None, beat.parts_s)) for rank, beat in self.beats.items() if beat.parts_s
+            rank: beat.own_s or sum(filter(None, beat.parts_s))
+            for rank, beat in self.beats.items()
+            if beat.parts_s
         }
         rows = []
         for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:SPLIT]):
@@ -113,18 +146,28 @@ class RankTimes:
         return rows
 
     def slowest(self) -> Straggler | None:
-        """Returns the slowest rank of one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples."""
-        samples = self.samples  # replaced as a whole at each look, after which what was found is old
+        """Returns the slowest rank of one of the WINDOWS, the surest; None beside fewer than
+        MIN_SAMPLES samples.
+        """
+        samples = (
+            self.samples
+        )  # replaced as a whole at each look, after which what was found is old
         if samples is not self._judged:
             self._judged, self._found = samples, None
             if self.num_ranks > 1 and len(samples) >= MIN_SAMPLES:
                 sizes = {min(size, len(samples) // BLOCKS * BLOCKS) for size in WINDOWS}
-                found = [rank for size in sorted(sizes) if (rank := slowest_rank(self.last(size))) is not None]
+                found = [
+                    rank
+                    for size in sorted(sizes)
+                    if (rank := slowest_rank(self.last(size))) is not None
+                ]
                 self._found = min(found, key=lambda rank: rank[2], default=None)
         if self._found is None:
             return None
         rank, ratio, by_chance = self._found
-        return Straggler(rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.hosts.get(rank))
+        return Straggler(
+            rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.hosts.get(rank)
+        )
 
     def _start(self, attempt: int) -> None:
         self.attempt = attempt
@@ -138,12 +181,14 @@ class RankTimes:
 
 
 def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
-    """Returns the slowest rank, its step time over the others', and the chance that noise makes one look above `SLOW`.
+    """Returns the slowest rank, its step time over the others', and the chance that noise makes one
+    look above `SLOW`.
 
-    Neighbouring samples resemble each other on a busy machine, so BLOCKS medians of neighbours are compared by a
-    t-test, one-sided, of their logarithms against ln SLOW; the chance is multiplied by the ranks, of which the slowest
-    is looked at (Bonferroni). None where a block has no sample of that rank. `relative` is step time over the median of
-    all ranks, [rank, sample]; samples are a multiple of BLOCKS.
+    Neighbouring samples resemble each other on a busy machine, so BLOCKS medians of neighbours are
+    compared by a t-test, one-sided, of their logarithms against ln SLOW; the chance is multiplied
+    by the ranks, of which the slowest is looked at (Bonferroni). None where a block has no sample
+    of that rank. `relative` is step time over the median of all ranks, [rank, sample]; samples are
+    a multiple of BLOCKS.
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a rank that has not said anything
@@ -165,7 +210,8 @@ def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
 
 
 def _tail(t: float) -> float:
-    """Returns the probability that Student's t of BLOCKS - 1 degrees of freedom, which are odd in number, is above t.
+    """Returns the probability that Student's t of BLOCKS - 1 degrees of freedom, which are odd in
+    number, is above t.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
     """

@@ -1,12 +1,14 @@
 """A loss that rises and does not come back, at once or step by step.
 
-Blocks of 50 steps, or the lines of a log that has fewer, have a level: their median loss. The loss has risen if the
-levels of 400 steps, and of eight blocks or lines, are all above the lowest so far by more than the noise, and are not
-half the way back. Higher levels take fewer lines, two at least: their number times their height counts. The noise is
-what second differences of levels 100 steps apart are made of, which neither a steady fall nor a rise is.
+Blocks of 50 steps, or the lines of a log that has fewer, have a level: their median loss. The loss
+has risen if the levels of 400 steps, and of eight blocks or lines, are all above the lowest so far
+by more than the noise, and are not half the way back. Higher levels take fewer lines, two at least:
+their number times their height counts. The noise is what second differences of levels 100 steps
+apart are made of, which neither a steady fall nor a rise is.
 
-A learning rate that rises again, after which a loss rises for a while, and new data begin the comparison anew. What it
-finds, how late, and on which healthy runs it was tried stands in LOG.md. No torch.
+A learning rate that rises again, after which a loss rises for a while, and new data begin the
+comparison anew. What it finds, how late, and on which healthy runs it was tried stands in LOG.md.
+No torch.
 """
 
 from collections import deque
@@ -20,9 +22,11 @@ from kit.trainer.spikes import lines
 BLOCK, BLOCKS = 50, 8
 STEPS = BLOCK * BLOCKS
 LAG = 2
-"""Blocks between the levels of a second difference; lines for more steps than a block are compared with the next."""
+"""Blocks between the levels of a second difference; lines for more steps than a block are
+compared with the next."""
 NOISES, LEAST_RISE = 7.0, 0.015
-"""Above the lowest level: standard deviations of a level, and share of it. See LOG.md for what less of it gives."""
+"""Above the lowest level: standard deviations of a level, and share of it. See LOG.md for what
+less of it gives."""
 LONGEST_LINE = 10_000
 RATE_RISE = 1.01
 
@@ -50,8 +54,12 @@ class Rises:
         self._bends: deque[float] = deque(maxlen=100)
         self._above: deque[float] = deque(maxlen=BLOCKS)
 
-    def look(self, losses: np.ndarray, rates: np.ndarray, new_data: Collection[int] = ()) -> list[Rise]:
-        """Returns the rises that are seen in the rows since the last look; at rows of `new_data` a mix begins."""
+    def look(
+        self, losses: np.ndarray, rates: np.ndarray, new_data: Collection[int] = ()
+    ) -> list[Rise]:
+        """Returns the rises that are seen in the rows since the last look; at rows of `new_data`
+        a mix begins.
+        """
         found = []
         for first in range(self._row, len(losses) - BLOCK + 1, BLOCK):
             self._row = first + BLOCK
@@ -59,8 +67,12 @@ class Rises:
             rows = [row for row in lines(known).tolist() if row]
             if rows:
                 self._last = known[np.isfinite(known)][-1]
-                found += self._take(float(np.median(known[rows])), end_of_line(losses, first + rows[-1] - 1))
-            if self._warms_again(float(rates[self._row - 1])) or any(first <= row < self._row for row in new_data):
+                found += self._take(
+                    float(np.median(known[rows])), end_of_line(losses, first + rows[-1] - 1)
+                )
+            if self._warms_again(float(rates[self._row - 1])) or any(
+                first <= row < self._row for row in new_data
+            ):
                 self._begin()
         return found
 
@@ -69,7 +81,11 @@ class Rises:
         self._levels.append((row, level))
         bar = LEAST_RISE * abs(self._low)
         if level > self._low + bar:
-            noise = float(np.median(self._bends)) / (0.6745 * 6**0.5) if len(self._bends) >= 3 else float("inf")
+            noise = (
+                float(np.median(self._bends)) / (0.6745 * 6**0.5)
+                if len(self._bends) >= 3
+                else float("inf")
+            )
             bar = max(bar, NOISES * noise)
         if not level > self._low + bar:
             self._note_bend()
@@ -93,7 +109,9 @@ class Rises:
             self._bends.append(abs(levels[-1] - 2 * levels[-1 - lag] + levels[-1 - 2 * lag]))
 
     def _warms_again(self, rate: float) -> bool:
-        """Returns whether a learning rate that had begun to fall rises; one that is not known (NaN) does not."""
+        """Returns whether a learning rate that had begun to fall rises; one that is not known
+        (NaN) does not.
+        """
         warms = RATE_RISE * self._rate < min(rate, self._highest_rate)
         self._rate = rate if warms or rate >= self._highest_rate else min(self._rate, rate)
         self._highest_rate = max(self._highest_rate, rate)

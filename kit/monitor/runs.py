@@ -1,6 +1,8 @@
-"""The runs below a folder: a table with the settings that differ, states as they are now, and a figure of up to eight.
+"""The runs below a folder: a table with the settings that differ, states as they are now, and a
+figure of up to eight.
 
-Only the end of each `metrics.jsonl` is read, so that a table of long runs is as quick as one of short runs.
+Only the end of each `metrics.jsonl` is read, so that a table of long runs is as quick as one of
+short runs.
 """
 
 import dataclasses
@@ -33,7 +35,9 @@ DASHES = ("solid", (0, (5, 2)))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunsTable:
-    """All runs of a folder at one moment: `rows` say everything, `settings` are the columns in which they differ."""
+    """All runs of a folder at one moment: `rows` say everything, `settings` are the columns in
+    which they differ.
+    """
 
     folder: Path
     rows: list[dict[str, Any]]
@@ -46,7 +50,9 @@ class RunsTable:
         return [*LIVE_COLUMNS, *heard, *self.settings]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Returns the rows with the shown columns, the reason of the state and the directory, for JSON."""
+        """Returns the rows with the shown columns, the reason of the state and the directory,
+        for JSON.
+        """
         names = [*self.columns, "heard_s", "reason", "directory"]
         return [{name: row.get(name) for name in names} for row in self.rows]
 
@@ -62,7 +68,8 @@ class RunsTable:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Returns the run directories below a folder (itself included), by path. Hidden folders are not searched.
+    """Returns the run directories below a folder (itself included), by path. Hidden folders are not
+    searched.
 
     Raises:
         RunError: there is no such folder.
@@ -92,9 +99,13 @@ def runs_table(folder: str | Path) -> RunsTable:
             run = Run.open(directory)
             rows.append({"run": name, "directory": str(directory), **live_row(run)})
             settings.append(_settings(run))
-        except Exception as error:  # half-made, damaged, hostile, or deleted meanwhile: the others are shown
+        except (
+            Exception
+        ) as error:  # half-made, damaged, hostile, or deleted meanwhile: the others are shown
             reason = str(error) if directory.is_dir() else "deleted while it was looked at"
-            rows.append({"run": name, "directory": str(directory), "state": "unreadable", "reason": reason})
+            rows.append(
+                {"run": name, "directory": str(directory), "state": "unreadable", "reason": reason}
+            )
             settings.append(None)
     shown = _differing([values for values in settings if values is not None])
     for row, values in zip(rows, settings, strict=True):
@@ -103,7 +114,9 @@ def runs_table(folder: str | Path) -> RunsTable:
 
 
 def live_row(run: Run) -> dict[str, Any]:
-    """Returns state, reason, last step and loss, and the median speed of the newest attempt's last steps."""
+    """Returns state, reason, last step and loss, and the median speed of the newest attempt's
+    last steps.
+    """
     try:
         status = run.job.status()
         state, reason = str(status.state), status.reason
@@ -115,39 +128,60 @@ def live_row(run: Run) -> dict[str, Any]:
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}
-    metrics = rows_to_metrics(newest, spec=run.spec, plans=run.plans(), site=run.site, is_imported=run.is_imported)
+    metrics = rows_to_metrics(
+        newest, spec=run.spec, plans=run.plans(), site=run.site, is_imported=run.is_imported
+    )
     if metrics.why_no_mfu == "above the peak":
-        row["reason"] = f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"
+        row["reason"] = (
+            f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"
+        )
     return {**row, **metrics.summary()}
 
 
 def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
-    """Returns a matplotlib figure of up to eight runs, loss beside MFU, and the table of each: step, loss, speed.
+    """Returns a matplotlib figure of up to eight runs, loss beside MFU, and the table of each:
+    step, loss, speed.
 
-    MFU is drawn where every run has one, else tokens/s. The table's speed has the drawn quantity's name.
+    MFU is drawn where every run has one, else tokens/s. The table's speed has the drawn quantity's
+    name.
 
     Raises:
         RunError: no run or more than eight, or two of one name.
     """
     if not 1 <= len(runs) <= MAX_COMPARED:
-        raise RunError(f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare.")
+        raise RunError(
+            f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare."
+        )
     labels = _labels(runs)
     found = [run.metrics() for run in runs]
-    utilisations, speeds = [metrics.mfu() for metrics in found], [metrics.tokens_per_s for metrics in found]
+    utilisations, speeds = (
+        [metrics.mfu() for metrics in found],
+        [metrics.tokens_per_s for metrics in found],
+    )
     whys = sorted({why for metrics in found if (why := metrics.why_no_mfu)})
     speed = "tokens_per_s" if any(values is None for values in utilisations) else "mfu"
-    values = [u if speed == "mfu" and u is not None else s for u, s in zip(utilisations, speeds, strict=True)]
+    values = [
+        u if speed == "mfu" and u is not None else s
+        for u, s in zip(utilisations, speeds, strict=True)
+    ]
     table = {
         label: {"step": metrics["step"], "loss": metrics["loss"], speed: value}
         for label, metrics, value in zip(labels, found, values, strict=True)
     }
-    with new_figure(1, 2, height=3.2 + 0.25 * (len(runs) // 3), width_ratios=[3, 2]) as (figure, (left, right)):
+    with new_figure(1, 2, height=3.2 + 0.25 * (len(runs) // 3), width_ratios=[3, 2]) as (
+        figure,
+        (left, right),
+    ):
         left.set_title("Loss, mean of ~5 steps")
-        right.set_title("MFU, % of peak" if speed == "mfu" else f"Tokens/s\n(no MFU: {', '.join(whys)})")
+        right.set_title(
+            "MFU, % of peak" if speed == "mfu" else f"Tokens/s\n(no MFU: {', '.join(whys)})"
+        )
         for i, (label, columns) in enumerate(table.items()):
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
             left.plot(columns["step"], smooth(columns["loss"]), label=short(label), **style)
-            right.plot(columns["step"], (100 if speed == "mfu" else 1) * drawable(columns[speed]), **style)
+            right.plot(
+                columns["step"], (100 if speed == "mfu" else 1) * drawable(columns[speed]), **style
+            )
         right.set_ylim(bottom=0)
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
@@ -157,7 +191,13 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
 
 def heading(column: str) -> str:
     """Returns the name of a column as people read it: of a setting its last part."""
-    named = {"num_steps": "of steps", "heard": "as of", "tokens_per_s": "tokens/s", "mfu": "MFU", "spec.name": "model"}
+    named = {
+        "num_steps": "of steps",
+        "heard": "as of",
+        "tokens_per_s": "tokens/s",
+        "mfu": "MFU",
+        "spec.name": "model",
+    }
     return named.get(column) or column.rpartition(".")[2].replace("_", " ")
 
 
@@ -185,17 +225,26 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _differing(settings: list[dict[str, Any]]) -> list[str]:
-    """Returns the names whose value is not the same in all runs; no shape of a model that the model's name tells."""
-    names = [name for name in (settings[0] if settings else ()) if any(s[name] != settings[0][name] for s in settings)]
+    """Returns the names whose value is not the same in all runs; no shape of a model that the
+    model's name tells.
+    """
+    names = [
+        name
+        for name in (settings[0] if settings else ())
+        if any(s[name] != settings[0][name] for s in settings)
+    ]
     by_model: dict[str, dict[str, Any]] = {}
     for values in settings:
         by_model.setdefault(values["spec.name"], values)
     told = {
         name
         for name in names
-        if name.startswith("spec.") and all(s[name] == by_model[s["spec.name"]][name] for s in settings)
+        if name.startswith("spec.")
+        and all(s[name] == by_model[s["spec.name"]][name] for s in settings)
     } - {"spec.name"}
-    return [name for name in names if name not in told and name != "recipe.num_steps"]  # that has its own column
+    return [
+        name for name in names if name not in told and name != "recipe.num_steps"
+    ]  # that has its own column
 
 
 def _labels(runs: list[Run]) -> list[str]:
@@ -204,6 +253,8 @@ def _labels(runs: list[Run]) -> list[str]:
         return names
     paths = [str(run.directory) for run in runs]
     if len(set(paths)) < len(paths):
-        raise RunError(f"a run cannot be compared with itself: {', '.join(sorted(paths))}. Name each run once.")
+        raise RunError(
+            f"a run cannot be compared with itself: {', '.join(sorted(paths))}. Name each run once."
+        )
     root = os.path.commonpath(paths)
     return [os.path.relpath(path, root) for path in paths]

@@ -16,18 +16,22 @@ MARKERS = ("o", "s", "^", "D", "v")
 
 
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
-    """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it shows.
+    """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it
+    shows.
 
-    Accuracies, bits per byte of right answers and those of texts have a panel each. A bar is the 95 % interval; a
-    hollow marker is a score of a part of the items; a dotted line is guessing. The table has a row for each point:
-    task, metric, step, tokens, score, stderr (the harness's), low, high, partial.
+    Accuracies, bits per byte of right answers and those of texts have a panel each. A bar is the 95
+    % interval; a hollow marker is a score of a part of the items; a dotted line is guessing. The
+    table has a row for each point: task, metric, step, tokens, score, stderr (the harness's), low,
+    high, partial.
 
     Raises:
         RunError: no checkpoint of the run has been scored.
     """
     curves = eval_curve(run)
     if not curves:
-        raise RunError(f"{run.directory} has no scores yet. Make some: `{kit_command('eval', run.directory)}`.")
+        raise RunError(
+            f"{run.directory} has no scores yet. Make some: `{kit_command('eval', run.directory)}`."
+        )
     accuracies = _accuracies(curves)
     others = [curve for curve in curves if curve not in accuracies]
     answers = eval_curve(run, ANSWER_BITS)
@@ -48,7 +52,9 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         x, y = curve.tokens, scale * curve.score
         label = curve.name if curve.metric == ANSWER_BITS else f"{curve.name} ({curve.metric})"
-        errors = scale * np.nan_to_num(np.stack((curve.score - curve.low, curve.high - curve.score)))
+        errors = scale * np.nan_to_num(
+            np.stack((curve.score - curve.low, curve.high - curve.score))
+        )
         axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
         for partial, face in ((False, colour), (True, "white")):
             here = curve.partial == partial
@@ -56,10 +62,14 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
         if accuracy and np.isfinite(curve.chance):
             axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
     hollow = "\nhollow: a part of the items" if any(curve.partial.any() for curve in curves) else ""
-    names = ", ".join(dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves))
+    names = ", ".join(
+        dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves)
+    )
     of_answers = all(curve.metric == ANSWER_BITS for curve in curves)
     title = "Score, %; bars: 95 % interval; dotted: guessing" if accuracy else names
-    axis.set_title(f"{'Bits per byte of the right answer: less is better' if of_answers else title}{hollow}")
+    axis.set_title(
+        f"{'Bits per byte of the right answer: less is better' if of_answers else title}{hollow}"
+    )
     axis.set_xlabel("training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy or of_answers:
@@ -67,4 +77,8 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
 
 
 def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:
-    return [curve for curve in curves if not curve.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))]
+    return [
+        curve
+        for curve in curves
+        if not curve.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
+    ]

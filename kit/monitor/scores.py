@@ -1,4 +1,7 @@
-"""Scores of a run's checkpoints as curves, read from its `eval/step_*.json`. No torch, no lm-eval."""
+"""Scores of a run's checkpoints as curves, read from its `eval/step_*.json`.
+
+No torch, no lm-eval.
+"""
 
 import dataclasses
 from typing import Any
@@ -12,7 +15,10 @@ from kit.run import Run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCurve:
-    """One metric of one task over the checkpoints of a run, oldest first. All arrays have one entry a checkpoint."""
+    """One metric of one task over the checkpoints of a run, oldest first.
+
+    All arrays have one entry a checkpoint.
+    """
 
     task: str
     num_fewshot: int
@@ -37,7 +43,9 @@ class ScoreCurve:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each checkpoint; NaN is what is not known."""
-        numbers = {name: getattr(self, name) for name in ("tokens", "score", "stderr", "low", "high")}
+        numbers = {
+            name: getattr(self, name) for name in ("tokens", "score", "stderr", "low", "high")
+        }
         return [
             {"task": self.name, "metric": self.metric, "step": int(step)}
             | {name: float(values[i]) for name, values in numbers.items()}
@@ -47,26 +55,42 @@ class ScoreCurve:
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
-    """Returns the reports of a run's checkpoints, oldest first; a file that is no report is left out."""
+    """Returns the reports of a run's checkpoints, oldest first; a file that is no report is left
+    out.
+    """
     reports = []
     for file in sorted((run.directory / "eval").glob("step_*.json")):
         try:
             reports.append(EvalReport.read(file))
-        except (ConfigError, OSError, UnicodeDecodeError):  # of another writer, or deleted meanwhile
+        except (
+            ConfigError,
+            OSError,
+            UnicodeDecodeError,
+        ):  # of another writer, or deleted meanwhile
             continue
-    return sorted((report for report in reports if report.step is not None), key=lambda report: report.step or 0)
+    return sorted(
+        (report for report in reports if report.step is not None),
+        key=lambda report: report.step or 0,
+    )
 
 
 def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
-    """Returns a curve for each task, number of shots and precision that was scored at any checkpoint of the run.
+    """Returns a curve for each task, number of shots and precision that was scored at any
+    checkpoint of the run.
 
     It is that of the metric that stands for the task, or that of `metric`, of tasks that have it.
     """
     points: dict[tuple, list[tuple[EvalReport, TaskScore, Metric]]] = {}
     for report in eval_reports(run):
         for score in report.scores:
-            shown = [m for m in score.metrics if m.name == metric] if metric else score.metrics and [score.headline]
-            points.setdefault((score.key, score.precision), []).extend((report, score, found) for found in shown)
+            shown = (
+                [m for m in score.metrics if m.name == metric]
+                if metric
+                else score.metrics and [score.headline]
+            )
+            points.setdefault((score.key, score.precision), []).extend(
+                (report, score, found) for found in shown
+            )
     return [_curve(found) for found in points.values() if found]
 
 
@@ -87,26 +111,37 @@ def _curve(points: list[tuple[EvalReport, TaskScore, Metric]]) -> ScoreCurve:
         low=column([metric.low for metric in metrics]),
         high=column([metric.high for metric in metrics]),
         partial=np.array([score.partial for _, score, _ in points]),
-        chance=float("nan") if first.chance is None or metrics[0].name == ANSWER_BITS else first.chance,
+        chance=(
+            float("nan") if first.chance is None or metrics[0].name == ANSWER_BITS else first.chance
+        ),
         temperature=first.temperature,
         precision=first.precision,
     )
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each task, a row as of `ScoreCurve.rows` with None for what is not known."""
+    """Returns the newest score of each task, a row as of `ScoreCurve.rows` with None for what is
+    not known.
+    """
     last = {curve.name: curve.rows()[-1] for curve in eval_curve(run)}
-    return {name: {key: None if value != value else value for key, value in row.items()} for name, row in last.items()}
+    return {
+        name: {key: None if value != value else value for key, value in row.items()}
+        for name, row in last.items()
+    }
 
 
 class ScoreFollower:
-    """Reads the scores that are added to a run's `eval/*.json`, each once, and again where it has changed."""
+    """Reads the scores that are added to a run's `eval/*.json`, each once, and again where it
+    has changed.
+    """
 
     def __init__(self, run: Run, seen: dict[str, float] | None = None) -> None:
         self.run, self.seen = run, dict(seen or {})
 
     def read(self) -> list[tuple[int, int, dict[str, float]]]:
-        """Returns (attempt, step, values) of what is new; a value is named `eval/TASK/METRIC`, `_stderr` its error."""
+        """Returns (attempt, step, values) of what is new; a value is named `eval/TASK/METRIC`,
+        `_stderr` its error.
+        """
         found = []
         for report in eval_reports(self.run):
             values: dict[str, float] = {}

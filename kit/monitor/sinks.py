@@ -1,8 +1,10 @@
-"""Sinks: followers that copy steps and scores to Weights & Biases or TensorBoard, each attempt as a run of its own.
+"""Sinks: followers that copy steps and scores to Weights & Biases or TensorBoard, each attempt as a
+run of its own.
 
-A sink only reads the run directory, from a process of its own, so its failure never reaches the training job. Every
-attempt has its own curve: a resumed run repeats steps, which wandb drops and TensorBoard draws as a zigzag when they
-share one. How far a sink has come is kept beside its files, so it may be ended and started again.
+A sink only reads the run directory, from a process of its own, so its failure never reaches the
+training job. Every attempt has its own curve: a resumed run repeats steps, which wandb drops and
+TensorBoard draws as a zigzag when they share one. How far a sink has come is kept beside its files,
+so it may be ended and started again.
 """
 
 import dataclasses
@@ -30,7 +32,9 @@ NOT_SCALARS = ("step", "attempt", "time")
 
 
 def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and holds, mfu and hfu."""
+    """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and
+    holds, mfu and hfu.
+    """
     try:
         plans, elsewhere = run.plans(), run.other_sites()
     except ConfigError:  # damaged; what was recorded is still worth sending
@@ -40,9 +44,17 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     derived = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
     found = []
     for i, row in enumerate(rows):
-        numbers = {name: float(value) for name, value in row.items() if is_number(value) and name not in NOT_SCALARS}
-        numbers |= {name: float(column[i]) for name, column in derived.items() if column is not None}
-        found.append({name: value for name, value in numbers.items() if name in row or not np.isnan(value)})
+        numbers = {
+            name: float(value)
+            for name, value in row.items()
+            if is_number(value) and name not in NOT_SCALARS
+        }
+        numbers |= {
+            name: float(column[i]) for name, column in derived.items() if column is not None
+        }
+        found.append(
+            {name: value for name, value in numbers.items() if name in row or not np.isnan(value)}
+        )
     return found
 
 
@@ -51,7 +63,9 @@ class SinkState(Record):
     """sink.json: what a sink has copied for good."""
 
     offset: int = field_doc("bytes of metrics.jsonl that have been copied", default=0)
-    scores: dict[str, float] = field_doc("scores of checkpoints that have been copied", default_factory=dict)
+    scores: dict[str, float] = field_doc(
+        "scores of checkpoints that have been copied", default_factory=dict
+    )
     starts: int = field_doc("times that the sink was started", default=0)
     identity: str = field_doc("distinguishes this run from others of the same name", default="")
 
@@ -65,16 +79,22 @@ class TensorBoardSink:
             self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
             writers = import_module("tensorboard.summary.writer.event_file_writer")
         except ImportError as error:
-            raise MissingPackageError("tensorboard", "tensorboard", "The TensorBoard sink") from error
+            raise MissingPackageError(
+                "tensorboard", "tensorboard", "The TensorBoard sink"
+            ) from error
         self.folder, self.open_writer = folder, writers.EventFileWriter
         self.writers: dict[int, Any] = {}
 
-    def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
+    def write(
+        self, attempt: int, step: int, time_s: float | None, values: dict[str, float]
+    ) -> None:
         """Takes one step of one attempt."""
         if attempt not in self.writers:
             self.writers[attempt] = self.open_writer(str(self.folder / f"attempt_{attempt:02d}"))
         tags = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = self.event(wall_time=time_s or time.time(), step=step, summary=self.summary(value=tags))
+        event = self.event(
+            wall_time=time_s or time.time(), step=step, summary=self.summary(value=tags)
+        )
         self.writers[attempt].add_event(event)
 
     def close(self) -> None:
@@ -84,19 +104,24 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One wandb run per attempt, in a group with the run's name; offline, unless WANDB_MODE says `online`.
+    """One wandb run per attempt, in a group with the run's name; offline, unless WANDB_MODE says
+    `online`.
 
-    The numbers carry their own `step`, which is the x axis: wandb's inner step only counts lines, so that it never
-    drops one. A sink that is started again opens new wandb runs in the same group (`attempt 1, part 2`), since wandb
-    cannot go on with an offline run.
+    The numbers carry their own `step`, which is the x axis: wandb's inner step only counts lines,
+    so that it never drops one. A sink that is started again opens new wandb runs in the same group
+    (`attempt 1, part 2`), since wandb cannot go on with an offline run.
     """
 
     def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
         self.mode = os.environ.get("WANDB_MODE") or "offline"
         if self.mode not in WANDB_MODES:
-            raise ConfigError(f"WANDB_MODE: {self.mode!r} is not allowed. {suggestion(self.mode, WANDB_MODES)}")
+            raise ConfigError(
+                f"WANDB_MODE: {self.mode!r} is not allowed. {suggestion(self.mode, WANDB_MODES)}"
+            )
         if self.mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import; offline, nothing may be sent
+            os.environ.setdefault(
+                "WANDB_ERROR_REPORTING", "false"
+            )  # read at import; offline, nothing may be sent
         try:
             import wandb
         except ImportError as error:
@@ -104,7 +129,9 @@ class WandbSink:
         self.wandb, self.run, self.folder, self.state = wandb, run, folder, state
         self.attempts: dict[int, Any] = {}
 
-    def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
+    def write(
+        self, attempt: int, step: int, time_s: float | None, values: dict[str, float]
+    ) -> None:
         if attempt not in self.attempts:
             self.attempts[attempt] = self._open(attempt)
         wall_time = {} if time_s is None else {"time": time_s}
@@ -119,7 +146,12 @@ class WandbSink:
         config = {name: getattr(run, name).to_dict() for name in ("spec", "plan", "recipe")}
         config["plan"] = run.plans().get(attempt, run.plan).to_dict()
         settings = self.wandb.Settings(
-            console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
+            console="off",
+            silent=True,
+            save_code=False,
+            disable_git=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         opened = self.wandb.init(
@@ -154,17 +186,24 @@ class SinkReport(Record):
 
 
 def copy_metrics(
-    run: Run, to: str, *, follow: bool = True, poll_s: float = 2.0, idle: Callable[[float], None] = time.sleep
+    run: Run,
+    to: str,
+    *,
+    follow: bool = True,
+    poll_s: float = 2.0,
+    idle: Callable[[float], None] = time.sleep,
 ) -> SinkReport:
-    """Copies the steps of a run to a sink that has not got them yet, and goes on until its job ends.
+    """Copies the steps of a run to a sink that has not got them yet, and goes on until its job
+    ends.
 
     Args:
-        run: at any time of its life. It is only read, apart from the sink's own folder `RUN/wandb` or
-            `RUN/tensorboard`.
+        run: at any time of its life. It is only read, apart from the sink's own folder `RUN/wandb`
+            or `RUN/tensorboard`.
         to: `wandb` or `tensorboard`.
         follow: False copies what is there and returns.
         poll_s: time between two looks.
-        idle: waits between two looks; a KeyboardInterrupt raised by it ends the copying in good order.
+        idle: waits between two looks; a KeyboardInterrupt raised by it ends the copying in good
+            order.
 
     Raises:
         ConfigError: no such sink, or WANDB_MODE is neither `offline` nor `online`.
@@ -182,7 +221,9 @@ def copy_metrics(
     copied, attempts, end = 0, set(), "everything is copied"
     try:
         while True:
-            final = not follow or _is_over(run)  # before reading, so that what was written before the end is not missed
+            final = not follow or _is_over(
+                run
+            )  # before reading, so that what was written before the end is not missed
             for rows in follower.parts():
                 for row, values in zip(rows, scalars(run, rows), strict=True):
                     sink.write(row["attempt"], row["step"], _time(row), values)
@@ -200,11 +241,17 @@ def copy_metrics(
     finally:
         sink.close()
     if run.directory.is_dir():  # only now is everything in its files
-        state.replace(offset=follower.position, scores=score_follower.seen).write(folder / "sink.json")
+        state.replace(offset=follower.position, scores=score_follower.seen).write(
+            folder / "sink.json"
+        )
     return SinkReport(
-        to=to, folder=str(folder), rows=copied, attempts=tuple(sorted(attempts)), end=end,
+        to=to,
+        folder=str(folder),
+        rows=copied,
+        attempts=tuple(sorted(attempts)),
+        end=end,
         skipped_lines=follower.skipped_lines,
-    )  # fmt: skip
+    )
 
 
 def _start(folder: Path) -> SinkState:

@@ -38,7 +38,9 @@ COLOURS_OF_LEVELS = {"warning": "yellow", "error": "red"}
 
 
 def status_row(run: Run) -> dict[str, Any]:
-    """Returns what is known of a run now, as plain values: state, reason, step, loss, speed, MFU, time left."""
+    """Returns what is known of a run now, as plain values: state, reason, step, loss, speed,
+    MFU, time left.
+    """
     status, metrics = run.job.status(), run.metrics()
     summary = metrics.summary()
     return {
@@ -56,7 +58,9 @@ def status_row(run: Run) -> dict[str, Any]:
 
 
 def status_table(run: Run, width: int = 80) -> Group:
-    """Returns the text view of a run: state with its reason, numbers, curves, alerts and what was asked of it."""
+    """Returns the text view of a run: state with its reason, numbers, curves, alerts and what
+    was asked of it.
+    """
     return _looked_at(_read(run), width)
 
 
@@ -82,7 +86,9 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
 
 def recorded_alerts(run: Run) -> list[Alert]:
-    """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have watched it so far."""
+    """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have
+    watched it so far.
+    """
     return _read(run).watchman.log.alerts
 
 
@@ -101,7 +107,9 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
     while dashboard.read():
         pass
     dashboard.look()
-    dashboard.outlook.refresh(wait=height is None)  # nobody looks a second time at a view that is printed once
+    dashboard.outlook.refresh(
+        wait=height is None
+    )  # nobody looks a second time at a view that is printed once
     width = max(40, min(width, 120))
     above, below = _heading(dashboard, width), _told(dashboard)
     if height is None:
@@ -111,7 +119,10 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
             told.append(Text(f"and {counted(more, 'older alert')}: {every}", style="dim"))
         return Group(*above, *_curves(dashboard, width), *told, *below)
     least = CURVES_LEAST + (dashboard.outlook.band is not None)  # which has a line below the speed
-    alerts, free = [], height - 1 - least - _lines([*above, *below], width)  # one line is the cursor's
+    alerts, free = (
+        [],
+        height - 1 - least - _lines([*above, *below], width),
+    )  # one line is the cursor's
     for alert in _alerts(dashboard, height):
         if (free := free - _lines([alert], width)) < 0:
             break
@@ -128,9 +139,12 @@ def _heading(dashboard: Dashboard, width: int) -> list[RenderableType]:
     """Returns name, state with its reason, and the numbers of the last step."""
     facts = dashboard.facts()
     title = Text.assemble(
-        (facts["name"], "bold"), "  ", (f"● {facts['state']}", COLOURS.get(JobState(facts["state"]), "white")), "  ",
+        (facts["name"], "bold"),
+        "  ",
+        (f"● {facts['state']}", COLOURS.get(JobState(facts["state"]), "white")),
+        "  ",
         (facts["reason"], "dim"),
-    )  # fmt: skip
+    )
     outlook = facts["outlook"]
     style = "yellow" if outlook["verdict"].startswith("slower") else "dim"
     goodput = outlook["goodput"] and outlook["goodput"]["share"]
@@ -147,10 +161,16 @@ def _told(dashboard: Dashboard) -> list[RenderableType]:
         spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
     for name, request in dashboard.facts()["actions"].items():
-        done = f", done {clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
+        done = (
+            f", done {clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
+        )
         parts.append(Text(f"{name}: asked {clock(request['asked_at'])}{done}", style="cyan"))
     if not dashboard.run.directory.is_dir():
-        parts.append(Text(f"{dashboard.run.directory} was removed: this is what was read before", style="red"))
+        parts.append(
+            Text(
+                f"{dashboard.run.directory} was removed: this is what was read before", style="red"
+            )
+        )
     elif dashboard.status.state is JobState.FAILED:
         parts.append(Text("\n".join(dashboard.log().rstrip().splitlines()[-8:]), style="dim"))
     return parts
@@ -181,16 +201,23 @@ def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Trimmed:
 
 
 def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
-    """Returns the loss as a curve of some lines, and the speed as one or a few; `spare` lines more than the least."""
+    """Returns the loss as a curve of some lines, and the speed as one or a few; `spare` lines
+    more than the least.
+    """
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]
     steps, facts = dashboard.columns["step"], dashboard.facts()
     high = LOSS_LEAST + spare - spare // 4
-    lines = [Text(line, style="blue") for line in curve(dashboard.columns["loss"], width - 10, high)]
+    lines = [
+        Text(line, style="blue") for line in curve(dashboard.columns["loss"], width - 10, high)
+    ]
     ends = f"step {int(steps[0]):,}", f"{int(steps[-1]):,}"
     lines.append(Text(" " * 9 + ends[0] + ends[1].rjust(width - 10 - len(ends[0])), style="dim"))
-    # Beside the bars stands the number of the heading, the median of the last steps, and not that of the last alone.
-    key, name, form = ("tokens_per_s", "tok/s", ",.0f") if facts.get("why_no_mfu") else ("mfu", "MFU", ".1%")
+    # Beside the bars stands the number of the heading, the median of the last steps, and not that
+    # of the last alone.
+    key, name, form = (
+        ("tokens_per_s", "tok/s", ",.0f") if facts.get("why_no_mfu") else ("mfu", "MFU", ".1%")
+    )
     bars = [line[9:] for line in curve(dashboard.curves[key], width - 18, 1 + spare // 4)]
     lines += [Text(f"{'':>8} {line}", style="green") for line in bars[:-1]]
     lines.append(Text(f"{name:>8} {bars[-1]} {number(facts.get(key), form)}", style="green"))
@@ -201,10 +228,11 @@ def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
 
 
 def curve(values: np.ndarray, width: int, height: int = 5) -> list[str]:
-    """Returns a curve as lines of block characters, each column the mean of its share of the values.
+    """Returns a curve as lines of block characters, each column the mean of its share of the
+    values.
 
-    The first and last line begin with the highest and lowest mean, in 8 characters. Where a value is not finite, its
-    column ends in `?`.
+    The first and last line begin with the highest and lowest mean, in 8 characters. Where a value
+    is not finite, its column ends in `?`.
     """
     shares = np.array_split(values, min(width, len(values)))
     means = np.array([share.mean() for share in shares])
@@ -218,7 +246,10 @@ def curve(values: np.ndarray, width: int, height: int = 5) -> list[str]:
     lines = []
     for line in range(height - 1, -1, -1):
         label = f"{high:.4g}" if line == height - 1 else f"{low:.4g}" if line == 0 else ""
-        filled = ("?" * (line == 0) or " " if e < 0 else BARS[min(max(e - 8 * line, 0), 8)] for e in eighths)
+        filled = (
+            "?" * (line == 0) or " " if e < 0 else BARS[min(max(e - 8 * line, 0), 8)]
+            for e in eighths
+        )
         lines.append(f"{label:>8} " + "".join(filled))
     return lines
 
@@ -228,7 +259,10 @@ def _alerts(dashboard: Dashboard, count: int) -> list[Text]:
     lines = []
     for alert in dashboard.watchman.log.alerts[: -count - 1 : -1]:
         mark = "✖" if alert.level == "error" else "⚠"
-        line = Text(f"{mark} {clock(alert.time, '%m-%d %H:%M:%S')} step {alert.step:,} {alert.kind}: {alert.message}")
+        line = Text(
+            f"{mark} {clock(alert.time, '%m-%d %H:%M:%S')} step {alert.step:,} {alert.kind}:"
+            f" {alert.message}"
+        )
         line.stylize(COLOURS_OF_LEVELS[alert.level])
         lines.append(line)
     return lines
@@ -240,18 +274,25 @@ def _last_finite(values: np.ndarray) -> float | None:
 
 
 def _last(values: np.ndarray, form: str, *, always: bool = False) -> str:
-    """Returns the last value in words; a series that was never there, unless it is `always`, is not an alarm."""
+    """Returns the last value in words; a series that was never there, unless it is `always`, is
+    not an alarm.
+    """
     recorded = len(values) and (always or np.isfinite(values).any())
     return number(float(values[-1]), form) if recorded else "–"
 
 
 def _scores(scores: dict[str, dict[str, Any]]) -> str:
-    """Returns `piqa acc 0.610 (0.588 to 0.632) at step 200, partial` for each task, with its 95 % interval."""
+    """Returns `piqa acc 0.610 (0.588 to 0.632) at step 200, partial` for each task, with its 95
+    % interval.
+    """
     words = []
     for task, last in scores.items():
         interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
         partial = ", partial" if last["partial"] else ""
-        words.append(f"{task} {last['metric']} {last['score']:.3f}{interval} at step {last['step']:,}{partial}")
+        words.append(
+            f"{task} {last['metric']} {last['score']:.3f}{interval} at step"
+            f" {last['step']:,}{partial}"
+        )
     return "; ".join(words)
 
 
@@ -260,4 +301,10 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if minutes < 2
+        else f"{minutes:.0f} min"
+        if hours < 2
+        else f"{hours:.1f} h"
+    )

@@ -1,8 +1,9 @@
-"""Monitor: the live dashboard in a notebook. `Monitor(run)` as the last line of a cell; any kernel, at any time.
+"""Monitor: the live dashboard in a notebook. `Monitor(run)` as the last line of a cell; any kernel,
+at any time.
 
-It only reads the run directory: close the browser, restart the kernel, and the job goes on; show it again and the whole
-history is there. The kernel keeps the data and sends one window of numbers per tick; the browser draws and asks.
-Needs anywidget where the kernel runs and where JupyterLab runs.
+It only reads the run directory: close the browser, restart the kernel, and the job goes on; show it
+again and the whole history is there. The kernel keeps the data and sends one window of numbers per
+tick; the browser draws and asks. Needs anywidget where the kernel runs and where JupyterLab runs.
 """
 
 import threading
@@ -31,11 +32,13 @@ STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
 STYLES = ("vendor/uPlot.min.css", "dashboard.css")
 _SHOWN: dict[str, tuple[str, list["Monitor"]]] = {}
-"""For each notebook cell: the id of its last execution and the monitors that it showed, closed when it runs again."""
+"""For each notebook cell: the id of its last execution and the monitors that it showed, closed
+when it runs again."""
 
 
 class Monitor(anywidget.AnyWidget):
-    """A live view of a run: loss, MFU and the rest, state, alerts, ranks, log, and buttons that act on the job.
+    """A live view of a run: loss, MFU and the rest, state, alerts, ranks, log, and buttons that act
+    on the job.
 
     Run, baselines and smoothing are as in `Dashboard`; the slider changes the smoothing.
     """
@@ -50,7 +53,13 @@ class Monitor(anywidget.AnyWidget):
     heat = traitlets.Bytes(b"").tag(sync=True)
     log = traitlets.Unicode("").tag(sync=True)
 
-    def __init__(self, run: Run, *, baselines: Mapping[str, Run | float] | None = None, smoothing: float = 0.9) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        baselines: Mapping[str, Run | float] | None = None,
+        smoothing: float = 0.9,
+    ) -> None:
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
         self.view = View()
@@ -73,17 +82,23 @@ class Monitor(anywidget.AnyWidget):
         super().close()
 
     def figure(self) -> Any:
-        """Returns what the dashboard shows now as a matplotlib figure, for saved and exported notebooks."""
+        """Returns what the dashboard shows now as a matplotlib figure, for saved and exported
+        notebooks.
+        """
         return snapshot(self.dashboard)
 
     def _follow_metrics(self) -> None:
-        # The file is asked more often than pictures are sent: a step that comes after a pause is shown at once.
+        # The file is asked more often than pictures are sent: a step that comes after a pause is
+        # shown at once.
         while not self._closed.wait(0 if self._more else POLL_S):
             if self._more or time.monotonic() - self._sent_at >= self._tick_s:
                 self._guarded(self._tick)
 
     def _tick(self) -> None:
-        before, start = (len(self.dashboard.columns), self.dashboard.columns.revision), time.monotonic()
+        before, start = (
+            (len(self.dashboard.columns), self.dashboard.columns.revision),
+            time.monotonic(),
+        )
         self._more = False  # also after a failure, which must not be repeated without a pause
         while (more := self.dashboard.read()) and time.monotonic() - start < SLOWEST_TICK_S / 2:
             pass
@@ -96,7 +111,12 @@ class Monitor(anywidget.AnyWidget):
     def _follow_job(self) -> None:
         self._caught_up.wait(LOOK_S)  # the state is known from the start; the curves come first
         while True:
-            for work in (self.dashboard.look, self.dashboard.outlook.refresh, self._send_facts, self._refresh_picture):
+            for work in (
+                self.dashboard.look,
+                self.dashboard.outlook.refresh,
+                self._send_facts,
+                self._refresh_picture,
+            ):
                 self._guarded(work)
             if self._closed.wait(LOOK_S):
                 return
@@ -107,7 +127,9 @@ class Monitor(anywidget.AnyWidget):
         return next(iter(self._failures.copy().values()), "")
 
     def _guarded(self, work: Callable[[], Any]) -> None:
-        """A thread must live on whatever a run directory does; what went wrong is shown in the view."""
+        """A thread must live on whatever a run directory does; what went wrong is shown in the
+        view.
+        """
         try:
             work()
             self._failures.pop(work.__name__, None)
@@ -123,8 +145,12 @@ class Monitor(anywidget.AnyWidget):
 
     def _send_facts(self) -> None:
         with self._lock, self.hold_sync():
-            self.facts = {**self.dashboard.facts(), "failure": self.failure.strip().rsplit("\n", 1)[-1],
-                          "picture": self.model_id, "heard": self._heard}  # fmt: skip
+            self.facts = {
+                **self.dashboard.facts(),
+                "failure": self.failure.strip().rsplit("\n", 1)[-1],
+                "picture": self.model_id,
+                "heard": self._heard,
+            }
             self.alerts = self.dashboard.alerts()
             self.heat, self.log = self.dashboard.heat(), self.dashboard.log()
 
@@ -156,29 +182,41 @@ class Monitor(anywidget.AnyWidget):
             self._guarded(self._send_facts)
 
     def _ipython_display_(self) -> None:
-        """Shows the view, and under it a picture for readers without a kernel, which a live view hides.
+        """Shows the view, and under it a picture for readers without a kernel, which a live view
+        hides.
 
-        Two outputs, since a trusted notebook shows "model not found" rather than a picture in the same output.
+        Two outputs, since a trusted notebook shows "model not found" rather than a picture in the
+        same output.
         """
         from IPython.display import DisplayHandle, display
 
         self._replace_earlier()
         facts = self.facts
-        text = f"{facts.get('name')}: {facts.get('state')}, step {facts.get('step')} of {facts.get('num_steps')}"
+        text = (
+            f"{facts.get('name')}: {facts.get('state')}, step {facts.get('step')} of"
+            f" {facts.get('num_steps')}"
+        )
         bundle = self._repr_mimebundle_()
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
         self._picture = DisplayHandle()
-        self._caught_up.wait(READING_LIMIT_S)  # the view is there by now; only the picture needs the whole history
+        self._caught_up.wait(
+            READING_LIMIT_S
+        )  # the view is there by now; only the picture needs the whole history
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
 
     def _replace_earlier(self) -> None:
-        """Ends the views that an earlier run of this cell has shown, whose threads nobody watches any more."""
+        """Ends the views that an earlier run of this cell has shown, whose threads nobody
+        watches any more.
+        """
         from IPython.core.getipython import get_ipython
 
         parent = getattr(get_ipython(), "get_parent", dict)()
-        cell, execution = parent.get("metadata", {}).get("cellId"), parent.get("header", {}).get("msg_id")
+        cell, execution = (
+            parent.get("metadata", {}).get("cellId"),
+            parent.get("header", {}).get("msg_id"),
+        )
         if cell is None:
             return
         before, shown = _SHOWN.get(cell, (execution, []))
@@ -190,40 +228,72 @@ class Monitor(anywidget.AnyWidget):
         _SHOWN[cell] = (execution, [*shown, self])
 
     def _refresh_picture(self) -> None:
-        """Keeps the picture of a notebook that is saved later near the present; the last one is of the end."""
+        """Keeps the picture of a notebook that is saved later near the present; the last one is
+        of the end.
+        """
         if self._picture is None:
             return
         when, state = self._pictured
         now = self.dashboard.status.state
-        if (now.is_final and now is not state) or (not now.is_final and time.monotonic() - when > PICTURE_S):
+        if (now.is_final and now is not state) or (
+            not now.is_final and time.monotonic() - when > PICTURE_S
+        ):
             self._pictured = (time.monotonic(), now)
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
         facts = self.dashboard.facts()
-        words = f"{facts['name']}: {facts['state']}, step {facts['step']}, loss and speed, picture {self.model_id}"
+        words = (
+            f"{facts['name']}: {facts['state']}, step {facts['step']}, loss and speed, picture"
+            f" {self.model_id}"
+        )
         return self.figure().to_bundle(alt=words)
 
 
 def snapshot(dashboard: Dashboard) -> Any:
-    """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their averages."""
-    from kit.show.themed_figure import ThemedFigure  # no style of matplotlib's, which is global: this runs in a thread
+    """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
+    averages.
+    """
+    from kit.show.themed_figure import (
+        ThemedFigure,
+    )  # no style of matplotlib's, which is global: this runs in a thread
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(names, axis="step", width=300, start=None, end=None, log=False)
-    titles = {"loss": "Loss, nats per token", "mfu": "MFU, % of peak", "tokens_per_s": "Tokens per second"}
+        x, rows = dashboard.curves.window(
+            names, axis="step", width=300, start=None, end=None, log=False
+        )
+    titles = {
+        "loss": "Loss, nats per token",
+        "mfu": "MFU, % of peak",
+        "tokens_per_s": "Tokens per second",
+    }
     status = dashboard.status
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
-        _draw_pane(pane, titles[name], x, rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1), number)
+        _draw_pane(
+            pane,
+            titles[name],
+            x,
+            rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1),
+            number,
+        )
     if len(x):
-        draw_band(figure.axes[1], dashboard.outlook.band, dashboard.columns.first_steps, x[-1], names[1])
+        draw_band(
+            figure.axes[1], dashboard.outlook.band, dashboard.columns.first_steps, x[-1], names[1]
+        )
     for name, level in dashboard.levels.items():
         pane = figure.axes[0]
         pane.axhline(level, color=GREY, linestyle="--", linewidth=1)
-        pane.annotate(f"{short(name)} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), ha="right",
-                      va="bottom", fontsize=TEXT, color=GREY)  # fmt: skip
+        pane.annotate(
+            f"{short(name)} {level:.2f}",
+            (1, level),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=TEXT,
+            color=GREY,
+        )
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
     title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
     figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)

@@ -1,7 +1,9 @@
-"""The claims of each paper on one page, as an artifact's reviewer would check them: expected, found here, verdict.
+"""The claims of each paper on one page, as an artifact's reviewer would check them: expected, found
+here, verdict.
 
-The claims are in `data/claims.toml`. What is found is looked up in the rows of the kit's own figures when the page is
-made; what is expected comes from the facts of the paper, unless the claim is one in words.
+The claims are in `data/claims.toml`. What is found is looked up in the rows of the kit's own
+figures when the page is made; what is expected comes from the facts of the paper, unless the claim
+is one in words.
 """
 
 import dataclasses
@@ -19,7 +21,18 @@ from kit.show.style import Rows
 
 Paper = Literal["frontier", "hlat"]
 Verdict = Literal["holds", "missed", "cannot be tried here"]
-COLUMNS = ("claim", "where", "how well known", "expected", "found", "verdict", "note", "command", "minutes", "source")
+COLUMNS = (
+    "claim",
+    "where",
+    "how well known",
+    "expected",
+    "found",
+    "verdict",
+    "note",
+    "command",
+    "minutes",
+    "source",
+)
 HEAD = """# Claims of {title}
 
 What the paper claims, and what a fresh clone finds, made by `make gallery`:
@@ -32,10 +45,16 @@ from numbers that were read; *remembered*, so only a trend is checked.
 [All figures](./) of the gallery, [the notebook](../{notebook}.ipynb).
 
 The model: {model}.
-"""
+"""  # noqa: E501
 TITLES = {
-    "frontier": ("Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)", "06_frontier_figures"),
-    "hlat": ("HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)", "07_hlat_figures"),
+    "frontier": (
+        "Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)",
+        "06_frontier_figures",
+    ),
+    "hlat": (
+        "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
+        "07_hlat_figures",
+    ),
 }
 
 
@@ -49,14 +68,18 @@ class Claim(Record):
     fact: tuple[str, ...] = field_doc("series and x in the facts of the paper", default=())
     known: Known = field_doc("how, where no fact says it", default="read")
     source: str = field_doc("that anyone can look up, where no fact says it", default="")
-    figure: str = field_doc("of the kit, whose rows have the answer; empty where it cannot be tried", default="")
+    figure: str = field_doc(
+        "of the kit, whose rows have the answer; empty where it cannot be tried", default=""
+    )
     at: dict[str, Any] = field_doc("cells of the row that has it", default_factory=dict)
     less: dict[str, Any] = field_doc("cells of a row to subtract", default_factory=dict)
     last: bool = field_doc("the last such row, not the first", default=False)
     column: str = field_doc("of the row", default="y")
     times: float = field_doc("factor from that column to the claim's unit", default=1.0)
     unit: str = field_doc("of what is expected and found", default="")
-    at_least: float | None = field_doc("expected, where it is not the fact's last digit", default=None)
+    at_least: float | None = field_doc(
+        "expected, where it is not the fact's last digit", default=None
+    )
     at_most: float | None = field_doc("so too", default=None)
     expected: str = field_doc("in words, where it is not the fact's number", default="")
     minutes: float = field_doc("that the command takes; 0: less than one", default=0.0)
@@ -71,7 +94,8 @@ def claims(paper: Paper) -> list[Claim]:
 
 
 def checked(claim: Claim, rows: Rows | None) -> tuple[Relation | None, Verdict]:
-    """Returns what the rows of a claim's figure say, and whether that is what the paper says; without rows, nothing.
+    """Returns what the rows of a claim's figure say, and whether that is what the paper says;
+    without rows, nothing.
 
     Raises:
         ConfigError: there is no such row.
@@ -80,17 +104,33 @@ def checked(claim: Claim, rows: Rows | None) -> tuple[Relation | None, Verdict]:
         return None, "cannot be tried here"
     own = _row_with(claim, claim.at, rows)
     value, ends = _number_of(claim, own), [own.get("low", math.nan), own.get("high", math.nan)]
-    low, high = (claim.times * float(end) if claim.column in ("y", "value") else math.nan for end in ends)
+    low, high = (
+        claim.times * float(end) if claim.column in ("y", "value") else math.nan for end in ends
+    )
     if claim.less:
-        value, low, high = value - _number_of(claim, _row_with(claim, claim.less, rows, own)), math.nan, math.nan
+        value, low, high = (
+            value - _number_of(claim, _row_with(claim, claim.less, rows, own)),
+            math.nan,
+            math.nan,
+        )
     at_least, at_most = _bounds(claim)
-    found = Relation(claim=claim.claim, layer="modelled", value=value, low=low, high=high, expected=claim.expected,
-                     at_least=at_least, at_most=at_most)  # fmt: skip
+    found = Relation(
+        claim=claim.claim,
+        layer="modelled",
+        value=value,
+        low=low,
+        high=high,
+        expected=claim.expected,
+        at_least=at_least,
+        at_most=at_most,
+    )
     return found, "missed" if found.verdict == "fails" else "holds"
 
 
 def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
-    """Returns the rows of each figure that the claims of a paper need; None where it shows a study not yet made."""
+    """Returns the rows of each figure that the claims of a paper need; None where it shows a
+    study not yet made.
+    """
     rows: dict[str, Rows | None] = {}
     for figure in dict.fromkeys(claim.figure for claim in claims(paper)):
         try:
@@ -101,26 +141,44 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
 
 
 def page(paper: Paper, runs: Runs = ()) -> str:
-    """Returns the page of a paper's claims in Markdown; `runs` are studies of this machine, for what they can tell."""
+    """Returns the page of a paper's claims in Markdown; `runs` are studies of this machine, for
+    what they can tell.
+    """
     from kit.papers import frontier_model, hlat_model
 
     rows = drawn_rows(paper, runs)
     found = [(claim, *checked(claim, rows[claim.figure])) for claim in claims(paper)]
     title, notebook = TITLES[paper]
     model = {"frontier": frontier_model, "hlat": hlat_model}[paper].model_error()
-    counts = {name: sum(verdict == word for *_, verdict in found) for name, word in
-              (("holds", "holds"), ("missed", "missed"), ("untried", "cannot be tried here"))}  # fmt: skip
+    counts = {
+        name: sum(verdict == word for *_, verdict in found)
+        for name, word in (
+            ("holds", "holds"),
+            ("missed", "missed"),
+            ("untried", "cannot be tried here"),
+        )
+    }
     lines = [" | ".join(text.strip().replace("|", "\\|") for text in _row(*each)) for each in found]
     table = [" | ".join(COLUMNS), "|".join(["---"] * len(COLUMNS)), *lines]
     head = HEAD.format(title=title, notebook=notebook, model=model, **counts)
     return head + "\n" + "\n".join(f"| {line} |" for line in table) + "\n"
 
 
-def _row_with(claim: Claim, cells: Mapping[str, Any], rows: Rows, own: Any = None) -> dict[str, Any]:
-    """Returns the row that has these cells, and is not `own`; of several the first or last, or what `own` must beat."""
-    found = [row for row in rows if row is not own and all(row.get(name) == value for name, value in cells.items())]
+def _row_with(
+    claim: Claim, cells: Mapping[str, Any], rows: Rows, own: Any = None
+) -> dict[str, Any]:
+    """Returns the row that has these cells, and is not `own`; of several the first or last, or
+    what `own` must beat.
+    """
+    found = [
+        row
+        for row in rows
+        if row is not own and all(row.get(name) == value for name, value in cells.items())
+    ]
     if not found:
-        raise ConfigError(f"claims.toml: {claim.claim!r}: {claim.figure} has no row with {dict(cells)}.")
+        raise ConfigError(
+            f"claims.toml: {claim.claim!r}: {claim.figure} has no row with {dict(cells)}."
+        )
     if own is not None and not claim.last:
         return max(found, key=lambda row: _number_of(claim, row))
     return found[-1 if claim.last else 0]
@@ -131,10 +189,14 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
 
 
 def _bounds(claim: Claim) -> tuple[float, float]:
-    """Returns the range that is expected: as stated, or of the fact's number to its last printed digit."""
+    """Returns the range that is expected: as stated, or of the fact's number to its last printed
+    digit.
+    """
     if claim.at_least is not None or claim.at_most is not None:
-        return (-math.inf if claim.at_least is None else claim.at_least,
-                math.inf if claim.at_most is None else claim.at_most)  # fmt: skip
+        return (
+            -math.inf if claim.at_least is None else claim.at_least,
+            math.inf if claim.at_most is None else claim.at_most,
+        )
     fact = Facts.load(claim.paper).only(*claim.fact)
     digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
     return fact.number - digit, fact.number + digit
@@ -149,8 +211,18 @@ def _row(claim: Claim, found: Relation | None, verdict: Verdict) -> tuple[str, .
         told += f" ({_short(found.low)} to {_short(found.high)})"
     minutes = "" if not claim.figure else f"{claim.minutes:g}" if claim.minutes else "< 1"
     command = claim.command or kit_command("figure", claim.figure)
-    return (claim.claim, claim.where, known, expected, told, f"**{verdict}**", claim.note, f"`{command}`", minutes,
-            source)  # fmt: skip
+    return (
+        claim.claim,
+        claim.where,
+        known,
+        expected,
+        told,
+        f"**{verdict}**",
+        claim.note,
+        f"`{command}`",
+        minutes,
+        source,
+    )
 
 
 def _short(value: float) -> str:

@@ -1,7 +1,9 @@
-"""The Frontier study at demo scale: a few short runs of real processes on this machine, kept and used again.
+"""The Frontier study at demo scale: a few short runs of real processes on this machine, kept and
+used again.
 
-A process is a core: degrees 1 and 2 are compared by throughput per core, as the paper compares them per GCD. Two
-processes share caches and memory, so a process alone is a little better off, whatever the degree.
+A process is a core: degrees 1 and 2 are compared by throughput per core, as the paper compares them
+per GCD. Two processes share caches and memory, so a process alone is a little better off, whatever
+the degree.
 """
 
 import math
@@ -12,20 +14,39 @@ import numpy as np
 
 from kit.estimate.tuning.objectives import MeasuredRate
 from kit.estimate.tuning.tune import Trials, tune
-from kit.papers.layers import WARM_UP, Runs, kept, note_load, opened, scale_of, tokens_per_s_and_device
+from kit.papers.layers import (
+    WARM_UP,
+    Runs,
+    kept,
+    note_load,
+    opened,
+    scale_of,
+    tokens_per_s_and_device,
+)
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 
-MODEL = ModelSpec.gpt(name="gpt-demo", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256)
+MODEL = ModelSpec.gpt(
+    name="gpt-demo",
+    num_layers=4,
+    hidden_size=128,
+    num_heads=4,
+    vocab_size=4096,
+    sequence_length=256,
+)
 STEPS = 8
 MICROBATCHES = 4
 """Of a replica, wherever their number is not what changes."""
 SPACE: dict[str, tuple] = {
-    "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "num_microbatches": (2, 4), "micro_batch_size": (1,),
+    "tensor_parallel": (1, 2),
+    "pipeline_parallel": (1, 2),
+    "num_microbatches": (2, 4),
+    "micro_batch_size": (1,),
     "num_nodes": (2,),
-}  # fmt: skip
-"""Of the search on this machine; most of it the study runs anyway. TP 2 with PP 2 needs four of two cores and fails."""
+}
+"""Of the search on this machine; most of it the study runs anyway. TP 2 with PP 2 needs four of
+two cores and fails."""
 SEARCH = "search.journal"
 """Where `demo_search` keeps its trials, beside the runs."""
 ATTENTION = "attention.json"
@@ -35,7 +56,9 @@ REPETITIONS = 6
 
 
 def study() -> list[dict[str, int]]:
-    """Returns the parameters of each run: degrees, micro-batches of a replica, processes (`num_nodes`)."""
+    """Returns the parameters of each run: degrees, micro-batches of a replica, processes
+    (`num_nodes`).
+    """
     replicas = [{"num_microbatches": count} for count in (MICROBATCHES // 2, MICROBATCHES)]
     pipelines = [{"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)]
     others = [{"tensor_parallel": 2, "num_microbatches": MICROBATCHES}]
@@ -45,13 +68,16 @@ def study() -> list[dict[str, int]]:
 
 
 def objective(directory: str | Path, data: str | Path) -> MeasuredRate:
-    """Returns what runs the demo model with given parameters in a folder below `directory`, once."""
+    """Returns what runs the demo model with given parameters in a folder below `directory`,
+    once.
+    """
     recipe = Recipe(data=str(data), num_steps=STEPS)
     return MeasuredRate(spec=MODEL, recipe=recipe, directory=Path(directory), num_devices=1)
 
 
 def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
-    """Returns the runs of the study; those that are not in `directory` yet are made, about eight seconds each.
+    """Returns the runs of the study; those that are not in `directory` yet are made, about eight
+    seconds each.
 
     `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 
@@ -66,14 +92,18 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
 
 
 def demo_search(directory: str | Path, data: str | Path) -> Trials:
-    """Returns a hyperparameter search on real runs of this machine; it shares the study's runs and its folder."""
+    """Returns a hyperparameter search on real runs of this machine; it shares the study's runs
+    and its folder.
+    """
     return tune(objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH)
 
 
 def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
-    """Returns seconds of causal attention, forward and backward, fused and with scores written out, on one core.
+    """Returns seconds of causal attention, forward and backward, fused and with scores written out,
+    on one core.
 
-    The rows are kept in `directory` and used again: kernel, sequence_length, seconds of each repetition.
+    The rows are kept in `directory` and used again: kernel, sequence_length, seconds of each
+    repetition.
     """
     return kept(Path(directory) / ATTENTION, _timed_attention)
 
@@ -86,12 +116,19 @@ def _timed_attention() -> list[dict[str, Any]]:
 
     def attend() -> None:
         query, key, value = heads
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+        torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        ).sum().backward()
 
     rows = []
     for length in LENGTHS:
-        heads = [torch.randn(1, 4, length, 64, requires_grad=True) for _ in ("queries", "keys", "values")]
-        for kernel, backend in (("fused", SDPBackend.FLASH_ATTENTION), ("scores written out", SDPBackend.MATH)):
+        heads = [
+            torch.randn(1, 4, length, 64, requires_grad=True) for _ in ("queries", "keys", "values")
+        ]
+        for kernel, backend in (
+            ("fused", SDPBackend.FLASH_ATTENTION),
+            ("scores written out", SDPBackend.MATH),
+        ):
             with one_thread(), sdpa_kernel(backend):
                 seconds = [timed(attend) for _ in range(REPETITIONS)]
             rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
@@ -99,7 +136,9 @@ def _timed_attention() -> list[dict[str, Any]]:
 
 
 def select(runs: Runs, **fields: Any) -> list[Run]:
-    """Returns what belongs in a panel: all runs of clusters, and demo-scale runs whose plans have these fields."""
+    """Returns what belongs in a panel: all runs of clusters, and demo-scale runs whose plans
+    have these fields.
+    """
     found = []
     for run in opened(runs):
         fits = all(getattr(run.plan, name) == value for name, value in fields.items())
@@ -109,7 +148,9 @@ def select(runs: Runs, **fields: Any) -> list[Run]:
 
 
 def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
-    """Returns (median, lower, upper quartile) of tokens/s and device of the one demo-scale run with these fields."""
+    """Returns (median, lower, upper quartile) of tokens/s and device of the one demo-scale run
+    with these fields.
+    """
     chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
     if len(chosen) != 1:
         return math.nan, math.nan, math.nan

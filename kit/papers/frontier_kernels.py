@@ -1,4 +1,6 @@
-"""Frontier: where its layers stand under the roofline of a GCD, and what fused attention changes."""
+"""Frontier: where its layers stand under the roofline of a GCD, and what fused attention
+changes.
+"""
 
 import json
 from collections.abc import Sequence
@@ -34,11 +36,13 @@ TOKENS_PER_STEP = 640 * 2048
 
 
 def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True) -> float:
-    """Returns FLOP per byte of one layer's forward pass: matrix products and attention over what all kernels move.
+    """Returns FLOP per byte of one layer's forward pass: matrix products and attention over what
+    all kernels move.
 
-    Each product reads its input and weights and writes its result once, at two bytes a number; norms, residuals and the
-    activation function read and write theirs. Fused attention reads and writes queries, keys, values and result; where
-    scores are written out, each moves as many bytes as LUMI's runs tell (`score_bytes`).
+    Each product reads its input and weights and writes its result once, at two bytes a number;
+    norms, residuals and the activation function read and write theirs. Fused attention reads and
+    writes queries, keys, values and result; where scores are written out, each moves as many bytes
+    as LUMI's runs tell (`score_bytes`).
     """
     h, f, s, t = spec.hidden_size, spec.ffn_hidden_size, spec.sequence_length, plan.tensor_parallel
     kv = h * spec.num_kv_heads / spec.num_heads
@@ -61,28 +65,48 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     rates = [fact.replace(x=str(place)) for fact, place in zip(stated, fused.x, strict=True)]
     peak = float(calibration().hardware.peak_flops_per_s) / 1e12
     own = on_clusters(
-        runs, x=lambda run: layer_intensity(run.spec, run.plan), y=lambda run: peak / 100 * run_hfu_percent(run)
+        runs,
+        x=lambda run: layer_intensity(run.spec, run.plan),
+        y=lambda run: peak / 100 * run_hfu_percent(run),
     )
     layers = [Layer.published(rates, label="paper (fused)"), fused, written, *own]
     with new_figure(height=5.2) as (figure, axis):
         ridge = _draw_roof(axis)
         draw(axis, layers)
-        for name, offset, x, y in zip(MODELS, ((12, 20), (-44, 26), (10, -20)), fused.x, layers[0].y, strict=True):
-            axis.annotate(name, (x, y), xytext=offset, textcoords="offset points", color=SLATE,
-                          arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5})  # fmt: skip
+        for name, offset, x, y in zip(
+            MODELS, ((12, 20), (-44, 26), (10, -20)), fused.x, layers[0].y, strict=True
+        ):
+            axis.annotate(
+                name,
+                (x, y),
+                xytext=offset,
+                textcoords="offset points",
+                color=SLATE,
+                arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5},
+            )
         for name, x, y in zip(MODELS, written.x, written.low, strict=True):
-            axis.annotate(name, (x, y), xytext=(0, -15), textcoords="offset points", ha="center", color=SLATE)
-        axis.set(xscale="log", yscale="log", xlim=(30, 3000), ylim=(20, 260), xlabel="FLOP per byte moved, one layer",
-                 ylabel="TFLOP/s of a GCD", title="Roofline of half an MI250X")  # fmt: skip
+            axis.annotate(
+                name, (x, y), xytext=(0, -15), textcoords="offset points", ha="center", color=SLATE
+            )
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlim=(30, 3000),
+            ylim=(20, 260),
+            xlabel="FLOP per byte moved, one layer",
+            ylabel="TFLOP/s of a GCD",
+            title="Roofline of half an MI250X",
+        )
         plain_ticks(axis)
         axis.legend(loc="lower right")
         return finish(
-            figure, layers,
+            figure,
+            layers,
             "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
             f"All stand right of the ridge ({ridge:.0f} FLOP per byte): computation binds them.",
             "That the paper says so too is remembered only.",
             notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
-        )  # fmt: skip
+        )
 
 
 def _under_roof(label: str, code: int) -> Layer:
@@ -95,7 +119,9 @@ def _under_roof(label: str, code: int) -> Layer:
 
 
 def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns throughput with fused and with written-out attention against sequence length, and the table."""
+    """Returns throughput with fused and with written-out attention against sequence length, and
+    the table.
+    """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
     layers = [_by_length(label, code) for label, code in kernels.items()]
     layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
@@ -111,25 +137,33 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             _length_axis(axes[1, 0], [int(x) for x in demo[0].x])
         told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
         _, rows = finish(
-            figure, [*layers, *demo],
+            figure,
+            [*layers, *demo],
             "Throughput of 175B by sequence length, attention fused and written out.",
             f"Gain of fusing at 2,048 tokens, modelled: {told}.",
             "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
             notes=_flash_notes(gains),
-        )  # fmt: skip
+        )
     return figure, [*gains, *rows]
 
 
 def _flash_notes(gains: Rows) -> list[str]:
-    told = ", ".join(f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains)
+    told = ", ".join(
+        f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
+    )
     return [
         f"90 % intervals of the gain: {told}.",
-        "No run of LUMI has fused attention: its efficiency is that of other published machines, hence the wide band.",
+        (
+            "No run of LUMI has fused attention: its efficiency is that of other published"
+            " machines, hence the wide band."
+        ),
     ]
 
 
 def _timed_attention(runs: Runs) -> list[Layer]:
-    """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a layer per kernel."""
+    """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a
+    layer per kernel.
+    """
     folders = folders_with(runs, ATTENTION)[:1]
     if not folders:
         return []
@@ -137,10 +171,24 @@ def _timed_attention(runs: Runs) -> list[Layer]:
     source = f"{demo_source(folders)}: attention of 4 heads of 64, forward and backward"
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         own = [row for row in rows if row["kernel"] == kernel]
-        low, middle, high = 1e3 * np.quantile([row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1)
+        low, middle, high = 1e3 * np.quantile(
+            [row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1
+        )
         x = np.array([float(row["sequence_length"]) for row in own])
-        layers.append(Layer(kind="measured", label=kernel, x=x, y=middle, low=low, high=high, source=source,
-                            scale="demo", joined=True, runs=(folders[0].name,)))  # fmt: skip
+        layers.append(
+            Layer(
+                kind="measured",
+                label=kernel,
+                x=x,
+                y=middle,
+                low=low,
+                high=high,
+                source=source,
+                scale="demo",
+                joined=True,
+                runs=(folders[0].name,),
+            )
+        )
     return layers
 
 
@@ -152,16 +200,29 @@ def _length_axis(axis: Any, lengths: Sequence[int]) -> None:
 
 
 def flash_gains() -> Rows:
-    """Returns by how much fused attention raises modelled throughput of each recipe, %, with a 90 % interval."""
+    """Returns by how much fused attention raises modelled throughput of each recipe, %, with a
+    90 % interval.
+    """
     rows: Rows = []
     for name, preset in MODELS.items():
         spec = ModelSpec.preset(preset)
         plan = recipe_plan(name)
         layouts = layouts_of(spec, [plan, plan], flash_attention=np.array([0, 2]))
         rate = hfu_percent(spec, layouts, step_draws(layouts))
-        middle, low, high = (100 * float(each) - 100 for each in ratio_interval(rate[:, 1] / rate[:, 0]))
-        rows.append({"layer": "modelled", "model": name, "gain": "fused over written out, %", "y": middle, "low": low,
-                     "high": high, "source": model_error()})  # fmt: skip
+        middle, low, high = (
+            100 * float(each) - 100 for each in ratio_interval(rate[:, 1] / rate[:, 0])
+        )
+        rows.append(
+            {
+                "layer": "modelled",
+                "model": name,
+                "gain": "fused over written out, %",
+                "y": middle,
+                "low": low,
+                "high": high,
+                "source": model_error(),
+            }
+        )
     return rows
 
 
@@ -176,16 +237,35 @@ def _by_length(label: str, code: int) -> Layer:
 
 
 def _draw_roof(axis: Any) -> float:
-    """Draws the roof of the data sheet and of the best matrix product, and returns the ridge in FLOP per byte."""
+    """Draws the roof of the data sheet and of the best matrix product, and returns the ridge in
+    FLOP per byte.
+    """
     device = Site.load("frontier").device
     peak, best = device.peak_flops_per_s["bf16"].value, device.matmul_flops_per_s["bf16"].value
     memory = device.memory_bytes_per_s
     assert memory
     places = np.geomspace(10, 3000, 200)
-    for ceiling, colour, text in ((peak, GREY, "data sheet"), (best, GREEN, "best matrix product seen")):
-        axis.plot(places, np.minimum(ceiling, places * memory.value) / 1e12, color=colour, linewidth=1.2)
-        axis.annotate(f"{text}, {ceiling / 1e12:.4g}", (3000, ceiling / 1e12), xytext=(-2, 3), ha="right",
-                      textcoords="offset points", color=colour)  # fmt: skip
-    axis.annotate("memory, 1.6 TB/s", (34, 34 * memory.value / 1e12), xytext=(-4, 6), textcoords="offset points",
-                  rotation=45, color=GREY)  # fmt: skip
+    for ceiling, colour, text in (
+        (peak, GREY, "data sheet"),
+        (best, GREEN, "best matrix product seen"),
+    ):
+        axis.plot(
+            places, np.minimum(ceiling, places * memory.value) / 1e12, color=colour, linewidth=1.2
+        )
+        axis.annotate(
+            f"{text}, {ceiling / 1e12:.4g}",
+            (3000, ceiling / 1e12),
+            xytext=(-2, 3),
+            ha="right",
+            textcoords="offset points",
+            color=colour,
+        )
+    axis.annotate(
+        "memory, 1.6 TB/s",
+        (34, 34 * memory.value / 1e12),
+        xytext=(-4, 6),
+        textcoords="offset points",
+        rotation=45,
+        color=GREY,
+    )
     return peak / memory.value

@@ -1,4 +1,6 @@
-"""Frontier: memory by model size, and device by device along the pipeline against the logs of Frontier and LUMI."""
+"""Frontier: memory by model size, and device by device along the pipeline against the logs of
+Frontier and LUMI.
+"""
 
 import math
 from typing import Any
@@ -21,50 +23,81 @@ MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 
 
 def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the model state of each model size by convention, and the table: TB, and GCDs that hold no less."""
+    """Returns the model state of each model size by convention, and the table: TB, and GCDs that
+    hold no less.
+    """
     known, specs = facts(), {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
     parts = sum(fact.number for fact in known["bytes_per_parameter"])
-    conventions = {f"paper's parts, {parts:.0f} B": parts, "paper's text, 24 B": 24.0,
-                   "with fp32 gradients, 18 B": 18.0}  # fmt: skip
+    conventions = {
+        f"paper's parts, {parts:.0f} B": parts,
+        "paper's text, 24 B": 24.0,
+        "with fp32 gradients, 18 B": 18.0,
+    }
     error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
-    models = [Layer.modelled(label, sizes, size * sizes / TB, error=error) for label, size in conventions.items()]
+    models = [
+        Layer.modelled(label, sizes, size * sizes / TB, error=error)
+        for label, size in conventions.items()
+    ]
     quoted = [*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"]]
     quoted = [fact.replace(x=str(specs["1T"].num_params)) for fact in quoted]
     published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
     own = on_clusters(
-        runs, x=lambda run: run.spec.num_params,
+        runs,
+        x=lambda run: run.spec.num_params,
         y=lambda run: run.metrics()["memory_bytes"] * run.plan.num_devices / TB,
-    )  # fmt: skip
+    )
     layers = [published, *models, *own]
     with new_figure(height=4.4) as (figure, axis):
         draw(axis, layers)
-        axis.set(xscale="log", yscale="log", ylim=(0.2, 90), title="model state, TB over all devices")
+        axis.set(
+            xscale="log", yscale="log", ylim=(0.2, 90), title="model state, TB over all devices"
+        )
         plain_ticks(axis)
         axis.set_xticks(sizes, list(specs))
         axis.minorticks_off()
         axis.set_xlabel("parameters")
         axis.legend(loc="upper left")
         finish(
-            figure, layers,
+            figure,
+            layers,
             "Weights, gradients and optimizer by model size; activations come on top.",
-            f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by its text, as quoted.",
+            f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by"
+            " its text, as quoted.",
             "The paper's own table could not be read.",
-        )  # fmt: skip
+        )
     rows = [
-        {"model": name, "layer": "modelled", "parameters": spec.num_params, "convention": label, "bytes": size,
-         "TB": size * spec.num_params / TB, "GCDs of 64 GiB": math.ceil(size * spec.num_params / (64 * GIB))}
-        for name, spec in specs.items() for label, size in conventions.items()
-    ]  # fmt: skip
+        {
+            "model": name,
+            "layer": "modelled",
+            "parameters": spec.num_params,
+            "convention": label,
+            "bytes": size,
+            "TB": size * spec.num_params / TB,
+            "GCDs of 64 GiB": math.ceil(size * spec.num_params / (64 * GIB)),
+        }
+        for name, spec in specs.items()
+        for label, size in conventions.items()
+    ]
     return figure, [*rows, *table([published, *own])]
 
 
 def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the logs; its table."""
+    """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the
+    logs; its table.
+    """
     static, dynamic, lumi = _static_layers(), _dynamic_layers(), _lumi_layers()
-    lumi += on_clusters(runs, x=lambda run: run.plan.data_parallel, y=lambda run: run.metrics()["memory_bytes"] / GIB)
+    lumi += on_clusters(
+        runs,
+        x=lambda run: run.plan.data_parallel,
+        y=lambda run: run.metrics()["memory_bytes"] / GIB,
+    )
     with new_figure("ab;cc", height=5.9) as (figure, axes):
-        titles = ("(a) 175B, between steps", "(b) 175B, at the peak", "(c) LUMI 176B, last stage, between steps")
+        titles = (
+            "(a) 175B, between steps",
+            "(b) 175B, at the peak",
+            "(c) LUMI 176B, last stage, between steps",
+        )
         for axis, layers, title in zip(axes, (static, dynamic, lumi), titles, strict=True):
             draw(axis, layers)
             axis.set(title=title, ylim=(0, 1.7 * max(float(layer.y.max()) for layer in layers)))
@@ -81,11 +114,20 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:
-    """Returns the modelled memory of the authors' logged run: after its skipped first step, and within it."""
+    """Returns the modelled memory of the authors' logged run: after its skipped first step, and
+    within it.
+    """
     plan = Plan(
-        tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, recompute="full", global_batch_size=320
+        tensor_parallel=4,
+        pipeline_parallel=16,
+        data_parallel=2,
+        zero_stage=1,
+        recompute="full",
+        global_batch_size=320,
     )
-    layouts = Layouts.of(ModelSpec.preset("gpt-175b"), [plan], flash_attention=1, gradient_bytes=2.0)
+    layouts = Layouts.of(
+        ModelSpec.preset("gpt-175b"), [plan], flash_attention=1, gradient_bytes=2.0
+    )
     skipped = CONVENTIONS["deepspeed_fp16_skipped"]
     return (
         memory_by_stage(layouts, kernels=MEGATRON_DEEPSPEED, convention=skipped),
@@ -94,15 +136,24 @@ def frontier_stages() -> tuple[StageMemory, StageMemory]:
 
 
 def lumi_bytes(replicas: int) -> float:
-    """Returns the modelled bytes between steps on the last of LUMI's 8 pipeline devices, which has 7 layers."""
+    """Returns the modelled bytes between steps on the last of LUMI's 8 pipeline devices, which
+    has 7 layers.
+    """
     plan = Plan(
-        tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, zero_stage=1, recompute="full",
-        micro_batch_size=2, global_batch_size=1024,
-    )  # fmt: skip
+        tensor_parallel=8,
+        pipeline_parallel=8,
+        data_parallel=replicas,
+        zero_stage=1,
+        recompute="full",
+        micro_batch_size=2,
+        global_batch_size=1024,
+    )
     stage = memory_by_stage(
-        Layouts.of(LUMI, [plan], flash_attention=0), layers=np.array([9] * 7 + [7]), kernels=MEGATRON,
+        Layouts.of(LUMI, [plan], flash_attention=0),
+        layers=np.array([9] * 7 + [7]),
+        kernels=MEGATRON,
         convention=CONVENTIONS["deepspeed_bf16"],
-    )  # fmt: skip
+    )
     return float((stage.state + stage.buffers)[-1])
 
 
@@ -113,20 +164,32 @@ def _static_layers() -> list[Layer]:
 
 
 def _dynamic_layers() -> list[Layer]:
-    log, (_, peak) = Layer.published(facts()["stage_peak_mib"], label="log", scale=MIB / GIB), frontier_stages()
+    log, (_, peak) = (
+        Layer.published(facts()["stage_peak_mib"], label="log", scale=MIB / GIB),
+        frontier_stages(),
+    )
     reserved = RESERVE.used_bytes(peak.state, peak.dynamic) / GIB
-    return [log, _against(log, "state and activations", peak.total / GIB), _against(log, "and reserve", reserved)]
+    return [
+        log,
+        _against(log, "state and activations", peak.total / GIB),
+        _against(log, "and reserve", reserved),
+    ]
 
 
 def _lumi_layers() -> list[Layer]:
     log = Layer.published(facts()["lumi_allocated_mib"], label="log", scale=MIB / GIB)
-    return [log, _against(log, "bf16 Adam, ZeRO 1", np.array([lumi_bytes(int(x)) for x in log.x]) / GIB)]
+    return [
+        log,
+        _against(log, "bf16 Adam, ZeRO 1", np.array([lumi_bytes(int(x)) for x in log.x]) / GIB),
+    ]
 
 
 def _against(log: Layer, label: str, y: Any) -> Layer:
     """Returns a modelled line without an interval, whose error is that on the log beside it."""
     y = np.broadcast_to(y, log.y.shape)
-    error = f"{label}: {np.mean(np.abs(y / log.y - 1)):.0%} mean error on the log, nothing fitted to it"
+    error = (
+        f"{label}: {np.mean(np.abs(y / log.y - 1)):.0%} mean error on the log, nothing fitted to it"
+    )
     return Layer.modelled(label, log.x, y, error=error)
 
 
@@ -143,8 +206,9 @@ def _stage_caption(static: list[Layer], dynamic: list[Layer]) -> tuple[str, str,
 
 def _stage_note(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) -> str:
     return (
-        f"1F1B keeps one micro-batch less on each next stage. (a): DeepSpeed 0.10 made Adam's moments before the first "
-        f"step, and keeps the gradients of a rank's part after a step skipped for overflow. (b): the log has "
-        f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB more; `and reserve` is what "
-        f"the planner adds. (c): bf16 Adam with ZeRO 1, {float(lumi[1].y[0] / lumi[0].y[0] - 1):+.0%} at 2 replicas."
+        "1F1B keeps one micro-batch less on each next stage. (a): DeepSpeed 0.10 made Adam's"
+        " moments before the first step, and keeps the gradients of a rank's part after a step"
+        f" skipped for overflow. (b): the log has {float(np.mean(dynamic[0].y - dynamic[1].y)):.1f}"
+        " GiB more; `and reserve` is what the planner adds. (c): bf16 Adam with ZeRO 1,"
+        f" {float(lumi[1].y[0] / lumi[0].y[0] - 1):+.0%} at 2 replicas."
     )

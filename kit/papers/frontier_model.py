@@ -1,7 +1,8 @@
-"""The model behind the Frontier figures: fitted to another machine's runs, so that no number of the paper is in it.
+"""The model behind the Frontier figures: fitted to another machine's runs, so that no number of the
+paper is in it.
 
-LUMI has the same MI250X and ran the same code base, Megatron-DeepSpeed. What its published runs tell about
-efficiencies is used as it is; nothing is adjusted to any figure of the paper.
+LUMI has the same MI250X and ran the same code base, Megatron-DeepSpeed. What its published runs
+tell about efficiencies is used as it is; nothing is adjusted to any figure of the paper.
 """
 
 import dataclasses
@@ -13,7 +14,12 @@ import numpy as np
 
 from cluster.site import Site
 from kit.estimate.fit import published
-from kit.estimate.fit.calibrate import Calibration, calibrate, left_out_ratios, published_calibration
+from kit.estimate.fit.calibrate import (
+    Calibration,
+    calibrate,
+    left_out_ratios,
+    published_calibration,
+)
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
@@ -25,7 +31,12 @@ from kit.spec import FlopBasis, ModelSpec
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
 """Names of the paper, and the presets of the same shapes."""
 LUMI = ModelSpec.gpt(
-    name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200, sequence_length=2048
+    name="LUMI 176B",
+    num_layers=70,
+    hidden_size=14336,
+    num_heads=112,
+    vocab_size=51_200,
+    sequence_length=2048,
 )
 """Of the logs in spyysalo/lumi-llm-scaling, 2023-06."""
 AUTHORS_LOG = "log 405287"
@@ -43,7 +54,9 @@ def facts() -> Facts:
 
 @lru_cache(maxsize=1)
 def calibration() -> Calibration:
-    """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's hardware."""
+    """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's
+    hardware.
+    """
     found = published_calibration(Site.load("lumi"))
     return dataclasses.replace(found, hardware=Hardware.of(Site.load("frontier")))
 
@@ -53,14 +66,17 @@ def model_error() -> str:
     """Returns how wrong the model is on measured runs: those of LUMI, each left out of the fit."""
     off = [abs(error) for error in left_out_errors().values()]
     return (
-        f"step times fitted to {calibration().num_runs} runs on LUMI (same MI250X and code base), none of the paper's; "
-        f"mean error {np.mean(off):.0%}, worst {np.max(off):.0%} on those runs, each left out; band: 90 % interval"
+        f"step times fitted to {calibration().num_runs} runs on LUMI (same MI250X and code base),"
+        f" none of the paper's; mean error {np.mean(off):.0%}, worst {np.max(off):.0%} on those"
+        " runs, each left out; band: 90 % interval"
     )
 
 
 @lru_cache(maxsize=1)
 def left_out_errors() -> dict[str, float]:
-    """Returns predicted over measured step time, less 1, of each LUMI run when the others alone are fitted."""
+    """Returns predicted over measured step time, less 1, of each LUMI run when the others alone
+    are fitted.
+    """
     runs = lumi_runs()
     names = [f"{run.spec.name} on {run.num_devices} ({i})" for i, run in enumerate(runs)]
     return dict(zip(names, (left_out_ratios(runs, Site.load("lumi")) - 1).tolist(), strict=True))
@@ -76,12 +92,23 @@ def verdicts() -> list[dict[str, str]]:
     logs = [run for run in published.load(system="Frontier") if AUTHORS_LOG in run.source]
     for run in [*(run for run in runs if run.spec.name.startswith("GPT-175B")), *logs]:
         site = Site.load("lumi")
-        own = calibration() if run in logs else calibrate([other for other in runs if other is not run], site)
+        own = (
+            calibration()
+            if run in logs
+            else calibrate([other for other in runs if other is not run], site)
+        )
         found = own.predict(run.layouts())
-        centre, low, high = (float(np.ravel(value)[0]) for value in (found.total_s, found.low_s, found.high_s))
+        centre, low, high = (
+            float(np.ravel(value)[0]) for value in (found.total_s, found.low_s, found.high_s)
+        )
         assert run.step_time_s is not None, "only measured runs are here"
         words = sentence(run.step_time_s, centre, low, high, own.label)
-        rows.append({"log": f"{run.system}, {run.num_devices:,} GCDs", "is it as fast as it should be?": words})
+        rows.append(
+            {
+                "log": f"{run.system}, {run.num_devices:,} GCDs",
+                "is it as fast as it should be?": words,
+            }
+        )
     return rows
 
 
@@ -92,19 +119,29 @@ def lumi_runs() -> list[PublishedRun]:
 
 
 def paper_plan(**degrees: Any) -> Plan:
-    """Returns a plan as the paper ran them: ZeRO 1, one sequence a micro-batch, full recomputation, half precision."""
+    """Returns a plan as the paper ran them: ZeRO 1, one sequence a micro-batch, full
+    recomputation, half precision.
+    """
     return Plan(**{"zero_stage": 1, "recompute": "full", "precision": "bf16"} | degrees)
 
 
 def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
-    """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16 gradients."""
-    return Layouts.of(spec, plans, **{"gradient_bytes": float(GRADIENT_BYTES), "native": False} | kernels)
+    """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16
+    gradients.
+    """
+    return Layouts.of(
+        spec, plans, **{"gradient_bytes": float(GRADIENT_BYTES), "native": False} | kernels
+    )
 
 
-def hfu_percent(spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasis | None = None) -> Array:
-    """Returns a step time as per cent of peak, counted as the authors' code does it: with recomputation.
+def hfu_percent(
+    spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasis | None = None
+) -> Array:
+    """Returns a step time as per cent of peak, counted as the authors' code does it: with
+    recomputation.
 
-    `seconds` may have any leading axes before that of the layouts; `FlopBasis.MODEL` as basis gives MFU.
+    `seconds` may have any leading axes before that of the layouts; `FlopBasis.MODEL` as basis gives
+    MFU.
     """
     flops = spec.flops_per_token(basis or FlopBasis.MEGATRON_RECOMPUTE)
     tokens = layouts.global_batch_size * layouts.sequence_length
@@ -116,29 +153,42 @@ Cases = Sequence[tuple[ModelSpec, Layouts]]
 
 
 def throughput_layer(
-    label: str, x: Sequence[float], cases: Cases, *, basis: FlopBasis | None = None, names: Sequence[str] = ()
+    label: str,
+    x: Sequence[float],
+    cases: Cases,
+    *,
+    basis: FlopBasis | None = None,
+    names: Sequence[str] = (),
 ) -> Layer:
-    """Returns the modelled per cent of peak of models' layouts, one after the other, with the interval."""
+    """Returns the modelled per cent of peak of models' layouts, one after the other, with the
+    interval.
+    """
     columns = []
     for spec, layouts in cases:
         found = calibration().predict(layouts)
         seconds = np.stack([found.total_s, found.high_s, found.low_s])
         columns.append(hfu_percent(spec, layouts, seconds, basis))
-    return Layer.modelled(label, x, *np.concatenate(columns, axis=1), error=model_error(), names=names)
+    return Layer.modelled(
+        label, x, *np.concatenate(columns, axis=1), error=model_error(), names=names
+    )
 
 
 def step_draws(layouts: Layouts) -> Array:
-    """Returns step times under draws of the coefficients from their posterior, seconds, [DRAWS, layouts].
+    """Returns step times under draws of the coefficients from their posterior, seconds, [DRAWS,
+    layouts].
 
-    A ratio of two columns has its interval from these (`ratio_interval`): what both layouts have in common cancels.
+    A ratio of two columns has its interval from these (`ratio_interval`): what both layouts have in
+    common cancels.
     """
     return calibration().draws(layouts, DRAWS)
 
 
 def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of a 90 % interval of ratios between layouts of one model, draws on the first axis.
+    """Returns (median, low, high) of a 90 % interval of ratios between layouts of one model, draws
+    on the first axis.
 
-    Beside the coefficients, the formula may be wrong about one layout and not about the other: `ratio_misfit`.
+    Beside the coefficients, the formula may be wrong about one layout and not about the other:
+    `ratio_misfit`.
     """
     wrong = np.random.default_rng(1).normal(0, ratio_misfit(), size=np.shape(ratios))
     low, high = np.quantile(ratios * np.exp(wrong), (0.05, 0.95), axis=0)
@@ -147,13 +197,17 @@ def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
 
 @lru_cache(maxsize=1)
 def ratio_misfit() -> float:
-    """Returns the ln-scale of what is wrong in modelled ratios: over pairs of LUMI's runs of 176B, each left out."""
+    """Returns the ln-scale of what is wrong in modelled ratios: over pairs of LUMI's runs of
+    176B, each left out.
+    """
     errors = [error for name, error in left_out_errors().items() if name.startswith("GPT-175B")]
     return float(np.sqrt(2) * np.std(np.log1p(errors), ddof=1))
 
 
 def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
-    """Returns (which published points lie in the model's interval, which are missed) as sentences, "" for none."""
+    """Returns (which published points lie in the model's interval, which are missed) as
+    sentences, "" for none.
+    """
     inside, missed = [], []
     names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):

@@ -1,11 +1,27 @@
-"""Frontier, section III: its four observations as relations, on the model with the interval and on demo-scale runs."""
+"""Frontier, section III: its four observations as relations, on the model with the interval and
+on demo-scale runs.
+"""
 
 import math
 from typing import Any
 
 from kit.papers.frontier_demo import MICROBATCHES, median_rate
-from kit.papers.frontier_model import facts, hfu_percent, layouts_of, model_error, ratio_interval, step_draws
-from kit.papers.frontier_throughput import ALONE, MODEL, STAGES, microbatch_plans, pipeline_plans, tensor_plans
+from kit.papers.frontier_model import (
+    facts,
+    hfu_percent,
+    layouts_of,
+    model_error,
+    ratio_interval,
+    step_draws,
+)
+from kit.papers.frontier_throughput import (
+    ALONE,
+    MODEL,
+    STAGES,
+    microbatch_plans,
+    pipeline_plans,
+    tensor_plans,
+)
 from kit.papers.layers import Layer, Runs, measured, opened, tokens_per_s_and_device
 from kit.papers.panels import paper_table
 from kit.papers.relations import Relation
@@ -16,30 +32,44 @@ SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo sca
 
 
 def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the paper's four observations, checked on the model and on demo-scale runs, as a table."""
+    """Returns the paper's four observations, checked on the model and on demo-scale runs, as a
+    table.
+    """
     relations = [*modelled_relations(), *measured_relations(runs)]
-    found = [f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})" for relation in relations]
+    found = [
+        f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})"
+        for relation in relations
+    ]
     statements = {fact.x: fact.value for fact in facts()["observation"]}
     shown = [
-        {"": relation.claim, "observation": statements[relation.claim.split()[0]],
-         "number": relation.expected.split(":")[0], "layer": SCALES[relation.layer], "found": value,
-         "expected": relation.expected.split(": ")[1], "verdict": relation.verdict}
+        {
+            "": relation.claim,
+            "observation": statements[relation.claim.split()[0]],
+            "number": relation.expected.split(":")[0],
+            "layer": SCALES[relation.layer],
+            "found": value,
+            "expected": relation.expected.split(": ")[1],
+            "verdict": relation.verdict,
+        }
         for relation, value in zip(relations, found, strict=True)
-    ]  # fmt: skip
+    ]
     layers = [Layer.modelled("22B", error=model_error())] + measured(
         runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs"
     )
     drawn = paper_table(
-        shown, layers,
+        shown,
+        layers,
         "The paper's four observations, in our words, checked on the model and on runs here.",
         "That it makes them is remembered, not read; they are tested as trends.",
         runs=[name for layer in layers for name in layer.runs],
-    )  # fmt: skip
+    )
     return drawn, [relation.row() for relation in relations]
 
 
 def modelled_relations() -> list[Relation]:
-    """Returns the four observations as ratios of modelled throughput, with intervals from the posterior."""
+    """Returns the four observations as ratios of modelled throughput, with intervals from the
+    posterior.
+    """
     fixed, scaled = pipeline_plans()
     eight, sixteen = STAGES.index(8), STAGES.index(16)
     pairs = {
@@ -59,18 +89,31 @@ def modelled_relations() -> list[Relation]:
 
 
 def measured_relations(runs: Runs) -> list[Relation]:
-    """Returns the same four from the demo-scale study, as far as its runs are given; intervals from quartiles.
+    """Returns the same four from the demo-scale study, as far as its runs are given; intervals from
+    quartiles.
 
-    With one and two stages only, III.4 is that two lose less at constant micro-batches per stage than at one batch.
+    With one and two stages only, III.4 is that two lose less at constant micro-batches per stage
+    than at one batch.
     """
     runs = opened(runs)
-    one, two = {"pipeline_parallel": 1, "tensor_parallel": 1}, {"pipeline_parallel": 2, "tensor_parallel": 1}
+    one, two = (
+        {"pipeline_parallel": 1, "tensor_parallel": 1},
+        {"pipeline_parallel": 2, "tensor_parallel": 1},
+    )
     alone, same = one | {"num_microbatches": MICROBATCHES}, {"num_microbatches": MICROBATCHES}
     pairs = {
         "III.1": (alone, alone | {"tensor_parallel": 2}, "TP 2 over TP 1"),
-        "III.2": (two | {"num_microbatches": 1}, two | {"num_microbatches": 8}, "8 micro-batches over 1"),
+        "III.2": (
+            two | {"num_microbatches": 1},
+            two | {"num_microbatches": 8},
+            "8 micro-batches over 1",
+        ),
         "III.3": (alone, two | same, "2 stages over 1, same batch"),
-        "III.4": (two | same, two | {"num_microbatches": 2 * MICROBATCHES}, "2 stages, same m/p over same batch"),
+        "III.4": (
+            two | same,
+            two | {"num_microbatches": 2 * MICROBATCHES},
+            "2 stages, same m/p over same batch",
+        ),
     }
     found = []
     for claim, (before, after, what) in pairs.items():
@@ -83,9 +126,20 @@ def measured_relations(runs: Runs) -> list[Relation]:
 
 def _relation(claim: str, layer: Any, value: tuple[float, float, float], what: str) -> Relation:
     bounds: dict[str, tuple[str, dict[str, float]]] = {
-        "III.1": ("below 1", {"at_most": 1.0}), "III.2": ("above 1", {"at_least": 1.0}),
-        "III.3": ("below 1", {"at_most": 1.0}), "III.4": ("at least 0.9", {"at_least": 0.9}),
-    }  # fmt: skip
-    text, limits = ("above 1", {"at_least": 1.0}) if (claim, layer) == ("III.4", "measured") else bounds[claim]
-    return Relation(claim=claim, layer=layer, value=value[0], low=value[1], high=value[2],
-                    expected=f"{what}: {text}", **limits)  # fmt: skip
+        "III.1": ("below 1", {"at_most": 1.0}),
+        "III.2": ("above 1", {"at_least": 1.0}),
+        "III.3": ("below 1", {"at_most": 1.0}),
+        "III.4": ("at least 0.9", {"at_least": 0.9}),
+    }
+    text, limits = (
+        ("above 1", {"at_least": 1.0}) if (claim, layer) == ("III.4", "measured") else bounds[claim]
+    )
+    return Relation(
+        claim=claim,
+        layer=layer,
+        value=value[0],
+        low=value[1],
+        high=value[2],
+        expected=f"{what}: {text}",
+        **limits,
+    )

@@ -9,7 +9,15 @@ from kit.estimate.choose.figures import plain_ticks
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.papers.frontier_model import MODELS, calibration, compared, facts, layouts_of, model_error, throughput_layer
+from kit.papers.frontier_model import (
+    MODELS,
+    calibration,
+    compared,
+    facts,
+    layouts_of,
+    model_error,
+    throughput_layer,
+)
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
 from kit.papers.layers import Layer, Runs, hfu_percent, on_clusters, opened, scale_of
 from kit.papers.panels import draw, finish, paper_table
@@ -21,35 +29,56 @@ TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DAY = 86_400.0
 PUBLISHED = (
-    "tensor parallel", "pipeline parallel", "micro-batch, sequences", "global batch, sequences", "GCDs of the script",
-    "ZeRO", "precision", "flash attention", "recompute", "% of peak, abstract",
-)  # fmt: skip
+    "tensor parallel",
+    "pipeline parallel",
+    "micro-batch, sequences",
+    "global batch, sequences",
+    "GCDs of the script",
+    "ZeRO",
+    "precision",
+    "flash attention",
+    "recompute",
+    "% of peak, abstract",
+)
 """Rows of the recipe that were read; the others are the model's."""
 
 
 def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the recipes as the authors' scripts have them, with what the model says of each, as a table."""
+    """Returns the recipes as the authors' scripts have them, with what the model says of each,
+    as a table.
+    """
     known = facts()
     columns = {model: _recipe(model) for model in MODELS}
     own = on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s)
     columns |= _own_recipes(runs)
     names = list(columns["22B"])
-    rows: Rows = [{"": name} | {model: column.get(name, "") for model, column in columns.items()} for name in names]
+    rows: Rows = [
+        {"": name} | {model: column.get(name, "") for model, column in columns.items()}
+        for name in names
+    ]
     published = Layer.published(known["throughput_percent"], label="throughput")
     script = Layer.published(known["recipe_pipeline_parallel"], label="layouts")
     layers = [published, script, Layer.modelled("recipes", error=model_error()), *own]
     drawn = paper_table(
-        rows, layers,
+        rows,
+        layers,
         "Layouts of the authors' launch scripts, and what the model says of them.",
         "Which of them made the headline numbers is not proven.",
-        notes=["The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the older is shown."],
+        notes=[
+            "The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the"
+            " older is shown."
+        ],
         runs=set(columns) - set(MODELS),
-    )  # fmt: skip
-    return drawn, [{"layer": "published" if row[""] in PUBLISHED else "modelled"} | row for row in rows]
+    )
+    return drawn, [
+        {"layer": "published" if row[""] in PUBLISHED else "modelled"} | row for row in rows
+    ]
 
 
 def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs, and the table."""
+    """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs,
+    and the table.
+    """
     days = days_layer()
     published = Layer.published(_published_days(), label="from the paper's rate")
     spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (published, days))
@@ -67,18 +96,23 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             axis.set_xticks([512, 3072, 24576], ["512", "3,072", "24,576"])
             axis.minorticks_off()
         return finish(
-            figure, panels,
+            figure,
+            panels,
             f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
             _on_the_paper_s(days),
             " ".join(filter(None, compared(published, days))),
             notes=cost_notes(days),
-        )  # fmt: skip
+        )
 
 
 def days_layer() -> Layer:
-    """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one batch."""
+    """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
+    batch.
+    """
     spec = ModelSpec.preset(MODELS["1T"])
-    plans = [recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
+    plans = [
+        recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS
+    ]
     layouts = layouts_of(spec, plans)
     found = calibration().predict(layouts)
     steps = TOKENS / (STRONG_BATCH * spec.sequence_length)
@@ -95,16 +129,23 @@ def _on_the_paper_s(days: Layer) -> str:
 
 
 def cost_notes(days: Layer) -> list[str]:
-    """Returns on how many GCDs it would be done within a year, what that costs, and the paper's count of FLOPs."""
+    """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
+    count of FLOPs.
+    """
     at = int(np.flatnonzero(days.x == 3072)[0])
     exaflop = facts().value("training_exaflop", "1T on 20T tokens")
     own = ModelSpec.preset(MODELS["1T"]).flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
     fewer = f"{days.y[at] * 3072 / 365:,.0f} GCDs would have to work at that rate"
     return [
-        f"Within a year, {fewer}; at this batch {int(days.x[-1]):,} of them, most of Frontier, take {days.y[-1]:,.0f} "
-        f"days.",
+        (
+            f"Within a year, {fewer}; at this batch {int(days.x[-1]):,} of them, most of Frontier,"
+            f" take {days.y[-1]:,.0f} days."
+        ),
         "Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list price.",
-        f"6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract ({exaflop / 1e6:.0f}).",
+        (
+            f"6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract"
+            f" ({exaflop / 1e6:.0f})."
+        ),
         "Runs of your own are scaled to this work by their model FLOP/s.",
     ]
 
@@ -134,16 +175,26 @@ def _recipe(model: str) -> dict[str, str]:
     rate = throughput_layer("", [0], [(spec, layouts)])
     word = {fact.series: fact.value for fact in known.facts if fact.x == model}
     stated = (
-        *(word[f"recipe_{name}"] for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size")),
-        word["recipe_global_batch_size"], word["recipe_devices"], word["recipe_zero_stage"], word["recipe_precision"],
-        word["recipe_flash_attention"], word["recipe_recompute"], word["throughput_percent"],
-    )  # fmt: skip
+        *(
+            word[f"recipe_{name}"]
+            for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size")
+        ),
+        word["recipe_global_batch_size"],
+        word["recipe_devices"],
+        word["recipe_zero_stage"],
+        word["recipe_precision"],
+        word["recipe_flash_attention"],
+        word["recipe_recompute"],
+        word["throughput_percent"],
+    )
     return dict(zip(PUBLISHED, stated, strict=True)) | {
         "replicas": str(plan.data_parallel),
         "micro-batches per replica": str(m),
         "bubble (p-1)/(m+p-1)": f"{(p - 1) / (m + p - 1):.1%}",
         "GiB on the fullest GCD, modelled": f"{float(held.used_bytes.max()) / 2**30:.0f}",
-        "risk of out of memory, modelled": f"{float(held.out_of_memory_probability(size.value).max()):.1%}",
+        "risk of out of memory, modelled": (
+            f"{float(held.out_of_memory_probability(size.value).max()):.1%}"
+        ),
         "% of peak, modelled (HFU)": f"{rate.y[0]:.1f} ({rate.low[0]:.1f} to {rate.high[0]:.1f})",
     }
 
@@ -154,7 +205,12 @@ def _own_recipes(runs: Runs) -> dict[str, dict[str, str]]:
     for run in opened(runs):
         if scale_of(run) == "cluster":
             plan, hfu = run.plan, np.nanmedian(hfu_percent(run))
-            layout = (plan.tensor_parallel, plan.pipeline_parallel, plan.micro_batch_size, plan.global_batch_size)
+            layout = (
+                plan.tensor_parallel,
+                plan.pipeline_parallel,
+                plan.micro_batch_size,
+                plan.global_batch_size,
+            )
             devices = (plan.num_devices, plan.zero_stage, plan.precision)
             values = (*layout, *devices, "", plan.recompute, f"{hfu:.1f} (measured)")
             columns[run.name] = dict(zip(PUBLISHED, map(str, values), strict=True))

@@ -1,4 +1,6 @@
-"""Frontier, section IV: the hyperparameter search over layouts, on the model and with real runs at demo scale."""
+"""Frontier, section IV: the hyperparameter search over layouts, on the model and with real runs
+at demo scale.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,16 +27,30 @@ from kit.spec import FlopBasis, ModelSpec
 
 NUM_TRIALS = 60
 SPACES: dict[str, tuple[str, dict[str, tuple]]] = {
-    "1.4B": ("gpt-1.4b", {
-        "tensor_parallel": (1, 2, 4, 8), "pipeline_parallel": (1, 2, 4, 8), "micro_batch_size": tuple(range(10, 21)),
-        "num_microbatches": (10,), "num_nodes": (4,),
-    }),
-    "175B": ("gpt-175b", {
-        "tensor_parallel": (2, 4, 8), "pipeline_parallel": (4, 8, 12, 16), "micro_batch_size": (1, 2, 4, 6, 8, 12),
-        "num_microbatches": (5, 10, 25, 50), "zero_stage": (0, 1), "num_nodes": (12, 16, 24),
-    }),
-}  # fmt: skip
-"""1.4B: the space of the authors' released driver, read. 175B: our own, since that of the paper is remembered only."""
+    "1.4B": (
+        "gpt-1.4b",
+        {
+            "tensor_parallel": (1, 2, 4, 8),
+            "pipeline_parallel": (1, 2, 4, 8),
+            "micro_batch_size": tuple(range(10, 21)),
+            "num_microbatches": (10,),
+            "num_nodes": (4,),
+        },
+    ),
+    "175B": (
+        "gpt-175b",
+        {
+            "tensor_parallel": (2, 4, 8),
+            "pipeline_parallel": (4, 8, 12, 16),
+            "micro_batch_size": (1, 2, 4, 6, 8, 12),
+            "num_microbatches": (5, 10, 25, 50),
+            "zero_stage": (0, 1),
+            "num_nodes": (12, 16, 24),
+        },
+    ),
+}
+"""1.4B: the space of the authors' released driver, read. 175B: our own, since that of the paper
+is remembered only."""
 
 
 def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -49,7 +65,9 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for (axis, below), (name, layers) in zip(places, panels.items(), strict=False):
             _draw(axis, below, layers, _search(name)[0])
             axis.set(title=f"{name}, {'driver' if name == '1.4B' else 'our'} space: TFLOP/s")
-        for (axis, below), layers, trials in zip(places[len(panels) :], demo, searches.values(), strict=True):
+        for (axis, below), layers, trials in zip(
+            places[len(panels) :], demo, searches.values(), strict=True
+        ):
             _draw(axis, below, layers, trials)
             mark_demo_scale(axis)
             axis.set(title="here, real runs: tokens/s")
@@ -58,13 +76,18 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns what each parameter mattered in those searches (its share of the variance), and the table."""
+    """Returns what each parameter mattered in those searches (its share of the variance), and
+    the table.
+    """
     panels = {f"{name}: % of the variance": [_importance(name)] for name in SPACES}
     for folder, trials in demo_searches(runs).items():
         panels[f"{folder.name}: % of the variance"] = [_demo_importance(trials, folder)]
     bars = [len(layer.y) for [layer] in panels.values()]
     height = 0.36 * sum(bars) + 0.6 * len(bars) + 0.9
-    with new_figure(len(panels), height=height, squeeze=False, height_ratios=bars) as (figure, axes):
+    with new_figure(len(panels), height=height, squeeze=False, height_ratios=bars) as (
+        figure,
+        axes,
+    ):
         for axis, (title, [layer]) in zip(axes[:, 0], panels.items(), strict=True):
             colour = DEMO_COLOURS[0] if layer.kind == "measured" else BLUE
             drawn = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
@@ -81,8 +104,9 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             "How much each parameter mattered: share of the variance.",
             misses="The paper's ranking, by SHAP values, is only remembered: not drawn.",
             notes=[
-                "Functional ANOVA of a random forest fitted to the trials; a failed trial counts as the "
-                "worst that succeeded. SHAP values are another measure: mean sizes of effects, not shares."
+                "Functional ANOVA of a random forest fitted to the trials; a failed trial counts as"
+                " the worst that succeeded. SHAP values are another measure: mean sizes of effects,"
+                " not shares."
             ],
         )
 
@@ -95,10 +119,17 @@ def demo_searches(runs: Runs) -> dict[Path, Trials]:
 def objective(name: str) -> EstimatedRate:
     """Returns modelled tokens/s and GCD in one of SPACES; what would run out of memory fails."""
     found = calibration()
-    machine = Machine(site=Site.load("frontier"), hardware=found.hardware, calibration=found,
-                      kernels=MEGATRON, reserve=RESERVE)  # fmt: skip
+    machine = Machine(
+        site=Site.load("frontier"),
+        hardware=found.hardware,
+        calibration=found,
+        kernels=MEGATRON,
+        reserve=RESERVE,
+    )
     base = paper_plan(engine="deepspeed")
-    return EstimatedRate(spec=ModelSpec.preset(SPACES[name][0]), machine=machine, devices_per_node=8, base=base)
+    return EstimatedRate(
+        spec=ModelSpec.preset(SPACES[name][0]), machine=machine, devices_per_node=8, base=base
+    )
 
 
 @lru_cache(maxsize=4)
@@ -109,7 +140,9 @@ def _search(name: str) -> tuple[Trials, Array]:
 
 
 def _unit(name: str) -> float:
-    """Returns TFLOP/s per token/s, recomputation counted, which is what the authors' objective reads from a log."""
+    """Returns TFLOP/s per token/s, recomputation counted, which is what the authors' objective
+    reads from a log.
+    """
     return ModelSpec.preset(SPACES[name][0]).flops_per_token(FlopBasis.MEGATRON_RECOMPUTE) / 1e12
 
 
@@ -131,7 +164,9 @@ def _best_layer(name: str) -> Layer:
             found = calibration().predict(layouts_of(spec, [plan], gradient_bytes=4.0))
             low[number] = best[number] * (found.total_s / found.high_s).item()
             high[number] = best[number] * (found.total_s / found.low_s).item()
-    return Layer.modelled("best so far", np.arange(1.0, len(best) + 1), best, low, high, error=model_error())
+    return Layer.modelled(
+        "best so far", np.arange(1.0, len(best) + 1), best, low, high, error=model_error()
+    )
 
 
 @lru_cache(maxsize=4)
@@ -146,51 +181,77 @@ def _demo_importance(trials: Trials, folder: Path) -> Layer:
 
 def _bars(label: str, trials: Trials, **fields: Any) -> Layer:
     shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
-    return Layer(label=label, x=range(len(shown)), y=[*shown.values()], names=tuple(shown), **fields)
+    return Layer(
+        label=label, x=range(len(shown)), y=[*shown.values()], names=tuple(shown), **fields
+    )
 
 
 def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:
     x, source = np.arange(1.0, len(trials.trials) + 1), demo_source([folder])
     return [
-        Layer(kind="measured", label=label, x=x, y=y, source=source, scale="demo", runs=(folder.name,))
+        Layer(
+            kind="measured", label=label, x=x, y=y, source=source, scale="demo", runs=(folder.name,)
+        )
         for label, y in (("trial", trials.values), ("best so far", trials.best_so_far))
     ]
 
 
 def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> None:
-    """Draws trials as dots, the best so far as steps with its interval, and failures in the strip below."""
+    """Draws trials as dots, the best so far as steps with its interval, and failures in the
+    strip below.
+    """
     dots, best = layers
     colour = DEMO_COLOURS[0] if best.scale == "demo" else BLUE
     axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, label="trial")
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
-    axis.fill_between(best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0)
+    axis.fill_between(
+        best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0
+    )
     axis.set_ylim(0, 1.3 * float(np.nanmax([np.nanmax(best.y), np.nan_to_num(best.high).max()])))
     axis.legend(loc="upper right", ncols=2)
     failed = np.isnan(trials.values)
     below.vlines(dots.x[failed], 0, 1, color=VERMILION, linewidth=1.2)
-    below.set(yticks=[], ylim=(0, 1), xlabel=f"trial; marks: {failed.sum()} of {len(failed)} failed",
-              xlim=(0, len(failed) + 1))  # fmt: skip
+    below.set(
+        yticks=[],
+        ylim=(0, 1),
+        xlabel=f"trial; marks: {failed.sum()} of {len(failed)} failed",
+        xlim=(0, len(failed) + 1),
+    )
     below.grid(visible=False)
     axis.sharex(below)
     axis.tick_params(labelbottom=False)
 
 
 def _search_caption() -> tuple[str, str, str]:
-    reached = {name: np.nanmax(trials.values) / np.nanmax(grid) for name in SPACES for trials, grid in [_search(name)]}
+    reached = {
+        name: np.nanmax(trials.values) / np.nanmax(grid)
+        for name in SPACES
+        for trials, grid in [_search(name)]
+    }
+    shares = ", ".join(f"{share:.0%} of the best at {name}" for name, share in reached.items())
     return (
         "Trials of a search as the paper did it, and the best so far.",
-        f"It reaches {', '.join(f'{share:.0%} of the best at {name}' for name, share in reached.items())}.",
+        f"It reaches {shares}.",
         "The paper's failures and its best layout could not be read.",
     )
 
 
 def _search_notes() -> list[str]:
-    fits = [f"{name} {np.isfinite(grid).sum()} of {grid.size:,}" for name in SPACES for _, grid in [_search(name)]]
+    fits = [
+        f"{name} {np.isfinite(grid).sum()} of {grid.size:,}"
+        for name in SPACES
+        for _, grid in [_search(name)]
+    ]
     remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
     return [
         "TFLOP/s of a GCD. 1.4B in the space of the authors' released driver, 175B in one of ours.",
-        f"Layouts that fit: {'; '.join(fits)}. In the space that is remembered of the paper, {remembered.sum()} of "
-        f"{remembered.size:,} do. What runs out of memory or does not divide is a failure.",
-        f"The sampler here is {_search('1.4B')[0].sampler}; the authors used DeepHyper's CBO. The first ten trials are "
-        f"random.",
+        (
+            f"Layouts that fit: {'; '.join(fits)}. In the space that is remembered of the paper,"
+            f" {remembered.sum()} of {remembered.size:,} do. What runs out of memory or does not"
+            " divide is a failure."
+        ),
+        (
+            f"The sampler here is {_search('1.4B')[0].sampler}; the authors used DeepHyper's CBO."
+            " The first ten trials are random."
+        ),
     ]

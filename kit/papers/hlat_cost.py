@@ -1,4 +1,6 @@
-"""HLAT, section VII: cost per four million tokens on Trainium and on A100 against the number of nodes (Figure 5)."""
+"""HLAT, section VII: cost per four million tokens on Trainium and on A100 against the number of
+nodes (Figure 5).
+"""
 
 import math
 from functools import lru_cache
@@ -47,12 +49,18 @@ BENCHMARKS = "AWS Neuron documentation, training benchmarks, SDK 2.16 to 2.24"
 
 
 def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the paper states; the table."""
+    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the
+    paper states; the table.
+    """
     lines = [cost_layer(machine, model) for machine in SHORT for model in MODELS]
     panels = {
         "cost": [*lines, *on_clusters(runs, x=_nodes, y=cost_percent)],
         "trn1 over p4d": [_said("cost_ratio"), *(accelerator_ratio(model) for model in MODELS)],
-        "70B over 7B": [_said("cost_size_ratio"), _benchmark_ratio(), *(size_ratio(machine) for machine in SHORT)],
+        "70B over 7B": [
+            _said("cost_size_ratio"),
+            _benchmark_ratio(),
+            *(size_ratio(machine) for machine in SHORT),
+        ],
     }
     with new_figure("aa;bc", height=7.2, height_ratios=(4, 3)) as (figure, axes):
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
@@ -62,34 +70,62 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             axis.minorticks_off()
             for layer in layers:
                 if layer.names:  # said in words, at no number of nodes
-                    axis.axhline(layer.y[0], color=GREY, linewidth=1, linestyle=(0, (4, 3)), label=layer.label)
-            axis.set_title({"cost": "(a) cost per 4M tokens, %", "trn1 over p4d": "(b) trn1 over p4d",
-                            "70B over 7B": "(c) 70B over 7B"}[name])  # fmt: skip
+                    axis.axhline(
+                        layer.y[0],
+                        color=GREY,
+                        linewidth=1,
+                        linestyle=(0, (4, 3)),
+                        label=layer.label,
+                    )
+            axis.set_title(
+                {
+                    "cost": "(a) cost per 4M tokens, %",
+                    "trn1 over p4d": "(b) trn1 over p4d",
+                    "70B over 7B": "(c) 70B over 7B",
+                }[name]
+            )
         _mark_out_of_memory(axes[0])
         axes[0].set(yscale="log", ylim=(30, 4000), xlim=(3, 80))
-        axes[0].set_yticks((50, 100, 200, 500, 1000, 2000), ("50", "100", "200", "500", "1,000", "2,000"))
+        axes[0].set_yticks(
+            (50, 100, 200, 500, 1000, 2000), ("50", "100", "200", "500", "1,000", "2,000")
+        )
         axes[0].minorticks_off()
         for axis in axes:
-            axis.legend(loc="center" if axis is axes[0] else "lower left", ncols=2 if axis is axes[0] else 1)
+            axis.legend(
+                loc="center" if axis is axes[0] else "lower left", ncols=2 if axis is axes[0] else 1
+            )
         return finish(figure, panels, *cost_caption(), notes=cost_notes())
 
 
 def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others each time; the table."""
+    """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others
+    each time; the table.
+    """
     names = [benchmark_name(run) for run in benchmarks()]
     rates, factor = _benchmark_rates(), math.exp(1.645 * calibration(TRN1).misfit)
     centre = np.array([rate.number / math.exp(left_out()[rate.x]) for rate in rates])
     layers = [
         Layer.published(rates, label="AWS benchmarks"),
-        Layer.modelled("model, fitted to the others", np.arange(float(len(names))), centre, centre / factor,
-                       centre * factor, error=trn1_error(), names=names),
-        *on_clusters(runs, x=lambda run: len(names), y=lambda run: run.metrics().tokens_per_s / _nodes(run)),
-    ]  # fmt: skip
+        Layer.modelled(
+            "model, fitted to the others",
+            np.arange(float(len(names))),
+            centre,
+            centre / factor,
+            centre * factor,
+            error=trn1_error(),
+            names=names,
+        ),
+        *on_clusters(
+            runs, x=lambda run: len(names), y=lambda run: run.metrics().tokens_per_s / _nodes(run)
+        ),
+    ]
     with new_figure(height=4.6) as (figure, axis):
         draw(axis, layers)
         axis.set(yscale="log", title="tokens/s of a node, by model and SDK version")
         plain_ticks(axis)
-        axis.set_xticks(range(len(names)), [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names])
+        axis.set_xticks(
+            range(len(names)), [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names]
+        )
         axis.legend(loc="upper right")
         return finish(
             figure,
@@ -97,24 +133,32 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             "AWS's own tables of Trainium, on which the cost figure rests.",
             "Modelled: each is predicted from the others, with a 90 % interval.",
             "MISSED: the same layout differs by a sixth between versions of the SDK.",
-            notes=["The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."],
+            notes=[
+                "The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."
+            ],
         )
 
 
 def cost_layer(machine: str, model: str) -> Layer:
-    """Returns modelled cost per 4M tokens, per cent of that of 7B on 4 p4d nodes; only nodes on which it fits."""
+    """Returns modelled cost per 4M tokens, per cent of that of 7B on 4 p4d nodes; only nodes on
+    which it fits.
+    """
     nodes, draws = cost_draws(machine, model)
     middle, low, high = interval(100 * draws / _reference())
     if (machine, model) == (P4D, "7B"):
         low[0] = middle[0] = high[0] = 100.0
-    return Layer.modelled(f"{SHORT[machine]}, {model}", nodes, middle, low, high, error=model_error())
+    return Layer.modelled(
+        f"{SHORT[machine]}, {model}", nodes, middle, low, high, error=model_error()
+    )
 
 
 def accelerator_ratio(model: str) -> Layer:
     """Returns modelled cost on trn1 over that on p4d, same model and nodes."""
     (nodes, trn1), (others, p4d) = cost_draws(TRN1, model), cost_draws(P4D, model)
     common, first, second = np.intersect1d(nodes, others, return_indices=True)
-    return Layer.modelled(model, common, *interval(trn1[:, first] / p4d[:, second]), error=model_error())
+    return Layer.modelled(
+        model, common, *interval(trn1[:, first] / p4d[:, second]), error=model_error()
+    )
 
 
 def size_ratio(machine: str) -> Layer:
@@ -137,39 +181,64 @@ def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
 
 
 def cost_per_tokens(price_per_hour: Any, tokens_per_s: Any) -> Any:
-    """Returns USD per 4M tokens: C / (T x 3600) x 4e6, as in the paper; C per hour of all nodes, T tokens/s."""
+    """Returns USD per 4M tokens: C / (T x 3600) x 4e6, as in the paper; C per hour of all nodes,
+    T tokens/s.
+    """
     return price_per_hour / (tokens_per_s * 3600) * TOKENS
 
 
 def relations() -> list[Relation]:
-    """Returns what the paper says in words of the costs, each on the model's output with its interval."""
+    """Returns what the paper says in words of the costs, each on the model's output with its
+    interval.
+    """
     known, found = facts(), []
-    ratio, size = known.value("cost_ratio", "trn1 over p4d"), known.value("cost_size_ratio", "70B over 7B")
+    ratio, size = (
+        known.value("cost_ratio", "trn1 over p4d"),
+        known.value("cost_size_ratio", "70B over 7B"),
+    )
     for model in MODELS:
         layer = accelerator_ratio(model)
-        found += [_relation(f"trn1 over p4d, {model}, {n:.0f} nodes", layer, i, ratio) for i, n in enumerate(layer.x)]
+        found += [
+            _relation(f"trn1 over p4d, {model}, {n:.0f} nodes", layer, i, ratio)
+            for i, n in enumerate(layer.x)
+        ]
     for machine, short in SHORT.items():
         layer = size_ratio(machine)
-        found += [_relation(f"70B over 7B, {short}, {n:.0f} nodes", layer, i, size) for i, n in enumerate(layer.x)]
+        found += [
+            _relation(f"70B over 7B, {short}, {n:.0f} nodes", layer, i, size)
+            for i, n in enumerate(layer.x)
+        ]
     return found
 
 
 def _relation(claim: str, layer: Layer, place: int, said: float) -> Relation:
-    return Relation(claim=claim, layer="modelled", value=float(layer.y[place]), low=float(layer.low[place]),
-                    high=float(layer.high[place]), expected=f"about {said:g}: its last digit",
-                    at_least=said * 0.95, at_most=said * 1.05)  # fmt: skip
+    return Relation(
+        claim=claim,
+        layer="modelled",
+        value=float(layer.y[place]),
+        low=float(layer.low[place]),
+        high=float(layer.high[place]),
+        expected=f"about {said:g}: its last digit",
+        at_least=said * 0.95,
+        at_most=said * 1.05,
+    )
 
 
 def cost_caption() -> tuple[str, str, str]:
-    """Returns what the figure shows, and how many of the paper's ratios the model meets and misses."""
+    """Returns what the figure shows, and how many of the paper's ratios the model meets and
+    misses.
+    """
     checked = relations()
     missed: dict[str, list[Relation]] = {}
     for relation in checked:
         if relation.verdict == "fails":
             missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
     met = len(checked) - sum(map(len, missed.values()))
-    told = [f"{claim}: {found[0].value:.2f} to {found[-1].value:.2f}, {found[0].expected.split(':')[0]} published"
-            for claim, found in missed.items()]  # fmt: skip
+    told = [
+        f"{claim}: {found[0].value:.2f} to {found[-1].value:.2f}, {found[0].expected.split(':')[0]}"
+        " published"
+        for claim, found in missed.items()
+    ]
     return (
         "Cost of 4M tokens; 100 % is 7B on 4 nodes of p4d. Crosses: no memory.",
         f"{met} of {len(checked)} modelled ratios have the paper's in their interval.",
@@ -187,27 +256,42 @@ def cost_notes() -> list[str]:
         if relation.verdict == "fails"
     )
     return [
-        f"7B on 4 nodes of p4d is modelled at {np.median(_reference()):.2f} USD; 21.50 and 32.77 USD a node-hour, "
-        f"steps of {BATCH:,} sequences.",
-        f"Out of memory is a risk above {MAX_RISK:.0%}. 70B on 4 nodes: trn1 at TP {plan.tensor_parallel}, PP "
-        f"{plan.pipeline_parallel} would use {used / 1e9:.1f} of 17.2 GB (risk {risk:.0%}; HLAT's PP 8 needs 8 nodes), "
-        f"p4d has no layout that fits.",
-        "trn1 in HLAT's layouts, p4d in the fastest that the estimator finds, which may be better than what NeMo 23.08 "
-        "did.",
-        "The points of the paper's curves could not be read; it says about 60 %, about 10 times, flat.",
+        (
+            f"7B on 4 nodes of p4d is modelled at {np.median(_reference()):.2f} USD; 21.50 and"
+            f" 32.77 USD a node-hour, steps of {BATCH:,} sequences."
+        ),
+        (
+            f"Out of memory is a risk above {MAX_RISK:.0%}. 70B on 4 nodes: trn1 at TP"
+            f" {plan.tensor_parallel}, PP {plan.pipeline_parallel} would use {used / 1e9:.1f} of"
+            f" 17.2 GB (risk {risk:.0%}; HLAT's PP 8 needs 8 nodes), p4d has no layout that fits."
+        ),
+        (
+            "trn1 in HLAT's layouts, p4d in the fastest that the estimator finds, which may be"
+            " better than what NeMo 23.08 did."
+        ),
+        (
+            "The points of the paper's curves could not be read; it says about 60 %, about 10"
+            " times, flat."
+        ),
         f"Missed, with intervals: {missed or 'none'}.",
     ]
 
 
 def cost_percent(run: Run) -> Array:
-    """Returns cost per 4M tokens of each step of a run, in per cent of the reference; NaN where its site has no price.
+    """Returns cost per 4M tokens of each step of a run, in per cent of the reference; NaN where its
+    site has no price.
 
     Each attempt costs what its own nodes do: `usd_per_hour`.
     """
     metrics = run.metrics()
     numbers, index = np.unique(metrics["attempt"], return_inverse=True)
-    known = [(metrics.plans.get(n, run.plan), metrics.other_sites.get(n, run.site)) for n in map(int, numbers)]
-    hourly = np.array([usd_per_hour(plan, site) for plan, site in known], dtype=float)[index]  # None is NaN
+    known = [
+        (metrics.plans.get(n, run.plan), metrics.other_sites.get(n, run.site))
+        for n in map(int, numbers)
+    ]
+    hourly = np.array([usd_per_hour(plan, site) for plan, site in known], dtype=float)[
+        index
+    ]  # None is NaN
     return 100 * cost_per_tokens(hourly, metrics.tokens_per_s) / float(np.median(_reference()))
 
 
@@ -229,9 +313,22 @@ def _benchmark_rates() -> list[Fact]:
     found = []
     for run in benchmarks():
         assert run.step_time_s
-        rate = run.tokens_per_step / run.step_time_s / (run.num_devices / Site.load(TRN1).devices_per_node)
-        found.append(Fact(series="trn1_tokens_per_s", x=benchmark_name(run), value=str(rate), known="derived",
-                          source=BENCHMARKS, unit="tokens/s and node", note="from sequences/s"))  # fmt: skip
+        rate = (
+            run.tokens_per_step
+            / run.step_time_s
+            / (run.num_devices / Site.load(TRN1).devices_per_node)
+        )
+        found.append(
+            Fact(
+                series="trn1_tokens_per_s",
+                x=benchmark_name(run),
+                value=str(rate),
+                known="derived",
+                source=BENCHMARKS,
+                unit="tokens/s and node",
+                note="from sequences/s",
+            )
+        )
     return found
 
 
@@ -251,6 +348,14 @@ def _mark_out_of_memory(axis: Any) -> None:
     for beside, machine in ((0.94, TRN1), (1.06, P4D)):
         for nodes in NODES:
             if plan_of(machine, "70B", nodes) is None:
-                axis.plot(nodes * beside, 0.97, "x", color=VERMILION, transform=axis.get_xaxis_transform())
-                axis.annotate(SHORT[machine], (nodes * beside, 0.95), xycoords=axis.get_xaxis_transform(),
-                              ha="right" if machine == TRN1 else "left", va="top", color=VERMILION)  # fmt: skip
+                axis.plot(
+                    nodes * beside, 0.97, "x", color=VERMILION, transform=axis.get_xaxis_transform()
+                )
+                axis.annotate(
+                    SHORT[machine],
+                    (nodes * beside, 0.95),
+                    xycoords=axis.get_xaxis_transform(),
+                    ha="right" if machine == TRN1 else "left",
+                    va="top",
+                    color=VERMILION,
+                )

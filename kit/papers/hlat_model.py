@@ -1,7 +1,8 @@
-"""The model behind HLAT's cost figure: fitted to AWS's benchmarks of Trainium and to other A100 clusters.
+"""The model behind HLAT's cost figure: fitted to AWS's benchmarks of Trainium and to other A100
+clusters.
 
-No number of the paper's cost figure is in it. Trainium runs in the paper's own layouts; the GPU baseline, whose layouts
-are not known, in the fastest that the estimator finds.
+No number of the paper's cost figure is in it. Trainium runs in the paper's own layouts; the GPU
+baseline, whose layouts are not known, in the fastest that the estimator finds.
 """
 
 import dataclasses
@@ -34,9 +35,12 @@ BATCH = 1024
 MAX_RISK = 0.05
 """A layout that runs out of memory with a higher probability is none."""
 NEMO = {
-    "tensor_parallel": (1, 2, 4, 8), "virtual_stages": (1, 2, 4, 5), "schedule": ("1f1b", "interleaved"),
-    "zero_stage": (0, 1), "micro_batch_size": (1, 2, 4),
-}  # fmt: skip
+    "tensor_parallel": (1, 2, 4, 8),
+    "virtual_stages": (1, 2, 4, 5),
+    "schedule": ("1f1b", "interleaved"),
+    "zero_stage": (0, 1),
+    "micro_batch_size": (1, 2, 4),
+}
 """What NeMo of that time offers."""
 
 
@@ -47,9 +51,13 @@ def facts() -> Facts:
 
 @lru_cache(maxsize=2)
 def calibration(machine: str) -> Calibration:
-    """Returns what published runs tell about TRN1 or P4D, with the misfit that runs left out of the fit show."""
+    """Returns what published runs tell about TRN1 or P4D, with the misfit that runs left out of
+    the fit show.
+    """
     if machine == TRN1:
-        return dataclasses.replace(published_calibration(Site.load(TRN1)), misfit=_rms(list(left_out().values())))
+        return dataclasses.replace(
+            published_calibration(Site.load(TRN1)), misfit=_rms(list(left_out().values()))
+        )
     found = published_calibration(Site.load("selene"))
     misfit = float(np.hypot(found.misfit, _rms(list(other_a100().values()))))
     return dataclasses.replace(found, hardware=Hardware.of(Site.load(P4D)), misfit=misfit)
@@ -62,7 +70,9 @@ def benchmarks() -> tuple[PublishedRun, ...]:
 
 @lru_cache(maxsize=1)
 def left_out() -> dict[str, float]:
-    """Returns ln(predicted / measured step time) of each benchmark when the others alone are fitted, by its name."""
+    """Returns ln(predicted / measured step time) of each benchmark when the others alone are
+    fitted, by its name.
+    """
     errors = np.log(left_out_ratios(benchmarks(), Site.load(TRN1)))
     return dict(zip(map(benchmark_name, benchmarks()), errors.tolist(), strict=True))
 
@@ -75,11 +85,17 @@ def benchmark_name(run: PublishedRun) -> str:
 
 @lru_cache(maxsize=1)
 def other_a100() -> dict[str, float]:
-    """Returns median ln(predicted / measured) on each published A100 machine but Selene, which alone is fitted."""
+    """Returns median ln(predicted / measured) on each published A100 machine but Selene, which
+    alone is fitted.
+    """
     found = published_calibration(Site.load("selene"))
     groups: dict[str, list[PublishedRun]] = {}
     for run in published.load():
-        told = run.kind == "measured" and run.status in ("read", "mixed") and run.precision in ("bf16", "fp16")
+        told = (
+            run.kind == "measured"
+            and run.status in ("read", "mixed")
+            and run.precision in ("bf16", "fp16")
+        )
         if told and run.device.startswith("A100") and run.system != "Selene":
             groups.setdefault(f"{run.system}: {run.source.split(' (')[0]}", []).append(run)
     errors = {}
@@ -96,22 +112,26 @@ def trn1_error() -> str:
     """Returns how wrong the model of Trainium is on measured runs, in words."""
     off = np.abs(np.expm1(list(left_out().values())))
     return (
-        f"trn1 fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes, mean error {off.mean():.0%}, worst "
-        f"{off.max():.0%} on those, each left out; none of the paper's; band: 90 % interval"
+        f"trn1 fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes, mean error"
+        f" {off.mean():.0%}, worst {off.max():.0%} on those, each left out; none of the paper's;"
+        " band: 90 % interval"
     )
 
 
 def model_error() -> str:
     """Returns the same for both machines."""
     return (
-        f"p4d fitted to {calibration(P4D).num_runs} runs on Selene, which has the same GPU with twice the memory and "
-        f"four times the network; on {len(other_a100())} other publications about A100 that errs by "
-        f"{np.expm1(_rms(list(other_a100().values()))):.0%}; {trn1_error()}"
+        f"p4d fitted to {calibration(P4D).num_runs} runs on Selene, which has the same GPU with"
+        f" twice the memory and four times the network; on {len(other_a100())} other publications"
+        f" about A100 that errs by {np.expm1(_rms(list(other_a100().values()))):.0%};"
+        f" {trn1_error()}"
     )
 
 
 def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
-    """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits in memory."""
+    """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits
+    in memory.
+    """
     if machine == P4D:
         return _p4d_plan(model, nodes)
     plan = trn1_plan(model, nodes)
@@ -119,12 +139,20 @@ def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
 
 
 def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
-    """Returns plans as layouts of NxD and NeMo: attention is written out on Trainium, fused on GPUs."""
-    return Layouts.of(ModelSpec.preset(MODELS[model]), plans, flash_attention=0 if machine == TRN1 else 2, native=False)
+    """Returns plans as layouts of NxD and NeMo: attention is written out on Trainium, fused on
+    GPUs.
+    """
+    return Layouts.of(
+        ModelSpec.preset(MODELS[model]),
+        plans,
+        flash_attention=0 if machine == TRN1 else 2,
+        native=False,
+    )
 
 
 def trn1_plan(model: str, nodes: int) -> Plan:
-    """Returns HLAT's layout on some nodes; where its pipeline needs more cores than there are, a shorter one.
+    """Returns HLAT's layout on some nodes; where its pipeline needs more cores than there are, a
+    shorter one.
 
     ZeRO 1 and fp32 optimizer also for 7B, as in AWS's benchmarks, which the model is fitted to.
     """
@@ -132,9 +160,15 @@ def trn1_plan(model: str, nodes: int) -> Plan:
     tensor = int(known.value("recipe_tensor_parallel", model))
     pipeline = min(int(known.value("recipe_pipeline_parallel", model)), cores // tensor)
     return Plan(
-        tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=cores // (tensor * pipeline),
-        zero_stage=1, sequence_parallel=True, recompute="selective", precision="bf16", global_batch_size=BATCH,
-    )  # fmt: skip
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel=cores // (tensor * pipeline),
+        zero_stage=1,
+        sequence_parallel=True,
+        recompute="selective",
+        precision="bf16",
+        global_batch_size=BATCH,
+    )
 
 
 def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
@@ -154,9 +188,15 @@ def _p4d_plan(model: str, nodes: int) -> Plan | None:
     site = Site.load(P4D)
     try:
         return search(
-            ModelSpec.preset(MODELS[model]), site, nodes * site.devices_per_node, BATCH, max_risk=MAX_RISK, only=NEMO,
-            calibration=calibration(P4D), kernels=MEGATRON,
-        ).best  # fmt: skip
+            ModelSpec.preset(MODELS[model]),
+            site,
+            nodes * site.devices_per_node,
+            BATCH,
+            max_risk=MAX_RISK,
+            only=NEMO,
+            calibration=calibration(P4D),
+            kernels=MEGATRON,
+        ).best
     except ConfigError as error:
         if "fits in memory" not in str(error):
             raise
@@ -164,10 +204,14 @@ def _p4d_plan(model: str, nodes: int) -> Plan | None:
 
 
 def step_draws(machine: str, layouts: Layouts) -> Array:
-    """Returns step times under what is not known: coefficients, and the formula's misfit of each layout, [300, N]."""
+    """Returns step times under what is not known: coefficients, and the formula's misfit of each
+    layout, [300, N].
+    """
     found, seed = calibration(machine), (TRN1, P4D).index(machine)
     draws = found.draws(layouts, seed=seed)
-    return draws * np.exp(np.random.default_rng(10 + seed).normal(0, found.misfit, size=draws.shape))
+    return draws * np.exp(
+        np.random.default_rng(10 + seed).normal(0, found.misfit, size=draws.shape)
+    )
 
 
 def interval(draws: Array) -> tuple[Array, Array, Array]:

@@ -13,20 +13,36 @@ from kit.run import Run
 from kit.show.style import Rows
 
 SHORT = {
-    "sequence_length": "tokens", "commonsense": "CR", "world_knowledge": "WK", "reading": "RC", "math": "Math",
-    "mmlu": "MMLU", "code_pass_1": "p@1", "code_pass_10": "p@10", "average": "avg",
-    "crows_pairs_english": "CrowS en", "crows_pairs_french": "CrowS fr", "truthfulqa_mc1": "mc1",
+    "sequence_length": "tokens",
+    "commonsense": "CR",
+    "world_knowledge": "WK",
+    "reading": "RC",
+    "math": "Math",
+    "mmlu": "MMLU",
+    "code_pass_1": "p@1",
+    "code_pass_10": "p@10",
+    "average": "avg",
+    "crows_pairs_english": "CrowS en",
+    "crows_pairs_french": "CrowS fr",
+    "truthfulqa_mc1": "mc1",
     "truthfulqa_mc2": "mc2",
-}  # fmt: skip
+}
 """Headings of the paper."""
 
 
 def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table I, the models compared and their sequence lengths, with those of your runs; and its rows."""
+    """Returns Table I, the models compared and their sequence lengths, with those of your runs;
+    and its rows.
+    """
     own = [
-        {"made": _made(run), "model": run.name, "size": _size(run.spec.num_params),
-         "sequence_length": str(run.spec.sequence_length)} for run in opened(runs)
-    ]  # fmt: skip
+        {
+            "made": _made(run),
+            "model": run.name,
+            "size": _size(run.spec.num_params),
+            "sequence_length": str(run.spec.sequence_length),
+        }
+        for run in opened(runs)
+    ]
     return _table("I", own, [run["model"] for run in own])
 
 
@@ -35,8 +51,12 @@ def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
     A column needs all of its data sets in the paper's shots, whole.
     """
-    return _compared("II", runs, "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: "
-                                 "GSM8K, p@: HumanEval.")  # fmt: skip
+    return _compared(
+        "II",
+        runs,
+        "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: "
+        "GSM8K, p@: HumanEval.",
+    )
 
 
 def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -45,12 +65,16 @@ def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table V, bias and truthfulness, with your own scores above as in `quality_figure`; and its rows."""
+    """Returns Table V, bias and truthfulness, with your own scores above as in `quality_figure`;
+    and its rows.
+    """
     return _compared("V", runs)
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
-    """Returns the newest report of each scored run, and those given as files, with how each was made and its name."""
+    """Returns the newest report of each scored run, and those given as files, with how each was
+    made and its name.
+    """
     found = []
     for run in runs:
         if not isinstance(run, Run) and Path(run).is_file():
@@ -85,7 +109,12 @@ def _compared(name: str, runs: Runs, *notes: str) -> tuple[Any, Rows]:
 
 
 def _table(
-    name: str, own: list[dict[str, str]], runs: list[str], text: str = "", *, notes: Sequence[str] = ()
+    name: str,
+    own: list[dict[str, str]],
+    runs: list[str],
+    text: str = "",
+    *,
+    notes: Sequence[str] = (),
 ) -> tuple[Any, Rows]:
     """Returns a table of the paper, own rows first, its oddities in the notes; and its rows."""
     known = published_table(name)
@@ -103,5 +132,8 @@ def _table(
 
 def _layer(kind: Any, source: str) -> Layer:
     """Returns a layer of no points: what a table's sources need."""
-    told = {"measured, demo scale": "this machine, demo scale", "measured": "reports given to the figure"}
+    told = {
+        "measured, demo scale": "this machine, demo scale",
+        "measured": "reports given to the figure",
+    }
     return Layer(kind=kind, label="table", source=told.get(source, source))

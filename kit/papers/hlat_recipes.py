@@ -1,4 +1,6 @@
-"""HLAT: both models, hyperparameters and learning rates from the released code, and the data of the last stage."""
+"""HLAT: both models, hyperparameters and learning rates from the released code, and the data of
+the last stage.
+"""
 
 import bisect
 from typing import Any, Literal
@@ -14,74 +16,131 @@ from kit.show.style import Rows, new_figure
 from kit.show.theme import GREY
 from kit.spec import ModelSpec
 
-EXACT = "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo (rescaled)"
+EXACT = (
+    "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo"
+    " (rescaled)"
+)
 SHAPES = {
-    "num_layers": "layers", "hidden_size": "hidden size", "num_heads": "heads", "num_kv_heads": "key/value heads",
-    "ffn_hidden_size": "feed-forward size (SwiGLU)", "vocab_size": "vocabulary", "sequence_length": "sequence length",
-    "norm_eps": "epsilon of RMSNorm", "rope_theta": "rotary base", "init_std": "initial standard deviation",
-}  # fmt: skip
+    "num_layers": "layers",
+    "hidden_size": "hidden size",
+    "num_heads": "heads",
+    "num_kv_heads": "key/value heads",
+    "ffn_hidden_size": "feed-forward size (SwiGLU)",
+    "vocab_size": "vocabulary",
+    "sequence_length": "sequence length",
+    "norm_eps": "epsilon of RMSNorm",
+    "rope_theta": "rotary base",
+    "init_std": "initial standard deviation",
+}
 RECIPE = {
-    "global_batch_size": "global batch, sequences", "micro_batch_size": "micro-batch, sequences",
-    "learning_rate": "peak learning rate", "min_learning_rate": "lowest learning rate",
-    "warmup_steps": "warm-up, steps", "decay_steps": "cosine ends at step", "cosine_floor": "cosine meets its floor",
-    "beta1": "beta 1", "beta2": "beta 2", "eps": "epsilon of AdamW", "weight_decay": "weight decay, norms too",
-    "gradient_clip": "gradient clip, L2", "precision": "precision", "tensor_parallel": "tensor parallel",
-    "pipeline_parallel": "pipeline parallel", "zero_stage": "ZeRO", "sequence_parallel": "sequence parallel",
-    "recompute": "recompute (core attention)", "checkpoint_every": "checkpoint, every steps",
-    "kept_checkpoint_every": "kept checkpoint, every steps", "seed": "seed", "nodes_of_script": "nodes of the script",
+    "global_batch_size": "global batch, sequences",
+    "micro_batch_size": "micro-batch, sequences",
+    "learning_rate": "peak learning rate",
+    "min_learning_rate": "lowest learning rate",
+    "warmup_steps": "warm-up, steps",
+    "decay_steps": "cosine ends at step",
+    "cosine_floor": "cosine meets its floor",
+    "beta1": "beta 1",
+    "beta2": "beta 2",
+    "eps": "epsilon of AdamW",
+    "weight_decay": "weight decay, norms too",
+    "gradient_clip": "gradient clip, L2",
+    "precision": "precision",
+    "tensor_parallel": "tensor parallel",
+    "pipeline_parallel": "pipeline parallel",
+    "zero_stage": "ZeRO",
+    "sequence_parallel": "sequence parallel",
+    "recompute": "recompute (core attention)",
+    "checkpoint_every": "checkpoint, every steps",
+    "kept_checkpoint_every": "kept checkpoint, every steps",
+    "seed": "seed",
+    "nodes_of_script": "nodes of the script",
     "nodes_at_most": "nodes at most",
-}  # fmt: skip
+}
 DEMO = " (demo scale)"
 STEPS_SHOWN = 60
 """Of a schedule of half a million."""
 
 
 def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns both models' shapes from the released code with what follows from them, as a table."""
-    published = {name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()} for name in MODELS}
+    """Returns both models' shapes from the released code with what follows from them, as a
+    table.
+    """
+    published = {
+        name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()}
+        for name in MODELS
+    }
     computed = {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()}
     own = {_title(run): _shapes(run.spec) | _counts(run.spec) for run in opened(runs)}
     rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
-    layers = [Layer.published(facts()["model_num_layers"], label="shapes"),
-              Layer.published(facts()["model_sequence_length"], label="sequence length")]  # fmt: skip
+    layers = [
+        Layer.published(facts()["model_num_layers"], label="shapes"),
+        Layer.published(facts()["model_sequence_length"], label="sequence length"),
+    ]
     caption = "Shapes of both models as released; the last four rows follow from them."
-    note = "Sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the script raises it."
+    note = (
+        "Sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the"
+        " script raises it."
+    )
     return _drawn(rows, caption, note, layers, stated=set(SHAPES.values()))
 
 
 def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns both models' hyperparameters and layouts as released, with what follows from them, as a table."""
-    published = {name: {label: _fact(f"recipe_{key}", name) for key, label in RECIPE.items()} for name in MODELS}
+    """Returns both models' hyperparameters and layouts as released, with what follows from them,
+    as a table.
+    """
+    published = {
+        name: {label: _fact(f"recipe_{key}", name) for key, label in RECIPE.items()}
+        for name in MODELS
+    }
     computed = {name: _schedule_facts(name) for name in MODELS}
     own = {_title(run): _own_recipe(run) for run in opened(runs)}
     rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
     keys = [f"recipe_{key}" for key in RECIPE]
-    layers = [Layer.published([fact], label=fact.series) for fact in facts().facts
-              if fact.series in keys and _is_number(fact.value)]  # fmt: skip
+    layers = [
+        Layer.published([fact], label=fact.series)
+        for fact in facts().facts
+        if fact.series in keys and _is_number(fact.value)
+    ]
     caption = "Recipe and layout of both models as released; the last three rows follow from them."
     note = (
-        "Where the paper names a value it is the same. The code's group of weights without decay matches the name of "
-        "no weight, so norms decay too."
+        "Where the paper names a value it is the same. The code's group of weights without decay"
+        " matches the name of no weight, so norms decay too."
     )
     return _drawn(rows, caption, note, layers, stated=set(RECIPE.values()))
 
 
-def _drawn(rows: Rows, caption: str, note: str, layers: list[Layer], *, stated: set[str]) -> tuple[Any, Rows]:
-    """Returns a table, and its rows with their kind: published where the paper's release states them."""
+def _drawn(
+    rows: Rows, caption: str, note: str, layers: list[Layer], *, stated: set[str]
+) -> tuple[Any, Rows]:
+    """Returns a table, and its rows with their kind: published where the paper's release states
+    them.
+    """
     own = [title.removesuffix(DEMO) for title in rows[0] if title and title not in MODELS]
     drawn = paper_table(rows, layers, caption, notes=[note], runs=own)
-    return drawn, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
+    return drawn, [
+        {"layer": "published" if row[""] in stated else "computed"} | row for row in rows
+    ]
 
 
 def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled; and the table."""
+    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled;
+    and the table.
+    """
     panels: dict[str, list[Layer]] = {}
     for model in MODELS:
-        steps = {"learning_rate": recipe(model, "clamped").warmup_steps, "min_learning_rate": floor_step(model)}
-        ends = [facts().only(f"recipe_{name}", model).replace(x=str(_tokens(model, step) / 1e9))
-                for name, step in steps.items()]  # fmt: skip
-        panels[model] = [Layer.published(ends, label="peak and floor, released"),
-                         *(schedule_layer(model, kind) for kind in ("clamped", "rescaled"))]  # fmt: skip
+        steps = {
+            "learning_rate": recipe(model, "clamped").warmup_steps,
+            "min_learning_rate": floor_step(model),
+        }
+        ends = [
+            facts().only(f"recipe_{name}", model).replace(x=str(_tokens(model, step) / 1e9))
+            for name, step in steps.items()
+        ]
+        panels[model] = [
+            Layer.published(ends, label="peak and floor, released"),
+            *(schedule_layer(model, kind) for kind in ("clamped", "rescaled")),
+        ]
     panels |= curves(runs, "learning_rate")
     mosaic = pairs(len(panels))
     with new_figure(mosaic, height=2.4 * (1 + mosaic.count(";")) + 1.4) as (figure, axes):
@@ -110,20 +169,30 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the table."""
+    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the
+    table.
+    """
     known = facts()
     tokens, shares = known["mix_tokens"], known["mix_share"]
     layer = Layer.published(tokens, label="billion tokens")
     whole, part = known.value("mix_whole", "total"), known.value("mix_whole_share", "total")
     stage, begin = known.value("mix_stage", "length"), known.value("mix_stage", "from")
     with new_figure(height=3.6) as (figure, axis):
-        bars = axis.barh(range(len(layer.y)), layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4)
+        bars = axis.barh(
+            range(len(layer.y)), layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4
+        )
         axis.bar_label(
-            bars, [f"{t.number:g}, {s.number:.1f} %" for t, s in zip(tokens, shares, strict=True)], padding=4
+            bars,
+            [f"{t.number:g}, {s.number:.1f} %" for t, s in zip(tokens, shares, strict=True)],
+            padding=4,
         )
         for place, (name, fact) in enumerate(zip(layer.names, tokens, strict=True)):
             axis.text(0, place - 0.28, f"{name}: {fact.note}", va="bottom")
-        axis.set(xlim=(0, 1.3 * layer.y.max()), ylim=(len(layer.y) - 0.6, -0.8), title="Table III: billion tokens")
+        axis.set(
+            xlim=(0, 1.3 * layer.y.max()),
+            ylim=(len(layer.y) - 0.6, -0.8),
+            title="Table III: billion tokens",
+        )
         axis.set(xticks=(0, 50, 100), yticks=())
         axis.grid(visible=False)
         _, rows = finish(
@@ -132,19 +201,33 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             f"Data of the 70B from {begin:,g} billion tokens on, read {stage / whole:.2f} times.",
             "Its effect, in the paper's words: about +10 points in math, +5 in code.",
             notes=[
-                f"{whole:g} billion tokens are said to be {part:g} % of the whole set, so that has "
-                f"{whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over them."
+                f"{whole:g} billion tokens are said to be {part:g} % of the whole set, so that has"
+                f" {whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over"
+                " them."
             ],
         )
-    return figure, [row | {"share": s.number, "of": s.note} for row, s in zip(rows, shares, strict=True)]
+    return figure, [
+        row | {"share": s.number, "of": s.note} for row, s in zip(rows, shares, strict=True)
+    ]
 
 
 def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
     """Returns HLAT's recipe for `7B` or `70B`, with either meaning of the floor."""
     known = facts()
-    names = ("learning_rate", "min_learning_rate", "beta1", "beta2", "eps", "weight_decay", "gradient_clip")
+    names = (
+        "learning_rate",
+        "min_learning_rate",
+        "beta1",
+        "beta2",
+        "eps",
+        "weight_decay",
+        "gradient_clip",
+    )
     numbers = {name: known.value(f"recipe_{name}", model) for name in names}
-    steps = {name: int(known.value(f"recipe_{name}", model)) for name in ("warmup_steps", "decay_steps", "seed")}
+    steps = {
+        name: int(known.value(f"recipe_{name}", model))
+        for name in ("warmup_steps", "decay_steps", "seed")
+    }
     fixed = {"data": "", "num_steps": last_step(model), "cosine_floor": cosine_floor}
     return Recipe.from_dict({**fixed, **numbers, **steps})
 
@@ -158,7 +241,9 @@ def floor_step(model: str) -> int:
     """Returns the first step at which the clamped schedule is at its floor."""
     clamped = recipe(model, "clamped")
     steps = range(clamped.warmup_steps, clamped.decay_steps or 0)
-    falling = bisect.bisect_left(steps, -clamped.min_learning_rate, key=lambda step: -clamped.learning_rate_at(step))
+    falling = bisect.bisect_left(
+        steps, -clamped.min_learning_rate, key=lambda step: -clamped.learning_rate_at(step)
+    )
     return steps[falling]
 
 
@@ -173,7 +258,11 @@ def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
 
 def _tokens(model: str, steps: Any) -> Any:
     known = facts()
-    return steps * known.value("recipe_global_batch_size", model) * known.value("model_sequence_length", model)
+    return (
+        steps
+        * known.value("recipe_global_batch_size", model)
+        * known.value("model_sequence_length", model)
+    )
 
 
 def _fact(series: str, x: str) -> str:
@@ -191,7 +280,10 @@ def _title(run: Run) -> str:
 
 def _rows(columns: dict[str, dict[str, str]]) -> Rows:
     names = list(next(iter(columns.values())))
-    return [{"": name} | {title: column.get(name, "") for title, column in columns.items()} for name in names]
+    return [
+        {"": name} | {title: column.get(name, "") for title, column in columns.items()}
+        for name in names
+    ]
 
 
 def _shapes(spec: ModelSpec) -> dict[str, str]:
@@ -218,7 +310,11 @@ def _schedule_facts(model: str) -> dict[str, str]:
 def _own_recipe(run: Run) -> dict[str, str]:
     """Returns the same rows of one run; what only HLAT's scripts have stays empty."""
     records = run.plan.to_dict() | run.recipe.to_dict()
-    values = {label: str(records[key]) for key, label in RECIPE.items() if key in records and records[key] is not None}
+    values = {
+        label: str(records[key])
+        for key, label in RECIPE.items()
+        if key in records and records[key] is not None
+    }
     tokens = run.plan.global_batch_size * run.spec.sequence_length
     return values | {
         "sequence parallel": "on" if run.plan.sequence_parallel else "off",

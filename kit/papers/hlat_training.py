@@ -1,4 +1,6 @@
-"""HLAT, section VI: training loss, what to do about a spike, and in which numbers to train; all of it measured here."""
+"""HLAT, section VI: training loss, what to do about a spike, and in which numbers to train; all
+of it measured here.
+"""
 
 import json
 from typing import Any
@@ -20,7 +22,8 @@ Steps = list[dict[str, Any]]
 
 
 def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
-    """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the table.
+    """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the
+    table.
 
     `paper_panels` adds an empty one for the paper's own curve, which could not be read.
 
@@ -30,12 +33,19 @@ def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Ro
     panels: dict[str, list[Layer]] = {"paper": []} if paper_panels else {}
     panels |= curves(runs, "loss")
     if not panels:
-        raise ConfigError(f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run DIRECTORY).")
+        raise ConfigError(
+            f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run"
+            " DIRECTORY)."
+        )
     with new_figure(len(panels), height=2.8 * len(panels) + 0.6, squeeze=False) as (figure, axes):
         count = 0
         for axis, (name, layers) in zip(axes[:, 0], panels.items(), strict=True):
             if name == "paper":
-                axis.set(title="HLAT: training loss, nats per token", xlabel="tokens, billions", xlim=(0, 1900))
+                axis.set(
+                    title="HLAT: training loss, nats per token",
+                    xlabel="tokens, billions",
+                    xlim=(0, 1900),
+                )
                 axis.set_ylim(1, 11)  # ln 32,000 is 10.4: where training begins
                 continue
             draw_curves(axis, layers, linewidth=1.1)
@@ -54,7 +64,8 @@ def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Ro
 
 
 def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the loss of a small model through a spike that was made on purpose, answered in four ways; its table.
+    """Returns the loss of a small model through a spike that was made on purpose, answered in four
+    ways; its table.
 
     Raises:
         ConfigError: there is none.
@@ -62,11 +73,20 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     arms, training, held_out = _study(runs, SPIKES, "demo_spikes")
     with new_figure(1, 2, height=4.3) as (figure, (left, right)):
         for number, name in enumerate(arms):
-            style = {"color": ARM_COLOURS[number], "linestyle": (0, (4, 2)) if name == "no spike" else "-"}
+            style = {
+                "color": ARM_COLOURS[number],
+                "linestyle": (0, (4, 2)) if name == "no spike" else "-",
+            }
             width = 3.2 if name == "skip" else 1.2  # roll back lies on it
             left.plot(training[name].x, training[name].y, label=name, linewidth=width, **style)
             right.plot(
-                held_out[name].x, held_out[name].y, label=name, marker="o", markersize=3, linewidth=width, **style
+                held_out[name].x,
+                held_out[name].y,
+                label=name,
+                marker="o",
+                markersize=3,
+                linewidth=width,
+                **style,
             )
         begin = _begin(arms)
         garbled = sum(row["stands_out"] for row in arms["skip"])
@@ -84,7 +104,8 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the loss of a small model trained in four precisions, and how far each is from fp32; and the table.
+    """Returns the loss of a small model trained in four precisions, and how far each is from fp32;
+    and the table.
 
     Raises:
         ConfigError: there is none.
@@ -92,9 +113,18 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     _, training, held_out = _study(runs, PRECISION, "demo_precision")
     with new_figure(1, 2, height=4.5) as (figure, (left, right)):
         for number, name in enumerate(training):
-            style = {"color": ARM_COLOURS[number], "linewidth": (4.0, 2.4, 1.4, 0.9)[number]}  # they lie on each other
+            style = {
+                "color": ARM_COLOURS[number],
+                "linewidth": (4.0, 2.4, 1.4, 0.9)[number],
+            }  # they lie on each other
             left.plot(training[name].x, smooth(training[name].y), label=name, **style)
-            right.plot(held_out[name].x, held_out[name].y - held_out["fp32"].y, marker="o", markersize=3, **style)
+            right.plot(
+                held_out[name].x,
+                held_out[name].y - held_out["fp32"].y,
+                marker="o",
+                markersize=3,
+                **style,
+            )
         for axis in (left, right):
             axis.set_xlabel("step")
             mark_demo_scale(axis)
@@ -102,7 +132,9 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         right.set_title("(b) held-out, less fp32's")
         right.axhline(0, color=GREY, linewidth=0.8)
         figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-        _, master, pure, stochastic = (f"{layer.y[-1] - held_out['fp32'].y[-1]:+.3f}" for layer in held_out.values())
+        _, master, pure, stochastic = (
+            f"{layer.y[-1] - held_out['fp32'].y[-1]:+.3f}" for layer in held_out.values()
+        )
         return finish(
             figure,
             {"training": [*training.values()], "held out": [*held_out.values()]},
@@ -116,7 +148,9 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
     """Returns the last held-out loss of each arm of a study, nats per token."""
     return {
-        name: next(row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None)
+        name: next(
+            row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None
+        )
         for name, rows in arms.items()
     }
 
@@ -125,7 +159,11 @@ def worst_after(arms: dict[str, Steps]) -> dict[str, float]:
     """Returns the highest held-out loss of each arm from the spike on."""
     begin = _begin(arms)
     return {
-        name: max(row["validation_loss"] for row in rows if row["step"] >= begin and row["validation_loss"] is not None)
+        name: max(
+            row["validation_loss"]
+            for row in rows
+            if row["step"] >= begin and row["validation_loss"] is not None
+        )
         for name, rows in arms.items()
     }
 
@@ -151,8 +189,10 @@ def _spike_notes(arms: dict[str, Steps]) -> list[str]:
     worst, last = worst_after(arms), last_losses(arms)
     told = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
     return [
-        "Answers: skip steps whose loss stands out; roll back to a checkpoint and leave out the data since (as PaLM); "
-        "a lower learning rate from then on (as OPT).",
+        (
+            "Answers: skip steps whose loss stands out; roll back to a checkpoint and leave out the"
+            " data since (as PaLM); a lower learning rate from then on (as OPT)."
+        ),
         f"Held-out loss, highest and last: {told}.",
     ]
 
@@ -167,20 +207,38 @@ def _precision_notes(held_out: dict[str, Layer]) -> list[str]:
     ]
 
 
-def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict[str, Layer], dict[str, Layer]]:
-    """Returns the arms of a study that one of `runs` holds: their steps, training losses and held-out losses."""
+def _study(
+    runs: Runs, name: str, function: str
+) -> tuple[dict[str, Steps], dict[str, Layer], dict[str, Layer]]:
+    """Returns the arms of a study that one of `runs` holds: their steps, training losses and
+    held-out losses.
+    """
     folders = folders_with(runs, name)
     if not folders:
         raise ConfigError(
             f"runs: no {name} in {list(map(str, runs))}. Make the study first: "
-            f'python -c \'from kit.papers.hlat_demo import *; {function}("FOLDER", "DATA")\'; then --run FOLDER.'
+            f'python -c \'from kit.papers.hlat_demo import *; {function}("FOLDER", "DATA")\'; then'
+            " --run FOLDER."
         )
     arms, source = json.loads((folders[0] / name).read_text()), demo_source(folders[:1])
 
     def layer(arm: str, column: str) -> Layer:
-        x, y = zip(*((row["step"], row[column]) for row in arms[arm] if row[column] is not None), strict=True)
-        return Layer(kind="measured", label=arm, x=x, y=y, source=source, scale="demo", joined=True,
-                     runs=(folders[0].name,))  # fmt: skip
+        x, y = zip(
+            *((row["step"], row[column]) for row in arms[arm] if row[column] is not None),
+            strict=True,
+        )
+        return Layer(
+            kind="measured",
+            label=arm,
+            x=x,
+            y=y,
+            source=source,
+            scale="demo",
+            joined=True,
+            runs=(folders[0].name,),
+        )
 
-    training, held_out = ({arm: layer(arm, column) for arm in arms} for column in ("loss", "validation_loss"))
+    training, held_out = (
+        {arm: layer(arm, column) for arm in arms} for column in ("loss", "validation_loss")
+    )
     return arms, training, held_out

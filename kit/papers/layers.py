@@ -1,20 +1,23 @@
-"""The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what was measured.
+"""The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what
+was measured.
 
-A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`. It makes its layers, draws each
-panel with `draw(axis, layers)` and returns what `finish(figure, layers, ...)` does, both of `panels.py`, or rows of its
-own, each with a key `layer`:
+A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`. It makes
+its layers, draws each panel with `draw(axis, layers)` and returns what `finish(figure, layers,
+...)` does, both of `panels.py`, or rows of its own, each with a key `layer`:
 
     facts = Facts.load("hlat")                                          # kit/papers/data/hlat.csv
     def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-        layers = [Layer.published(facts["final_loss"], label="paper"),           # hollow grey markers
-                  Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
-                  *measured(runs, x=tokens, y=final_loss)]                       # filled markers, demo scale marked
+        layers = [Layer.published(facts["final_loss"], label="paper"),           # hollow grey
+                  markers Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with
+                  its interval *measured(runs, x=tokens, y=final_loss)]                       #
+                  filled markers, demo scale marked
         with new_figure(height=3) as (figure, axis):
             draw(axis, layers)
             return finish(figure, layers, "What is drawn.", "What holds.", "What is missed.")
 
-Then name it in `kit.papers.FIGURES`. Rules that the code here enforces: a remembered number is never drawn as
-published, a modelled line says how wrong the model is, and demo-scale points never share a panel with a paper's.
+Then name it in `kit.papers.FIGURES`. Rules that the code here enforces: a remembered number is
+never drawn as published, a modelled line says how wrong the model is, and demo-scale points never
+share a panel with a paper's.
 """
 
 import csv
@@ -50,9 +53,9 @@ QUIET_LOAD = 1.5
 Known = Literal["read", "quoted", "derived", "remembered"]
 """How a number of a paper is known.
 
-read: in the paper, or in its authors' own code and logs. quoted: in somebody else's account of it. derived: computed
-from numbers that were read; the note says how. remembered: not found in any source that could be checked, so a hint,
-never drawn and never a test's yardstick.
+read: in the paper, or in its authors' own code and logs. quoted: in somebody else's account of it.
+derived: computed from numbers that were read; the note says how. remembered: not found in any
+source that could be checked, so a hint, never drawn and never a test's yardstick.
 """
 
 
@@ -91,17 +94,22 @@ class Facts:
         file, found = DATA / f"{name}.csv", []
         if not file.exists():
             raise ConfigError(
-                f"papers: {name!r} has no facts. {suggestion(name, [f.stem for f in DATA.glob('*.csv')])}"
+                f"papers: {name!r} has no facts."
+                f" {suggestion(name, [f.stem for f in DATA.glob('*.csv')])}"
             )
         with file.open(newline="", encoding="utf-8") as stream:
             for line, row in enumerate(csv.DictReader(stream), start=2):
-                found.append(Fact.from_dict({k: v for k, v in row.items() if v}, f"{file.name}:{line}"))
+                found.append(
+                    Fact.from_dict({k: v for k, v in row.items() if v}, f"{file.name}:{line}")
+                )
         return cls(name=name, facts=tuple(found))
 
     def __getitem__(self, series: str) -> tuple[Fact, ...]:
         found = tuple(fact for fact in self.facts if fact.series == series)
         if not found:
-            raise ConfigError(f"{self.name}.csv: {series!r} is unknown. {suggestion(series, self.series)}")
+            raise ConfigError(
+                f"{self.name}.csv: {series!r} is unknown. {suggestion(series, self.series)}"
+            )
         return found
 
     @property
@@ -113,7 +121,9 @@ class Facts:
         """Returns one fact."""
         found = [fact for fact in self[series] if fact.x == x]
         if len(found) != 1:
-            raise ConfigError(f"{self.name}.csv: {series} of {x!r}: {len(found)} facts, expected one.")
+            raise ConfigError(
+                f"{self.name}.csv: {series} of {x!r}: {len(found)} facts, expected one."
+            )
         return found[0]
 
     def value(self, series: str, x: str) -> float:
@@ -123,14 +133,17 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """Points of one kind: published (hollow, grey), modelled (a line with its interval) or measured (filled)."""
+    """Points of one kind: published (hollow, grey), modelled (a line with its interval) or
+    measured (filled).
+    """
 
     kind: Literal["published", "modelled", "measured"]
     label: str
     x: Any = ()
     y: Any = ()
     low: Any = math.nan
-    """End of the interval of y; NaN where there is none. So `high`. All become arrays as long as x."""
+    """End of the interval of y; NaN where there is none. So `high`. All become arrays as long as
+    x."""
     high: Any = math.nan
     source: str
     """Where it comes from; for a modelled layer how wrong the model is, and on what."""
@@ -143,13 +156,17 @@ class Layer:
     """Names of the run directories that measured points come from, one a point or one for all."""
 
     def __post_init__(self) -> None:
-        columns = {name: np.atleast_1d(np.asarray(getattr(self, name), float)) for name in ("x", "y", "low", "high")}
+        columns = {
+            name: np.atleast_1d(np.asarray(getattr(self, name), float))
+            for name in ("x", "y", "low", "high")
+        }
         for name, column in columns.items():
             object.__setattr__(self, name, np.broadcast_to(column, columns["x"].shape))
 
     @classmethod
     def published(cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0) -> Self:
-        """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x as names.
+        """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x
+        as names.
 
         `scale` multiplies the values.
 
@@ -158,7 +175,10 @@ class Layer:
         """
         for fact in facts:
             if fact.known == "remembered":
-                raise ConfigError(f"{fact.series} {fact.x}: remembered, not read. It cannot be drawn as published.")
+                raise ConfigError(
+                    f"{fact.series} {fact.x}: remembered, not read. It cannot be drawn as"
+                    " published."
+                )
         try:
             x, names = [float(fact.x) for fact in facts], ()
         except ValueError:
@@ -173,33 +193,54 @@ class Layer:
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
         """Returns a modelled line; without points it names the model among the sources of a table.
 
-        `points` are x and y, and both ends of a 90 % interval of y where there is one; `error` says how wrong the model
-        is, and on which measurements.
+        `points` are x and y, and both ends of a 90 % interval of y where there is one; `error` says
+        how wrong the model is, and on which measurements.
 
         Raises:
             ConfigError: no error is stated.
         """
         if not error:
             raise ConfigError(
-                f"layer {label!r}: error '' is not allowed. Say how wrong the model is on what was measured."
+                f"layer {label!r}: error '' is not allowed. Say how wrong the model is on what was"
+                " measured."
             )
         columns = dict(zip(("x", "y", "low", "high"), points, strict=False))
         return cls(kind="modelled", label=label, source=error, names=tuple(names), **columns)
 
     def times(self, factor: Any) -> Self:
         """Returns the same points in another unit."""
-        return dataclasses.replace(self, y=factor * self.y, low=factor * self.low, high=factor * self.high)
+        return dataclasses.replace(
+            self, y=factor * self.y, low=factor * self.low, high=factor * self.high
+        )
 
     def rows(self) -> Rows:
-        """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run of a measured one."""
+        """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run
+        of a measured one.
+        """
         names = self.names or [None] * len(self.x)
         runs = [{"run": name} for name in self.runs] or [{}]
         return [
-            {"layer": self.kind, "series": self.label, "scale": self.scale, "x": name or float(x), "y": float(y),
-             "low": float(low), "high": float(high), "source": self.source} | run
+            {
+                "layer": self.kind,
+                "series": self.label,
+                "scale": self.scale,
+                "x": name or float(x),
+                "y": float(y),
+                "low": float(low),
+                "high": float(high),
+                "source": self.source,
+            }
+            | run
             for x, y, low, high, name, run in zip(
-                self.x, self.y, self.low, self.high, names, runs * (len(self.x) // len(runs)), strict=True)
-        ]  # fmt: skip
+                self.x,
+                self.y,
+                self.low,
+                self.high,
+                names,
+                runs * (len(self.x) // len(runs)),
+                strict=True,
+            )
+        ]
 
 
 def table(layers: Iterable[Layer], **columns: Any) -> Rows:
@@ -207,11 +248,12 @@ def table(layers: Iterable[Layer], **columns: Any) -> Rows:
     return [columns | row for layer in layers for row in layer.rows()]
 
 
-# Runs of your own, and of this machine ------------------------------------------------------------------------------
+# Runs of your own, and of this machine ------------------------------------------------------------
 
 
 def opened(runs: Runs) -> list[Run]:
-    """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import` made into one.
+    """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import`
+    made into one.
 
     Raises:
         RunError: there is no run in a folder.
@@ -224,7 +266,9 @@ def opened(runs: Runs) -> list[Run]:
             continue
         if Path(run).is_file():
             words = ("import", run, "--format", "megatron", "--site", "SITE", "--out", "RUN")
-            raise ConfigError(f"{run} is a file. Make a run directory of a log first: `{kit_command(*words)}`.")
+            raise ConfigError(
+                f"{run} is a file. Make a run directory of a log first: `{kit_command(*words)}`."
+            )
         found += [Run.open(each) for each in find_runs(Path(run)) or [run]]
     return found
 
@@ -238,19 +282,25 @@ def note_load(directory: str | Path) -> None:
 
 
 def was_quiet(directory: str | Path) -> bool:
-    """Returns whether the machine had little else to do when the runs in a folder began; True where nobody noted it."""
+    """Returns whether the machine had little else to do when the runs in a folder began; True
+    where nobody noted it.
+    """
     file = Path(directory) / LOAD
     return not file.exists() or json.loads(file.read_text())["load"] < QUIET_LOAD
 
 
 def demo_source(directories: Iterable[str | Path]) -> str:
-    """Returns the source of what was measured in these folders on this machine, and whether it was busy then."""
+    """Returns the source of what was measured in these folders on this machine, and whether it
+    was busy then.
+    """
     busy = not all(map(was_quiet, directories))
     return "this machine, demo scale" + (", while other programs were at work" if busy else "")
 
 
 def kept(file: Path, make: Callable[[], Any]) -> Any:
-    """Returns what a study of this machine has left in a JSON file, after making it where there is none yet."""
+    """Returns what a study of this machine has left in a JSON file, after making it where there
+    is none yet.
+    """
     if not file.exists():
         note_load(file.parent)
         write_atomic(file, json.dumps(make()) + "\n")
@@ -259,11 +309,15 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
 
 def folders_with(runs: Runs, name: str) -> list[Path]:
     """Returns those of `runs` that are folders in which a study has left a file of this name."""
-    return [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()]
+    return [
+        Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()
+    ]
 
 
 def scale_of(run: Run) -> Literal["cluster", "demo"]:
-    """Returns `demo` for processes that share one machine's cores, `cluster` for everything else."""
+    """Returns `demo` for processes that share one machine's cores, `cluster` for everything
+    else.
+    """
     return "demo" if run.site.scheduler == "local" else "cluster"
 
 
@@ -274,50 +328,81 @@ def source_of(runs: Iterable[Run]) -> str:
 
 
 def measured(
-    runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray], label: str = YOURS, line: bool = False
+    runs: Runs,
+    *,
+    x: Callable[[Run], float],
+    y: Callable[[Run], np.ndarray],
+    label: str = YOURS,
+    line: bool = False,
 ) -> list[Layer]:
     """Returns measured points, a layer for demo scale and one for clusters, those that there are.
 
-    A point is the median of `y` over the steps after the first `WARM_UP`; its interval spans the middle half of them.
-    Runs with too few steps, or for which x or y is NaN, are left out. Without a label, a single run is called by its
-    name; `line` joins the points of one layer.
+    A point is the median of `y` over the steps after the first `WARM_UP`; its interval spans the
+    middle half of them. Runs with too few steps, or for which x or y is NaN, are left out. Without
+    a label, a single run is called by its name; `line` joins the points of one layer.
     """
     layers = []
     runs = opened(runs)
     for scale in ("demo", "cluster"):
         points = []
         for run in runs:
-            values = np.asarray(y(run), dtype=float)[WARM_UP:] if scale_of(run) == scale else np.empty(0)
+            values = (
+                np.asarray(y(run), dtype=float)[WARM_UP:] if scale_of(run) == scale else np.empty(0)
+            )
             values = values[np.isfinite(values)]
             if values.size and math.isfinite(x(run)):
                 points.append((x(run), *np.quantile(values, (0.5, 0.25, 0.75)), run.name))
         if points:
             points.sort()
             names = [str(point[4]) for point in points]
-            places, middle, low, high = (np.array(column) for column in zip(*(p[:4] for p in points), strict=True))
+            places, middle, low, high = (
+                np.array(column) for column in zip(*(p[:4] for p in points), strict=True)
+            )
             where = source_of(run for run in runs if scale_of(run) == scale)
             layers.append(
-                Layer(kind="measured", label=label if len(names) > 1 or label != YOURS else names[0], x=places,
-                      y=middle, low=low, high=high, source=where, scale=scale, joined=line, runs=tuple(names))
-            )  # fmt: skip
+                Layer(
+                    kind="measured",
+                    label=label if len(names) > 1 or label != YOURS else names[0],
+                    x=places,
+                    y=middle,
+                    low=low,
+                    high=high,
+                    source=where,
+                    scale=scale,
+                    joined=line,
+                    runs=tuple(names),
+                )
+            )
     return layers
 
 
-def on_clusters(runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]) -> list[Layer]:
+def on_clusters(
+    runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]
+) -> list[Layer]:
     """Returns the points of `measured` that may share a panel with a paper's: those of clusters."""
     return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
 def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
-    """Returns one column of the metrics of each run that has a step against millions of tokens, by scale."""
+    """Returns one column of the metrics of each run that has a step against millions of tokens,
+    by scale.
+    """
     found: dict[str, list[Layer]] = {"demo": [], "cluster": []}
     for run in opened(runs):
         metrics, scale = run.metrics(), scale_of(run)
         if len(metrics):
             found[scale].append(
-                Layer(kind="measured", label=run.name, x=metrics.total_tokens / 1e6, y=metrics[column],
-                      source=source_of([run]), scale=scale, joined=True, runs=(run.name,))
-            )  # fmt: skip
+                Layer(
+                    kind="measured",
+                    label=run.name,
+                    x=metrics.total_tokens / 1e6,
+                    y=metrics[column],
+                    source=source_of([run]),
+                    scale=scale,
+                    joined=True,
+                    runs=(run.name,),
+                )
+            )
     return {scale: layers for scale, layers in found.items() if layers}
 
 

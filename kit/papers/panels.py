@@ -1,4 +1,6 @@
-"""Drawing of layers: one panel, the caption and notes of a figure, and what a paper prints as a table."""
+"""Drawing of layers: one panel, the caption and notes of a figure, and what a paper prints as a
+table.
+"""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,13 +36,26 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
     """
     kinds = {layer.scale for layer in layers if layer.kind != "modelled"}
     if "demo" in kinds and len(kinds) > 1:
-        raise ConfigError("draw: demo scale and a paper's or a cluster's numbers do not belong in one panel. Use two.")
+        raise ConfigError(
+            "draw: demo scale and a paper's or a cluster's numbers do not belong in one panel. Use"
+            " two."
+        )
     solid = [layer for layer in layers if layer.kind != "published"]
     hollow = [layer for layer in layers if layer.kind == "published"]
     for layer in layers:
         if layer.kind == "published":
-            axis.plot(layer.x, layer.y, MARKERS[hollow.index(layer)], color=GREY, markerfacecolor="white",
-                      markersize=8, markeredgewidth=1.5, zorder=5, label=layer.label, clip_on=False)  # fmt: skip
+            axis.plot(
+                layer.x,
+                layer.y,
+                MARKERS[hollow.index(layer)],
+                color=GREY,
+                markerfacecolor="white",
+                markersize=8,
+                markeredgewidth=1.5,
+                zorder=5,
+                label=layer.label,
+                clip_on=False,
+            )
             continue
         number, label = solid.index(layer), short(layer.label, 40)
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
@@ -48,14 +63,32 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
         joined = layer.joined if layer.kind == "measured" else not layer.names
         if layer.kind == "modelled" and joined:
             few = len(layer.x) <= MARKED
-            axis.plot(layer.x, layer.y, color=colour, label=label, marker=marker if few else None, markersize=4)
+            axis.plot(
+                layer.x,
+                layer.y,
+                color=colour,
+                label=label,
+                marker=marker if few else None,
+                markersize=4,
+            )
             if np.isfinite(layer.low).any():
-                axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0)
+                axis.fill_between(
+                    layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0
+                )
             continue
         beside = BESIDE * (number + 1) if layer.names else 0.0
         spread = np.stack([layer.y - layer.low, layer.high - layer.y])
-        axis.errorbar(layer.x + beside, layer.y, yerr=spread, fmt=f"{marker}-" if joined else marker, color=colour,
-                      capsize=2, markersize=6, label=label, zorder=4)  # fmt: skip
+        axis.errorbar(
+            layer.x + beside,
+            layer.y,
+            yerr=spread,
+            fmt=f"{marker}-" if joined else marker,
+            color=colour,
+            capsize=2,
+            markersize=6,
+            label=label,
+            zorder=4,
+        )
     if "demo" in kinds:
         mark_demo_scale(axis)
 
@@ -64,29 +97,59 @@ def draw_curves(axis: Any, layers: Sequence[Layer], **style: Any) -> None:
     """Draws measured curves of many points, a colour each, and marks demo scale."""
     for number, layer in enumerate(layers):
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-        axis.plot(layer.x, layer.y, color=colours[number % len(colours)], label=short(layer.label), **style)
+        axis.plot(
+            layer.x,
+            layer.y,
+            color=colours[number % len(colours)],
+            label=short(layer.label),
+            **style,
+        )
     if any(layer.scale == "demo" for layer in layers):
         mark_demo_scale(axis)
 
 
 def mark_demo_scale(axis: Any) -> None:
     """Writes `demo scale` across a panel whose numbers were measured on this machine."""
-    axis.text(0.5, 0.5, "demo scale", transform=axis.transAxes, ha="center", va="center", rotation=18, fontsize=22,
-              color=DEMO_COLOURS[0], alpha=0.15, zorder=0, weight="bold")  # fmt: skip
+    axis.text(
+        0.5,
+        0.5,
+        "demo scale",
+        transform=axis.transAxes,
+        ha="center",
+        va="center",
+        rotation=18,
+        fontsize=22,
+        color=DEMO_COLOURS[0],
+        alpha=0.15,
+        zorder=0,
+        weight="bold",
+    )
 
 
 def pairs(count: int, *, under_one: bool = False) -> str:
-    """Returns a mosaic of panels, two a row, for `new_figure`; an odd one at the end is wide, as is one above all."""
+    """Returns a mosaic of panels, two a row, for `new_figure`; an odd one at the end is wide, as
+    is one above all.
+    """
     names = "abcdefghijklmnopqrstuvwxyz"[: count + under_one]
     rows = [names[0] * 2] if under_one else []
-    rows += [names[i : i + 2] if i + 1 < len(names) else names[i] * 2 for i in range(len(rows), len(names), 2)]
+    rows += [
+        names[i : i + 2] if i + 1 < len(names) else names[i] * 2
+        for i in range(len(rows), len(names), 2)
+    ]
     return ";".join(rows)
 
 
 def finish(
-    figure: Any, panels: Panels, shows: str, holds: str = "", misses: str = "", *, notes: Sequence[str] = ()
+    figure: Any,
+    panels: Panels,
+    shows: str,
+    holds: str = "",
+    misses: str = "",
+    *,
+    notes: Sequence[str] = (),
 ) -> tuple[Any, Rows]:
-    """Returns a figure with its caption of three lines at most and the notes of where each layer comes from; its table.
+    """Returns a figure with its caption of three lines at most and the notes of where each layer
+    comes from; its table.
 
     Args:
         figure: of `kit.show.style.new_figure`, whose constrained layout makes room for the caption.
@@ -101,7 +164,9 @@ def finish(
         rows = [row for name, panel in panels.items() for row in table(panel, panel=name)]
     else:
         layers, rows = panels, table(panels)
-    parts = [textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part]
+    parts = [
+        textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part
+    ]
     figure.supxlabel("\n".join(parts), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
     figure.notes = (*notes, *sources(layers))
     figure.runs = frozenset(name for layer in layers for name in layer.runs)
@@ -120,9 +185,14 @@ def sources(layers: Sequence[Layer]) -> list[str]:
 
 
 def paper_table(
-    rows: Rows, layers: Sequence[Layer], *caption: str, notes: Sequence[str] = (), runs: Iterable[str] = ()
+    rows: Rows,
+    layers: Sequence[Layer],
+    *caption: str,
+    notes: Sequence[str] = (),
+    runs: Iterable[str] = (),
 ) -> Table:
-    """Returns what a paper prints as a table: rows with the same keys, caption and notes as in `finish`.
+    """Returns what a paper prints as a table: rows with the same keys, caption and notes as in
+    `finish`.
 
     `layers` tell its sources, `runs` are names of the reader's own runs in it.
     """

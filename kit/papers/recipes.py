@@ -1,4 +1,6 @@
-"""The papers' training recipes, for `kit launch --recipe NAME`: what they state, and what is left to whoever trains."""
+"""The papers' training recipes, for `kit launch --recipe NAME`: what they state, and what is
+left to whoever trains.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,9 +12,19 @@ from kit.papers.frontier_scaling import recipe_plan
 from kit.papers.layers import Facts
 from kit.plan import Plan
 
-OPTIMIZER = ("learning_rate", "min_learning_rate", "beta1", "beta2", "weight_decay", "gradient_clip")
+OPTIMIZER = (
+    "learning_rate",
+    "min_learning_rate",
+    "beta1",
+    "beta2",
+    "weight_decay",
+    "gradient_clip",
+)
 NOT_STATED = {
-    "frontier": {"num_steps": "the scripts only time some steps", "warmup_steps": "the scripts only time some steps"},
+    "frontier": {
+        "num_steps": "the scripts only time some steps",
+        "warmup_steps": "the scripts only time some steps",
+    },
     "hlat": {},
 }
 """Fields without which nobody should train, and why a paper's release does not give them."""
@@ -20,7 +32,9 @@ NOT_STATED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
-    """A model, its layout and fields of a `Recipe` as published; the data is always the reader's own."""
+    """A model, its layout and fields of a `Recipe` as published; the data is always the reader's
+    own.
+    """
 
     name: str
     model: str
@@ -44,7 +58,10 @@ def published_recipe(name: str) -> PublishedRecipe:
     """
     paper, _, size = name.partition("-")
     if name not in names():
-        raise ConfigError(f"recipe: {name!r} is unknown. {suggestion(name, names())} Or give a .toml or .json file.")
+        raise ConfigError(
+            f"recipe: {name!r} is unknown. {suggestion(name, names())} Or give a .toml or .json"
+            " file."
+        )
     model = size.upper()
     known = Facts.load(paper)
     plan, stated = _frontier(known, model) if paper == "frontier" else _hlat(known, model)
@@ -73,10 +90,19 @@ def _hlat(known: Facts, model: str) -> tuple[Plan, dict[str, Any]]:
     fields = (*OPTIMIZER, "eps", "cosine_floor", "warmup_steps", "decay_steps", "seed", "num_steps")
     stated = {name: getattr(released, name) for name in fields}
     stated["checkpoint_every"] = int(known.value("recipe_checkpoint_every", model))
-    names = ("tensor_parallel", "pipeline_parallel", "zero_stage", "micro_batch_size", "global_batch_size")
+    names = (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "zero_stage",
+        "micro_batch_size",
+        "global_batch_size",
+    )
     degrees: dict[str, Any] = {name: int(known.value(f"recipe_{name}", model)) for name in names}
     degrees["recompute"] = known.only("recipe_recompute", model).value
-    devices = int(known.value("recipe_nodes_of_script", model)) * Site.load(hlat_model.TRN1).devices_per_node
+    devices = (
+        int(known.value("recipe_nodes_of_script", model))
+        * Site.load(hlat_model.TRN1).devices_per_node
+    )
     plan = Plan(
         **degrees,
         data_parallel=devices // (degrees["tensor_parallel"] * degrees["pipeline_parallel"]),

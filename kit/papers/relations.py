@@ -22,13 +22,26 @@ class Relation:
 
     @property
     def verdict(self) -> str:
-        """`holds` (the whole interval), `holds within the interval` (part of it), `fails`, or `holds` by value."""
+        """`holds` (the whole interval), `holds within the interval` (part of it), `fails`, or
+        `holds` by value.
+        """
         low, high = (self.value, self.value) if math.isnan(self.low) else (self.low, self.high)
         if self.at_least <= low and high <= self.at_most:
             return "holds"
-        return "holds within the interval" if low <= self.at_most and self.at_least <= high else "fails"
+        return (
+            "holds within the interval"
+            if low <= self.at_most and self.at_least <= high
+            else "fails"
+        )
 
     def row(self) -> dict[str, Any]:
         """Returns the relation as a row of a table."""
-        return {"claim": self.claim, "layer": self.layer, "value": self.value, "low": self.low, "high": self.high,
-                "expected": self.expected, "verdict": self.verdict}  # fmt: skip
+        return {
+            "claim": self.claim,
+            "layer": self.layer,
+            "value": self.value,
+            "low": self.low,
+            "high": self.high,
+            "expected": self.expected,
+            "verdict": self.verdict,
+        }

@@ -19,13 +19,16 @@ def build_decoders(
 ) -> list[Decoder]:
     """Returns this rank's pipeline stages, cut, initialised and sharded.
 
-    Blocks are made real one at a time, so that no more than one whole block is ever in memory beside the shards. The
-    device `meta` gives shapes only; no seed leaves weights uninitialised (a checkpoint follows).
+    Blocks are made real one at a time, so that no more than one whole block is ever in memory
+    beside the shards. The device `meta` gives shapes only; no seed leaves weights uninitialised (a
+    checkpoint follows).
     """
     decoders = []
     for stage in stage_indices(plan, pipeline_rank(mesh)):
         with torch.device("meta"):
-            decoder = Decoder(spec, layers=stage_layers(spec, plan, stage), recompute=plan.recompute)
+            decoder = Decoder(
+                spec, layers=stage_layers(spec, plan, stage), recompute=plan.recompute
+            )
         if plan.tensor_parallel > 1:
             apply_tensor_parallel(decoder, mesh["tensor"], sequence_parallel=plan.sequence_parallel)
         for number, block in decoder.layers.items():
@@ -46,7 +49,9 @@ def build_decoders(
     return decoders
 
 
-def _materialise(module: Module, spec: ModelSpec, prefix: str, device: torch.device, seed: int | None) -> None:
+def _materialise(
+    module: Module, spec: ModelSpec, prefix: str, device: torch.device, seed: int | None
+) -> None:
     """Gives a meta module real memory on `device` and, with a seed, its initial weights."""
     if device.type == "meta":
         return
@@ -58,7 +63,9 @@ def _materialise(module: Module, spec: ModelSpec, prefix: str, device: torch.dev
             whole = initial_weight(spec, prefix + name, parameter.shape, seed, device)
             if isinstance(parameter, DTensor):
                 # Each rank made the same whole tensor, so cutting needs no communication.
-                cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                cut = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
                 parameter.to_local().copy_(cut.to_local())
             else:
                 parameter.copy_(whole)

@@ -1,4 +1,6 @@
-"""The global gradient norm, right under every axis, and gradients of weights that two stages share."""
+"""The global gradient norm, right under every axis, and gradients of weights that two stages
+share.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,9 @@ from torch.nn import Parameter
 
 
 def settle(parameters: list[Parameter]) -> None:
-    """Adds up gradients that ranks of an axis still hold in parts (norms under sequence parallelism), in place."""
+    """Adds up gradients that ranks of an axis still hold in parts (norms under sequence
+    parallelism), in place.
+    """
     for parameter in parameters:
         gradient, wanted = parameter.grad, getattr(parameter, "placements", None)
         if isinstance(gradient, DTensor) and gradient.placements != wanted:
@@ -16,10 +20,12 @@ def settle(parameters: list[Parameter]) -> None:
 
 
 def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the L2 norm over the gradients of the whole model, each weight counted once, as a scalar tensor.
+    """Returns the L2 norm over the gradients of the whole model, each weight counted once, as a
+    scalar tensor.
 
-    `parameters` are this rank's, settled, without copies that another stage owns. Squares of local shards are added
-    over the axes that cut them, then over the pipeline; replicated gradients are the same on all ranks of an axis.
+    `parameters` are this rank's, settled, without copies that another stage owns. Squares of local
+    shards are added over the axes that cut them, then over the pipeline; replicated gradients are
+    the same on all ranks of an axis.
     """
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for group in group_parameters([p for p in parameters if p.grad is not None]):
@@ -41,10 +47,16 @@ def clip(parameters: list[Parameter], norm: Tensor, limit: float) -> None:
 
 
 def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """Returns the parameters grouped by placement: torch's fused and foreach kernels cannot mix plain and DTensors."""
+    """Returns the parameters grouped by placement: torch's fused and foreach kernels cannot mix
+    plain and DTensors.
+    """
     groups: dict[object, list[Parameter]] = {}
     for parameter in parameters:
-        key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        key = (
+            (parameter.device_mesh, parameter.placements)
+            if isinstance(parameter, DTensor)
+            else None
+        )
         groups.setdefault(key, []).append(parameter)
     return list(groups.values())
 
@@ -60,7 +72,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def reduce_tied(weight: Parameter | None, group: dist.ProcessGroup) -> None:
-    """Adds up the gradients of one weight that the first and the last pipeline stage both hold, in place.
+    """Adds up the gradients of one weight that the first and the last pipeline stage both hold, in
+    place.
 
     Must be called by the ranks of both stages; ranks without the weight pass None.
     """

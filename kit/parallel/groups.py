@@ -1,4 +1,6 @@
-"""Groups of ranks: one call for each axis however many ranks there are, and connected before anybody needs them."""
+"""Groups of ranks: one call for each axis however many ranks there are, and connected before
+anybody needs them.
+"""
 
 import contextlib
 import datetime
@@ -13,17 +15,22 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
-    """Returns this rank's group of those that disjoint `lists` of ranks make, None if it is in no list.
+    """Returns this rank's group of those that disjoint `lists` of ranks make, None if it is in no
+    list.
 
-    All ranks must call it with the same lists. Where a device is bound to the world's group, torch makes a group by
-    splitting NCCL's communicator of all ranks, so that a call for each list would take minutes at thousands of ranks.
+    All ranks must call it with the same lists. Where a device is bound to the world's group, torch
+    makes a group by splitting NCCL's communicator of all ranks, so that a call for each list would
+    take minutes at thousands of ranks.
     """
     world: Any = dist.group.WORLD
     if len(lists[0]) == world.size():
         return world
     if world.bound_device_id is not None:
-        # Only tensors of the device travel along an axis. Older torch splits the gloo group of the world too.
-        options: Any = {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
+        # Only tensors of the device travel along an axis. Older torch splits the gloo group of the
+        # world too.
+        options: Any = (
+            {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
+        )
         options |= {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
         return dist.split_group(split_ranks=[list(ranks) for ranks in lists], **options)
     mine = None
@@ -37,15 +44,19 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
 
 def cpu_group(name: str) -> Any:
     """Returns a new group of all ranks for tensors in memory, connected."""
-    group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # Torch-XLA's takes no description
+    group: Any = dist.new_group(
+        backend="gloo", timeout=COLLECTIVE_TIMEOUT
+    )  # Torch-XLA's takes no description
     connect(group, name, COLLECTIVE_TIMEOUT)
     return group
 
 
 def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
-    """Makes the connections of a new group, if it is one of gloo's; raises RuntimeError if a rank does not come.
+    """Makes the connections of a new group, if it is one of gloo's; raises RuntimeError if a rank
+    does not come.
 
-    Later a rank may be gone, and gloo's wait for it ends when it likes (github.com/pytorch/gloo/issues/520).
+    Later a rank may be gone, and gloo's wait for it ends when it likes
+    (github.com/pytorch/gloo/issues/520).
     """
     if "gloo" not in dist.get_backend_config(group):
         return
@@ -54,18 +65,19 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
         work.wait(timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {dist.get_rank()} could not join the process group {name!r} of {group.size()} ranks within "
-            f"{timeout.total_seconds():.0f} s: {error} A rank has ended or its node cannot be reached: see the logs of "
-            f"the other ranks."
+            f"Rank {dist.get_rank()} could not join the process group {name!r} of {group.size()}"
+            f" ranks within {timeout.total_seconds():.0f} s: {error} A rank has ended or its node"
+            " cannot be reached: see the logs of the other ranks."
         ) from error
 
 
 def part() -> None:
     """Waits for all ranks before this one ends, by way of the store in which they met.
 
-    Not by gloo's barrier: a rank that has passed it is gone, and another's connection to it may then break or, where it
-    is made at first use, never come (seen in one of four runs of four ranks). When the store itself is gone, all ranks
-    have parted, or rank 0 has died, of which its supervisor tells.
+    Not by gloo's barrier: a rank that has passed it is gone, and another's connection to it may
+    then break or, where it is made at first use, never come (seen in one of four runs of four
+    ranks). When the store itself is gone, all ranks have parted, or rank 0 has died, of which its
+    supervisor tells.
     """
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     with contextlib.suppress(RuntimeError):
@@ -76,7 +88,9 @@ def part() -> None:
 
 @contextlib.contextmanager
 def unbound_device() -> Iterator[None]:
-    """Lets a library make groups in loops: without a bound device, NCCL connects their members at first use, alone."""
+    """Lets a library make groups in loops: without a bound device, NCCL connects their members
+    at first use, alone.
+    """
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
     try:

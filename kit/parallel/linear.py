@@ -1,7 +1,9 @@
-"""Tensor parallelism with plain tensors: Megatron-style layers, made from the model's own table of splits.
+"""Tensor parallelism with plain tensors: Megatron-style layers, made from the model's own table of
+splits.
 
-For engines that cannot take DTensors. Shape letters as in `kit.model`, and N tokens in all (B x T); under tensor
-parallelism F, V and head counts are this rank's part. Source of the layers: Megatron-LM, arXiv 1909.08053, section 3.
+For engines that cannot take DTensors. Shape letters as in `kit.model`, and N tokens in all (B x T);
+under tensor parallelism F, V and head counts are this rank's part. Source of the layers:
+Megatron-LM, arXiv 1909.08053, section 3.
 """
 
 from typing import Any
@@ -16,7 +18,9 @@ from kit.model import TENSOR_PARALLEL_SPLIT
 
 
 def split_of(path: str) -> str | None:
-    """Returns how the table cuts the matrix of a layer, by the layer's global name; None where it stays whole."""
+    """Returns how the table cuts the matrix of a layer, by the layer's global name; None where
+    it stays whole.
+    """
     for name, split in TENSOR_PARALLEL_SPLIT.items():
         if path == name or ("." in name and path.endswith("." + name)):
             return split
@@ -24,7 +28,9 @@ def split_of(path: str) -> str | None:
 
 
 def split_dim(name: str) -> int | None:
-    """Returns the dim over which a parameter is cut, by its global name; None where every rank has it whole."""
+    """Returns the dim over which a parameter is cut, by its global name; None where every rank
+    has it whole.
+    """
     path, _, kind = name.rpartition(".")
     split = split_of(path)
     if split == "row":
@@ -41,26 +47,37 @@ def cut(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
 
 
 def split_layers(module: nn.Module, group: ProcessGroup) -> None:
-    """Replaces the layers that the table names by their parallel kind, in place; weights are left to be filled.
+    """Replaces the layers that the table names by their parallel kind, in place; weights are left
+    to be filled.
 
-    The module, best on the meta device, is a decoder or a part of it that names its layers as the decoder does.
+    The module, best on the meta device, is a decoder or a part of it that names its layers as the
+    decoder does.
     """
     for path, parent in list(module.named_modules()):
         path = path + "." if path else ""
         splits = {name: split_of(path + name) for name, _ in parent.named_children()}
-        # One copy, and so one all-reduce of gradients, for all column-split layers that read the same input.
+        # One copy, and so one all-reduce of gradients, for all column-split layers that read the
+        # same input.
         shared = "row" in splits.values()
         for name, split in splits.items():
             if split is not None:
-                setattr(parent, name, _parallel(parent.get_submodule(name), split, group, copy_input=not shared))
+                setattr(
+                    parent,
+                    name,
+                    _parallel(parent.get_submodule(name), split, group, copy_input=not shared),
+                )
         if shared:
-            parent.register_forward_pre_hook(lambda _, args: (copy_to_ranks(args[0], group), *args[1:]))
+            parent.register_forward_pre_hook(
+                lambda _, args: (copy_to_ranks(args[0], group), *args[1:])
+            )
 
 
 def _parallel(layer: Any, split: str, group: ProcessGroup, *, copy_input: bool) -> nn.Module:
     device = layer.weight.device
     if split == "vocabulary":
-        return VocabularyParallelEmbedding(layer.num_embeddings, layer.embedding_dim, group, device=device)
+        return VocabularyParallelEmbedding(
+            layer.num_embeddings, layer.embedding_dim, group, device=device
+        )
     shape: tuple[int, int] = (layer.in_features, layer.out_features)
     bias = layer.bias is not None
     if split == "row":
@@ -69,10 +86,19 @@ def _parallel(layer: Any, split: str, group: ProcessGroup, *, copy_input: bool) 
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer whose output features are cut over the ranks; its output is this rank's part."""
+    """A linear layer whose output features are cut over the ranks; its output is this rank's
+    part.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, group: ProcessGroup, *, bias: bool, copy_input: bool, device: Any
+        self,
+        in_features: int,
+        out_features: int,
+        group: ProcessGroup,
+        *,
+        bias: bool,
+        copy_input: bool,
+        device: Any,
     ) -> None:
         super().__init__(in_features, out_features // group.size(), bias=bias, device=device)
         self.group, self.copy_input = group, copy_input
@@ -82,9 +108,13 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer whose input features are cut over the ranks; its output is whole, the bias added once."""
+    """A linear layer whose input features are cut over the ranks; its output is whole, the bias
+    added once.
+    """
 
-    def __init__(self, in_features: int, out_features: int, group: ProcessGroup, *, bias: bool, device: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, group: ProcessGroup, *, bias: bool, device: Any
+    ) -> None:
         super().__init__(in_features // group.size(), out_features, bias=bias, device=device)
         self.group = group
 
@@ -96,7 +126,9 @@ class RowParallelLinear(nn.Linear):
 class VocabularyParallelEmbedding(nn.Embedding):
     """An embedding whose vocabulary is cut over the ranks; its output is whole."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, group: ProcessGroup, *, device: Any) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, group: ProcessGroup, *, device: Any
+    ) -> None:
         super().__init__(num_embeddings // group.size(), embedding_dim, device=device)
         self.group = group
 
@@ -116,7 +148,9 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns the mean negative log-likelihood in nats, fp32; with a group, of its ranks' parts of the vocabulary."""
+    """Returns the mean negative log-likelihood in nats, fp32; with a group, of its ranks' parts
+    of the vocabulary.
+    """
     logits_NV, targets_N = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
     if group is None:
         return F.cross_entropy(logits_NV, targets_N)
@@ -149,7 +183,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """log(sum exp(z - max)) + max - z[target]; its gradient is softmax - 1 at the target, over N."""
+    """log(sum exp(z - max)) + max - z[target]; its gradient is softmax - 1 at the target, over
+    N.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: ProcessGroup) -> Tensor:
@@ -167,12 +203,16 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         softmax_NV, index_N, mine_N = ctx.saved_tensors
         gradient_NV = softmax_NV.clone()
-        gradient_NV.scatter_add_(-1, index_N.unsqueeze(-1), -mine_N.to(softmax_NV.dtype).unsqueeze(-1))
+        gradient_NV.scatter_add_(
+            -1, index_N.unsqueeze(-1), -mine_N.to(softmax_NV.dtype).unsqueeze(-1)
+        )
         return gradient_NV.mul_(gradients[0] / len(index_N)), None, None
 
 
 def _own_tokens(tokens: Tensor, count: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Returns each token's row in this rank's part of the vocabulary (0 where it has none) and whether it has it."""
+    """Returns each token's row in this rank's part of the vocabulary (0 where it has none) and
+    whether it has it.
+    """
     first = group.rank() * count
     mine = (tokens >= first) & (tokens < first + count)
     return (tokens - first).masked_fill(~mine, 0), mine

@@ -8,14 +8,21 @@ from kit.plan import Plan
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Returns the mesh (pipeline, replicate, shard, tensor) over all ranks, without axes of size 1 but for `shard`.
+    """Returns the mesh (pipeline, replicate, shard, tensor) over all ranks, without axes of size 1
+    but for `shard`.
 
-    Tensor parallel ranks are neighbours (they talk most), pipeline stages lie farthest apart, as in Megatron-LM
-    (arXiv 2104.04473). Replicas are on the axis `replicate` for ZeRO 0, on `shard` for ZeRO 1-3, and on both with a
-    `shard_size`: those that share states are neighbours. fully_shard needs an axis `shard` even if nothing is cut.
+    Tensor parallel ranks are neighbours (they talk most), pipeline stages lie farthest apart, as in
+    Megatron-LM (arXiv 2104.04473). Replicas are on the axis `replicate` for ZeRO 0, on `shard` for
+    ZeRO 1-3, and on both with a `shard_size`: those that share states are neighbours. fully_shard
+    needs an axis `shard` even if nothing is cut.
     """
     replicate, shard = plan.data_parallel // plan.num_shards, plan.num_shards
-    sizes = {"pipeline": plan.pipeline_parallel, "replicate": replicate, "shard": shard, "tensor": plan.tensor_parallel}
+    sizes = {
+        "pipeline": plan.pipeline_parallel,
+        "replicate": replicate,
+        "shard": shard,
+        "tensor": plan.tensor_parallel,
+    }
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     ranks = torch.arange(plan.num_devices).view(*axes.values())
     groups = []
@@ -30,7 +37,9 @@ def pipeline_rank(mesh: DeviceMesh) -> int:
 
 
 def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
-    """Returns the one-axis mesh of the ranks that read different sequences, of a plan without `shard_size`."""
+    """Returns the one-axis mesh of the ranks that read different sequences, of a plan without
+    `shard_size`.
+    """
     return mesh["replicate"] if plan.zero_stage == 0 and plan.data_parallel > 1 else mesh["shard"]
 
 

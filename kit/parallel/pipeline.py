@@ -22,13 +22,15 @@ SCHEDULES = {
     "zero_bubble": "ScheduleInterleavedZeroBubble",  # arXiv 2401.10241
     "zbv": "ScheduleZBVZeroBubble",  # arXiv 2401.10241
 }
-"""Names in torch.distributed.pipelining, whose import takes a second that a run without a pipeline need not wait."""
+"""Names in torch.distributed.pipelining, whose import takes a second that a run without a
+pipeline need not wait."""
 
 
 def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
     """Returns the global numbers of the stages that a pipeline rank holds.
 
-    Rank r of p holds r, r + p, ...; the V-shaped `zbv` folds back, so that rank 0 holds the first and last stage.
+    Rank r of p holds r, r + p, ...; the V-shaped `zbv` folds back, so that rank 0 holds the first
+    and last stage.
     """
     if plan.schedule == "zbv" and plan.pipeline_parallel > 1:
         return [pipeline_rank, plan.num_stages - 1 - pipeline_rank]
@@ -50,7 +52,10 @@ def build_schedule(
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> "PipelineScheduleSingle | PipelineScheduleMulti":
-    """Returns torch's schedule over this rank's stages. Gradients come out as the mean over micro-batches."""
+    """Returns torch's schedule over this rank's stages.
+
+    Gradients come out as the mean over micro-batches.
+    """
     from torch.distributed import pipelining
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
@@ -69,7 +74,8 @@ def build_schedule(
     ]
     kind: Any = getattr(pipelining, SCHEDULES[plan.schedule])
     if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:
-        # torch refuses so few. GPipe then takes the same time and holds as much on the first stage: every micro-batch.
+        # torch refuses so few. GPipe then takes the same time and holds as much on the first stage:
+        # every micro-batch.
         kind = pipelining.ScheduleGPipe
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
@@ -77,17 +83,27 @@ def build_schedule(
 
 @torch.no_grad()
 def forward_only(
-    decoders: list[Decoder], tokens_BT: Tensor, *, plan: Plan, pipeline_rank: int, group: ProcessGroup
+    decoders: list[Decoder],
+    tokens_BT: Tensor,
+    *,
+    plan: Plan,
+    pipeline_rank: int,
+    group: ProcessGroup,
 ) -> Tensor | None:
     """Returns the logits of one micro-batch where this rank holds the last stage, else None.
 
-    Stage after stage with plain sends and receives: torch's schedules have no forward pass for `zbv`.
+    Stage after stage with plain sends and receives: torch's schedules have no forward pass for
+    `zbv`.
     """
-    owner = {index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)}
+    owner = {
+        index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)
+    }
     spec, x = decoders[0].spec, tokens_BT
     for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True):
         if index > 0 and owner[index - 1] != pipeline_rank:
-            x = torch.empty_like(_handed_to(index, spec, plan), device=tokens_BT.device, requires_grad=False)
+            x = torch.empty_like(
+                _handed_to(index, spec, plan), device=tokens_BT.device, requires_grad=False
+            )
             dist.recv(x, group=group, group_src=owner[index - 1])
         x = decoder(x)
         if index + 1 < plan.num_stages and owner[index + 1] != pipeline_rank:
@@ -96,7 +112,9 @@ def forward_only(
 
 
 def _handed_to(stage: int, spec: ModelSpec, plan: Plan) -> Tensor:
-    """Returns the shape of what `stage` receives (meta): tokens first, logits after the last, hidden states between."""
+    """Returns the shape of what `stage` receives (meta): tokens first, logits after the last,
+    hidden states between.
+    """
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     batch, length, width = plan.micro_batch_size, spec.sequence_length, spec.hidden_size
     if stage == 0:

@@ -1,4 +1,6 @@
-"""What one rank of a huge plan would hold, without processes or memory: a fake process group and the meta device."""
+"""What one rank of a huge plan would hold, without processes or memory: a fake process group and
+the meta device.
+"""
 
 import contextlib
 import dataclasses
@@ -45,7 +47,8 @@ class RankView:
 
 
 def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
-    """Returns what `rank` would hold: the real cutting code, run for that rank alone, on the meta device.
+    """Returns what `rank` would hold: the real cutting code, run for that rank alone, on the meta
+    device.
 
     Raises:
         RunError: this process is already part of a process group.
@@ -90,7 +93,9 @@ def _placement(parameter: torch.Tensor) -> str:
 @contextlib.contextmanager
 def _fake_process_group(rank: int, size: int) -> Iterator[None]:
     if dist.is_initialized():
-        raise RunError("A rank can only be simulated in a process outside any process group. Use a fresh one.")
+        raise RunError(
+            "A rank can only be simulated in a process outside any process group. Use a fresh one."
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

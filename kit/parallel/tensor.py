@@ -1,8 +1,9 @@
-"""Tensor and sequence parallelism: the model's own table of splits, interpreted with torch's DTensor.
+"""Tensor and sequence parallelism: the model's own table of splits, interpreted with torch's
+DTensor.
 
-A column-split matrix followed by a row-split one needs a single all-reduce (Megatron-LM, arXiv 1909.08053). With
-sequence parallelism that all-reduce becomes a reduce-scatter and an all-gather, and what lies between blocks is cut
-along T (arXiv 2205.05198).
+A column-split matrix followed by a row-split one needs a single all-reduce (Megatron-LM, arXiv
+1909.08053). With sequence parallelism that all-reduce becomes a reduce-scatter and an all-gather,
+and what lies between blocks is cut along T (arXiv 2205.05198).
 """
 
 import torch
@@ -40,16 +41,21 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         else:
             styles[name] = ColwiseParallel()
     styles["output"] = ColwiseParallel(input_layouts=between_blocks, output_layouts=V_AXIS)
-    # One input for all column-split matrices that read it, so that their gradients of it are added up only once.
+    # One input for all column-split matrices that read it, so that their gradients of it are added
+    # up only once.
     styles |= {
         "attention": PrepareModuleInput(
             input_layouts=(between_blocks, None), desired_input_layouts=(Replicate(), None)
         ),
-        "feed_forward": PrepareModuleInput(input_layouts=(between_blocks,), desired_input_layouts=(Replicate(),)),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(between_blocks,), desired_input_layouts=(Replicate(),)
+        ),
     }
     if sequence_parallel:
         styles |= {
-            "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=T_AXIS),
+            "embedding": PrepareModuleOutput(
+                output_layouts=Replicate(), desired_output_layouts=T_AXIS
+            ),
             "attention_norm": SequenceParallel(),
             "feed_forward_norm": SequenceParallel(),
             "norm": SequenceParallel(),
@@ -58,7 +64,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         here = {name: style for name, style in styles.items() if _has(module, name)}
         parallelize_module(module, mesh, here)
     if decoder.embedding is not None:
-        # The local part of a DTensor is a view; its gradient from a compiled block is none that DTensor takes.
+        # The local part of a DTensor is a view; its gradient from a compiled block is none that
+        # DTensor takes.
         decoder.embedding.register_forward_hook(lambda _module, _inputs, x_BTH: x_BTH.clone())
     decoder.tie()
 
@@ -66,14 +73,17 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Returns the mean negative log-likelihood in nats, computed in fp32.
 
-    With a tensor axis `mesh`, logits hold this rank's part of the vocabulary and are never gathered; call it, and
-    its backward pass, inside torch's `loss_parallel`.
+    With a tensor axis `mesh`, logits hold this rank's part of the vocabulary and are never
+    gathered; call it, and its backward pass, inside torch's `loss_parallel`.
     """
     logits = logits_BTV.flatten(0, 1).float()
     if mesh is None:
         return F.cross_entropy(logits, targets_BT.flatten())
-    loss = F.cross_entropy(DTensor.from_local(logits, mesh, (V_AXIS,), run_check=False), targets_BT.flatten())
-    # A copy, since zero-bubble schedules detach the loss in place, which a view of the DTensor forbids.
+    loss = F.cross_entropy(
+        DTensor.from_local(logits, mesh, (V_AXIS,), run_check=False), targets_BT.flatten()
+    )
+    # A copy, since zero-bubble schedules detach the loss in place, which a view of the DTensor
+    # forbids.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
 

@@ -1,7 +1,9 @@
-"""A dress rehearsal: what a job of full size would ask of its site, stage by stage, before anyone pays for it.
+"""A dress rehearsal: what a job of full size would ask of its site, stage by stage, before anyone
+pays for it.
 
-The cutting code of every kind of rank runs; all else is counted from what the parts of the kit do, or modelled.
-BENCHMARKS.md compares the counts with small real jobs; what was never run is said (`Rehearsal.never_run`).
+The cutting code of every kind of rank runs; all else is counted from what the parts of the kit do,
+or modelled. BENCHMARKS.md compares the counts with small real jobs; what was never run is said
+(`Rehearsal.never_run`).
 """
 
 import dataclasses
@@ -46,14 +48,19 @@ class Rehearsal:
         verdict = f"does not fit: {', '.join(above)}" if above else "every count is under its limit"
         if unknown:
             verdict += f"; {unknown} without a known limit"
-        return f"{self.spec.name} on {counted(self.plan.num_devices, 'device')} of {self.site.name}: {verdict}"
+        return (
+            f"{self.spec.name} on {counted(self.plan.num_devices, 'device')} of {self.site.name}:"
+            f" {verdict}"
+        )
 
     @property
     def never_run(self) -> list[str]:
         """What no rehearsal can show."""
         return [
-            f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512 light ones under Slurm, 128 "
-            "in a process group)",
+            (
+                f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512"
+                " light ones under Slurm, 128 in a process group)"
+            ),
             f"the file system of {self.site.name}: its rates are those of its site file",
         ]
 
@@ -63,7 +70,10 @@ class Rehearsal:
     def rows(self) -> list[tuple[str, ...]]:
         """The counts as text."""
         verdicts = {True: "yes", False: "NO", None: ""}
-        return [(c.stage, c.what, c.text, c.limit_text, verdicts[c.fits], c.known, c.note) for c in self.counts]
+        return [
+            (c.stage, c.what, c.text, c.limit_text, verdicts[c.fits], c.known, c.note)
+            for c in self.counts
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
@@ -73,25 +83,41 @@ class Rehearsal:
 
     def _repr_html_(self) -> str:
         names = [name or "note" for name in self.header]
-        together = [(*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:4]), *row[4:]) for row in self.rows]
+        together = [
+            (*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:4]), *row[4:])
+            for row in self.rows
+        ]
         rows = [dict(zip(names, row, strict=True)) for row in together]
-        limits = [f"{count.what}: {count.limit_source}" for count in self.counts if count.limit_source]
+        limits = [
+            f"{count.what}: {count.limit_source}" for count in self.counts if count.limit_source
+        ]
         notes = [f"Never run: {text}." for text in self.never_run]
         return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()
 
 
 def rehearse(
-    spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, *, hours_between_failures: float | None = None
+    spec: ModelSpec,
+    plan: Plan,
+    recipe: Recipe,
+    site: Site,
+    *,
+    hours_between_failures: float | None = None,
 ) -> Rehearsal:
     """Returns what a job would ask of its site.
 
-    `hours_between_failures` is the mean of the whole job; by default that of published interruptions, for as many
-    devices (`kit.rehearsal.goodput`).
+    `hours_between_failures` is the mean of the whole job; by default that of published
+    interruptions, for as many devices (`kit.rehearsal.goodput`).
 
     Raises:
         ConfigError: the plan cannot run the model, or the site lacks a number that step time needs.
     """
     plan.check(spec)
     check_site(spec, plan, site)
-    job = Job(spec=spec, plan=plan, recipe=recipe, site=site, hours_between_failures=hours_between_failures)
+    job = Job(
+        spec=spec,
+        plan=plan,
+        recipe=recipe,
+        site=site,
+        hours_between_failures=hours_between_failures,
+    )
     return Rehearsal(spec, plan, site, tuple(count for stage in STAGES for count in stage(job)))

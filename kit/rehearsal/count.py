@@ -22,7 +22,8 @@ class Count:
     is_limited: bool = False
     """Whether it should have a limit: without one, nobody knows whether it fits."""
     known: Literal["run", "counted", "modelled"] = "counted"
-    """`run`: the real code did it; `counted`: from what the code does, times how many; `modelled`: by equations."""
+    """`run`: the real code did it; `counted`: from what the code does, times how many;
+    `modelled`: by equations."""
     note: str = ""
 
     @property

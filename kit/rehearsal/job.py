@@ -43,7 +43,13 @@ class Job:
         """The site with what published runs tell about it."""
         hardware, calibration = Hardware.of(self.site, "bf16"), published_calibration(self.site)
         kernels = engine_kernels(self.plan.engine, self.site.device)
-        return Machine(site=self.site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
+        return Machine(
+            site=self.site,
+            hardware=hardware,
+            calibration=calibration,
+            kernels=kernels,
+            reserve=RESERVE,
+        )
 
     @cached_property
     def used_bytes(self) -> float:
@@ -51,7 +57,9 @@ class Job:
         plan = self.plan
         is_pure = plan.engine == "neuron" and plan.precision == "bf16" and plan.zero_stage == 0
         convention = CONVENTIONS["pure_bf16" if is_pure else "mixed_precision"]
-        return memory(self.layout, kernels=self.machine.kernels, convention=convention).used_bytes.item()
+        return memory(
+            self.layout, kernels=self.machine.kernels, convention=convention
+        ).used_bytes.item()
 
     @cached_property
     def step_s(self) -> tuple[float, float, float]:

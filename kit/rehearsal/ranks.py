@@ -1,4 +1,6 @@
-"""The real cutting code, run for one rank of each kind: nothing is allocated, no other process is needed."""
+"""The real cutting code, run for one rank of each kind: nothing is allocated, no other process
+is needed.
+"""
 
 import dataclasses
 import itertools
@@ -23,23 +25,31 @@ class Cut:
     groups: dict[str, int]
     """In which a rank talks to others, and how many they are."""
     num_params: int
-    """Of all pipeline stages together, before tensor and sharded data parallelism cut them; tied embeddings once."""
+    """Of all pipeline stages together, before tensor and sharded data parallelism cut them; tied
+    embeddings once."""
 
 
 def cut(spec: ModelSpec, plan: Plan) -> Cut:
-    """Returns what each kind of rank holds: of each kind of pipeline stage the first and last tensor and data rank.
+    """Returns what each kind of rank holds: of each kind of pipeline stage the first and last
+    tensor and data rank.
 
     Raises:
         ConfigError: the plan cannot run the model.
     """
     kinds = Counter(_kind(spec, plan, place) for place in range(plan.pipeline_parallel))
-    first_of = {_kind(spec, plan, place): place for place in reversed(range(plan.pipeline_parallel))}
+    first_of = {
+        _kind(spec, plan, place): place for place in reversed(range(plan.pipeline_parallel))
+    }
     views, num_params = [], 0
     for kind, count in kinds.items():
-        for tensor, data in itertools.product({0, plan.tensor_parallel - 1}, {0, plan.data_parallel - 1}):
+        for tensor, data in itertools.product(
+            {0, plan.tensor_parallel - 1}, {0, plan.data_parallel - 1}
+        ):
             rank = (first_of[kind] * plan.data_parallel + data) * plan.tensor_parallel + tensor
             views.append(view_rank(spec, plan, rank))
-        num_params += count * sum(torch.Size(parameter.whole_shape).numel() for parameter in views[-1].parameters)
+        num_params += count * sum(
+            torch.Size(parameter.whole_shape).numel() for parameter in views[-1].parameters
+        )
     copies = plan.data_parallel // plan.shard_size if plan.shard_size else 1
     data = {"copies of a shard": copies, "data": plan.data_parallel // copies}
     axes = {"pipeline": plan.pipeline_parallel, **data, "tensor": plan.tensor_parallel}
@@ -52,6 +62,8 @@ def cut(spec: ModelSpec, plan: Plan) -> Cut:
 
 
 def _kind(spec: ModelSpec, plan: Plan, place: int) -> tuple:
-    """Returns what makes a place in the pipeline differ from others: how many layers, and which ends."""
+    """Returns what makes a place in the pipeline differ from others: how many layers, and which
+    ends.
+    """
     layers = [stage_layers(spec, plan, stage) for stage in stage_indices(plan, place)]
     return tuple((len(part), 0 in part, spec.num_layers - 1 in part) for part in layers)

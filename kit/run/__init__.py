@@ -1,10 +1,13 @@
-"""Run: the directory that is the contract between a job, a notebook and a scheduler. Imports no torch.
+"""Run: the directory that is the contract between a job, a notebook and a scheduler. Imports no
+torch.
 
-spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json, site.attempt_01.json: then)
+spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json,
+                                              site.attempt_01.json: then)
 job.json submit.sh env.json                   how it was started, and with which versions
 state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
 metrics.jsonl checkpoints/ eval/ profile/     what came out
-hook.py                                       the user's numbers of a step, where the recipe names such a file
+hook.py                                       the user's numbers of a step, where the recipe names
+                                              such a file
 alerts.jsonl                                   what deserved a look
 """
 
@@ -33,22 +36,32 @@ if TYPE_CHECKING:
 HOOK = "hook.py"
 """The copy of the recipe's hook."""
 POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profile_ranks")
-"""Fields of a recipe that may change when a run is resumed, beside its lengths: they do not change a step."""
+"""Fields of a recipe that may change when a run is resumed, beside its lengths: they do not
+change a step."""
 
 
 class Run:
-    """One training run, as recorded in its directory. Open one with `open`; `kit.launch` makes one."""
+    """One training run, as recorded in its directory.
 
-    def __init__(self, directory: Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> None:
+    Open one with `open`; `kit.launch` makes one.
+    """
+
+    def __init__(
+        self, directory: Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
+    ) -> None:
         self.directory = directory
         self.spec, self.plan, self.recipe, self.site = spec, plan, recipe, site
         self.checkpoints = Checkpoints(directory / "checkpoints")
 
     @classmethod
-    def prepare(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
-        """Returns a run for a new directory, or for one of the same model that may go on otherwise; writes nothing.
+    def prepare(
+        cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
+    ) -> Self:
+        """Returns a run for a new directory, or for one of the same model that may go on otherwise;
+        writes nothing.
 
-        What has trained and is to go on for another number of steps, without a decay_steps, keeps its schedule's end.
+        What has trained and is to go on for another number of steps, without a decay_steps, keeps
+        its schedule's end.
 
         Raises:
             RunError: the directory holds something else, or a run of another model or recipe.
@@ -58,17 +71,25 @@ class Run:
         directory = Path(directory).expanduser().resolve()
         if (directory / "spec.json").exists():
             old = cls.open(directory)
-            is_longer_or_shorter = recipe.num_steps != old.recipe.num_steps and old.checkpoints.steps()
+            is_longer_or_shorter = (
+                recipe.num_steps != old.recipe.num_steps and old.checkpoints.steps()
+            )
             if is_longer_or_shorter and recipe.decay_steps is None:
                 recipe = recipe.replace(decay_steps=old.recipe.decay_steps or old.recipe.num_steps)
             _check_same_run(old, spec, plan, recipe)
         elif directory.is_dir() and any(directory.iterdir()):
-            raise RunError(f"{directory} exists and is not a run directory. Give a new or empty directory.")
+            raise RunError(
+                f"{directory} exists and is not a run directory. Give a new or empty directory."
+            )
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
 
     @classmethod
-    def create(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
-        """Returns a run whose directory holds what it was asked for; arguments and errors as in `prepare`."""
+    def create(
+        cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
+    ) -> Self:
+        """Returns a run whose directory holds what it was asked for; arguments and errors as in
+        `prepare`.
+        """
         run = cls.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         run.directory.mkdir(parents=True, exist_ok=True)
         for name, text in run.asked().items():
@@ -76,12 +97,19 @@ class Run:
         return run
 
     def asked(self) -> dict[str, str]:
-        """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there.
+        """Returns what the run was asked for, as texts by the name of their file; spec.json is the
+        last to be there.
 
         Raises:
-            RunError: the hook's file cannot be read, and there is no copy of this file from an earlier launch.
+            RunError: the hook's file cannot be read, and there is no copy of this file from an
+                earlier launch.
         """
-        records: dict[str, Record] = {"plan": self.plan, "recipe": self.recipe, "site": self.site, "spec": self.spec}
+        records: dict[str, Record] = {
+            "plan": self.plan,
+            "recipe": self.recipe,
+            "site": self.site,
+            "spec": self.spec,
+        }
         texts = {f"{name}.json": record.to_json() for name, record in records.items()}
         if (hook := self.recipe.hook) is not None:
             try:
@@ -89,7 +117,9 @@ class Run:
             except (OSError, UnicodeDecodeError) as error:
                 has_copy = self.is_mirror or (self.directory / HOOK).exists()
                 if not has_copy or Recipe.read(self.directory / "recipe.json").hook != hook:
-                    raise RunError(f"recipe.hook: {hook!r} cannot be read ({error}). Give a Python file.") from error
+                    raise RunError(
+                        f"recipe.hook: {hook!r} cannot be read ({error}). Give a Python file."
+                    ) from error
         return texts
 
     @classmethod
@@ -103,7 +133,9 @@ class Run:
         if mirror_of(directory):
             refresh(directory)
         if not (directory / "spec.json").exists():
-            raise RunError(f"{directory} is not a run directory (no spec.json). Make one with `kit launch`.")
+            raise RunError(
+                f"{directory} is not a run directory (no spec.json). Make one with `kit launch`."
+            )
         return cls(
             directory,
             spec=ModelSpec.read(directory / "spec.json"),
@@ -119,12 +151,16 @@ class Run:
 
     @property
     def job(self) -> "cluster.Job":
-        """The job of the newest attempt: `.status()`, `.logs()`, `.stop()`, `.cancel()`, `.wait()`."""
+        """The job of the newest attempt: `.status()`, `.logs()`, `.stop()`, `.cancel()`,
+        `.wait()`.
+        """
         return cluster.Job.attach(self.directory)
 
     @property
     def is_imported(self) -> bool:
-        """Whether it was made from another trainer's log: its job, checkpoints and disk are elsewhere."""
+        """Whether it was made from another trainer's log: its job, checkpoints and disk are
+        elsewhere.
+        """
         return (self.directory / "import.json").exists()
 
     @property
@@ -133,14 +169,22 @@ class Run:
         return mirror_of(self.directory) is not None
 
     def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
-        """Returns by dotted key what of this run's spec, plan or recipe is not as in another: here, and there."""
+        """Returns by dotted key what of this run's spec, plan or recipe is not as in another:
+        here, and there.
+        """
         own = getattr(self, name).to_dict()
-        return {f"{name}.{key}": (own[key], value) for key, value in wanted.to_dict().items() if value != own[key]}
+        return {
+            f"{name}.{key}": (own[key], value)
+            for key, value in wanted.to_dict().items()
+            if value != own[key]
+        }
 
     def how_to_go_on(self, plan: Plan, num_steps: int) -> str:
-        """Returns advice: the command that goes on with this run, on a plan until a step, and what that changes.
+        """Returns advice: the command that goes on with this run, on a plan until a step, and what
+        that changes.
 
-        A step that the run has been at before is no end to go on to: then the command leaves it to the reader.
+        A step that the run has been at before is no end to go on to: then the command leaves it to
+        the reader.
         """
         changes = self.differing("plan", plan)
         is_done = num_steps <= max(self.checkpoints.steps(), default=0)
@@ -158,21 +202,31 @@ class Run:
         return {attempt: Plan.read(file) for attempt, file in self._of_attempts("plan")}
 
     def other_sites(self) -> dict[int, Site]:
-        """Returns the sites of attempts on another device than the newest's, whose site.json may be corrected later."""
+        """Returns the sites of attempts on another device than the newest's, whose site.json may
+        be corrected later.
+        """
         sites = ((attempt, Site.read(file)) for attempt, file in self._of_attempts("site"))
         here = self.site.name, self.site.device.name
         return {attempt: site for attempt, site in sites if (site.name, site.device.name) != here}
 
     def _of_attempts(self, record: str) -> list[tuple[int, Path]]:
         files = sorted(self.directory.glob(f"{record}.attempt_*.json"))
-        return [(int(match[1]), file) for file in files if (match := re.search(r"attempt_(\d+)\.json$", file.name))]
+        return [
+            (int(match[1]), file)
+            for file in files
+            if (match := re.search(r"attempt_(\d+)\.json$", file.name))
+        ]
 
     def metrics(self) -> "Metrics":
         """Returns the steps recorded so far."""
         from kit.run.metrics import Metrics
 
-        read = Metrics.read(self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site)
-        return dataclasses.replace(read, other_sites=self.other_sites(), is_imported=self.is_imported)
+        read = Metrics.read(
+            self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site
+        )
+        return dataclasses.replace(
+            read, other_sites=self.other_sites(), is_imported=self.is_imported
+        )
 
     def dataset(self) -> "Dataset":
         """Returns the token files that the run reads."""
@@ -194,7 +248,13 @@ class Run:
 def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
     may_change = {f"recipe.{name}" for name in ("num_steps", "decay_steps", *POLICY)}
     differing = {**old.differing("spec", spec), **old.differing("recipe", recipe)}
-    told = [f"{key} = {own!r}, not {new!r}" for key, (own, new) in differing.items() if key not in may_change]
+    told = [
+        f"{key} = {own!r}, not {new!r}"
+        for key, (own, new) in differing.items()
+        if key not in may_change
+    ]
     if told:
         advice = old.how_to_go_on(plan, recipe.num_steps)
-        raise RunError(f"{old.directory} is a run with {'; '.join(told)}, which stays as it is. {advice}")
+        raise RunError(
+            f"{old.directory} is a run with {'; '.join(told)}, which stays as it is. {advice}"
+        )

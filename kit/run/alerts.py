@@ -10,7 +10,10 @@ from cluster.files import append_lines, other_owner
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
-SAME_WITHIN_STEPS, SAME_WITHIN_S = {"nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000}, 600.0
+SAME_WITHIN_STEPS, SAME_WITHIN_S = (
+    {"nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000},
+    600.0,
+)
 
 Level = Literal["warning", "error"]
 
@@ -20,8 +23,9 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, start, rise, loss_scale, peak, stall, mfu, straggler, memory, disk, checkpoint, job; guard: what "
-        "the trainer did; hook: the user's failed; on_alert: the user's command failed"
+        "nan, spike, start, rise, loss_scale, peak, stall, mfu, straggler, memory, disk,"
+        " checkpoint, job; guard: what the trainer did; hook: the user's failed; on_alert: the"
+        " user's command failed"
     )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")
@@ -33,7 +37,10 @@ class Alert(Record):
         """Whether both tell of the same event, so that one of them is enough."""
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
-        if self.kind in ("job", "peak"):  # an attempt fails once, however often and late it is looked at
+        if self.kind in (
+            "job",
+            "peak",
+        ):  # an attempt fails once, however often and late it is looked at
             return self.message.partition(":")[0] == other.message.partition(":")[0]
         if self.kind == "guard":
             return self.step == other.step
@@ -56,7 +63,11 @@ class AlertLog(Tail):
             for line in lines.splitlines():
                 try:
                     self._take(Alert.from_json(line.decode()))
-                except (ConfigError, UnicodeDecodeError, RecursionError):  # torn, or of another version
+                except (
+                    ConfigError,
+                    UnicodeDecodeError,
+                    RecursionError,
+                ):  # torn, or of another version
                     continue
         return self.alerts
 
@@ -65,7 +76,8 @@ class AlertLog(Tail):
         self.alerts = []
 
     def add(self, alerts: list[Alert]) -> list[Alert]:
-        """Writes those that are new, and returns them; of somebody else's run they are only kept in memory.
+        """Writes those that are new, and returns them; of somebody else's run they are only kept in
+        memory.
 
         Where they cannot be written, only the record is lost.
         """

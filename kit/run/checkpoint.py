@@ -1,8 +1,10 @@
-"""Checkpoints of a run: written in the background, complete only with their manifest, loaded into any layout.
+"""Checkpoints of a run: written in the background, complete only with their manifest, loaded into
+any layout.
 
-`checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a `manifest.json`. A checkpoint is
-written into `step_00000100.partial-<attempt>` and renamed when whole, so a name without suffix is always complete. One
-that was damaged later is found by its checksums before it is loaded, and kept as `step_00000100.damaged-<attempt>`.
+`checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a
+`manifest.json`. A checkpoint is written into `step_00000100.partial-<attempt>` and renamed when
+whole, so a name without suffix is always complete. One that was damaged later is found by its
+checksums before it is loaded, and kept as `step_00000100.damaged-<attempt>`.
 """
 
 import dataclasses
@@ -42,14 +44,16 @@ class Manifest(Record):
     skipped: int = field_doc(
         "of the steps: those whose update was dropped, so AdamW has done step - skipped", default=0
     )
-    recent_losses: tuple[float, ...] = field_doc("what the next losses are judged by: `kit.trainer.guard`", default=())
+    recent_losses: tuple[float, ...] = field_doc(
+        "what the next losses are judged by: `kit.trainer.guard`", default=()
+    )
     time: float = field_doc("unix seconds")
     spec: ModelSpec = field_doc("model")
     plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
     files: dict[str, int] = field_doc("bytes of each file")
     checksums: dict[str, int] = field_doc(
-        "CRC-32 of each file but those of tensors, which torch gives one each, and of this manifest without it; empty: "
-        "written before there were any",
+        "CRC-32 of each file but those of tensors, which torch gives one each, and of this manifest"
+        " without it; empty: written before there were any",
         default_factory=dict,
     )
 
@@ -72,7 +76,9 @@ class Checkpoints:
         return sorted(step for step in found if (self.path(step) / MANIFEST).exists())
 
     def saved_at(self, step: int) -> float:
-        """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0 where nothing tells."""
+        """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0
+        where nothing tells.
+        """
         try:
             return float(json.loads(read_small(self.path(step) / MANIFEST))["time"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -86,8 +92,10 @@ class Checkpoints:
         """
         if not (steps := self.steps()):
             run = self.directory.parent
-            raise CheckpointError(f"{run} has no complete checkpoint yet. Wait for one, or ask the job, if it "
-                                  f"runs: `{kit_command('checkpoint', run)}`.")  # fmt: skip
+            raise CheckpointError(
+                f"{run} has no complete checkpoint yet. Wait for one, or ask the job, if it "
+                f"runs: `{kit_command('checkpoint', run)}`."
+            )
         return steps[-1]
 
     def path(self, step: int) -> Path:
@@ -104,7 +112,8 @@ class Checkpoints:
         path = self.path(step)
         if mirror := mirror_of(self.directory.parent):
             raise CheckpointError(
-                f"The checkpoint of step {step} stays on {mirror.login}: {mirror.directory}. Use it there."
+                f"The checkpoint of step {step} stays on {mirror.login}: {mirror.directory}. Use it"
+                " there."
             )
         try:
             manifest = Manifest.read(path / MANIFEST)
@@ -124,20 +133,27 @@ class Checkpoints:
         return manifest
 
     def verify(self, manifest: Manifest, names: Iterable[str]) -> None:
-        """Raises DamagedCheckpointError unless those of some files that have a checksum are as they were written."""
+        """Raises DamagedCheckpointError unless those of some files that have a checksum are as
+        they were written.
+        """
         path = self.path(manifest.step)
         for name in names:
             if name in manifest.checksums and checksum(path / name) != manifest.checksums[name]:
-                raise _damaged(f"{path / name} is damaged: its checksum is not that of its manifest", path)
+                raise _damaged(
+                    f"{path / name} is damaged: its checksum is not that of its manifest", path
+                )
 
     def set_aside(self, step: int, attempt: int) -> Path:
-        """Renames a damaged checkpoint, so that it does not count but can be looked at; returns where it is now."""
+        """Renames a damaged checkpoint, so that it does not count but can be looked at; returns
+        where it is now.
+        """
         kept = self.path(step).with_suffix(f".damaged-{attempt}")
         self.path(step).rename(kept)
         return kept
 
     def describe(self, step: int) -> tuple[Manifest, bytes]:
-        """Returns the manifest of a checkpoint and torch's description of it, empty if another engine wrote it.
+        """Returns the manifest of a checkpoint and torch's description of it, empty if another
+        engine wrote it.
 
         Raises:
             DamagedCheckpointError: as `manifest`, or the description has changed.
@@ -159,20 +175,27 @@ class Checkpoints:
         for key in wanted.keys() - {"name", "init_std", "scaled_init"}:
             if saved[key] != wanted[key]:
                 raise CheckpointError(
-                    f"{self.path(manifest.step)} is of another model: spec.{key} is {saved[key]!r} there and "
-                    f"{wanted[key]!r} here. Use the run's own spec, or a new run directory."
+                    f"{self.path(manifest.step)} is of another model: spec.{key} is {saved[key]!r}"
+                    f" there and {wanted[key]!r} here. Use the run's own spec, or a new run"
+                    " directory."
                 )
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
-        """Makes a checkpoint whose files are written count, unless a newer attempt has taken over the run."""
-        refuse_stale(self.directory.parent, manifest.attempt)  # a left-over must not replace newer work
+        """Makes a checkpoint whose files are written count, unless a newer attempt has taken
+        over the run.
+        """
+        refuse_stale(
+            self.directory.parent, manifest.attempt
+        )  # a left-over must not replace newer work
         seal = {MANIFEST: _seal(manifest.to_dict())} if manifest.checksums else {}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
-        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted steps.
+        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted
+        steps.
 
-        What makes those count is on the disk before, so that a loss of power leaves one; torch flushes its own files.
+        What makes those count is on the disk before, so that a loss of power leaves one; torch
+        flushes its own files.
         """
         steps = self.steps()
         kept = [self.path(step) for step in steps[-keep_last:]]
@@ -187,7 +210,9 @@ class Checkpoints:
         return gone
 
     def recover(self) -> None:
-        """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts are deleted."""
+        """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts
+        are deleted.
+        """
         for folder in sorted(self.directory.glob("step_*.*")):
             final = folder.with_suffix("")
             if folder.suffix.startswith(".damaged"):
@@ -214,7 +239,9 @@ class Checkpoints:
 
 
 def _flush(place: Path) -> None:
-    """Returns once the disk has a file's content, or the names in a folder, as far as its file system can."""
+    """Returns once the disk has a file's content, or the names in a folder, as far as its file
+    system can.
+    """
     handle = os.open(place, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -231,10 +258,11 @@ def _damaged(what: str, path: Path) -> DamagedCheckpointError:
 
 
 def checksum(file: Path) -> int:
-    """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in a second.
+    """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in
+    a second.
 
-    Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in hardware), BLAKE2b 460.
-    It is meant for accidents, not for forgers.
+    Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in
+    hardware), BLAKE2b 460. It is meant for accidents, not for forgers.
     """
     value, buffer = 0, memoryview(bytearray(READ_BYTES))
     with opened(file) as stream:
@@ -245,15 +273,24 @@ def checksum(file: Path) -> int:
 
 def _seal(manifest: dict[str, Any]) -> int:
     """Returns the CRC-32 of a manifest's content but for itself."""
-    others = {name: value for name, value in manifest.get("checksums", {}).items() if name != MANIFEST}
+    others = {
+        name: value for name, value in manifest.get("checksums", {}).items() if name != MANIFEST
+    }
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
 
 
 def cause(error: BaseException) -> str:
-    """Returns what really went wrong: torch's CheckpointException hides the causes in `failures`."""
+    """Returns what really went wrong: torch's CheckpointException hides the causes in
+    `failures`.
+    """
     failures = getattr(error, "failures", {})
-    causes = [failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()] or [error]
-    full = any(getattr(cause, "errno", None) == errno.ENOSPC or "unexpected pos" in str(cause) for cause in causes)
+    causes = [
+        failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()
+    ] or [error]
+    full = any(
+        getattr(cause, "errno", None) == errno.ENOSPC or "unexpected pos" in str(cause)
+        for cause in causes
+    )
     ranks = f" on ranks {sorted(failures)}" if failures else ""
     reason = os.strerror(errno.ENOSPC) if full else f"{type(causes[0]).__name__}: {causes[0]}"
     return f"{reason}{ranks}."

@@ -1,4 +1,6 @@
-"""What all ranks do with one checkpoint: one reads what all need and tells the others, none goes on alone."""
+"""What all ranks do with one checkpoint: one reads what all need and tells the others, none goes
+on alone.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +13,13 @@ from kit.errors import CheckpointError, ConfigError, DataError
 from kit.run.checkpoint import Checkpoints, Manifest
 
 
-def describe_together(checkpoints: Checkpoints, step: int, group: Any = None) -> tuple[Manifest, bytes]:
+def describe_together(
+    checkpoints: Checkpoints, step: int, group: Any = None
+) -> tuple[Manifest, bytes]:
     """Returns `Checkpoints.describe` to all ranks, of which rank 0 alone reads files.
 
-    All ranks of the group, which is on the CPU and has all of them, must call this. An error is raised on all.
+    All ranks of the group, which is on the CPU and has all of them, must call this. An error is
+    raised on all.
     """
     told: list[Any] = [None]
     with alike(group):
@@ -26,7 +31,9 @@ def describe_together(checkpoints: Checkpoints, step: int, group: Any = None) ->
 
 @contextlib.contextmanager
 def alike(group: Any = None) -> Iterator[None]:
-    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one as CheckpointError."""
+    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one
+    as CheckpointError.
+    """
     met: list[Any] = [None]
     try:
         yield

@@ -1,9 +1,10 @@
 """Reads torch's distributed checkpoints without running code that a file may hold.
 
-Torch describes such a checkpoint in a pickled `.metadata`, and unpickles objects that are no tensors too.
-Here the description may name only the classes that torch itself writes for tensors, so whatever else it asks for is
-refused before it runs; objects that are no tensors are refused with it. Tensors are read by torch with `weights_only`,
-once their bytes were held to the CRC-32 that torch saves with them and does not look at.
+Torch describes such a checkpoint in a pickled `.metadata`, and unpickles objects that are no
+tensors too. Here the description may name only the classes that torch itself writes for tensors, so
+whatever else it asks for is refused before it runs; objects that are no tensors are refused with
+it. Tensors are read by torch with `weights_only`, once their bytes were held to the CRC-32 that
+torch saves with them and does not look at.
 """
 
 import argparse
@@ -39,10 +40,12 @@ UNUSED = {
 
 
 class Values(pickle.Unpickler):
-    """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but those in `kept`.
+    """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but
+    those in `kept`.
 
-    An object of any other is empty. Each is made of a subclass of this load's own, which cannot be changed: a pickle
-    may set attributes of what it names, and a class is shared by the whole process.
+    An object of any other is empty. Each is made of a subclass of this load's own, which cannot be
+    changed: a pickle may set attributes of what it names, and a class is shared by the whole
+    process.
     """
 
     kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
@@ -84,7 +87,9 @@ class TensorsOnlyReader(FileSystemReader):
             pickle.UnpicklingError: it asks for anything but tensors.
             ConfigError: it names a file of another folder.
         """
-        gc.disable()  # it would look for cycles among a million small objects, for 7 times as long as making them takes
+        # it would look for cycles among a million small objects, for 7 times as long as making them
+        # takes
+        gc.disable()
         try:
             metadata = _Description(io.BytesIO(self.description)).load()
         except Exception as error:  # a stranger's bytes may lead to any
@@ -96,17 +101,23 @@ class TensorsOnlyReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
-        """Returns the bytes of one tensor, a zip archive. Raises DamagedCheckpointError if they have changed."""
+        """Returns the bytes of one tensor, a zip archive.
+
+        Raises DamagedCheckpointError if they have changed.
+        """
         file.seek(sinfo.offset)
         found = io.BytesIO(file.read(sinfo.length))
         try:
             changed = zipfile.ZipFile(found).testzip()
-        except Exception as error:  # a flipped bit makes zipfile raise EOFError, zlib's error and others too
+        except (
+            Exception
+        ) as error:  # a flipped bit makes zipfile raise EOFError, zlib's error and others too
             changed = str(error) or type(error).__name__
         if changed is not None:
             raise DamagedCheckpointError(
-                f"{file.name} is damaged: a tensor's checksum is not that of its bytes ({changed}). Restore the file, "
-                f"or move its folder away to continue from an earlier checkpoint."
+                f"{file.name} is damaged: a tensor's checksum is not that of its bytes ({changed})."
+                " Restore the file, or move its folder away to continue from an earlier"
+                " checkpoint."
             )
         found.seek(0)
         return found
@@ -131,26 +142,38 @@ class _Description(Values):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        asked = (module.replace("pathlib._local", "pathlib"), name)  # so Python 3.13 calls it, and no other
+        asked = (
+            module.replace("pathlib._local", "pathlib"),
+            name,
+        )  # so Python 3.13 calls it, and no other
         if asked == ("torch", "Size"):
             return torch.Size  # which nobody can change
         if (
             module != "torch" and asked not in UNUSED and asked not in self.kept
         ):  # of torch, dtypes, which none asks for
             raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which no description of tensors needs; nothing was run"
+                f"it asks for {module}.{name}, which no description of tensors needs; nothing"
+                " was run"
             )
         return super().find_class(*asked)
 
 
 def _check(metadata: Any) -> None:
-    """Raises UnpicklingError for a description of something else, ConfigError for one of files in other folders."""
-    tables = isinstance(metadata, Metadata) and (metadata.state_dict_metadata, metadata.storage_data)
+    """Raises UnpicklingError for a description of something else, ConfigError for one of files
+    in other folders.
+    """
+    tables = isinstance(metadata, Metadata) and (
+        metadata.state_dict_metadata,
+        metadata.storage_data,
+    )
     if not (
         tables
         and all(type(table) is dict for table in tables)
         and all(isinstance(value, TensorStorageMetadata) for value in tables[0].values())
-        and all(isinstance(place, _StorageInfo) and type(place.relative_path) is str for place in tables[1].values())
+        and all(
+            isinstance(place, _StorageInfo) and type(place.relative_path) is str
+            for place in tables[1].values()
+        )
     ):
         raise pickle.UnpicklingError("its .metadata describes something else than tensors")
     for place in metadata.storage_data.values():

@@ -1,4 +1,6 @@
-"""Single tensors out of a checkpoint: each is read, and checked, alone, however large the checkpoint is."""
+"""Single tensors out of a checkpoint: each is read, and checked, alone, however large the
+checkpoint is.
+"""
 
 import pickle
 
@@ -17,17 +19,22 @@ FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, EOFError, pickl
 class CheckpointTensors:
     """The tensors of one complete checkpoint by their names in it, such as `model.norm.weight`."""
 
-    def __init__(self, checkpoints: Checkpoints, described: tuple[Manifest, bytes], spec: ModelSpec) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, described: tuple[Manifest, bytes], spec: ModelSpec
+    ) -> None:
         """Takes what `Checkpoints.describe` gives, and reads no tensor.
 
         Raises:
-            CheckpointError: the checkpoint is of another model than `spec`, or NxD's, or its description is damaged.
+            CheckpointError: the checkpoint is of another model than `spec`, or NxD's, or its
+                description is damaged.
         """
         manifest, description = described
         self.path = checkpoints.path(manifest.step)
         checkpoints.check_model(manifest, spec)
         if manifest.plan.engine == "neuron":
-            weights = kit_command("export-hf", checkpoints.directory.parent, str(manifest.step), "OUT")
+            weights = kit_command(
+                "export-hf", checkpoints.directory.parent, str(manifest.step), "OUT"
+            )
             raise CheckpointError(f"{self.path} holds NxD's files. Its weights alone: `{weights}`.")
         self._reader = TensorsOnlyReader(self.path, description)
         try:
@@ -37,9 +44,11 @@ class CheckpointTensors:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def fill_all(self, state: dict[str, Tensor]) -> None:
-        """Writes tensors into those of their names in `state`, which have their shapes and any dtypes and strides.
+        """Writes tensors into those of their names in `state`, which have their shapes and any
+        dtypes and strides.
 
-        Of a DTensor this rank's part is written, and no other rank need call this. Each file is opened once.
+        Of a DTensor this rank's part is written, and no other rank need call this. Each file is
+        opened once.
 
         Raises:
             DamagedCheckpointError: the bytes of one have changed since they were written.
@@ -53,10 +62,15 @@ class CheckpointTensors:
         except (DamagedCheckpointError, OSError):
             raise
         except FAULTS as error:
-            raise self._unreadable(error, f"{next(iter(state))}: " if len(state) == 1 else "") from error
+            raise self._unreadable(
+                error, f"{next(iter(state))}: " if len(state) == 1 else ""
+            ) from error
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
         text = str(error).splitlines()[0]
-        # Bits have flipped in an archive's directory, which has no checksum: torch's own reader stumbles over it.
+        # Bits have flipped in an archive's directory, which has no checksum: torch's own reader
+        # stumbles over it.
         kind = DamagedCheckpointError if "failed reading zip archive" in text else CheckpointError
-        return kind(f"{self.path} cannot be read: {what}{text}. Move it away to use an earlier checkpoint.")
+        return kind(
+            f"{self.path} cannot be read: {what}{text}. Move it away to use an earlier checkpoint."
+        )

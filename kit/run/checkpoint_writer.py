@@ -32,11 +32,14 @@ from kit.run.checkpoint import DESCRIPTION, Checkpoints, Manifest, cause, checks
 class CheckpointWriter:
     """Writes checkpoints of one attempt in the background, one at a time; every rank has one.
 
-    The process group of background writes is its own, so that they never mix with training's collectives; it is made
-    at the first of them. All that a checkpoint needs to count is done in the background too, then older ones go.
+    The process group of background writes is its own, so that they never mix with training's
+    collectives; it is made at the first of them. All that a checkpoint needs to count is done in
+    the background too, then older ones go.
     """
 
-    def __init__(self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None
+    ) -> None:
         self.checkpoints, self.attempt = checkpoints, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
         self.group: Any = None
@@ -46,9 +49,11 @@ class CheckpointWriter:
         self.copies: Any = None  # a future: done once the newest state is copied
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
-        """Begins to copy `state` and then to write it. Change no tensor of it before `wait_for_copies` has returned.
+        """Begins to copy `state` and then to write it. Change no tensor of it before
+        `wait_for_copies` has returned.
 
-        `state` is as `engine.state_dict()` gives it, `facts` the manifest's fields other than attempt, time and files.
+        `state` is as `engine.state_dict()` gives it, `facts` the manifest's fields other than
+        attempt, time and files.
 
         Raises:
             CheckpointError: this or the previous write failed; older checkpoints are intact.
@@ -61,11 +66,18 @@ class CheckpointWriter:
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         if self.stager is None:
             gpu = any(tensor.is_cuda for tensor in state.values())
-            self.stager = DefaultStager(StagingOptions(gpu, False, True, gpu))  # pinned memory, a stream of its own
+            self.stager = DefaultStager(
+                StagingOptions(gpu, False, True, gpu)
+            )  # pinned memory, a stream of its own
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # that stream does not wait for the last update by itself
+            # that stream does not wait for the last update by itself
+            torch.accelerator.synchronize()
         saved: Any = async_save(
-            state, storage_writer=writer, planner=self.planner, process_group=self.group, async_stager=self.stager
+            state,
+            storage_writer=writer,
+            planner=self.planner,
+            process_group=self.group,
+            async_stager=self.stager,
         )
         self.copies = saved.staging_completion
         saved.upload_completion.add_done_callback(lambda _: gc.enable())  # whatever became of it
@@ -81,7 +93,10 @@ class CheckpointWriter:
             wait([self.copies])
 
     def poll(self) -> None:
-        """Raises as `finish` once the pending checkpoint has failed; never waits. Call it once a step."""
+        """Raises as `finish` once the pending checkpoint has failed; never waits.
+
+        Call it once a step.
+        """
         if self.pending is not None and self.pending[0].done():
             self.finish()
 
@@ -102,19 +117,31 @@ class CheckpointWriter:
                 if isinstance(found, StaleAttemptError):
                     raise found from error
             newest = max(self.checkpoints.steps(), default=None)
-            kept = f"The checkpoint of step {newest} is intact." if newest else "There is no older checkpoint."
+            kept = (
+                f"The checkpoint of step {newest} is intact."
+                if newest
+                else "There is no older checkpoint."
+            )
             raise CheckpointError(
-                f"The checkpoint of step {facts['step']} could not be written: {cause(error)} {kept}"
+                f"The checkpoint of step {facts['step']} could not be written: {cause(error)}"
+                f" {kept}"
             ) from error
 
-    def _complete(self, partial: Path, facts: dict, files: dict[str, int], checksums: dict[str, int]) -> None:
+    def _complete(
+        self, partial: Path, facts: dict, files: dict[str, int], checksums: dict[str, int]
+    ) -> None:
         self.checkpoints.complete(
-            partial, Manifest(attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts)
+            partial,
+            Manifest(
+                attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
+            ),
         )
         final = self.checkpoints.path(facts["step"])
         replaced = final.with_suffix(f".replaced-{self.attempt}")
         if final.exists():
-            final.rename(replaced)  # the newer attempt's is whole already, so nothing is lost in between
+            final.rename(
+                replaced
+            )  # the newer attempt's is whole already, so nothing is lost in between
         partial.rename(final)
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
         if replaced.exists():
@@ -122,33 +149,46 @@ class CheckpointWriter:
 
 
 class SteadyPlanner(DefaultSavePlanner):
-    """Plans the first save; later ones are alike, and no rank tells another again what it knows (torch PR 147343).
+    """Plans the first save; later ones are alike, and no rank tells another again what it knows
+    (torch PR 147343).
 
-    Planning makes small objects by the hundred thousand, so Python's collector is off until tensors are written.
+    Planning makes small objects by the hundred thousand, so Python's collector is off until tensors
+    are written.
     """
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
         self.description: Metadata | None = None
-        self._cached_plans_key = f"{type(self).__name__} {id(self)}"  # the cache is the class's, for all planners
+        self._cached_plans_key = (  # the cache is the class's, for all planners
+            f"{type(self).__name__} {id(self)}"
+        )
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         gc.disable()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Returns all ranks' plans, and in place of the description nothing: torch would send it to all of them."""
+        """Returns all ranks' plans, and in place of the description nothing: torch would send it
+        to all of them.
+        """
         plans, description = super().create_global_plan(all_plans)
         if description is not self.description:
-            gc.freeze()  # what is kept are millions of objects, which no later collection need look at
+            # what is kept are millions of objects, which no later collection need look at
+            gc.freeze()
         self.description = description
         return plans, Metadata({})
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's file; calls `complete`, on the coordinator, with size and checksum by file once all are."""
+    """Writes this rank's file; calls `complete`, on the coordinator, with size and checksum by
+    file once all are.
+    """
 
-    def __init__(self, path: Path, planner: SteadyPlanner, complete: Callable[[dict, dict], None]) -> None:
+    def __init__(
+        self, path: Path, planner: SteadyPlanner, complete: Callable[[dict, dict], None]
+    ) -> None:
         super().__init__(path)
         self.planner, self.complete = planner, complete
 
@@ -165,5 +205,7 @@ class Writer(FileSystemWriter):
         super().finish(dataclasses.replace(self.planner.description), results)
         file, sizes = Path(self.path) / DESCRIPTION, {}
         for place in (result.storage_data for part in results for result in part):
-            sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+            sizes[place.relative_path] = max(
+                sizes.get(place.relative_path, 0), place.offset + place.length
+            )
         self.complete(sizes | {DESCRIPTION: file.stat().st_size}, {DESCRIPTION: checksum(file)})

@@ -1,7 +1,8 @@
-"""Columns: metrics.jsonl as NumPy columns that grow with the file, and a cache so that a long run opens at once.
+"""Columns: metrics.jsonl as NumPy columns that grow with the file, and a cache so that a long run
+opens at once.
 
-The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what an older one did after its first. Only
-new bytes are read each time.
+The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what an older one did
+after its first. Only new bytes are read each time.
 """
 
 import json
@@ -14,26 +15,53 @@ import numpy as np
 from cluster.files import opened, other_owner, replacement
 from kit.run.tail import CHUNK_BYTES, Tail
 
-COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
+COLUMNS = (
+    "step",
+    "attempt",
+    "time",
+    "step_time_s",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "memory_bytes",
+)
 OPTIONAL_COLUMNS = (
-    "validation_loss", "loss_scale", "skipped_steps", "nan_steps", "reserved_bytes", "allocation_retries",
-    "checkpoint_s", "consumed_tokens", "data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s",
-)  # fmt: skip
-"""`skipped_steps` counts on from an attempt's start, `nan_steps` are those of a log's line, among its skipped ones.
-`consumed_tokens` is another trainer's own count at the end of a step. The last five, of rank 0, say where its step's
-time went: waiting for the batch; three phases of the native engine; and of these, on a CPU, what it neither computed
-nor waited for a core, but for other ranks."""
+    "validation_loss",
+    "loss_scale",
+    "skipped_steps",
+    "nan_steps",
+    "reserved_bytes",
+    "allocation_retries",
+    "checkpoint_s",
+    "consumed_tokens",
+    "data_s",
+    "forward_backward_s",
+    "reduction_s",
+    "optimizer_s",
+    "waiting_s",
+)
+"""`skipped_steps` counts on from an attempt's start, `nan_steps` are those of a log's line, among
+its skipped ones. `consumed_tokens` is another trainer's own count at the end of a step. The last
+five, of rank 0, say where its step's time went: waiting for the batch; three phases of the native
+engine; and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks.
+"""
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
-FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
+FAST_FROM_BYTES, FAST_BLOCK_BYTES = (
+    2**18,
+    2**20,
+)  # a few steps are parsed before a faster parser is even imported
 CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice
 CACHE_VERSION = 1
 
 
 class Columns(Tail):
-    """The steps of a metrics file, each once, by step; `columns["loss"]` is float64, NaN where a line has none.
+    """The steps of a metrics file, each once, by step; `columns["loss"]` is float64, NaN where a
+    line has none.
 
     Attributes:
-        revision: changes whenever rows that were there before have changed (a new attempt, a replaced file).
+        revision: changes whenever rows that were there before have changed (a new attempt, a
+            replaced file).
         skipped_lines: torn or foreign lines so far.
         first_steps: first step of each attempt.
     """
@@ -50,7 +78,9 @@ class Columns(Tail):
         return self._data[NAMES.index(name), : self._rows]
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Reads what was added since the last time, at most `limit_bytes`; returns whether there is more to read."""
+        """Reads what was added since the last time, at most `limit_bytes`; returns whether there
+        is more to read.
+        """
         self.load_cache()
         text = self.new_lines(limit_bytes)
         if not text:
@@ -73,12 +103,18 @@ class Columns(Tail):
         if other_owner(self.file.parent):
             return False
         header = {
-            "version": CACHE_VERSION, "names": NAMES, "rows": len(self), "position": self.position,
-            "tail": self._last.hex(), "skipped_lines": self.skipped_lines,
+            "version": CACHE_VERSION,
+            "names": NAMES,
+            "rows": len(self),
+            "position": self.position,
+            "tail": self._last.hex(),
+            "skipped_lines": self.skipped_lines,
             "first_steps": list(self.first_steps.items()),
-        }  # fmt: skip
+        }
         try:
-            with replacement(self.cache) as stream:  # not by way of memory: ten million steps take a gigabyte
+            with replacement(
+                self.cache
+            ) as stream:  # not by way of memory: ten million steps take a gigabyte
                 stream.write(json.dumps(header).encode() + b"\n")
                 self._data[:, : len(self)].tofile(stream)
         except OSError:
@@ -87,7 +123,9 @@ class Columns(Tail):
         return True
 
     def load_cache(self) -> None:
-        """Takes over what an earlier reader has kept, where it is of this file; only the first time."""
+        """Takes over what an earlier reader has kept, where it is of this file; only the first
+        time.
+        """
         if self._cached_rows < 0:
             if self.cache is not None:
                 self._read_cache(self.cache)
@@ -135,7 +173,9 @@ class Columns(Tail):
             return
         start = int(np.searchsorted(self["step"], rows[0].min()))
         self.revision += start < self._rows
-        self._put(start, supersede(np.hstack([self._data[:, start : self._rows], rows]), self.first_steps))
+        self._put(
+            start, supersede(np.hstack([self._data[:, start : self._rows], rows]), self.first_steps)
+        )
 
     def _put(self, start: int, rows: np.ndarray) -> None:
         needed = start + rows.shape[1]
@@ -147,11 +187,15 @@ class Columns(Tail):
         self._rows = needed
 
 
-def tokens_seen(tokens: np.ndarray, consumed: np.ndarray, before: float | None = None) -> np.ndarray:
-    """Returns the tokens seen at the end of each step: what was told there, else counted on from the last step told of.
+def tokens_seen(
+    tokens: np.ndarray, consumed: np.ndarray, before: float | None = None
+) -> np.ndarray:
+    """Returns the tokens seen at the end of each step: what was told there, else counted on from
+    the last step told of.
 
-    `tokens` are those of each step, `consumed` what was told (NaN: nothing), `before` what was seen before these steps.
-    Without it they are a run's first, and count back from the first step told of: a log may begin in the middle.
+    `tokens` are those of each step, `consumed` what was told (NaN: nothing), `before` what was seen
+    before these steps. Without it they are a run's first, and count back from the first step told
+    of: a log may begin in the middle.
     """
     counted = (before or 0.0) + np.nancumsum(tokens)
     told = np.flatnonzero(np.isfinite(consumed))
@@ -159,11 +203,16 @@ def tokens_seen(tokens: np.ndarray, consumed: np.ndarray, before: float | None =
         return counted
     more = consumed[told] - counted[told]
     first = more[0] if before is None else 0.0
-    return counted + np.append(first, more)[np.searchsorted(told, np.arange(len(tokens)), side="right")]
+    return (
+        counted
+        + np.append(first, more)[np.searchsorted(told, np.arange(len(tokens)), side="right")]
+    )
 
 
 def first_steps(rows: np.ndarray, known: dict[int, int]) -> dict[int, int]:
-    """Takes the first step of each attempt of some rows, [names, n], into those that are known, and returns these."""
+    """Takes the first step of each attempt of some rows, [names, n], into those that are known,
+    and returns these.
+    """
     for attempt in np.unique(rows[1]):
         first = int(rows[0, rows[1] == attempt].min())
         known[int(attempt)] = min(first, known.get(int(attempt), first))
@@ -171,14 +220,17 @@ def first_steps(rows: np.ndarray, known: dict[int, int]) -> dict[int, int]:
 
 
 def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
-    """Returns rows, [names, n], by step, each step once: without an attempt's steps from the first of a newer one on.
+    """Returns rows, [names, n], by step, each step once: without an attempt's steps from the first
+    of a newer one on.
 
-    Of the names step and attempt are the first two. The rows are in the order of the file: the later of two equals
-    counts.
+    Of the names step and attempt are the first two. The rows are in the order of the file: the
+    later of two equals counts.
     """
     attempts = sorted(first_steps)
     firsts = [float(first_steps[attempt]) for attempt in attempts]
-    bounds = np.append(np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf)  # of all newer attempts
+    bounds = np.append(
+        np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf
+    )  # of all newer attempts
     rows = rows[:, rows[0] < bounds[np.searchsorted(attempts, rows[1])]]
     order = np.argsort(rows[0], kind="stable")
     steps = rows[0, order]
@@ -197,7 +249,9 @@ def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
 
 
 def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
-    """Returns what `parse_lines` does, or None if any line is not one flat JSON object with numbers of ours."""
+    """Returns what `parse_lines` does, or None if any line is not one flat JSON object with
+    numbers of ours.
+    """
     import pyarrow
     import pyarrow.json
 
@@ -206,20 +260,27 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
         table = pyarrow.json.read_json(
             pyarrow.BufferReader(text),
             read_options=pyarrow.json.ReadOptions(block_size=FAST_BLOCK_BYTES),
-            parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+            parse_options=pyarrow.json.ParseOptions(
+                explicit_schema=schema, unexpected_field_behavior="ignore"
+            ),
         )
     except pyarrow.ArrowException:
         return None
     if table.num_rows != text.count(b"\n"):
         return None
-    rows = np.stack([np.concatenate([_floats(chunk) for chunk in table.column(name).chunks]) for name in NAMES])
+    rows = np.stack(
+        [np.concatenate([_floats(chunk) for chunk in table.column(name).chunks]) for name in NAMES]
+    )
     ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)  # NaN is not
     rows[:2] = np.trunc(rows[:2])
     return (rows, 0) if ours.all() else (rows[:, ours], int(np.sum(~ours)))
 
 
 def _floats(array: Any) -> np.ndarray:
-    """Returns an Arrow array of float64, NaN for null. Its own `to_numpy` would import pandas, which takes a second."""
+    """Returns an Arrow array of float64, NaN for null.
+
+    Its own `to_numpy` would import pandas, which takes a second.
+    """
     valid, values = array.buffers()
     part = slice(array.offset, array.offset + len(array))
     result = np.frombuffer(values, np.float64)[part]
@@ -236,13 +297,19 @@ def _parse_slowly(text: bytes) -> tuple[np.ndarray, int]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row in a line of `metrics.jsonl`, with whole numbers as step and attempt; None if it is not one."""
+    """Returns the row in a line of `metrics.jsonl`, with whole numbers as step and attempt; None
+    if it is not one.
+    """
     try:
         row = json.loads(line)
         step, attempt = int(row["step"]), int(row["attempt"])
         for value in filter(is_number, row.values()):
             float(value)  # raises OverflowError where it has hundreds of digits
-        return {**row, "step": step, "attempt": attempt} if max(abs(step), abs(attempt)) < 2**53 else None
+        return (
+            {**row, "step": step, "attempt": attempt}
+            if max(abs(step), abs(attempt)) < 2**53
+            else None
+        )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 

@@ -1,4 +1,7 @@
-"""Metrics: what `metrics.jsonl` says, with tokens/s, MFU and HFU derived from spec, plan and site. No torch."""
+"""Metrics: what `metrics.jsonl` says, with tokens/s, MFU and HFU derived from spec, plan and site.
+
+No torch.
+"""
 
 import dataclasses
 import json
@@ -15,15 +18,20 @@ from kit.run.columns import COLUMNS, OPTIONAL_COLUMNS, Columns, tokens_seen
 from kit.spec import ModelSpec
 
 MAX_ABOVE_PEAK = 0.05
-"""Share of a run's steps that may look faster than the peak before it is the peak that is not believed."""
+"""Share of a run's steps that may look faster than the peak before it is the peak that is not
+believed."""
 
 
 class MetricsWriter:
-    """Appends one line per optimizer step to `metrics.jsonl`; what a full disk does not take waits in memory."""
+    """Appends one line per optimizer step to `metrics.jsonl`; what a full disk does not take
+    waits in memory.
+    """
 
     def __init__(self, file: Path) -> None:
         self.stream = appending(file)
-        self.pending = bytearray(line_break(self.stream))  # a killed attempt's half line must not swallow our first one
+        self.pending = bytearray(
+            line_break(self.stream)
+        )  # a killed attempt's half line must not swallow our first one
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes steps, visible to readers at once, after those that wait.
@@ -38,7 +46,9 @@ class MetricsWriter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The steps of a run, oldest first, each once: a newer attempt's steps replace what an older one did after it."""
+    """The steps of a run, oldest first, each once: a newer attempt's steps replace what an older
+    one did after it.
+    """
 
     columns: dict[str, np.ndarray]
     spec: ModelSpec
@@ -52,7 +62,8 @@ class Metrics:
 
     @classmethod
     def read(cls, file: Path, *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> "Metrics":
-        """Returns the metrics in a `metrics.jsonl`, if there is one; torn or foreign lines are skipped and counted.
+        """Returns the metrics in a `metrics.jsonl`, if there is one; torn or foreign lines are
+        skipped and counted.
 
         `plans` are those of the attempts; the site's peak makes MFU.
         """
@@ -61,7 +72,9 @@ class Metrics:
         columns = {name: read[name] for name in names}
         for name in ("step", "attempt", "tokens"):
             columns[name] = _whole(columns[name])
-        return cls(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=read.skipped_lines)
+        return cls(
+            columns=columns, spec=spec, plans=plans, site=site, skipped_lines=read.skipped_lines
+        )
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -82,10 +95,11 @@ class Metrics:
         return _whole(tokens_seen(_whole(self["tokens"]), consumed))
 
     def mfu(self) -> np.ndarray | None:
-        """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None where there is none.
+        """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None
+        where there is none.
 
-        There is none for an unknown peak, nor for one that the run goes beyond: see `why_no_mfu`. Of a believable peak,
-        a single step above it (a clock was set, a line was damaged) is NaN.
+        There is none for an unknown peak, nor for one that the run goes beyond: see `why_no_mfu`.
+        Of a believable peak, a single step above it (a clock was set, a line was damaged) is NaN.
         """
         return self._believable(0)
 
@@ -95,7 +109,9 @@ class Metrics:
 
     @property
     def why_no_mfu(self) -> str | None:
-        """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they are known."""
+        """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they
+        are known.
+        """
         both = self._utilisations()
         if both is None:
             return "peak unknown"
@@ -109,7 +125,9 @@ class Metrics:
         return np.where(both[which] > 1, np.nan, both[which])
 
     def _utilisations(self) -> np.ndarray | None:
-        """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
+        """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown
+        peak.
+        """
         rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
             site = self.other_sites.get(attempt, self.site)
@@ -123,7 +141,8 @@ class Metrics:
     def summary(self) -> dict[str, Any]:
         """Returns the last step in plain numbers, speeds as the median of the last 20 steps.
 
-        A loss or gradient norm that was not finite stays what it was; None is what was never recorded, or is not known.
+        A loss or gradient norm that was not finite stays what it was; None is what was never
+        recorded, or is not known.
         """
         if not len(self):
             return {"step": 0}
@@ -132,7 +151,9 @@ class Metrics:
             "step": int(self["step"][-1]),
             "tokens": int(self.total_tokens[-1]),
             "loss": float(self["loss"][-1]),
-            "grad_norm": None if np.isnan(self["grad_norm"]).all() else float(self["grad_norm"][-1]),
+            "grad_norm": (
+                None if np.isnan(self["grad_norm"]).all() else float(self["grad_norm"][-1])
+            ),
             "step_time_s": median(self["step_time_s"][recent]),
             "tokens_per_s": median(self.tokens_per_s[recent]),
             "mfu": None if mfu is None else median(mfu[recent]),
@@ -140,25 +161,33 @@ class Metrics:
         }
 
 
-def utilisation_rates(spec: ModelSpec, plan: Plan, site: Site, *, is_imported: bool) -> tuple[float, float] | None:
-    """Returns MFU and HFU at one token per second, to which both are proportional; None for an unknown peak.
+def utilisation_rates(
+    spec: ModelSpec, plan: Plan, site: Site, *, is_imported: bool
+) -> tuple[float, float] | None:
+    """Returns MFU and HFU at one token per second, to which both are proportional; None for an
+    unknown peak.
 
-    Of another trainer's steps, full recomputation is counted whole, as Megatron runs it and the papers count it.
+    Of another trainer's steps, full recomputation is counted whole, as Megatron runs it and the
+    papers count it.
     """
     peak, devices = site.peak_flops_per_s(plan.precision), plan.num_devices
     if peak is None:
         return None
     if site.scheduler == "local":  # more processes than cores share the cores
         devices = min(devices, site.devices_per_node)
-    executed = spec.hardware_flops_per_token(plan.recompute, whole=is_imported or plan.recomputes_whole)
+    executed = spec.hardware_flops_per_token(
+        plan.recompute, whole=is_imported or plan.recomputes_whole
+    )
     return spec.flops_per_token() / (peak * devices), executed / (peak * devices)
 
 
 def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
-    """Returns seconds until a run will have done `num_steps` steps, None where nothing tells how long one takes.
+    """Returns seconds until a run will have done `num_steps` steps, None where nothing tells how
+    long one takes.
 
-    A step takes what the newest attempt has taken since its first: with validation, saves and all else between steps.
-    It takes no less than the last steps did by themselves: all that is known of a first step, or of a clock set back.
+    A step takes what the newest attempt has taken since its first: with validation, saves and all
+    else between steps. It takes no less than the last steps did by themselves: all that is known of
+    a first step, or of a clock set back.
     """
     if not len(steps):
         return None
@@ -172,7 +201,9 @@ def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
 
 
 def refutes_peak(above: int, known: int) -> bool:
-    """Returns whether a peak is too low to be true: `above` of `known` steps computed faster than that."""
+    """Returns whether a peak is too low to be true: `above` of `known` steps computed faster
+    than that.
+    """
     return above > MAX_ABOVE_PEAK * known
 
 

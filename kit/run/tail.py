@@ -12,7 +12,8 @@ MOST_PIECES = 4
 
 
 class Tail:
-    """Reads the whole lines that are appended to a file, each once; a file that was cut or replaced is read afresh.
+    """Reads the whole lines that are appended to a file, each once; a file that was cut or replaced
+    is read afresh.
 
     Attributes:
         position: bytes read so far.
@@ -27,8 +28,9 @@ class Tail:
     def new_lines(self, limit_bytes: int = CHUNK_BYTES) -> bytes:
         """Returns the next lines, at most so many bytes of them; empty where nothing is new.
 
-        A line without its end waits for the next call, unless it is longer than the limit: then it is none of ours, and
-        comes in pieces, MOST_PIECES of them at most: what is longer ends the reading, since it may have no end.
+        A line without its end waits for the next call, unless it is longer than the limit: then it
+        is none of ours, and comes in pieces, MOST_PIECES of them at most: what is longer ends the
+        reading, since it may have no end.
         """
         try:
             with opened(self.file) as stream:
@@ -67,7 +69,8 @@ class Tail:
 
 
 def last_lines(file: Path, limit_bytes: int, *, follows: bool = False) -> list[bytes]:
-    """Returns the lines in the last bytes of a file, without one whose beginning is cut off; none if there is none.
+    """Returns the lines in the last bytes of a file, without one whose beginning is cut off; none
+    if there is none.
 
     `follows` takes a link too, as the log of an imported run is one.
     """

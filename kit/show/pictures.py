@@ -1,4 +1,7 @@
-"""Figures that explain an idea, for notebooks. Each returns a matplotlib figure and, where it shows data, its table."""
+"""Figures that explain an idea, for notebooks.
+
+Each returns a matplotlib figure and, where it shows data, its table.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +24,13 @@ def tensor_split_picture() -> Any:
         _box(axis, 0, 0.3, 2, 1.4, GREY, "X")
         for x, text in ((2.55, "·"), (6.0, "="), (9.45, "·"), (12.7, "="), (15.8, "+")):
             axis.text(x, 1, text, ha="center", va="center", fontsize=13)
-        notes = ((1, "input,\non both"), (4.2, "by columns:\nnothing sent"), (7.7, "activation,\nelementwise"),
-                 (11.1, "by rows"), (15.8, "partial sums:\none all-reduce"))  # fmt: skip
+        notes = (
+            (1, "input,\non both"),
+            (4.2, "by columns:\nnothing sent"),
+            (7.7, "activation,\nelementwise"),
+            (11.1, "by rows"),
+            (15.8, "partial sums:\none all-reduce"),
+        )
         for x, text in notes:
             axis.text(x, -0.25, text, ha="center", va="top", color=GREY)
         axis.set(xlim=(-0.2, 18.5), ylim=(-1.6, 2.9), aspect="equal")
@@ -33,7 +41,9 @@ def tensor_split_picture() -> Any:
 
 
 def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
-    """Returns a figure of each model's FLOPs per token in every basis, relative to the kit's, and its table."""
+    """Returns a figure of each model's FLOPs per token in every basis, relative to the kit's,
+    and its table.
+    """
     others = [basis for basis in FlopBasis if basis is not FlopBasis.MODEL]
     rows = [
         {"spec": spec.name, "model": float(spec.flops_per_token())}
@@ -43,7 +53,9 @@ def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
     with new_figure(height=0.28 * len(rows) + 1.4) as (figure, axis):
         for basis, marker in zip(others, "osD^", strict=True):
             ratios = [row[basis.value] for row in rows]
-            axis.plot(ratios, range(len(rows)), marker, label=basis.value.replace("_", " "), markersize=6)
+            axis.plot(
+                ratios, range(len(rows)), marker, label=basis.value.replace("_", " "), markersize=6
+            )
         axis.axvline(1, color=GREY, linewidth=1, zorder=1)
         axis.set_yticks(range(len(rows)), [row["spec"] for row in rows])
         axis.invert_yaxis()
@@ -55,7 +67,8 @@ def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
 def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows]:
     """Returns a figure of the weights that one rank of each pipeline stage holds, and its table.
 
-    `weights` of a stage are the numbers held in blocks and in all; the rest is embedding, final norm and output.
+    `weights` of a stage are the numbers held in blocks and in all; the rest is embedding, final
+    norm and output.
     """
     rows = [
         {"stage": stage, "blocks": blocks, "embedding and output": whole - blocks}
@@ -65,15 +78,26 @@ def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows
         stages, blocks = [row["stage"] for row in rows], [row["blocks"] / 1e9 for row in rows]
         axis.bar(stages, blocks, color=BLUE, width=0.8, label="blocks")
         extra = [row["embedding and output"] / 1e9 for row in rows]
-        axis.bar(stages, extra, bottom=blocks, color=VERMILION, width=0.8, label="embedding, final norm, output")
+        axis.bar(
+            stages,
+            extra,
+            bottom=blocks,
+            color=VERMILION,
+            width=0.8,
+            label="embedding, final norm, output",
+        )
         axis.set_title("Weights held by one rank of each pipeline stage, billions")
         axis.set_xlabel("pipeline stage")
-        axis.set_ylim(top=1.3 * max(row["blocks"] + row["embedding and output"] for row in rows) / 1e9)
+        axis.set_ylim(
+            top=1.3 * max(row["blocks"] + row["embedding and output"] for row in rows) / 1e9
+        )
         axis.legend(ncols=2, loc="upper center")
     return figure, rows
 
 
-def _box(axis: Any, x: float, y: float, width: float, height: float, colour: str, text: str) -> None:
+def _box(
+    axis: Any, x: float, y: float, width: float, height: float, colour: str, text: str
+) -> None:
     from matplotlib.patches import Rectangle
 
     axis.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=0.22, edgecolor="none"))

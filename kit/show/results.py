@@ -34,7 +34,9 @@ class Results(Record):
     command: str = field_doc("that measured it")
     machine: str = field_doc("cores and CPU model")
     date: str = field_doc("UTC, to the minute")
-    load_before: float = field_doc("other work: load average of the last minute, before the benchmark began")
+    load_before: float = field_doc(
+        "other work: load average of the last minute, before the benchmark began"
+    )
     rows: tuple[Row, ...] = field_doc("in the order of the table")
 
 
@@ -61,25 +63,39 @@ def write_results(
 ) -> Results:
     """Writes `directory`/NAME.json and returns what it holds.
 
-    `command` is told as a user would type it; `load_before` is `load_average()` before the measurement began.
+    `command` is told as a user would type it; `load_before` is `load_average()` before the
+    measurement began.
 
     Raises:
         ConfigError: the name cannot be that of a file and a marker.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ConfigError(f"results: {name!r} is not allowed as a name. Give lower-case letters, digits and '_'.")
+        raise ConfigError(
+            f"results: {name!r} is not allowed as a name. Give lower-case letters, digits and '_'."
+        )
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
     results = Results(
-        name=name, command=command, machine=machine(), date=date, load_before=load_before, rows=tuple(rows)
+        name=name,
+        command=command,
+        machine=machine(),
+        date=date,
+        load_before=load_before,
+        rows=tuple(rows),
     )
     results.write(directory / f"{name}.json")
     return results
 
 
 def format_value(value: float, unit: str) -> str:
-    """Returns a number to three significant digits with its unit; a fraction is printed in per cent."""
+    """Returns a number to three significant digits with its unit; a fraction is printed in per
+    cent.
+    """
     number = 100 * value if unit == "fraction" else value
-    digits = f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:#.3g}".rstrip(".")
+    digits = (
+        f"{number:,.0f}"
+        if abs(number) >= 100 or number == int(number)
+        else f"{number:#.3g}".rstrip(".")
+    )
     return digits + {"fraction": " %", "": "", "x": "x"}.get(unit, f" {unit}")
 
 
@@ -90,7 +106,9 @@ def machine() -> str:
     if cpuinfo.exists():
         match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.M)
         model = match[1].strip() if match else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return f"{counted(cores, 'core')}, {model}"
 
 

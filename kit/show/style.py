@@ -18,11 +18,14 @@ Rows = list[dict[str, Any]]
 
 
 @contextlib.contextmanager
-def new_figure(rows: int | str = 1, columns: int = 1, *, height: float, **layout: Any) -> Iterator[tuple[Any, Any]]:
+def new_figure(
+    rows: int | str = 1, columns: int = 1, *, height: float, **layout: Any
+) -> Iterator[tuple[Any, Any]]:
     """Gives (figure, axes) of a new figure; what is drawn in the block has the kit's style.
 
     Args:
-        rows: of panels, or a mosaic such as "ab;cc": two panels above a wide one, `axes` being the list of all three.
+        rows: of panels, or a mosaic such as "ab;cc": two panels above a wide one, `axes` being the
+            list of all three.
         columns: of panels; more than two leave little room for text that can be read.
         height: of the figure in inches; its width is always the same.
         layout: of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
@@ -40,7 +43,8 @@ def new_figure(rows: int | str = 1, columns: int = 1, *, height: float, **layout
 
 
 def short(name: str, room: int = 30) -> str:
-    """Returns a name as a legend takes it: without the middle of a long one, since the ends of names tell them apart.
+    """Returns a name as a legend takes it: without the middle of a long one, since the ends of
+    names tell them apart.
 
     An underscore at its beginning, which would hide it from the legend, gets a space before it.
     """
@@ -56,18 +60,26 @@ def check_picture(file: Path) -> Path:
     """
     if file.suffix.lower() not in PICTURES:
         named = file.suffix or "no ending"
-        raise ConfigError(f"{file}: {named} is no format of a picture. Allowed: {', '.join(PICTURES)}.")
-    if file.is_dir() or not next(folder for folder in file.absolute().parents if folder.exists()).is_dir():
-        raise ConfigError(f"{file}: cannot be written. Give the name of a file, in a folder or a new one.")
+        raise ConfigError(
+            f"{file}: {named} is no format of a picture. Allowed: {', '.join(PICTURES)}."
+        )
+    if (
+        file.is_dir()
+        or not next(folder for folder in file.absolute().parents if folder.exists()).is_dir()
+    ):
+        raise ConfigError(
+            f"{file}: cannot be written. Give the name of a file, in a folder or a new one."
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 
 def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 300) -> None:
-    """Writes a figure to files, by their ending (.svg, .png, .pdf), and its table to those that end in .csv.
+    """Writes a figure to files, by their ending (.svg, .png, .pdf), and its table to those that end
+    in .csv.
 
-    Folders are made, files replaced. The same figure gives the same bytes: no date, and names inside an SVG follow from
-    what is drawn.
+    Folders are made, files replaced. The same figure gives the same bytes: no date, and names
+    inside an SVG follow from what is drawn.
     """
     from matplotlib import style
 
@@ -77,7 +89,9 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 30
             _write_table(rows, path)
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
-        with style.context(STYLE):  # how text and names are written is looked up here, not when it is drawn
+        with style.context(
+            STYLE
+        ):  # how text and names are written is looked up here, not when it is drawn
             figure.savefig(path, dpi=dpi, metadata=date)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
-    """Returns notes as HTML to open below a figure or a table, and above them warnings that are always seen."""
+    """Returns notes as HTML to open below a figure or a table, and above them warnings that are
+    always seen.
+    """
     seen = "".join(f"<div>⚠ {html.escape(text)}</div>" for text in warnings)
     if not notes:
         return seen
@@ -16,9 +18,14 @@ def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
 
 
 class Table:
-    """Rows shown as a table in a notebook, and as aligned text elsewhere. Whole numbers get thousands separators."""
+    """Rows shown as a table in a notebook, and as aligned text elsewhere.
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], caption: str = "", notes: Sequence[str] = ()) -> None:
+    Whole numbers get thousands separators.
+    """
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], caption: str = "", notes: Sequence[str] = ()
+    ) -> None:
         self.rows, self.caption, self.notes = rows, caption, tuple(notes)
         self.columns = list(dict.fromkeys(name for row in rows for name in row))
         self.cells = [[_show(row.get(column)) for column in self.columns] for row in rows]
@@ -27,10 +34,17 @@ class Table:
 
     def _repr_html_(self) -> str:
         columns = zip(*self.cells, strict=True)
-        numbers = [all(not cell or cell[0].isdigit() or cell[0] in "-+" for cell in column) for column in columns]
+        numbers = [
+            all(not cell or cell[0].isdigit() or cell[0] in "-+" for cell in column)
+            for column in columns
+        ]
         sides = ["right" if number else "left" for number in numbers]
         body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in self.cells)
-        caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""
+        caption = (
+            f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>"
+            if self.caption
+            else ""
+        )
         head = _html_cells("th", self.columns, sides)
         table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return table + notes_html(self.notes, self.left_out)
@@ -44,7 +58,9 @@ class Table:
 
 def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
     pairs = zip(cells, sides, strict=True)
-    return "".join(f"<{tag} style='text-align:{side}'>{html.escape(cell)}</{tag}>" for cell, side in pairs)
+    return "".join(
+        f"<{tag} style='text-align:{side}'>{html.escape(cell)}</{tag}>" for cell, side in pairs
+    )
 
 
 def _show(value: Any) -> str:

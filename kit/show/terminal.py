@@ -1,6 +1,8 @@
-"""A console for text of unknown origin, and the one table of the command line, which never cuts a name or a number.
+"""A console for text of unknown origin, and the one table of the command line, which never cuts a
+name or a number.
 
-Names, reasons and log lines are shown, and never obeyed by the terminal. What does not go to a terminal is not wrapped.
+Names, reasons and log lines are shown, and never obeyed by the terminal. What does not go to a
+terminal is not wrapped.
 """
 
 import contextlib
@@ -18,13 +20,22 @@ from rich.text import Text
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\r\t"}
 """Of ASCII: to their pictures, so that an escape sequence is seen and does nothing."""
-OTHERS = (0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
-"""Further controls, those that turn the direction of writing, and halves of pairs, which no terminal takes."""
+OTHERS = (
+    0x7F,
+    *range(0x80, 0xA0),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),
+)
+"""Further controls, those that turn the direction of writing, and halves of pairs, which no
+terminal takes."""
 VISIBLE = CONTROLS | dict.fromkeys(OTHERS, 0xFFFD)
 
 
 def plain(text: str) -> str:
-    """Returns a text whose control characters, other than line ends and tabs, are replaced by visible ones."""
+    """Returns a text whose control characters, other than line ends and tabs, are replaced by
+    visible ones.
+    """
     return text.translate(VISIBLE)
 
 
@@ -56,7 +67,9 @@ def clock(when: float, form: str = "%H:%M:%S") -> str:
 
 
 def as_text(*parts: RenderableType) -> str:
-    """Returns what the terminal would show, without colours: lines of its width, or whole where there is none."""
+    """Returns what the terminal would show, without colours: lines of its width, or whole where
+    there is none.
+    """
     console = PlainConsole(color_system=None, force_jupyter=False)
     with console.capture() as shown:
         for part in parts:
@@ -65,7 +78,9 @@ def as_text(*parts: RenderableType) -> str:
 
 
 class PlainConsole(Console):
-    """A console that colours nothing by itself, knows no markup, and prints no control characters but its own."""
+    """A console that colours nothing by itself, knows no markup, and prints no control
+    characters but its own.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -84,11 +99,16 @@ class PlainConsole(Console):
 
 
 def keep_drawing(
-    view: Callable[[], RenderableType], console: Console, *, every_s: float, over: Callable[[], bool]
+    view: Callable[[], RenderableType],
+    console: Console,
+    *,
+    every_s: float,
+    over: Callable[[], bool],
 ) -> None:
     """Draws a view again and again in its place until it is over, or the user presses Ctrl-C.
 
-    A file or a pipe cannot be drawn over: it gets the first view, one in `APART_S` seconds, and the last.
+    A file or a pipe cannot be drawn over: it gets the first view, one in `APART_S` seconds, and the
+    last.
     """
     if not (console.is_terminal or console.is_jupyter):
         with contextlib.suppress(KeyboardInterrupt):
@@ -133,8 +153,9 @@ class Trimmed:
 
 
 class Table:
-    """Rows under named columns, each cell whole: a table as wide as its cells; in a terminal too narrow for that, long
-    texts are folded, and where names and numbers alone are too wide, each row becomes a few lines of `name value`.
+    """Rows under named columns, each cell whole: a table as wide as its cells; in a terminal too
+    narrow for that, long texts are folded, and where names and numbers alone are too wide, each row
+    becomes a few lines of `name value`.
 
     Args:
         columns: their names; "" for a column that explains itself.
@@ -144,7 +165,11 @@ class Table:
     """
 
     def __init__(
-        self, *columns: str, rows: Iterable[Iterable[str | Text]] = (), right: Iterable[str] = (), title: str = ""
+        self,
+        *columns: str,
+        rows: Iterable[Iterable[str | Text]] = (),
+        right: Iterable[str] = (),
+        title: str = "",
     ) -> None:
         self.columns, self.right, self.title = columns, frozenset(right), title
         self.rows: list[tuple[list[Text], str]] = []
@@ -153,17 +178,25 @@ class Table:
 
     def add(self, *cells: str | Text, style: str = "") -> None:
         """Adds a row, of which the whole has a style."""
-        self.rows.append(([cell if isinstance(cell, Text) else Text(cell) for cell in cells], style))
+        self.rows.append(
+            ([cell if isinstance(cell, Text) else Text(cell) for cell in cells], style)
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title, style="bold")
         widths = [
-            max((cell_len(line) for text in (name, *column) for line in str(text).splitlines()), default=0)
+            max(
+                (cell_len(line) for text in (name, *column) for line in str(text).splitlines()),
+                default=0,
+            )
             for name, column in zip(self.columns, self._by_column(), strict=True)
         ]
         prose = [width > PROSE and self._has_words(i) for i, width in enumerate(widths)]
-        least = [min(width, PROSE) if folds else width for width, folds in zip(widths, prose, strict=True)]
+        least = [
+            min(width, PROSE) if folds else width
+            for width, folds in zip(widths, prose, strict=True)
+        ]
         if sum(least) + len(GAP) * (len(least) - 1) <= options.max_width:
             yield Trimmed(self._drawn(widths, prose))
         else:
@@ -178,18 +211,29 @@ class Table:
         return max(map(cell_len, words), default=0) <= PROSE
 
     def _drawn(self, widths: list[int], prose: list[bool]) -> RenderableType:
-        table = RichTable(box=None, pad_edge=False, header_style="dim", show_header=any(self.columns), padding=(0, 1))
+        table = RichTable(
+            box=None,
+            pad_edge=False,
+            header_style="dim",
+            show_header=any(self.columns),
+            padding=(0, 1),
+        )
         for name, width, folds in zip(self.columns, widths, prose, strict=True):
             table.add_column(
-                Text(name), justify="right" if name in self.right else "left", no_wrap=not folds, overflow="fold",
+                Text(name),
+                justify="right" if name in self.right else "left",
+                no_wrap=not folds,
+                overflow="fold",
                 min_width=min(width, PROSE) if folds else width,
-            )  # fmt: skip
+            )
         for cells, style in self.rows:
             table.add_row(*cells, style=style)
         return table
 
     def _stacked(self, width: int) -> Iterator[Text]:
-        """Yields each row as its first cell, then its others after their names, as many in a line as fit."""
+        """Yields each row as its first cell, then its others after their names, as many in a
+        line as fit.
+        """
         for cells, style in self.rows:
             line = Text(style=style)
             for name, cell in zip(self.columns, cells, strict=True):
@@ -199,7 +243,11 @@ class Table:
                 if line.plain and cell_len(line.plain) + len(GAP) + cell_len(pair.plain) > width:
                     yield _folding(line)
                     line = Text("  ", style=style)
-                line = line + pair if line.plain in ("", "  ") else Text.assemble(line, GAP, pair, style=style)
+                line = (
+                    line + pair
+                    if line.plain in ("", "  ")
+                    else Text.assemble(line, GAP, pair, style=style)
+                )
             yield _folding(line)
 
 

@@ -1,4 +1,6 @@
-"""A matplotlib figure that shows itself in the theme of the page around it, with its sources below."""
+"""A matplotlib figure that shows itself in the theme of the page around it, with its sources
+below.
+"""
 
 import base64
 import html
@@ -18,11 +20,14 @@ THEMES = """<style>
 :is([data-jp-theme-light=false], .vscode-dark) .kit-light { display: none; }
 :is([data-jp-theme-light=false], .vscode-dark) .kit-dark { display: inline; }
 </style>"""
-"""Which drawing JupyterLab and VS Code show. A page that strips style sheets shows the light one, on its own ground."""
+"""Which drawing JupyterLab and VS Code show. A page that strips style sheets shows the light
+one, on its own ground."""
 
 
 class ThemedFigure(Figure):
-    """A figure in the kit's style, whose colours all have a twin for dark pages (`kit.show.theme.DARK`)."""
+    """A figure in the kit's style, whose colours all have a twin for dark pages
+    (`kit.show.theme.DARK`).
+    """
 
     notes: tuple[str, ...] = ()
     """Where what is drawn comes from, and how well it is known: for the page below the figure."""
@@ -37,12 +42,22 @@ class ThemedFigure(Figure):
         return self.get_supxlabel().replace("\n", " ")
 
     def to_svg(self, *, dark: bool = False) -> str:
-        """Returns the drawing as SVG, for a light page or a dark one; text is drawn, not set, so no font is needed."""
+        """Returns the drawing as SVG, for a light page or a dark one; text is drawn, not set, so
+        no font is needed.
+        """
         stream = io.StringIO()
         self.savefig(stream, format="svg", metadata={"Date": None})
         # A hundredth of a point is enough of a path; what scales glyphs keeps all its digits.
-        light = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), stream.getvalue())
-        return re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light) if dark else light
+        light = re.sub(
+            r'(?<= d=")[^"]*',
+            lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]),
+            stream.getvalue(),
+        )
+        return (
+            re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light)
+            if dark
+            else light
+        )
 
     def to_html(self, *, alt: str = "") -> str:
         """Returns both drawings, of which the page shows the one of its theme, and the notes.
@@ -50,21 +65,34 @@ class ThemedFigure(Figure):
         `alt` is read instead of the picture; by default its caption, or the titles of its panels.
         """
         words = alt or self.caption or "; ".join(axis.get_title(loc="left") for axis in self.axes)
-        size = f"width='{self.get_figwidth() * PIXELS_PER_INCH:.0f}' alt='{html.escape(words, quote=True)}'"
+        size = (
+            f"width='{self.get_figwidth() * PIXELS_PER_INCH:.0f}'"
+            f" alt='{html.escape(words, quote=True)}'"
+        )
         light = f"<img class='kit-light' {size} src='{_as_address(self.to_svg())}'>"
         dark = f"<img class='kit-dark' hidden {size} src='{_as_address(self.to_svg(dark=True))}'>"
-        return f"{THEMES}<div class='kit-figure'>{light}{dark}{notes_html(self.notes, self.left_out)}</div>"
+        return (
+            f"{THEMES}<div"
+            f" class='kit-figure'>{light}{dark}{notes_html(self.notes, self.left_out)}</div>"
+        )
 
     def to_bundle(self, *, alt: str = "") -> dict[str, str]:
         """Returns what a notebook keeps of it: HTML, and a picture for pages that show none."""
         picture = io.BytesIO()
         self.savefig(picture, format="png", dpi=DPI)
-        return {"text/html": self.to_html(alt=alt), "image/png": base64.b64encode(picture.getvalue()).decode()}
+        return {
+            "text/html": self.to_html(alt=alt),
+            "image/png": base64.b64encode(picture.getvalue()).decode(),
+        }
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
-        return self.to_bundle(), {"image/png": {"width": round(self.get_figwidth() * PIXELS_PER_INCH)}}
+        return self.to_bundle(), {
+            "image/png": {"width": round(self.get_figwidth() * PIXELS_PER_INCH)}
+        }
 
 
 def _as_address(svg: str) -> str:
-    """Returns a drawing as the address of an image: JupyterLab strips drawings from pages that it does not trust."""
+    """Returns a drawing as the address of an image: JupyterLab strips drawings from pages that
+    it does not trust.
+    """
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

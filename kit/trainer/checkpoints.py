@@ -16,7 +16,9 @@ from kit.spec import ModelSpec
 
 
 class EngineCheckpoints(Protocol):
-    """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at the same steps."""
+    """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at
+    the same steps.
+    """
 
     stall_s: float
     """Seconds for which training has waited for saves, since whoever records them took them."""
@@ -39,15 +41,22 @@ class EngineCheckpoints(Protocol):
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest.
 
-        Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine holds nothing useful.
+        Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine
+        holds nothing useful.
         """
         ...
 
 
 def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> EngineCheckpoints:
-    """Returns what writes and reads the checkpoints of this run's engine; `group` is on the CPU. NxD has own files."""
+    """Returns what writes and reads the checkpoints of this run's engine; `group` is on the CPU.
+    NxD has own files.
+    """
     recipe = run.recipe
-    keep: dict[str, Any] = {"attempt": attempt, "keep_last": recipe.keep_last, "keep_every": recipe.keep_every}
+    keep: dict[str, Any] = {
+        "attempt": attempt,
+        "keep_last": recipe.keep_last,
+        "keep_every": recipe.keep_every,
+    }
     if run.plan.engine == "neuron":
         from kit.engines.neuron.checkpoint import NxdCheckpoints
 
@@ -57,7 +66,8 @@ def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> En
 
 
 def start_from(folder: str, spec: ModelSpec, engine: Engine) -> None:
-    """Fills a new engine with the weights of a Hugging Face folder; each rank reads its own part of each.
+    """Fills a new engine with the weights of a Hugging Face folder; each rank reads its own part of
+    each.
 
     Raises:
         ConfigError, DataError, MissingPackageError: the folder does not hold this model.
@@ -66,16 +76,22 @@ def start_from(folder: str, spec: ModelSpec, engine: Engine) -> None:
     weights = hugging_face_weights(folder, spec)
     engine.restore_optimizer(0)
     own = engine.state_dict().items()
-    weights.fill({name.removeprefix("model."): tensor for name, tensor in own if name.startswith("model.")})
+    weights.fill(
+        {name.removeprefix("model."): tensor for name, tensor in own if name.startswith("model.")}
+    )
     engine.after_load()
     if dist.get_rank() == 0:
         print(f"started from the weights in {folder}", flush=True)
 
 
 class PortableCheckpoints:
-    """Checkpoints by torch's distributed checkpoint: any layout, and any engine that has them, reads them."""
+    """Checkpoints by torch's distributed checkpoint: any layout, and any engine that has them,
+    reads them.
+    """
 
-    def __init__(self, run: Run, engine: PortableEngine, writer: CheckpointWriter, group: Any) -> None:
+    def __init__(
+        self, run: Run, engine: PortableEngine, writer: CheckpointWriter, group: Any
+    ) -> None:
         self.run, self.engine, self.writer, self.group = run, engine, writer, group
         self.poll, self.finish = writer.poll, writer.finish
         self.stall_s = 0.0
@@ -85,7 +101,9 @@ class PortableCheckpoints:
         self.writer.start(self.engine.state_dict(), facts)
 
     def _wait_for_copies(self, *_: Any) -> None:
-        """Runs before the optimizer changes what is being copied, beside the forward and backward pass until then."""
+        """Runs before the optimizer changes what is being copied, beside the forward and
+        backward pass until then.
+        """
         if not self.writer.is_copied():
             start = time.perf_counter()
             self.writer.wait_for_copies()

@@ -1,13 +1,16 @@
-"""What a run does about a loss or gradient that is not finite, and about a loss spike: as its recipe says.
+"""What a run does about a loss or gradient that is not finite, and about a loss spike: as its
+recipe says.
 
-stop        nothing is written after the bad step; the newest checkpoint is from before it. A GPU has been given
-            the step that follows by then, whose result nobody reads
+stop        nothing is written after the bad step; the newest checkpoint is from before it. A GPU
+            has been given the step that follows by then, whose result nobody reads
 skip        the update is dropped, the next batch follows (native engine)
-roll_back   weights and optimizer go back to the newest checkpoint, the data since is left out (native engine)
+roll_back   weights and optimizer go back to the newest checkpoint, the data since is left out
+            (native engine)
 
-Steps count on in each case: every step reads a batch of its own and has its line in the metrics, with the number of
-dropped updates in `skipped`. AdamW counts the updates that it keeps, step - skipped. Rolling back and leaving out
-data is what PaLM did (arXiv 2204.02311, section 5.1). For these two a GPU is waited for at each step. No torch.
+Steps count on in each case: every step reads a batch of its own and has its line in the metrics,
+with the number of dropped updates in `skipped`. AdamW counts the updates that it keeps, step -
+skipped. Rolling back and leaving out data is what PaLM did (arXiv 2204.02311, section 5.1). For
+these two a GPU is waited for at each step. No torch.
 """
 
 import math
@@ -29,17 +32,20 @@ class Guard:
     """Judges each step of one attempt, the same way on every rank.
 
     Attributes:
-        recent: the finite losses that the next is judged by (`kit.trainer.spikes`), oldest first, repeats left out.
+        recent: the finite losses that the next is judged by (`kit.trainer.spikes`), oldest first,
+            repeats left out.
         skipped: steps so far whose update was dropped.
         judges_before_update: whether the engine must ask before it applies an update.
-        goes_on_after_bad: whether training may go on after a bad step, so that all ranks must agree that it was one.
+        goes_on_after_bad: whether training may go on after a bad step, so that all ranks must agree
+            that it was one.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         """Raises ConfigError if the plan's engine cannot do what the recipe asks for."""
         check_recipe(recipe, plan)
         self.recipe = recipe
-        # In fp16 a gradient that overflows is the engine's sign to lower the loss scale: it skips that step itself.
+        # In fp16 a gradient that overflows is the engine's sign to lower the loss scale: it skips
+        # that step itself.
         self.judged = ("loss",) if plan.precision == "fp16" else ("loss", "gradient norm")
         self.recent: tuple[float, ...] = ()
         self.skipped, self.bad_in_a_row = 0, 0
@@ -48,13 +54,18 @@ class Guard:
         self.goes_on_after_bad = bool(answers & {"skip", "roll_back"})
 
     def judge(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
-        """Returns what to do about a step, and what is wrong with it in words; it changes nothing."""
+        """Returns what to do about a step, and what is wrong with it in words; it changes
+        nothing.
+        """
         for name, value in zip(("loss", "gradient norm"), (loss, grad_norm), strict=True):
             if name in self.judged and not math.isfinite(value):
                 return self.recipe.on_nan, f"the {name} is {value}"
         if self.recipe.on_spike != "ignore" and stands_out(loss, self.recent):
             before = statistics.median(self.recent)
-            return self.recipe.on_spike, f"the loss of {loss:.4g} is a spike (median before {before:.4g})"
+            return (
+                self.recipe.on_spike,
+                f"the loss of {loss:.4g} is a spike (median before {before:.4g})",
+            )
         return "go on", ""
 
     def note(self, answer: Answer, what: str, loss: float) -> None:
@@ -71,44 +82,46 @@ class Guard:
         self.bad_in_a_row += 1
         if self.bad_in_a_row >= PATIENCE:
             raise RunError(
-                f"{self.bad_in_a_row} bad steps in a row, the last because {what}: {answer} leads nowhere. The newest "
-                f"checkpoint is from before them or holds none of their updates. Lower recipe.learning_rate, or look "
-                f"at the data."
+                f"{self.bad_in_a_row} bad steps in a row, the last because {what}: {answer} leads"
+                " nowhere. The newest checkpoint is from before them or holds none of their"
+                " updates. Lower recipe.learning_rate, or look at the data."
             )
 
 
 def check_recipe(recipe: Recipe, plan: Plan) -> None:
     """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do.
 
-    Others than the native engine apply an update before anyone can look at it, or cannot load twice. Only the first
-    stage of a pipeline sees tokens, and so the ends of documents.
+    Others than the native engine apply an update before anyone can look at it, or cannot load
+    twice. Only the first stage of a pipeline sees tokens, and so the ends of documents.
     """
     if recipe.init_from and plan.engine == "neuron":
         raise ConfigError(
-            f"recipe.init_from: {recipe.init_from!r} is not allowed with plan.engine 'neuron', whose weights are NxD's "
-            f"own. Give null, or another engine."
+            f"recipe.init_from: {recipe.init_from!r} is not allowed with plan.engine 'neuron',"
+            " whose weights are NxD's own. Give null, or another engine."
         )
     if recipe.profile_steps and plan.engine == "neuron":
         raise ConfigError(
-            f"recipe.profile_steps: {recipe.profile_steps} is not allowed with plan.engine 'neuron': "
-            f"torch's profiler sees nothing of a NeuronCore. Give null, and use AWS's neuron-profile."
+            f"recipe.profile_steps: {recipe.profile_steps} is not allowed with plan.engine"
+            " 'neuron': torch's profiler sees nothing of a NeuronCore. Give null, and use AWS's"
+            " neuron-profile."
         )
     ranks = {*recipe.profile_ranks}
     if recipe.profile_steps and not (ranks and ranks <= {*range(plan.num_devices)}):
         raise ConfigError(
-            f"recipe.profile_ranks: {recipe.profile_ranks} is not allowed on {plan.num_devices} devices. "
-            f"Give some of 0 to {plan.num_devices - 1}."
+            f"recipe.profile_ranks: {recipe.profile_ranks} is not allowed on {plan.num_devices}"
+            f" devices. Give some of 0 to {plan.num_devices - 1}."
         )
     if recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1):
         raise ConfigError(
-            f"recipe.mask_documents: true is not allowed with plan.engine {plan.engine!r} and plan.pipeline_parallel "
-            f"{plan.pipeline_parallel}. Give false, or engine 'native' without a pipeline."
+            f"recipe.mask_documents: true is not allowed with plan.engine {plan.engine!r} and"
+            f" plan.pipeline_parallel {plan.pipeline_parallel}. Give false, or engine 'native'"
+            " without a pipeline."
         )
     for name in ("on_nan", "on_spike"):
         value = getattr(recipe, name)
         if plan.engine != "native" and value in ("skip", "roll_back"):
             allowed = "'stop'" if name == "on_nan" else "'ignore' or 'stop'"
             raise ConfigError(
-                f"recipe.{name}: {value!r} is not allowed with plan.engine {plan.engine!r}, whose step cannot be taken "
-                f"back. Give {allowed}, or plan.engine 'native'."
+                f"recipe.{name}: {value!r} is not allowed with plan.engine {plan.engine!r}, whose"
+                f" step cannot be taken back. Give {allowed}, or plan.engine 'native'."
             )

@@ -1,4 +1,6 @@
-"""A researcher's own numbers of each step: a Python file with `on_step(state) -> dict[str, float]`."""
+"""A researcher's own numbers of each step: a Python file with `on_step(state) -> dict[str,
+float]`.
+"""
 
 import dataclasses
 import importlib.util
@@ -16,7 +18,9 @@ from kit.run import HOOK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepState:
-    """What a hook may look at, once the step is done and the next has not begun; it may change nothing."""
+    """What a hook may look at, once the step is done and the next has not begun; it may change
+    nothing.
+    """
 
     step: int
     tokens: int  # of the run so far
@@ -31,10 +35,11 @@ class StepState:
 class Hook:
     """The copy of a hook in a run directory, on one rank.
 
-    Every rank calls it after every step, so it may communicate; rank 0's numbers are recorded as `hook/NAME`, with its
-    own time, which no step's holds, as `hook/seconds`. An exception on any rank, or what is no dict of numbers, turns
-    it off on all for the rest of the attempt, with an alert, and training goes on. Ranks that wait in a collective of
-    the hook for one that failed before it are ended by the watchdog.
+    Every rank calls it after every step, so it may communicate; rank 0's numbers are recorded as
+    `hook/NAME`, with its own time, which no step's holds, as `hook/seconds`. An exception on any
+    rank, or what is no dict of numbers, turns it off on all for the rest of the attempt, with an
+    alert, and training goes on. Ranks that wait in a collective of the hook for one that failed
+    before it are ended by the watchdog.
 
     Raises:
         ConfigError: the file is damaged or has no `on_step`.
@@ -49,10 +54,14 @@ class Hook:
             about.loader.exec_module(module)
             self.on_step = module.on_step
         except Exception as error:
-            raise ConfigError(f"recipe.hook: {self._told(error)}. Give a file with on_step(state) -> dict.") from error
+            raise ConfigError(
+                f"recipe.hook: {self._told(error)}. Give a file with on_step(state) -> dict."
+            ) from error
 
     def numbers(self, state: StepState) -> tuple[dict[str, float], str]:
-        """Returns what is recorded of a step, and why the hook is off from now on, on all ranks, or nothing."""
+        """Returns what is recorded of a step, and why the hook is off from now on, on all ranks,
+        or nothing.
+        """
         if not self.is_on:
             return {}, ""
         start, found, told = time.perf_counter(), {}, ""
@@ -65,7 +74,9 @@ class Hook:
         failed = torch.tensor([state.rank + 1 if told else 0])
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         if not failed:
-            return {f"hook/{name}": value for name, value in found.items()} | {"hook/seconds": round(seconds, 6)}, ""
+            return {f"hook/{name}": value for name, value in found.items()} | {
+                "hook/seconds": round(seconds, 6)
+            }, ""
         self.is_on = False
         said = [told]
         dist.broadcast_object_list(said, src=int(failed) - 1, group=self.group)
@@ -82,10 +93,17 @@ class Hook:
 def _checked(numbers: Any) -> dict[str, float]:
     """Returns numbers, tensors and NumPy's of one element too, as floats."""
     if not isinstance(numbers, dict):
-        raise TypeError(f"on_step returned {type(numbers).__name__}, not a dict of numbers; {{}} says nothing")
+        raise TypeError(
+            f"on_step returned {type(numbers).__name__}, not a dict of numbers; {{}} says nothing"
+        )
     found = {}
     for name, value in numbers.items():
-        if not isinstance(name, str) or not name or isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        if (
+            not isinstance(name, str)
+            or not name
+            or isinstance(value, bool | str)
+            or not hasattr(value, "__float__")
+        ):
             raise TypeError(f"on_step gave {name!r} = {value!r}; give names with numbers")
         found[name] = float(value)
     return found

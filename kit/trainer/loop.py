@@ -1,4 +1,7 @@
-"""The training loop of one rank. It logs raw times and tokens only; MFU is derived by the reader."""
+"""The training loop of one rank.
+
+It logs raw times and tokens only; MFU is derived by the reader.
+"""
 
 import contextlib
 import math
@@ -36,9 +39,11 @@ if TYPE_CHECKING:
 
 HEARTBEAT_EVERY_S = 1.0
 ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
-"""Seconds between two looks at what people ask for, and the most steps between them, of which any may be slow."""
+"""Seconds between two looks at what people ask for, and the most steps between them, of which
+any may be slow."""
 AHEAD_ON = ("cuda",)
-"""Devices that work on a step while this process launches the next, and reads only then what the step gave."""
+"""Devices that work on a step while this process launches the next, and reads only then what the
+step gave."""
 
 
 class Launched(NamedTuple):
@@ -60,7 +65,11 @@ class Trainer:
         self.control, self.home = control_group(), Home(run.directory)
         self.dataset = run.dataset()
         self.samples = training_samples(self.recipe, run.spec.sequence_length)
-        self.step, self.consumed, self.finished = 0, 0, 0  # launched and finished steps: the same but for a moment
+        self.step, self.consumed, self.finished = (
+            0,
+            0,
+            0,
+        )  # launched and finished steps: the same but for a moment
         self.step_time_s, self.finished_at, self.ask_at = 0.0, 0.0, 0
         self.work_s: float | None = None
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
@@ -78,17 +87,23 @@ class Trainer:
         self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
-        self.begin_step = getattr(self.engine, "begin_step", self.engine.train_step)  # native: does not wait
+        self.begin_step = getattr(
+            self.engine, "begin_step", self.engine.train_step
+        )  # native: does not wait
         # Where training goes on after a bad step, none may come between that step and its answer.
         can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
         self.hook = Hook(run.directory / HOOK, self.control) if self.recipe.hook else None
-        self.is_ahead = can_wait and device.type in AHEAD_ON and self.hook is None  # which sees the step's own weights
+        self.is_ahead = (
+            can_wait and device.type in AHEAD_ON and self.hook is None
+        )  # which sees the step's own weights
         self.signs = Signs(run.directory, attempt, self.control)
         self.watchdog = Watchdog(
-            patience_s(self.recipe, self.plan), rank=self.rank, alive=self.signs.say,
+            patience_s(self.recipe, self.plan),
+            rank=self.rank,
+            alive=self.signs.say,
             silent_ranks=self.signs.silent_ranks,
             dump=gpu_runtime.dump_flight_recorder if device.type == "cuda" else None,
-        )  # fmt: skip
+        )
         on_compile_start(self.watchdog.compile_begins)
         on_compile_end(self.watchdog.compile_ends)
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
@@ -104,14 +119,18 @@ class Trainer:
         self.step, self.consumed, self.finished = manifest.step, manifest.samples, manifest.step
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
-            print(f"resumed from step {self.step} (written on {counted(saved, 'device')}, now {now})", flush=True)
+            print(
+                f"resumed from step {self.step} (written on {counted(saved, 'device')}, now {now})",
+                flush=True,
+            )
 
     def train(self) -> str:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""
         try:
             return self._train()
         except Exception as error:
-            self.home.check()  # where the directory is gone, that is why the rest failed, on every rank
+            # where the directory is gone, that is why the rest failed, on every rank
+            self.home.check()
             if not isinstance(error, RunError):  # else they come after a bad one
                 with contextlib.suppress(Exception):  # a device that has failed tells nothing more
                     self.rows += [self._row(launched) for launched in self.launched]
@@ -127,7 +146,9 @@ class Trainer:
             self._finish_steps(but=1 if self.is_ahead else 0)
             last = self.step == self.recipe.num_steps
             stop, checkpoint = self._requests()
-            validate = self._due(self.recipe.validation_every) or (last and self.recipe.validation_every)
+            validate = self._due(self.recipe.validation_every) or (
+                last and self.recipe.validation_every
+            )
             if self.profiler.is_over(self.step, ends=last or stop):
                 self._finish_steps()
                 with self.watchdog.paused():
@@ -161,7 +182,9 @@ class Trainer:
         loaded, busy = time.perf_counter(), busy_s()
         result = self.begin_step(samples, learning_rate)
         waits = {"data_s": round(loaded - start, 6)}
-        if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
+        if (
+            self.device.type == "cpu"
+        ):  # this thread computes, and does not while it waits for other ranks
             busy = busy_s() - busy
             self.work_s = loaded - start + busy
             waits["waiting_s"] = round(max(0.0, time.perf_counter() - loaded - busy), 6)
@@ -177,7 +200,9 @@ class Trainer:
         """Waits for all launched steps `but` so many, and answers a bad one as the recipe says."""
         while len(self.launched) > but:
             row = self._row(self.launched.popleft())
-            self.rows.append(row)  # first: where its answer ends the run, it is in the metrics all the same
+            self.rows.append(
+                row
+            )  # first: where its answer ends the run, it is in the metrics all the same
             if not self.watchdog.has_begun:
                 gpu_runtime.shorten_timeouts(self.watchdog.limit_s)
             self.finished = row["step"]
@@ -190,8 +215,13 @@ class Trainer:
 
     def _ask_hook(self, hook: Hook, row: dict[str, Any]) -> None:
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "learning_rate")}
-        tokens, parts = self.consumed * self.run.spec.sequence_length, tuple(getattr(self.engine, "decoders", ()))
-        state = StepState(**seen, tokens=tokens, rank=self.rank, num_ranks=dist.get_world_size(), parts=parts)
+        tokens, parts = (
+            self.consumed * self.run.spec.sequence_length,
+            tuple(getattr(self.engine, "decoders", ())),
+        )
+        state = StepState(
+            **seen, tokens=tokens, rank=self.rank, num_ranks=dist.get_world_size(), parts=parts
+        )
         numbers, problem = hook.numbers(state)
         row |= numbers
         if problem:
@@ -206,7 +236,9 @@ class Trainer:
             loss, grad_norm = result.read()
             phases = result.phases.seconds()
         before, self.finished_at = self.finished_at, time.perf_counter()
-        self.step_time_s = self.finished_at - max(before, launched.start)  # launched early, it had to wait its turn
+        self.step_time_s = self.finished_at - max(
+            before, launched.start
+        )  # launched early, it had to wait its turn
         scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
         stall_s, self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
         length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
@@ -225,7 +257,10 @@ class Trainer:
             **({"checkpoint_s": stall_s} if stall_s else {}),
             **launched.waits,
             **phases,
-            **{f"share/{name}": share for name, share in shares(self.recipe, length, first, batch).items()},
+            **{
+                f"share/{name}": share
+                for name, share in shares(self.recipe, length, first, batch).items()
+            },
         }
 
     def _write(self) -> None:
@@ -235,18 +270,26 @@ class Trainer:
         self.rows.clear()
 
     def _batch(self, samples: Samples, first: int) -> Tensor:
-        """Returns this replica's part of the global batch that starts at sample `first`, [S, T + 1]."""
+        """Returns this replica's part of the global batch that starts at sample `first`, [S, T +
+        1].
+        """
         share = self.plan.global_batch_size // self.plan.data_parallel
         return torch.from_numpy(samples.batch(first + self.engine.data_rank * share, share))
 
     def _validate(self) -> float:
-        """Returns the mean loss of the first held-out sequences, each counted once, whatever the layout and batch."""
+        """Returns the mean loss of the first held-out sequences, each counted once, whatever the
+        layout and batch.
+        """
         length, plan = self.run.spec.sequence_length, self.plan
         held_out = self.dataset.samples("validation", length, self.recipe.seed)
         count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(length))
-        # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last ones, and what it
-        # adds is taken off again. NxD's pipeline takes whole batches only.
-        unit = plan.global_batch_size if plan.engine == "neuron" else plan.data_parallel * plan.micro_batch_size
+        # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last
+        # ones, and what it adds is taken off again. NxD's pipeline takes whole batches only.
+        unit = (
+            plan.global_batch_size
+            if plan.engine == "neuron"
+            else plan.data_parallel * plan.micro_batch_size
+        )
         filling = -count % unit
 
         def total(numbers: list[int]) -> float:
@@ -261,9 +304,11 @@ class Trainer:
         return (loss - (filling / unit * total([0] * unit) if filling else 0.0)) / count
 
     def _requests(self) -> tuple[bool, bool]:
-        """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary.
+        """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this
+        step boundary.
 
-        Rank 0 says too after how many steps all of them ask again, so that an answer takes no more than about a second.
+        Rank 0 says too after how many steps all of them ask again, so that an answer takes no more
+        than about a second.
         """
         if self.step < min(self.ask_at, self.recipe.num_steps):
             return False, False
@@ -272,7 +317,9 @@ class Trainer:
             asked[0] = take_request(self.run.directory, "stop", step=self.step)
             asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
             asked[2] = self.signs.must_gather()
-            asked[3] = min(ASKED_STEPS, max(1, ASKED_EVERY_S // max(self.watchdog.times, default=math.inf)))
+            asked[3] = min(
+                ASKED_STEPS, max(1, ASKED_EVERY_S // max(self.watchdog.times, default=math.inf))
+            )
         dist.broadcast(asked, src=0, group=self.control)
         if asked[2]:
             self.signs.gather()
@@ -301,7 +348,9 @@ class Trainer:
         if now - self.last_beat < HEARTBEAT_EVERY_S and self.step < self.recipe.num_steps:
             return
         self.last_beat = now
-        if self.rank == 0 or self.signs.has_own_file:  # else nothing is written, and thousands of ranks would look
+        if (
+            self.rank == 0 or self.signs.has_own_file
+        ):  # else nothing is written, and thousands of ranks would look
             self.home.check()
         with unless_full():
             self.signs.say()

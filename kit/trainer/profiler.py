@@ -18,7 +18,10 @@ MEMORY_EVENTS = 200_000
 
 
 class Profiler:
-    """The profiler of one rank. All ranks begin and end together, so that none waits in mid-step."""
+    """The profiler of one rank.
+
+    All ranks begin and end together, so that none waits in mid-step.
+    """
 
     def __init__(self, run: Run, group: dist.ProcessGroup, device: torch.device) -> None:
         self.run, self.group, self.device, self.rank = run, group, device, dist.get_rank()

@@ -1,7 +1,8 @@
-"""What keeps a run's progress safe: all ranks go on from a checkpoint that is sound, and answer bad steps alike.
+"""What keeps a run's progress safe: all ranks go on from a checkpoint that is sound, and answer bad
+steps alike.
 
-A damaged checkpoint is kept aside and the one before is used. What to do about a bad step is the recipe's choice
-(`kit.trainer.guard`); here all ranks agree on it and do it.
+A damaged checkpoint is kept aside and the one before is used. What to do about a bad step is the
+recipe's choice (`kit.trainer.guard`); here all ranks agree on it and do it.
 """
 
 import sys
@@ -24,7 +25,8 @@ ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
 class Recovery:
-    """One rank's part in going on from a checkpoint, and in answering bad steps. All ranks call it at the same steps.
+    """One rank's part in going on from a checkpoint, and in answering bad steps. All ranks call it
+    at the same steps.
 
     `notice` is the last thing that people should know, empty if nothing happened.
     """
@@ -38,19 +40,23 @@ class Recovery:
         self.verdict: tuple[Answer, str] | None = None
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, the same to all ranks, of which rank 0 alone looks."""
+        """Returns the steps of the complete checkpoints, the same to all ranks, of which rank 0
+        alone looks.
+        """
         listed: list[Any] = [self.run.checkpoints.steps() if self.is_first else None]
         dist.broadcast_object_list(listed, src=0, group=self.group)
         return listed[0]
 
     def load_newest(self, checkpoints: EngineCheckpoints) -> Manifest | None:
-        """Fills the engine from the newest checkpoint that all ranks can read; returns its manifest, None if none is.
+        """Fills the engine from the newest checkpoint that all ranks can read; returns its
+        manifest, None if none is.
 
-        The guard gets back its recent losses, and how many updates were dropped so far. Damaged checkpoints are told
-        of and renamed, never deleted.
+        The guard gets back its recent losses, and how many updates were dropped so far. Damaged
+        checkpoints are told of and renamed, never deleted.
 
         Raises:
-            CheckpointError: there are checkpoints and all of them are damaged; they are left where they are.
+            CheckpointError: there are checkpoints and all of them are damaged; they are left where
+                they are.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -62,17 +68,23 @@ class Recovery:
                 continue
             if self.is_first:
                 size, took = sum(manifest.files.values()), time.perf_counter() - start
-                print(f"verified and loaded the checkpoint of step {step}: {size / 1e6:,.1f} MB in {took:.2f} s",
-                      flush=True)  # fmt: skip
+                print(
+                    f"verified and loaded the checkpoint of step {step}: {size / 1e6:,.1f} MB in"
+                    f" {took:.2f} s",
+                    flush=True,
+                )
             if damaged:
-                notice = _set_aside(self.run.checkpoints, damaged, self.attempt, f"went on from step {step}")
+                notice = _set_aside(
+                    self.run.checkpoints, damaged, self.attempt, f"went on from step {step}"
+                )
                 self.tell("checkpoint", notice, step)
             self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
             return manifest
         if damaged:
             raise CheckpointError(
-                f"All checkpoints of {self.run.directory} are damaged, nothing was changed. "
-                f"{' '.join(damaged.values())} To start from the beginning, use another run directory."
+                f"All checkpoints of {self.run.directory} are damaged, nothing was changed."
+                f" {' '.join(damaged.values())} To start from the beginning, use another run"
+                " directory."
             )
         return None
 
@@ -89,7 +101,8 @@ class Recovery:
         Raises:
             RunError: the recipe says to stop, or there is no checkpoint to roll back to.
         """
-        # Where updates can be dropped, the engine has asked before this one, and the ranks have agreed then.
+        # Where updates can be dropped, the engine has asked before this one, and the ranks have
+        # agreed then.
         answer, what = self.verdict or self._agree(row["loss"], row["grad_norm"])
         self.verdict = None
         if answer == "stop":
@@ -111,11 +124,15 @@ class Recovery:
         manifest = self.load_newest(checkpoints)
         if manifest is None:
             raise RunError(
-                f"step {step} is bad and there is no checkpoint to roll back to. Set recipe.checkpoint_every."
+                f"step {step} is bad and there is no checkpoint to roll back to. Set"
+                " recipe.checkpoint_every."
             )
         good = manifest.step
         self.guard.skipped += step - good
-        return f"rolled back to the checkpoint of step {good}, the data of {counted(step - good, 'step')} is left out"
+        return (
+            f"rolled back to the checkpoint of step {good}, the data of"
+            f" {counted(step - good, 'step')} is left out"
+        )
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
         self.verdict = self._agree(loss, grad_norm)
@@ -124,14 +141,18 @@ class Recovery:
     def _agree(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
         answer, what = self.guard.judge(loss, grad_norm)
         if self.guard.goes_on_after_bad:
-            strongest = torch.tensor([ANSWERS.index(answer)])  # of any rank: a fault may be seen by one alone
+            strongest = torch.tensor(
+                [ANSWERS.index(answer)]
+            )  # of any rank: a fault may be seen by one alone
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
             answer = ANSWERS[int(strongest)]
             what = what or "another rank says so"
         return answer, what
 
     def tell(self, kind: str, notice: str, step: int) -> None:
-        """Says it in the log, the state, the history and the alerts: nothing that was lost or left out goes unsaid."""
+        """Says it in the log, the state, the history and the alerts: nothing that was lost or
+        left out goes unsaid.
+        """
         self.notice = notice
         if not self.is_first:
             return
@@ -139,7 +160,14 @@ class Recovery:
 
         print(f"WARNING: {notice}", file=sys.stderr, flush=True)
         level = "error" if kind == "checkpoint" else "warning"
-        alert = Alert(kind=kind, level=level, message=notice, attempt=self.attempt, step=step, time=time.time())
+        alert = Alert(
+            kind=kind,
+            level=level,
+            message=notice,
+            attempt=self.attempt,
+            step=step,
+            time=time.time(),
+        )
         AlertLog(self.run.directory / "alerts.jsonl").add([alert])
         state = read_state(self.run.directory)
         if state is not None and state.attempt == self.attempt:
@@ -148,19 +176,29 @@ class Recovery:
 
 def _stopped(run: Run, step: int, what: str) -> str:
     newest = max(run.checkpoints.steps(), default=None)
-    kept = f"The checkpoint of step {newest} is from before it" if newest else "There is no checkpoint yet"
+    kept = (
+        f"The checkpoint of step {newest} is from before it"
+        if newest
+        else "There is no checkpoint yet"
+    )
     return (
-        f"stopped at step {step}: {what}. {kept}; nothing was overwritten. Look at data and learning rate; to go on "
-        f"past it, launch again with recipe.on_nan or on_spike 'skip' or 'roll_back' (engine native)."
+        f"stopped at step {step}: {what}. {kept}; nothing was overwritten. Look at data and"
+        " learning rate; to go on past it, launch again with recipe.on_nan or on_spike 'skip' or"
+        " 'roll_back' (engine native)."
     )
 
 
-def _set_aside(checkpoints: Checkpoints, damaged: dict[int, str], attempt: int, instead: str) -> str:
+def _set_aside(
+    checkpoints: Checkpoints, damaged: dict[int, str], attempt: int, instead: str
+) -> str:
     """Renames the damaged checkpoints and returns what happened, in one line."""
     told = []
     for step, problem in damaged.items():
         kept = checkpoints.path(step).with_suffix(f".damaged-{attempt}")
         if dist.get_rank() == 0:
             checkpoints.set_aside(step, attempt)
-        told.append(f"the checkpoint of step {step} is damaged and kept as {kept.name} ({problem.partition('. ')[0]})")
+        told.append(
+            f"the checkpoint of step {step} is damaged and kept as {kept.name}"
+            f" ({problem.partition('. ')[0]})"
+        )
     return f"{'; '.join(told)}; {instead}"

@@ -1,7 +1,8 @@
-"""Signs of life of one rank, for those who watch the run and for the watchdog that must name the rank that hangs.
+"""Signs of life of one rank, for those who watch the run and for the watchdog that must name the
+rank that hangs.
 
-Under Slurm they go to the keeper of the node. Without a keeper each rank has a file; of more than MANY ranks, rank 0
-gathers them every GATHER_EVERY_S. So no file system meets many ranks at once.
+Under Slurm they go to the keeper of the node. Without a keeper each rank has a file; of more than
+MANY ranks, rank 0 gathers them every GATHER_EVERY_S. So no file system meets many ranks at once.
 """
 
 import os
@@ -30,9 +31,11 @@ from cluster.slurm.beat import BEAT_EVERY_S
 GATHER_EVERY_S = 10.0
 LINE_BYTES = 400
 RECENT, SPLIT_EVERY_S = 15, 1.0
-"""Steps, of whose parts the medians are told, and how often: one step alone says little on a busy machine."""
+"""Steps, of whose parts the medians are told, and how often: one step alone says little on a
+busy machine."""
 RELAYED_S = 2 * BEAT_EVERY_S + COLLECT_EVERY_S
-"""How old the newest word of a rank may be that answers, by way of its keeper, of whose beats one may be lost."""
+"""How old the newest word of a rank may be that answers, by way of its keeper, of whose beats
+one may be lost."""
 
 
 class Signs:
@@ -47,7 +50,11 @@ class Signs:
     def __init__(self, directory: Path, attempt: int, group: dist.ProcessGroup) -> None:
         self.directory, self.group, self.num_ranks = directory, group, dist.get_world_size()
         self.beat = RankHeartbeat(
-            rank=dist.get_rank(), attempt=attempt, step=0, time=time.time(), host=os.uname().nodename
+            rank=dist.get_rank(),
+            attempt=attempt,
+            step=0,
+            time=time.time(),
+            host=os.uname().nodename,
         )
         self.is_relayed = keeper_of(directory) is not None
         self.is_gathered = self.num_ranks > MANY and not self.is_relayed
@@ -62,16 +69,30 @@ class Signs:
         return not (self.is_relayed or self.is_gathered)
 
     def step_done(self, row: dict[str, Any], work_s: float | None) -> None:
-        """Takes note of a step, to be told: of its row of the metrics, and how long this rank worked at it."""
+        """Takes note of a step, to be told: of its row of the metrics, and how long this rank
+        worked at it.
+        """
         self.recent.append([*map(row.get, PARTS), work_s if "waiting_s" in row else None])
         if time.monotonic() - self.split_at > SPLIT_EVERY_S:
             self.split_at = time.monotonic()
-            columns = [[value for value in column if value is not None] for column in zip(*self.recent, strict=True)]
-            *self.parts_s, self.own_s = (round(statistics.median(column), 6) if column else None for column in columns)
-        self.last = {"step": row["step"], "time": time.time(), "step_time_s": row["step_time_s"], "work_s": work_s}
+            columns = [
+                [value for value in column if value is not None]
+                for column in zip(*self.recent, strict=True)
+            ]
+            *self.parts_s, self.own_s = (
+                round(statistics.median(column), 6) if column else None for column in columns
+            )
+        self.last = {
+            "step": row["step"],
+            "time": time.time(),
+            "step_time_s": row["step_time_s"],
+            "work_s": work_s,
+        }
 
     def say(self) -> None:
-        """Says that this rank answers, and what it did last; also from the thread of the watchdog."""
+        """Says that this rank answers, and what it did last; also from the thread of the
+        watchdog.
+        """
         if not self.is_gathered:
             tell(self.directory, self._newest().replace(time=time.time()))
 
@@ -82,21 +103,31 @@ class Signs:
     def gather(self) -> None:
         """Has rank 0 write what all ranks did last; all of them call it."""
         self.gathered_at = time.monotonic()
-        line = torch.frombuffer(bytearray(self._newest().line.ljust(LINE_BYTES)[:LINE_BYTES]), dtype=torch.uint8)
-        lines = [torch.empty_like(line) for _ in range(self.num_ranks)] if self.beat.rank == 0 else None
+        line = torch.frombuffer(
+            bytearray(self._newest().line.ljust(LINE_BYTES)[:LINE_BYTES]), dtype=torch.uint8
+        )
+        lines = (
+            [torch.empty_like(line) for _ in range(self.num_ranks)] if self.beat.rank == 0 else None
+        )
         dist.gather(line, lines, dst=0, group=self.group)
         if lines:
             with unless_full():
-                write_all_heartbeats(self.directory, (bytes(line.tolist()).rstrip() for line in lines))
+                write_all_heartbeats(
+                    self.directory, (bytes(line.tolist()).rstrip() for line in lines)
+                )
 
     def _newest(self) -> RankHeartbeat:
         return self.beat.replace(**self.last, parts_s=tuple(self.parts_s), own_s=self.own_s)
 
     def silent_ranks(self, for_s: float) -> list[int] | None:
-        """Returns the ranks that have not said for so long that they answer, or None where nobody was told."""
+        """Returns the ranks that have not said for so long that they answer, or None where
+        nobody was told.
+        """
         if self.is_gathered:
             return None
         for_s = max(for_s, RELAYED_S) if self.is_relayed else for_s
-        beats = {beat.rank: beat.time for beat in read_rank_heartbeats(self.directory, self.beat.attempt)}
+        beats = {
+            beat.rank: beat.time for beat in read_rank_heartbeats(self.directory, self.beat.attempt)
+        }
         newest = max(beats.values(), default=0.0)
         return [rank for rank in range(self.num_ranks) if beats.get(rank, 0.0) < newest - for_s]

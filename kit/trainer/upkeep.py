@@ -1,4 +1,6 @@
-"""What a rank does beside its steps on a GPU, without waiting for it: Python's garbage, its memory, its own speed."""
+"""What a rank does beside its steps on a GPU, without waiting for it: Python's garbage, its
+memory, its own speed.
+"""
 
 import gc
 import resource
@@ -9,22 +11,26 @@ from typing import Any
 import torch
 
 COLLECT_EVERY = 20
-"""Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some 200 objects a layer
-and micro-batch, so that later there would be millions."""
+"""Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some
+200 objects a layer and micro-batch, so that later there would be millions."""
 PROBE_EVERY_S = 60.0
 PROBE_SIZE, PROBE_PRODUCTS, PROBE_PARTS = 4096, 12, 5
 """5 x 12 products of 0.14 TFLOP: some 15 ms on an H100, 50 ms on half an MI250X."""
 
 
 def collect_garbage(step: int) -> None:
-    """Collects garbage at certain steps only, the same on all ranks, which else would wait for each other's pauses."""
+    """Collects garbage at certain steps only, the same on all ranks, which else would wait for
+    each other's pauses.
+    """
     if step % COLLECT_EVERY == 1:
         gc.disable()  # again: a save turns it on
         gc.collect(1)
 
 
 def memory_row(device: torch.device) -> dict[str, Any]:
-    """Returns what the metrics say of memory: peaks of this rank, of its process on a CPU; XLA does not tell."""
+    """Returns what the metrics say of memory: peaks of this rank, of its process on a CPU; XLA
+    does not tell.
+    """
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"memory_bytes": None if device.type == "xla" else peak}
@@ -38,7 +44,9 @@ def memory_row(device: torch.device) -> dict[str, Any]:
 
 
 def busy_s() -> float:
-    """Returns the seconds in which this thread has computed or, where Linux tells, waited for a core to compute on."""
+    """Returns the seconds in which this thread has computed or, where Linux tells, waited for a
+    core to compute on.
+    """
     try:
         with open("/proc/thread-self/schedstat") as told:  # on a core, in its queue, in nanoseconds
             return time.thread_time() + int(told.read().split()[1]) / 1e9
@@ -47,17 +55,25 @@ def busy_s() -> float:
 
 
 class SpeedProbe:
-    """Times matrix products on this rank's GPU now and then: steps tell nothing, as all ranks wait for the slowest."""
+    """Times matrix products on this rank's GPU now and then: steps tell nothing, as all ranks
+    wait for the slowest.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        own = torch.Generator(device).manual_seed(0)  # of zeros a product takes less power, and hides a slow clock
-        self.matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, generator=own, dtype=torch.float16, device=device)
+        own = torch.Generator(device).manual_seed(
+            0
+        )  # of zeros a product takes less power, and hides a slow clock
+        self.matrix = torch.randn(
+            PROBE_SIZE, PROBE_SIZE, generator=own, dtype=torch.float16, device=device
+        )
         self.out = torch.empty_like(self.matrix)
         self.marks: list[torch.cuda.Event] = []
         self.asked_at, self.seconds = float("-inf"), None
 
     def look(self) -> float | None:
-        """Returns the seconds of the best part of the newest probe that has ended; launches another if it is time."""
+        """Returns the seconds of the best part of the newest probe that has ended; launches
+        another if it is time.
+        """
         if self.marks and self.marks[-1].query():
             self.seconds = min(start.elapsed_time(end) for start, end in pairwise(self.marks)) / 1e3
             self.marks = []

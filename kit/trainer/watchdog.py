@@ -1,9 +1,10 @@
 """A watchdog in each rank: a step that never ends ends the attempt, so that a restart can begin.
 
-A rank that is frozen, or waits for one that is, holds up all others in their collectives, for as long as those have
-patience (ten minutes and more). Time is counted in ticks of this process, so neither a stepped clock nor a process that
-was frozen and thawed as a whole looks like a hang. A file system that hangs, which may be why, cannot hold it up: what
-is written is written by threads that nobody waits for. No torch.
+A rank that is frozen, or waits for one that is, holds up all others in their collectives, for as
+long as those have patience (ten minutes and more). Time is counted in ticks of this process, so
+neither a stepped clock nor a process that was frozen and thawed as a whole looks like a hang. A
+file system that hangs, which may be why, cannot hold it up: what is written is written by threads
+that nobody waits for. No torch.
 """
 
 import contextlib
@@ -23,20 +24,23 @@ TICK_S = 0.5
 STEPS, REMEMBERED = 10, 20
 """A step may take this many times the longest of so many before it, however short the limit."""
 OTHERS_WAIT_S = 5.0
-"""Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a GPU rank 0 too lets
-the others dump their collectives first."""
+"""Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a
+GPU rank 0 too lets the others dump their collectives first."""
 DUMP_WAIT_S = 2.0
 SAY_WAIT_S = 15.0
 MANY_LIMIT_S = 600.0
 
 
 def patience_s(recipe: Recipe, plan: Plan) -> float | None:
-    """Returns how long a step may take: as asked, but of many ranks and where nothing was asked, MANY_LIMIT_S.
+    """Returns how long a step may take: as asked, but of many ranks and where nothing was asked,
+    MANY_LIMIT_S.
 
-    The file system of a large machine may fail over to another server, which takes two minutes, and a restart of
-    thousands of ranks costs more than a wait.
+    The file system of a large machine may fail over to another server, which takes two minutes, and
+    a restart of thousands of ranks costs more than a wait.
     """
-    if plan.engine == "neuron":  # there any step may compile, for longer than anyone would wait for a hung rank
+    if (
+        plan.engine == "neuron"
+    ):  # there any step may compile, for longer than anyone would wait for a hung rank
         return None
     is_asked = recipe.hung_after_s != Recipe.hung_after_s
     return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S
@@ -49,15 +53,27 @@ class Watchdog:
         limit_s: seconds without a step, at least; None: never.
         rank: of this process.
         alive: called while a step is late: says that this process still answers.
-        silent_ranks: returns those that did not say so lately, given the seconds, or None where that is not known.
+        silent_ranks: returns those that did not say so lately, given the seconds, or None where
+            that is not known.
         dump: leaves what this process knows of its last collectives.
     """
 
     def __init__(
-        self, limit_s: float | None, *, rank: int, alive: Callable[[], None],
-        silent_ranks: Callable[[float], list[int] | None], dump: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        self.limit_s, self.rank, self.alive, self.silent_ranks, self.dump = limit_s, rank, alive, silent_ranks, dump
+        self,
+        limit_s: float | None,
+        *,
+        rank: int,
+        alive: Callable[[], None],
+        silent_ranks: Callable[[float], list[int] | None],
+        dump: Callable[[], None] | None = None,
+    ) -> None:
+        self.limit_s, self.rank, self.alive, self.silent_ranks, self.dump = (
+            limit_s,
+            rank,
+            alive,
+            silent_ranks,
+            dump,
+        )
         self.times: deque[float] = deque(maxlen=REMEMBERED)
         self.silent_s, self.step, self.is_paused = 0.0, 0, False
         self.has_begun, self.is_compiling, self.has_compiled = False, False, False
@@ -66,14 +82,18 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def step_done(self, step: int, step_time_s: float) -> None:
-        """Begins to wait for the next step; the first is not waited for, and tells as little as any that compiled."""
+        """Begins to wait for the next step; the first is not waited for, and tells as little as
+        any that compiled.
+        """
         if self.has_begun and not self.has_compiled:
             self.times.append(step_time_s)
         self.step, self.silent_s = step, 0.0
         self.has_begun, self.has_compiled = True, False
 
     def compile_begins(self, *_: object) -> None:
-        """Until `compile_ends` nothing is late: torch may compile at any step, for a new shape, say."""
+        """Until `compile_ends` nothing is late: torch may compile at any step, for a new shape,
+        say.
+        """
         self.is_compiling = self.has_compiled = True
 
     def compile_ends(self, *_: object) -> None:
@@ -82,7 +102,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While this lasts nothing is late: a validation may compile, a checkpoint may wait for its disk."""
+        """While this lasts nothing is late: a validation may compile, a checkpoint may wait for
+        its disk.
+        """
         self.is_paused = True
         try:
             yield
@@ -107,7 +129,9 @@ class Watchdog:
                 saying = _start(self._say_alive)
             if self.silent_s > limit_s and self.dump and not dumping:
                 dumping = _start(self.dump)  # all ranks, before the first of them ends the others
-            if self.silent_s > limit_s + (OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0):
+            if self.silent_s > limit_s + (
+                OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0
+            ):
                 _start(self._say_why, limit_s).join(SAY_WAIT_S)
                 os._exit(1)
 
@@ -118,12 +142,22 @@ class Watchdog:
     def _say_why(self, limit_s: float) -> None:
         silent = self.silent_ranks(limit_s / 4) if self.rank == 0 else [0]
         if silent:
-            who = f"rank {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''} no longer answers"
+            who = (
+                f"rank {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''} no"
+                " longer answers"
+            )
         else:
-            who = f"{'all ranks answer; ' if silent == [] else ''}the stacks in logs/ say where they wait"
+            who = (
+                f"{'all ranks answer; ' if silent == [] else ''}the stacks in logs/ say where they"
+                " wait"
+            )
         faulthandler.dump_traceback(all_threads=True)
         # The last line of the log is what the supervisor gives as the reason.
-        print(f"Hung: no step for {self.silent_s:.0f} s after step {self.step}: {who}.", file=sys.stderr, flush=True)
+        print(
+            f"Hung: no step for {self.silent_s:.0f} s after step {self.step}: {who}.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _start(work: Callable[..., None], *arguments: float) -> threading.Thread:

@@ -1,1 +1,3 @@
-"""Measurements: matrix-product rates of this machine, and the benchmarks behind the README's tables."""
+"""Measurements: matrix-product rates of this machine, and the benchmarks behind the README's
+tables.
+"""

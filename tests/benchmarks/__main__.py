@@ -1,4 +1,6 @@
-"""`python -m tests.benchmarks [NAME ...]`: measures side by side here; the tables go into BENCHMARKS.md."""
+"""`python -m tests.benchmarks [NAME ...]`: measures side by side here; the tables go into
+BENCHMARKS.md.
+"""
 
 import argparse
 import sys
@@ -58,10 +60,16 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
 def main() -> int:
     """Runs the named benchmarks, by default all, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default all"
+    )
     models = gpu.models()
-    parser.add_argument("--model", choices=models, default=next(iter(models)), help="of gpu; default %(default)s")
-    parser.add_argument("--data", type=Path, default=Path("data/demo"), help="dataset; built if absent")
+    parser.add_argument(
+        "--model", choices=models, default=next(iter(models)), help="of gpu; default %(default)s"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/demo"), help="dataset; built if absent"
+    )
     options = parser.parse_args()
     if unknown := set(options.names) - set(BENCHMARKS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join(BENCHMARKS)}.")
@@ -71,7 +79,10 @@ def main() -> int:
     for name in options.names or BENCHMARKS:
         load = load_average()
         console.rule(name)
-        with tempfile.TemporaryDirectory(prefix="kit-bench-") as workplace, console.status(f"measuring {name}"):
+        with (
+            tempfile.TemporaryDirectory(prefix="kit-bench-") as workplace,
+            console.status(f"measuring {name}"),
+        ):
             rows = BENCHMARKS[name](Path(workplace), dataset)
         command = f"python -m tests.benchmarks {name}"
         if name == "gpu":  # a file and a table for each model

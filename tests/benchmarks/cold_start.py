@@ -1,4 +1,6 @@
-"""Cold start: from `git clone` to the first loss by phase, as `make demo` does it, with the caches as they are."""
+"""Cold start: from `git clone` to the first loss by phase, as `make demo` does it, with the
+caches as they are.
+"""
 
 import os
 import subprocess
@@ -31,26 +33,47 @@ def measure(workplace: Path, *, install: bool = True, text_bytes: int | None = N
         RunError: this is no clone, or a phase failed; with its last words.
     """
     if not (ROOT / ".git").exists():
-        raise RunError(f"{ROOT} is no clone of the repository. Run this in one: it is cloned again.")
+        raise RunError(
+            f"{ROOT} is no clone of the repository. Run this in one: it is cloned again."
+        )
     clone, python = workplace / "clone", sys.executable
     phases = {"git clone": _timed(["git", "clone", "--quiet", str(ROOT), str(clone)], workplace)}
     if install:
         python = str(clone / ".venv/bin/python")
         phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
+        pip = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            "constraints.txt",
+        ]
         phases["packages, by pip"] = _timed([*pip, "-e", ".[notebooks]"], clone)
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
     phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
     torch_s = _timed([python, "-c", "import torch"], clone)
     begun = time.perf_counter()
-    first_s = float(_output([python, "-c", FIRST_STEP, "runs/first", "data/demo"], clone).split()[-1])
+    first_s = float(
+        _output([python, "-c", FIRST_STEP, "runs/first", "data/demo"], clone).split()[-1]
+    )
     phases["Python of the launcher"] = max(0.0, time.perf_counter() - begun - first_s)
     phases["launch to first loss"] = first_s
     note = f"of that `import torch` {torch_s:.1f} s"
     return [
-        *(row(name, spent, "s", note=note if name == "launch to first loss" else "") for name, spent in phases.items()),
-        row("from `git clone` to the first loss", sum(phases.values()), "s", at_most=300.0 if install else None),
-    ]  # fmt: skip
+        *(
+            row(name, spent, "s", note=note if name == "launch to first loss" else "")
+            for name, spent in phases.items()
+        ),
+        row(
+            "from `git clone` to the first loss",
+            sum(phases.values()),
+            "s",
+            at_most=300.0 if install else None,
+        ),
+    ]
 
 
 def _timed(command: list[str], folder: Path) -> float:

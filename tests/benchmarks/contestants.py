@@ -1,9 +1,11 @@
 """The training loops that `train_speed` and `gpu` compare: same shapes, weights, batches and AdamW.
 
-    python -m tests.benchmarks.contestants NAME   each line on standard input is a number of steps; each answer a line
+    python -m tests.benchmarks.contestants NAME   each line on standard input is a number of steps;
+                                                  each answer a line
 
-Each runs in a process of its own, since the Trainer and a process group change the state of theirs, and only when told
-to, so that several can take turns. It works in a folder that holds the initial weights of all, `WEIGHTS`.
+Each runs in a process of its own, since the Trainer and a process group change the state of theirs,
+and only when told to, so that several can take turns. It works in a folder that holds the initial
+weights of all, `WEIGHTS`.
 """
 
 import argparse
@@ -36,7 +38,8 @@ from kit.spec import ModelSpec
 NUM_BATCHES = 8
 WEIGHTS = Path("weights.pt")
 """By the kit's names, fp32; each contestant starts from a copy."""
-# No weight decay, since the Trainer spares norms from it and the kit does not: so that all train the same model.
+# No weight decay, since the Trainer spares norms from it and the kit does not: so that all train
+# the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-4, weight_decay=0.0)
 
 
@@ -47,16 +50,20 @@ class Setup(Record):
     spec: ModelSpec = field_doc("the model")
     batch_size: int = field_doc("sequences of one step")
     device: Literal["cpu", "cuda"] = field_doc("where", default="cpu")
-    precision: Literal["fp32", "bf16"] = field_doc("of the products; weights and moments are fp32", default="fp32")
+    precision: Literal["fp32", "bf16"] = field_doc(
+        "of the products; weights and moments are fp32", default="fp32"
+    )
     compile: bool = field_doc("by torch.compile", default=False)
 
     @property
     def plan(self) -> Plan:
         """The kit's plan for it, on one device."""
         return Plan(
-            global_batch_size=self.batch_size, micro_batch_size=self.batch_size, precision=self.precision,
+            global_batch_size=self.batch_size,
+            micro_batch_size=self.batch_size,
+            precision=self.precision,
             compile=self.compile,
-        )  # fmt: skip
+        )
 
 
 DEMO = Setup(spec=ModelSpec.preset("demo"), batch_size=16)
@@ -80,7 +87,8 @@ class Turns:
         self.wall_s, self.cpu_s = time.perf_counter(), time.process_time()
 
     def step_done(self, loss: Any) -> None:
-        """Must be called after each step with its loss, (loss, norm), or a result that gives those by `read`.
+        """Must be called after each step with its loss, (loss, norm), or a result that gives those
+        by `read`.
 
         The last of a turn reports, and waits for the next turn.
         """
@@ -88,7 +96,9 @@ class Turns:
         self.left -= 1
         if self.left:
             return
-        read = [each.read() if hasattr(each, "read") else each for each in self.losses]  # waits for a device
+        read = [
+            each.read() if hasattr(each, "read") else each for each in self.losses
+        ]  # waits for a device
         losses = [float(each[0] if isinstance(each, tuple) else each) for each in read]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the last update too
@@ -102,7 +112,10 @@ class Turns:
 
 
 def batches(setup: Setup) -> Tensor:
-    """Returns the batches in memory, int64 [N, B, T + 1]. Random tokens: the time of a step does not depend on them."""
+    """Returns the batches in memory, int64 [N, B, T + 1].
+
+    Random tokens: the time of a step does not depend on them.
+    """
     shape = (NUM_BATCHES, setup.batch_size, setup.spec.sequence_length + 1)
     return torch.randint(setup.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
@@ -145,7 +158,10 @@ def _kit(turns: Turns, setup: Setup, plan: Plan) -> None:
         with torch.no_grad():
             local(tensor).copy_(initial[parameter]) if kind == "model" else local(tensor).zero_()
     engine.after_load()
-    step, data = getattr(engine, "begin_step", engine.train_step), batches(setup)  # as the loop of a rank
+    step, data = (
+        getattr(engine, "begin_step", engine.train_step),
+        batches(setup),
+    )  # as the loop of a rank
     turns.wait()
     for samples in itertools.cycle(data):
         turns.step_done(step(samples, RECIPE.learning_rate))
@@ -158,7 +174,9 @@ def _alone(setup: Setup) -> None:
 
 
 def plain(turns: Turns, setup: Setup) -> None:
-    """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: loss compiled, fused AdamW."""
+    """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: loss
+    compiled, fused AdamW.
+    """
     model = initial_decoder(setup.spec).to(setup.device)
     optimizer = adamw(model.parameters(), RECIPE)
     data = batches(setup).to(setup.device)
@@ -181,11 +199,15 @@ def plain(turns: Turns, setup: Setup) -> None:
 
 
 def transformers(turns: Turns, setup: Setup) -> None:
-    """Hugging Face's model of the same shapes and weights under its Trainer, without evaluation, saving or reports."""
+    """Hugging Face's model of the same shapes and weights under its Trainer, without evaluation,
+    saving or reports.
+    """
     try:
         from transformers import Trainer, TrainerCallback, TrainingArguments
     except ImportError as error:
-        raise MissingPackageError("transformers", "eval", "Comparing speed with its Trainer") from error
+        raise MissingPackageError(
+            "transformers", "eval", "Comparing speed with its Trainer"
+        ) from error
 
     arguments = TrainingArguments(
         output_dir="unused",
@@ -211,7 +233,10 @@ def transformers(turns: Turns, setup: Setup) -> None:
         train_sampling_strategy="sequential",
     )
     # `shift_labels` are targets as they are, so that all T positions count, as in the other loops.
-    rows = [{"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]} for row in batches(setup).flatten(0, 1)]
+    rows = [
+        {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
+        for row in batches(setup).flatten(0, 1)
+    ]
     model, losses = theirs(initial_decoder(setup.spec)), []
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.detach()))
 
@@ -232,15 +257,23 @@ def theirs(decoder: Decoder) -> Any:
 
     config = {**config_of(decoder.spec), "use_cache": False}
     is_llama = decoder.spec.family == "llama"
-    model = LlamaForCausalLM(LlamaConfig(**config)) if is_llama else GPT2LMHeadModel(GPT2Config(**config))
-    weights = to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
+    model = (
+        LlamaForCausalLM(LlamaConfig(**config))
+        if is_llama
+        else GPT2LMHeadModel(GPT2Config(**config))
+    )
+    weights = to_theirs(
+        decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters())
+    )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # tied
     return model
 
 
 def torchtitan(turns: Turns, setup: Setup) -> None:
-    """torchtitan's own Llama, `parallelize_llama` and loss (written for 0.3.0), as its trainer puts them together."""
+    """torchtitan's own Llama, `parallelize_llama` and loss (written for 0.3.0), as its trainer
+    puts them together.
+    """
     if setup.spec.family != "llama":
         sys.exit("torchtitan has no GPT-2")
     from torchtitan.components.loss import CrossEntropyLoss  # type: ignore
@@ -251,24 +284,45 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
 
     _alone(setup)
     parallel_dims.device_type = setup.device  # it takes CUDA for granted
-    parallelism, compiling = ParallelismConfig(spmd_backend="partial_dtensor"), CompileConfig(enable=setup.compile)
+    parallelism, compiling = (
+        ParallelismConfig(spmd_backend="partial_dtensor"),
+        CompileConfig(enable=setup.compile),
+    )
     names = {"fp32": "float32", "bf16": "bfloat16"}
     config = _torchtitan_config(setup.spec)
     model = config.build()
     model.init_weights()
-    weights = ((name, weight.detach()) for name, weight in initial_decoder(setup.spec).named_parameters())
-    model.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(to_theirs(setup.spec, weights)))
+    weights = (
+        (name, weight.detach()) for name, weight in initial_decoder(setup.spec).named_parameters()
+    )
+    model.load_state_dict(
+        Llama3StateDictAdapter(config, None).from_hf(to_theirs(setup.spec, weights))
+    )
     model = parallelize_llama(
-        model.to(setup.device), parallel_dims=ParallelDims.from_config(parallelism, 1),
-        training=TrainingConfig(mixed_precision_param=names[setup.precision], seq_len=setup.spec.sequence_length),
-        parallelism=parallelism, compile_config=compiling, ac_config=None, dump_folder="unused",
-    )  # fmt: skip
-    optimizer, loss_of = adamw(model.parameters(), RECIPE), CrossEntropyLoss.Config().build(compile_config=compiling)
-    data, count = batches(setup).to(setup.device), torch.tensor(float(setup.batch_size * setup.spec.sequence_length))
+        model.to(setup.device),
+        parallel_dims=ParallelDims.from_config(parallelism, 1),
+        training=TrainingConfig(
+            mixed_precision_param=names[setup.precision], seq_len=setup.spec.sequence_length
+        ),
+        parallelism=parallelism,
+        compile_config=compiling,
+        ac_config=None,
+        dump_folder="unused",
+    )
+    optimizer, loss_of = (
+        adamw(model.parameters(), RECIPE),
+        CrossEntropyLoss.Config().build(compile_config=compiling),
+    )
+    data, count = (
+        batches(setup).to(setup.device),
+        torch.tensor(float(setup.batch_size * setup.spec.sequence_length)),
+    )
     turns.wait()
     for samples in itertools.cycle(data):
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = loss_of(model(samples[:, :-1]), samples[:, 1:].contiguous(), count.to(setup.device))
+        loss, _ = loss_of(
+            model(samples[:, :-1]), samples[:, 1:].contiguous(), count.to(setup.device)
+        )
         loss.backward()
         clip_grad_norm_(list(model.parameters()), 1.0)
         optimizer.step()
@@ -276,16 +330,25 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
 
 
 def _torchtitan_config(spec: ModelSpec) -> Any:
-    """Returns torchtitan's configuration of a Llama of these shapes, as its `llama3_configs` build theirs."""
+    """Returns torchtitan's configuration of a Llama of these shapes, as its `llama3_configs`
+    build theirs.
+    """
     from torchtitan.models import llama3  # type: ignore
     from torchtitan.models.common.attention import ScaledDotProductAttention  # type: ignore
 
     weights = {"weight": torch.nn.init.zeros_}  # a copy of ours comes
-    rope = llama3.ComplexRoPE.Config(dim=spec.head_size, max_seq_len=spec.sequence_length, theta=spec.rope_theta)
+    rope = llama3.ComplexRoPE.Config(
+        dim=spec.head_size, max_seq_len=spec.sequence_length, theta=spec.rope_theta
+    )
     layers = llama3._build_llama3_layers(
-        n_layers=spec.num_layers, dim=spec.hidden_size, n_heads=spec.num_heads, n_kv_heads=spec.num_kv_heads,
-        hidden_dim=spec.ffn_hidden_size, rope=rope, attn_backend="varlen",
-    )  # fmt: skip
+        n_layers=spec.num_layers,
+        dim=spec.hidden_size,
+        n_heads=spec.num_heads,
+        n_kv_heads=spec.num_kv_heads,
+        hidden_dim=spec.ffn_hidden_size,
+        rope=rope,
+        attn_backend="varlen",
+    )
     for layer in layers:  # documents are not masked, by the others neither
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     norms = [norm for layer in layers for norm in (layer.attention_norm, layer.ffn_norm)]
@@ -294,15 +357,29 @@ def _torchtitan_config(spec: ModelSpec) -> Any:
         norm.eps = spec.norm_eps
     shape = {"num_embeddings": spec.vocab_size, "embedding_dim": spec.hidden_size}
     return llama3.Llama3Model.Config(
-        dim=spec.hidden_size, vocab_size=spec.vocab_size, layers=layers, norm=norms[-1],
-        enable_weight_tying=spec.tied_embeddings, tok_embeddings=llama3.Embedding.Config(**shape, param_init=weights),
-        lm_head=llama3.Linear.Config(in_features=spec.hidden_size, out_features=spec.vocab_size, param_init=weights),
-    )  # fmt: skip
+        dim=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        layers=layers,
+        norm=norms[-1],
+        enable_weight_tying=spec.tied_embeddings,
+        tok_embeddings=llama3.Embedding.Config(**shape, param_init=weights),
+        lm_head=llama3.Linear.Config(
+            in_features=spec.hidden_size, out_features=spec.vocab_size, param_init=weights
+        ),
+    )
 
 
 CONTESTANTS = {
     function.__name__: function
-    for function in (kit, kit_selective, plain, transformers, deepspeed_zero0, deepspeed_zero1, torchtitan)
+    for function in (
+        kit,
+        kit_selective,
+        plain,
+        transformers,
+        deepspeed_zero0,
+        deepspeed_zero1,
+        torchtitan,
+    )
 }
 
 

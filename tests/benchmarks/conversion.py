@@ -1,9 +1,11 @@
 """Export of a 70B model to a Hugging Face folder: peak memory of the process, and how fast.
 
-    python -m tests.benchmarks.conversion FOLDER SHARD_BYTES     in a process of its own: its memory is its own
+    python -m tests.benchmarks.conversion FOLDER SHARD_BYTES     in a process of its own: its memory
+    is its own
 
-The checkpoint says that it has all layers, in fp32, but all of them lie in the same bytes of its file; a finished shard
-is replaced by a hole of its size. So 6 GB of disk and one shard do for 276 GB read and 138 GB written.
+The checkpoint says that it has all layers, in fp32, but all of them lie in the same bytes of its
+file; a finished shard is replaced by a hole of its size. So 6 GB of disk and one shard do for 276
+GB read and 138 GB written.
 """
 
 import json
@@ -36,16 +38,38 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
     Raises:
         RuntimeError: the process failed; with its last words.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.conversion", str(workplace), str(shard_bytes)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.benchmarks.conversion",
+        str(workplace),
+        str(shard_bytes),
+    ]
     done = subprocess.run(command, input=spec.to_json(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"conversion: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout.splitlines()[-1])
     size = 4e-9 * spec.num_params
-    note = f"{size:,.1f} GB in fp32 to {found['files']} files; before, both copies were whole: {1.5 * size:,.0f} GB"
+    note = (
+        f"{size:,.1f} GB in fp32 to {found['files']} files; before, both copies were whole:"
+        f" {1.5 * size:,.0f} GB"
+    )
     return [
-        row(f"peak memory, export of {spec.name}", found["peak_bytes"] / 1e9, "GB", at_most=12.0, note=note),
-        row(f"export of {spec.name}", found["seconds"], "s", note=f"{size / found['seconds']:.2f} GB/s of fp32"),
+        row(
+            f"peak memory, export of {spec.name}",
+            found["peak_bytes"] / 1e9,
+            "GB",
+            at_most=12.0,
+            note=note,
+        ),
+        row(
+            f"export of {spec.name}",
+            found["seconds"],
+            "s",
+            note=f"{size / found['seconds']:.2f} GB/s of fp32",
+        ),
     ]
 
 
@@ -56,7 +80,9 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
     from kit.convert.weights import Weights
     from kit.run import Run
 
-    making = multiprocessing.get_context("fork").Process(target=make_run, args=(folder / "run", spec))
+    making = multiprocessing.get_context("fork").Process(
+        target=make_run, args=(folder / "run", spec)
+    )
     making.start()  # whose memory is not counted
     making.join()
     weights = run_weights(Run.open(folder / "run"))
@@ -71,7 +97,7 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
     start = time.perf_counter()
     out = export_hugging_face(
         Weights(spec, fill), folder / "out", precision="bfloat16", max_shard_bytes=shard_bytes
-    )  # fmt: skip
+    )
     seconds = time.perf_counter() - start
     written = [file.stat().st_size for file in out.glob("*.safetensors")]
     assert sum(written) >= 2 * spec.num_params
@@ -94,21 +120,40 @@ def make_run(directory: Path, spec: ModelSpec) -> None:
     plan, recipe, names = Plan(), Recipe(data="none", num_steps=1), parameter_shapes(spec)
     run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
     folder = run.checkpoints.path(1)
-    first = {f"model.{n}": shape for n, shape in names.items() if not n.startswith("layers.") or ".0." in n[:9]}
+    first = {
+        f"model.{n}": shape
+        for n, shape in names.items()
+        if not n.startswith("layers.") or ".0." in n[:9]
+    }
     state = {name: torch.empty(shape).uniform_(-0.1, 0.1) for name, shape in first.items()}
     state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     for name in names:
-        like = f"model.layers.0.{name.split('.', 2)[-1]}" if name.startswith("layers.") else f"model.{name}"
+        like = (
+            f"model.layers.0.{name.split('.', 2)[-1]}"
+            if name.startswith("layers.")
+            else f"model.{name}"
+        )
         metadata.state_dict_metadata[f"model.{name}"] = metadata.state_dict_metadata[like]
         (index,) = (index for index in metadata.storage_data if index.fqn == like)
         metadata.storage_data[replace(index, fqn=f"model.{name}")] = metadata.storage_data[index]
     file.write_bytes(pickle.dumps(metadata))
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    facts: dict[str, Any] = {"step": 1, "attempt": 1, "samples": 1, "tokens": 1, "seed": 0, "time": 0.0}
+    facts: dict[str, Any] = {
+        "step": 1,
+        "attempt": 1,
+        "samples": 1,
+        "tokens": 1,
+        "seed": 0,
+        "time": 0.0,
+    }
     Manifest(spec=spec, plan=plan, files=files, **facts).write(folder / "manifest.json")
 
 
 if __name__ == "__main__":
-    print(json.dumps(export(Path(sys.argv[1]), ModelSpec.from_json(sys.stdin.read()), int(sys.argv[2]))))
+    print(
+        json.dumps(
+            export(Path(sys.argv[1]), ModelSpec.from_json(sys.stdin.read()), int(sys.argv[2]))
+        )
+    )

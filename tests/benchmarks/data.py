@@ -1,7 +1,8 @@
-"""Data loading and tokenisation on this machine, per CPU-second: flat windows, samples, text to tokens.
+"""Data loading and tokenisation on this machine, per CPU-second: flat windows, samples, text to
+tokens.
 
-Flat is what a loop without an epoch does: windows from anywhere in the file, drawn before, by the same requests. The
-kit's samples are each window once an epoch, in an order that is computed.
+Flat is what a loop without an epoch does: windows from anywhere in the file, drawn before, by the
+same requests. The kit's samples are each window once an epoch, in an order that is computed.
 """
 
 import statistics
@@ -45,13 +46,28 @@ def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) 
         rates["flat"].append(_rate(flat, BATCH_SIZE * length))
         rates["ordered"].append(_rate(ordered, BATCH_SIZE * length))
     ratios = [flat / ours for flat, ours in zip(rates["flat"], rates["ordered"], strict=True)]
-    shape = f"windows of {length:,}, {dataset.train.num_tokens / dataset.train.num_documents:,.0f} tokens a document"
+    shape = (
+        f"windows of {length:,}, {dataset.train.num_tokens / dataset.train.num_documents:,.0f}"
+        " tokens a document"
+    )
     spread = f"median of {ROUNDS} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
     each = {name: statistics.median(found) / 1e6 for name, found in rates.items()}
     return [
         row("flat windows, per CPU-second", each["flat"], "M tokens", at_least=100.0, note=shape),
-        row("the kit's samples, per CPU-second", each["ordered"], "M tokens", at_least=100.0, note=shape),
-        row("flat windows / the kit's samples", statistics.median(ratios), "x", at_most=2.0, note=spread),
+        row(
+            "the kit's samples, per CPU-second",
+            each["ordered"],
+            "M tokens",
+            at_least=100.0,
+            note=shape,
+        ),
+        row(
+            "flat windows / the kit's samples",
+            statistics.median(ratios),
+            "x",
+            at_most=2.0,
+            note=spread,
+        ),
         _tokenisation(dataset, text_bytes),
     ]
 

@@ -1,9 +1,11 @@
-"""The order of 1.5e9 documents and 1.8e12 tokens, as one rank draws it: memory, start, a batch, how random it is.
+"""The order of 1.5e9 documents and 1.8e12 tokens, as one rank draws it: memory, start, a batch, how
+random it is.
 
     python -m tests.benchmarks.data_order DATASET FOLDER   one rank; prints what it took
 
-The token files are sparse: of the right size to the byte, and all zeros, so what a disk takes is not in the times. Half
-of the tokens are in one file, half in 300 shards; the shares change at 1.4e12 tokens, as in HLAT's Table III.
+The token files are sparse: of the right size to the byte, and all zeros, so what a disk takes is
+not in the times. Half of the tokens are in one file, half in 300 shards; the shares change at
+1.4e12 tokens, as in HLAT's Table III.
 """
 
 import json
@@ -27,7 +29,8 @@ BEFORE = "before: 40 GB and 16 to 32 min, extrapolated from 1e7 documents"
 
 
 def measure(workplace: Path, dataset: "Dataset") -> "list[Row]":
-    """Returns what a rank takes, and how the order of the windows compares with NumPy's permutation.
+    """Returns what a rank takes, and how the order of the windows compares with NumPy's
+    permutation.
 
     Args:
         workplace: an empty folder; its files are terabytes long and take a few hundred blocks.
@@ -38,16 +41,34 @@ def measure(workplace: Path, dataset: "Dataset") -> "list[Row]":
     write_sources(workplace)
     found, (worst, name), whole = run_rank(dataset.directory, workplace), compare(), met_once()
     size = f"{DOCUMENTS:.2g} documents, {TOKENS:.2g} tokens in {SHARDS + 1} sparse files"
-    batch = f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,}, median of {BATCHES} all over the run; no disk is read"
+    batch = (
+        f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,}, median of {BATCHES} all over the run; no disk"
+        " is read"
+    )
     noise = (
-        f"{EPOCHS} epochs of {TOKENS // 2 // SEQUENCE_LENGTH:,} windows, first {DRAWS:,} of each; {name} is furthest"
+        f"{EPOCHS} epochs of {TOKENS // 2 // SEQUENCE_LENGTH:,} windows, first {DRAWS:,} of each;"
+        f" {name} is furthest"
     )
     return [
-        row("memory of a rank above the bare interpreter", found["memory_mb"], "MB", at_most=100, note=BEFORE),
+        row(
+            "memory of a rank above the bare interpreter",
+            found["memory_mb"],
+            "MB",
+            at_most=100,
+            note=BEFORE,
+        ),
         row("from the files to the first batch", found["first_s"], "s", at_most=1.0, note=size),
         row("a later batch", found["batch_ms"], "ms", at_most=5.0, note=batch),
-        row("order against NumPy's, furthest statistic", worst, "standard errors", at_most=4.0, note=noise),
-        row("windows met once in an epoch", whole, "", at_least=1.0, note=f"of {WHOLE:,}, all drawn"),
+        row(
+            "order against NumPy's, furthest statistic",
+            worst,
+            "standard errors",
+            at_most=4.0,
+            note=noise,
+        ),
+        row(
+            "windows met once in an epoch", whole, "", at_least=1.0, note=f"of {WHOLE:,}, all drawn"
+        ),
     ]
 
 
@@ -92,7 +113,10 @@ def rank(dataset: str, folder: str) -> dict[str, float]:
     from kit.data import located, training_samples
     from kit.recipe import DataPhase, DataSource, Recipe
 
-    sources = (DataSource(paths=(f"{folder}/one",), weight=0.4), DataSource(paths=(f"{folder}/part_*",), weight=0.6))
+    sources = (
+        DataSource(paths=(f"{folder}/one",), weight=0.4),
+        DataSource(paths=(f"{folder}/part_*",), weight=0.6),
+    )
     phases = (DataPhase(until_tokens=1.4e12, weights=(0.7, 0.3)),)
     recipe = located(Recipe(data=dataset, num_steps=1, sources=sources, phases=phases))
     start = time.perf_counter()
@@ -103,14 +127,19 @@ def rank(dataset: str, folder: str) -> dict[str, float]:
         start = time.perf_counter()
         samples.batch(i * (TOKENS // SEQUENCE_LENGTH // BATCHES), SEQUENCES)
         times.append(time.perf_counter() - start)
-    return {"memory_mb": _peak_mb() - bare, "first_s": first_s, "batch_ms": 1e3 * statistics.median(times)}
+    return {
+        "memory_mb": _peak_mb() - bare,
+        "first_s": first_s,
+        "batch_ms": 1e3 * statistics.median(times),
+    }
 
 
 def compare(draws: int = DRAWS, epochs: int = EPOCHS) -> tuple[float, str]:
-    """Returns how far the furthest statistic's mean is from that of NumPy's orders, in standard errors, and its name.
+    """Returns how far the furthest statistic's mean is from that of NumPy's orders, in standard
+    errors, and its name.
 
-    NumPy cannot permute so many windows here: independent draws stand for the beginning of its permutation, which they
-    equal but for a few that come twice.
+    NumPy cannot permute so many windows here: independent draws stand for the beginning of its
+    permutation, which they equal but for a few that come twice.
     """
     import numpy as np
 
@@ -118,12 +147,21 @@ def compare(draws: int = DRAWS, epochs: int = EPOCHS) -> tuple[float, str]:
     from tests.data.orders import quality
 
     count = TOKENS // 2 // SEQUENCE_LENGTH
-    ours = [quality(permuted(np.arange(draws), count, (1, 0, epoch)), count) for epoch in range(epochs)]
-    theirs = [quality(np.random.RandomState(epoch).randint(0, count, draws), count) for epoch in range(epochs)]
+    ours = [
+        quality(permuted(np.arange(draws), count, (1, 0, epoch)), count) for epoch in range(epochs)
+    ]
+    theirs = [
+        quality(np.random.RandomState(epoch).randint(0, count, draws), count)
+        for epoch in range(epochs)
+    ]
     far = {}
     for name in ours[0]:
         mine, other = (np.array([row[name] for row in rows]) for rows in (ours, theirs))
-        far[name] = abs(mine.mean() - other.mean()) / math.hypot(mine.std(), other.std()) * math.sqrt(epochs)
+        far[name] = (
+            abs(mine.mean() - other.mean())
+            / math.hypot(mine.std(), other.std())
+            * math.sqrt(epochs)
+        )
     name = max(far, key=far.__getitem__)
     return float(far[name]), name
 
@@ -141,7 +179,9 @@ def met_once(whole: int = WHOLE) -> float:
 
 
 def _peak_mb() -> float:
-    """Returns the most memory that this program has had (`ru_maxrss` counts what its parent had before it, too)."""
+    """Returns the most memory that this program has had (`ru_maxrss` counts what its parent had
+    before it, too).
+    """
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024 / 1e6

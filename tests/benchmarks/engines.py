@@ -1,4 +1,6 @@
-"""Step time of the demo model under each engine, on one GPU or CPU process: the same weights, batches and AdamW."""
+"""Step time of the demo model under each engine, on one GPU or CPU process: the same weights,
+batches and AdamW.
+"""
 
 import statistics
 from pathlib import Path
@@ -20,7 +22,8 @@ ROUNDS = 6
 
 
 def measure(workplace: Path, *, rounds: int = ROUNDS) -> list[Row]:
-    """Returns each engine's step time, and how much longer than the native engine's it is, turn by turn.
+    """Returns each engine's step time, and how much longer than the native engine's it is, turn by
+    turn.
 
     Args:
         workplace: an empty folder.
@@ -39,5 +42,7 @@ def measure(workplace: Path, *, rounds: int = ROUNDS) -> list[Row]:
         if name != NATIVE:
             ratios = [theirs / ours for ours, theirs in zip(turns[NATIVE], times, strict=True)]
             note = f"median of {rounds} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
-            rows.append(row(f"{name} / {NATIVE}, step time", statistics.median(ratios), "x", note=note))
+            rows.append(
+                row(f"{name} / {NATIVE}, step time", statistics.median(ratios), "x", note=note)
+            )
     return rows

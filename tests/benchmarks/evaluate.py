@@ -1,8 +1,9 @@
-"""Speed of scoring on this machine: the kit's adapter and the harness's own Hugging Face model, taking turns.
+"""Speed of scoring on this machine: the kit's adapter and the harness's own Hugging Face model,
+taking turns.
 
-Same weights, same tokenizer, same items of the smoke suite's tasks, one process, one thread, fp32; the harness's whole
-path is timed, from building prompts to metrics. Each round gives both the same fresh items, ratios are taken within a
-round, and the median counts.
+Same weights, same tokenizer, same items of the smoke suite's tasks, one process, one thread, fp32;
+the harness's whole path is timed, from building prompts to metrics. Each round gives both the same
+fresh items, ratios are taken within a round, and the median counts.
 """
 
 import contextlib
@@ -61,8 +62,22 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
     smollm2, tokenizer = load_smollm2()
     subjects = (
-        Subject(name="demo", decoder=demo, tokenizer=dataset.tokenizer(), items=30, rounds=4, batch_size=32),
-        Subject(name="SmolLM2-135M", decoder=smollm2, tokenizer=tokenizer, items=6, rounds=3, batch_size=8),
+        Subject(
+            name="demo",
+            decoder=demo,
+            tokenizer=dataset.tokenizer(),
+            items=30,
+            rounds=4,
+            batch_size=32,
+        ),
+        Subject(
+            name="SmolLM2-135M",
+            decoder=smollm2,
+            tokenizer=tokenizer,
+            items=6,
+            rounds=3,
+            batch_size=8,
+        ),
     )
     return [each for subject in subjects for each in compare(subject, workplace)]
 
@@ -73,7 +88,9 @@ def compare(subject: Subject, workplace: Path) -> list[Row]:
     from kit.evaluate.harness import load_task
 
     length = min(1024, subject.decoder.spec.sequence_length)
-    folder = export_hugging_face(subject.decoder, workplace / subject.name, tokenizer=subject.tokenizer)
+    folder = export_hugging_face(
+        subject.decoder, workplace / subject.name, tokenizer=subject.tokenizer
+    )
     entrants = {
         "kit": DecoderLM(subject.decoder, subject.tokenizer, sequence_length=length),
         "HFLM": _rival(folder, subject, length),
@@ -99,9 +116,16 @@ def _rival(folder: Path, subject: Subject, length: int) -> Any:
     except ImportError as error:
         raise MissingPackageError("lm-eval", "eval", "Comparing speed with its model") from error
     end = subject.tokenizer.decode([subject.tokenizer.eos_id])
-    wrapped = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end
+    )
     model: Any = huggingface.HFLM
-    options = {"dtype": "float32", "device": "cpu", "batch_size": subject.batch_size, "max_length": length}
+    options = {
+        "dtype": "float32",
+        "device": "cpu",
+        "batch_size": subject.batch_size,
+        "max_length": length,
+    }
     return model(pretrained=str(folder), tokenizer=wrapped, **options)
 
 
@@ -110,15 +134,24 @@ def _score(lm: Any, name: str, task: Any, items: list[int]) -> tuple[float, list
     from lm_eval.evaluator import evaluate
 
     start = time.perf_counter()
-    found: Any = evaluate(lm, {"tasks": {name: task}}, samples={name: items}, log_samples=True, bootstrap_iters=0)
+    found: Any = evaluate(
+        lm, {"tasks": {name: task}}, samples={name: items}, log_samples=True, bootstrap_iters=0
+    )
     seconds = time.perf_counter() - start
-    return seconds, [response[0][0] for sample in found["samples"][name] for response in sample["resps"]]
+    return seconds, [
+        response[0][0] for sample in found["samples"][name] for response in sample["resps"]
+    ]
 
 
 def _check_same(answers: dict[str, list[float]], task: str) -> None:
-    worst = max(abs(ours - theirs) for ours, theirs in zip(answers["kit"], answers["HFLM"], strict=True))
+    worst = max(
+        abs(ours - theirs) for ours, theirs in zip(answers["kit"], answers["HFLM"], strict=True)
+    )
     if worst > SAME_NATS:
-        raise RuntimeError(f"{task}: an item's log-likelihood differs by {worst:.2g} nats, so speeds do not compare.")
+        raise RuntimeError(
+            f"{task}: an item's log-likelihood differs by {worst:.2g} nats, so speeds do not"
+            " compare."
+        )
 
 
 def _speeds(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
@@ -126,14 +159,19 @@ def _speeds(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[
     for name, by_task in times.items():
         rounds = [sum(seconds) for seconds in zip(*by_task.values(), strict=True)]
         rates = [subject.items * len(TASKS) / seconds for seconds in rounds]
-        note = f"{min(rates):.3g} to {max(rates):.3g}" + (f"; batch {subject.batch_size}" if name == "HFLM" else "")
+        note = f"{min(rates):.3g} to {max(rates):.3g}" + (
+            f"; batch {subject.batch_size}" if name == "HFLM" else ""
+        )
         rows.append(row(f"{name}, {subject.name}", statistics.median(rates), "items/s", note=note))
     return rows
 
 
 def _ratios(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
     def ratio(tasks: tuple[str, ...]) -> list[float]:
-        pairs = zip(*(zip(times["kit"][task], times["HFLM"][task], strict=True) for task in tasks), strict=True)
+        pairs = zip(
+            *(zip(times["kit"][task], times["HFLM"][task], strict=True) for task in tasks),
+            strict=True,
+        )
         return [sum(theirs for _, theirs in each) / sum(ours for ours, _ in each) for each in pairs]
 
     rows = []
@@ -141,7 +179,15 @@ def _ratios(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[
         found = ratio(tasks)
         target = {"at_least": TARGET} if label == "all" else {}
         note = f"median of {subject.rounds} rounds, {min(found):.2f} to {max(found):.2f}"
-        rows.append(row(f"kit / HFLM, {subject.name}, {label}", statistics.median(found), "x", note=note, **target))
+        rows.append(
+            row(
+                f"kit / HFLM, {subject.name}, {label}",
+                statistics.median(found),
+                "x",
+                note=note,
+                **target,
+            )
+        )
     return rows
 
 
@@ -156,5 +202,7 @@ def _silent() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         for module in (lm_eval.api.model, huggingface):
-            stack.enter_context(swapped(module, "tqdm", functools.partial(module.tqdm, disable=True)))
+            stack.enter_context(
+                swapped(module, "tqdm", functools.partial(module.tqdm, disable=True))
+            )
         yield

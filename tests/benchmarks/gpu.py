@@ -1,7 +1,9 @@
-"""One model on one GPU: tokens/s, MFU and memory of the kit, beside a compiled loop, Trainer, DeepSpeed and torchtitan.
+"""One model on one GPU: tokens/s, MFU and memory of the kit, beside a compiled loop, Trainer,
+DeepSpeed and torchtitan.
 
-Each has the device to itself, one after the other. Without a GPU the same program compares one CPU thread each, in
-fp32, compiled and by turns; there processor time counts, which other work on the machine disturbs less than the wall.
+Each has the device to itself, one after the other. Without a GPU the same program compares one CPU
+thread each, in fp32, compiled and by turns; there processor time counts, which other work on the
+machine disturbs less than the wall.
 """
 
 import re
@@ -25,13 +27,18 @@ KIT, SELECTIVE, PLAIN = "kit", "kit, selective recomputation", "plain compiled l
 ENTRANTS = {
     name: Entrant(name=contestant, keep_freed_memory=True)
     for name, contestant in {
-        KIT: "kit", SELECTIVE: "kit_selective", PLAIN: "plain", "Trainer": "transformers",
-        "DeepSpeed ZeRO 1": "deepspeed_zero1", "torchtitan": "torchtitan",
+        KIT: "kit",
+        SELECTIVE: "kit_selective",
+        PLAIN: "plain",
+        "Trainer": "transformers",
+        "DeepSpeed ZeRO 1": "deepspeed_zero1",
+        "torchtitan": "torchtitan",
     }.items()
-}  # fmt: skip
+}
 RECOMPUTED: dict[str, Recompute] = {KIT: "none", SELECTIVE: "selective"}
 DATASHEETS = {"H100": "dgx-h100", "H200": "dgx-h100", "A100": "selene"}
-"""Site whose device has the same peak, by a part of the name that CUDA gives. Source: NVIDIA's data sheets."""
+"""Site whose device has the same peak, by a part of the name that CUDA gives. Source: NVIDIA's
+data sheets."""
 MFU_WANTED = {"gpt-1.4b": 0.55, "llama3-8b-8-layers": 0.55}
 ON_CPU_WANTED = 0.98
 LIMIT_S = 450.0
@@ -39,23 +46,49 @@ LIMIT_S = 450.0
 
 
 def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
-    """Returns setup and steps of a turn by name, for the device at hand. On a GPU 8,192 tokens a step, in one pass."""
+    """Returns setup and steps of a turn by name, for the device at hand.
+
+    On a GPU 8,192 tokens a step, in one pass.
+    """
     if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
-        tiny = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 128}
+        tiny = {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "ffn_hidden_size": 128,
+        }
         spec = DEMO.spec.replace(name="tiny", sequence_length=64, **tiny)
-        return {"demo": (DEMO.replace(batch_size=8), 3), "llama-100m": (LARGER, 1),
-                "tiny": (Setup(spec=spec, batch_size=2), 3)}  # fmt: skip
+        return {
+            "demo": (DEMO.replace(batch_size=8), 3),
+            "llama-100m": (LARGER, 1),
+            "tiny": (Setup(spec=spec, batch_size=2), 3),
+        }
     llama_1b = ModelSpec.llama(
-        name="llama-1b", num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, ffn_hidden_size=8192,
-        vocab_size=32_000, sequence_length=2048,
-    )  # fmt: skip
-    eight_layers = ModelSpec.preset("llama3-8b").replace(name="llama3-8b-8-layers", num_layers=8, sequence_length=2048)
+        name="llama-1b",
+        num_layers=16,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=8192,
+        vocab_size=32_000,
+        sequence_length=2048,
+    )
+    eight_layers = ModelSpec.preset("llama3-8b").replace(
+        name="llama3-8b-8-layers", num_layers=8, sequence_length=2048
+    )
     specs = (ModelSpec.preset("gpt-1.4b").replace(sequence_length=2048), llama_1b, eight_layers)
-    return {spec.name: (Setup(spec=spec, batch_size=4, device="cuda", precision="bf16"), 5) for spec in specs}
+    return {
+        spec.name: (Setup(spec=spec, batch_size=4, device="cuda", precision="bf16"), 5)
+        for spec in specs
+    }
 
 
-def measure(workplace: Path, *, model: str | None = None, rounds: int = 5, compiled: bool = True) -> list[Row]:
-    """Returns the rows of one model, by default the first for this machine's device; `workplace` is an empty folder.
+def measure(
+    workplace: Path, *, model: str | None = None, rounds: int = 5, compiled: bool = True
+) -> list[Row]:
+    """Returns the rows of one model, by default the first for this machine's device; `workplace` is
+    an empty folder.
 
     Raises:
         KeyError: no such model for this device.
@@ -64,10 +97,19 @@ def measure(workplace: Path, *, model: str | None = None, rounds: int = 5, compi
     setup, steps = models()[model or next(iter(models()))]
     setup, has_gpu = setup.replace(compile=compiled), setup.device == "cuda"
     gemm = measure_gemm_flops_per_s(setup.precision)
-    name = torch.cuda.get_device_name() if has_gpu else "one thread of a CPU: it says nothing of a GPU"
+    name = (
+        torch.cuda.get_device_name() if has_gpu else "one thread of a CPU: it says nothing of a GPU"
+    )
     rows = [row(f"matrix product, {setup.precision}", gemm / 1e12, "TFLOP/s", note=name)]
     answers, absent = take_answers(
-        ENTRANTS, workplace, threads=1, rounds=rounds, steps=steps, setup=setup, together=not has_gpu, limit_s=LIMIT_S
+        ENTRANTS,
+        workplace,
+        threads=1,
+        rounds=rounds,
+        steps=steps,
+        setup=setup,
+        together=not has_gpu,
+        limit_s=LIMIT_S,
     )
     if KIT in absent:
         raise RuntimeError(f"the kit did not train {setup.spec.name}: {absent[KIT]}")
@@ -86,9 +128,15 @@ def datasheet_peak(device: str) -> float | None:
 
 
 def judged(
-    setup: Setup, answers: dict[str, list[dict]], absent: dict[str, str], gemm: float, peak: float | None
+    setup: Setup,
+    answers: dict[str, list[dict]],
+    absent: dict[str, str],
+    gemm: float,
+    peak: float | None,
 ) -> list[Row]:
-    """Returns tokens/s of all, the kit's ratio to each rival that trains the same model, and its MFU and memory."""
+    """Returns tokens/s of all, the kit's ratio to each rival that trains the same model, and its
+    MFU and memory.
+    """
     model, tokens = setup.spec.name, setup.batch_size * setup.spec.sequence_length
     clock = "step_s" if setup.device == "cuda" else "step_cpu_s"
     unit = "tokens/s" if setup.device == "cuda" else "tokens/CPU-s"
@@ -99,8 +147,18 @@ def judged(
         told = f"{tokens / max(times[name]):,.0f} to {tokens / min(times[name]):,.0f}"
         rows.append(row(f"{name}, {model}", rate, unit, note=told))
         if differing[name] > SAME_LOSS[setup.precision]:
-            refused = {"note": "so its speed is compared with nothing", "at_most": SAME_LOSS[setup.precision]}
-            rows.append(row(f"{name}, {model}: losses differ from the kit's", differing[name], "fraction", **refused))
+            refused = {
+                "note": "so its speed is compared with nothing",
+                "at_most": SAME_LOSS[setup.precision],
+            }
+            rows.append(
+                row(
+                    f"{name}, {model}: losses differ from the kit's",
+                    differing[name],
+                    "fraction",
+                    **refused,
+                )
+            )
         elif name not in RECOMPUTED:
             rows.append(_ratio(setup, name, times))
     if absent:
@@ -110,24 +168,49 @@ def judged(
     rows.append(row(f"MFU against this run's matrix product, {model}", flops / gemm, "fraction"))
     if peak is not None:
         wanted = MFU_WANTED.get(model)
-        rows.append(row(f"MFU against the data sheet, {model}", flops / peak, "fraction", at_least=wanted))
+        rows.append(
+            row(f"MFU against the data sheet, {model}", flops / peak, "fraction", at_least=wanted)
+        )
     return rows + [
-        _memory(setup, name, answers[name]) for name in RECOMPUTED if "allocated_bytes" in answers.get(name, [{}])[0]
+        _memory(setup, name, answers[name])
+        for name in RECOMPUTED
+        if "allocated_bytes" in answers.get(name, [{}])[0]
     ]
 
 
 def _ratio(setup: Setup, rival: str, times: dict[str, list[float]]) -> Row:
     ratios = [theirs / ours for ours, theirs in zip(times[KIT], times[rival], strict=True)]
-    wanted = 1.0 if setup.device == "cuda" else ON_CPU_WANTED if rival == PLAIN and setup.spec.name != "tiny" else None
+    wanted = (
+        1.0
+        if setup.device == "cuda"
+        else ON_CPU_WANTED
+        if rival == PLAIN and setup.spec.name != "tiny"
+        else None
+    )
     note = f"median of {len(ratios)} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
-    return row(f"{KIT} / {rival}, {setup.spec.name}", statistics.median(ratios), "x", at_least=wanted, note=note)
+    return row(
+        f"{KIT} / {rival}, {setup.spec.name}",
+        statistics.median(ratios),
+        "x",
+        at_least=wanted,
+        note=note,
+    )
 
 
 def _memory(setup: Setup, name: str, answers: list[dict[str, Any]]) -> Row:
-    """Returns how far the estimate is from what was allocated; what the allocator reserved for it is told beside it."""
-    allocated, reserved = (max(each[f"{kind}_bytes"] for each in answers[1:]) for kind in ("allocated", "reserved"))
-    layouts = Layouts.of(setup.spec, [setup.plan.replace(recompute=RECOMPUTED[name])], flash_attention=2)
+    """Returns how far the estimate is from what was allocated; what the allocator reserved for
+    it is told beside it.
+    """
+    allocated, reserved = (
+        max(each[f"{kind}_bytes"] for each in answers[1:]) for kind in ("allocated", "reserved")
+    )
+    layouts = Layouts.of(
+        setup.spec, [setup.plan.replace(recompute=RECOMPUTED[name])], flash_attention=2
+    )
     expected = float(memory(layouts).last.total.item())
-    told = f"{allocated / 2**30:.1f} GiB allocated, {expected / 2**30:.1f} estimated; {reserved / 2**30:.1f} reserved"
+    told = (
+        f"{allocated / 2**30:.1f} GiB allocated, {expected / 2**30:.1f} estimated;"
+        f" {reserved / 2**30:.1f} reserved"
+    )
     subject = f"{name}, {setup.spec.name}: error of the estimated memory"
     return row(subject, abs(expected / allocated - 1), "fraction", at_most=0.05, note=told)

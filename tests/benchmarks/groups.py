@@ -1,7 +1,9 @@
-"""Ranks joining: descriptors, reads of the store and CPU seconds, with gloo's full mesh (before) and lazily (the kit).
+"""Ranks joining: descriptors, reads of the store and CPU seconds, with gloo's full mesh (before)
+and lazily (the kit).
 
-The ranks are forked and do nothing but join, make the groups for control and checkpoints, and use each once.
-Descriptors and reads are counts; of many processes on few cores, CPU seconds are good to some 20 %.
+The ranks are forked and do nothing but join, make the groups for control and checkpoints, and use
+each once. Descriptors and reads are counts; of many processes on few cores, CPU seconds are good to
+some 20 %.
 """
 
 import datetime
@@ -105,17 +107,33 @@ def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
     rows = []
     # Control was a group of its own; where the world's is on the CPU, the kit now takes that.
     for name, join, groups, limits in (
-        ("before, full mesh", join_fully, 3, (None, None)), ("lazy", join_lazily, 2, (40, 0)),
-    ):  # fmt: skip
+        ("before, full mesh", join_fully, 3, (None, None)),
+        ("lazy", join_lazily, 2, (40, 0)),
+    ):
         seen = run_ranks(ranks, use, groups, start=join)
         note = f"{ranks} ranks, {groups} groups; rank 0, with the store: "
         found = {key: max(rank[key] for rank in seen[1:]) for key in seen[0]}
         rows += [
-            row(f"{name}: descriptors of a rank", found["descriptors"], "", at_most=limits[0],
-                note=f"{note}{seen[0]['descriptors']}"),
-            row(f"{name}: reads of the store to join", found["reads_to_join"], "", at_most=limits[1], note="one group"),
+            row(
+                f"{name}: descriptors of a rank",
+                found["descriptors"],
+                "",
+                at_most=limits[0],
+                note=f"{note}{seen[0]['descriptors']}",
+            ),
+            row(
+                f"{name}: reads of the store to join",
+                found["reads_to_join"],
+                "",
+                at_most=limits[1],
+                note="one group",
+            ),
             row(f"{name}: reads of the store in all", found["reads"], "", note="groups in use"),
-            row(f"{name}: CPU of a rank", statistics.median(rank["cpu_s"] for rank in seen), "s",
-                note=f"median; {note}{seen[0]['cpu_s']:.2f} s"),
-        ]  # fmt: skip
+            row(
+                f"{name}: CPU of a rank",
+                statistics.median(rank["cpu_s"] for rank in seen),
+                "s",
+                note=f"median; {note}{seen[0]['cpu_s']:.2f} s",
+            ),
+        ]
     return rows

@@ -1,6 +1,8 @@
-"""What the first page says was measured: a sentence, a plan, and five rows, those that were met first.
+"""What the first page says was measured: a sentence, a plan, and five rows, those that were met
+first.
 
-`python -m tests.benchmarks.headlines` refreshes it, and the tables of BENCHMARKS.md, from `results/`.
+`python -m tests.benchmarks.headlines` refreshes it, and the tables of BENCHMARKS.md, from
+`results/`.
 """
 
 import contextlib
@@ -22,7 +24,10 @@ from tests.benchmarks.tables import write_tables
 DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
 """Whose tables are refreshed, below the current directory."""
 HEADLINES = {
-    "evaluate": ("kit / HFLM, SmolLM2-135M, all", "scoring SmolLM2-135M, items/s over those of lm-eval's own class"),
+    "evaluate": (
+        "kit / HFLM, SmolLM2-135M, all",
+        "scoring SmolLM2-135M, items/s over those of lm-eval's own class",
+    ),
     "training_faults": (
         "SIGKILL: steps lost beyond the last complete checkpoint",
         "steps lost when ranks are killed, beyond the last complete checkpoint",
@@ -35,7 +40,10 @@ HEADLINES = {
         "kit / plain loop, 1 thread, llama-100m",
         "training a Llama of 110M on one thread, tokens/s over those of a plain loop",
     ),
-    "monitor": ("kernel CPU at 4 Hz, of one core", "CPU of the live dashboard at four updates a second, of one core"),
+    "monitor": (
+        "kernel CPU at 4 Hz, of one core",
+        "CPU of the live dashboard at four updates a second, of one core",
+    ),
 }
 """Results by name; the row of each, and how a newcomer reads it."""
 ERROR = "published runs, their own group held out: median error"
@@ -44,7 +52,8 @@ SEARCH = "Search: 1T on 3,072 devices, whole space"
 
 
 def write_headlines(directory: Path = RESULTS) -> bool:
-    """Writes `directory`/headlines.json and returns True; False where one of the five was not measured here.
+    """Writes `directory`/headlines.json and returns True; False where one of the five was not
+    measured here.
 
     Raises:
         KeyError: results have no such row.
@@ -70,7 +79,9 @@ def write_headlines(directory: Path = RESULTS) -> bool:
 
 
 def front(directory: Path = RESULTS) -> str | None:
-    """Returns the sentence of the first page, made of measured rows; None where they were not measured here."""
+    """Returns the sentence of the first page, made of measured rows; None where they were not
+    measured here.
+    """
     found = _measured(directory)
     if not found:
         return None
@@ -78,7 +89,10 @@ def front(directory: Path = RESULTS) -> str | None:
     error, stranger, search = (_row(validated, name) for name in (ERROR, STRANGER, SEARCH))
     kills = _row(found["training_faults"], HEADLINES["training_faults"][0])
     sentences = (
-        f"**Measured:** the planner's median error in step time is {_value(error)} on {error.note};",
+        (
+            f"**Measured:** the planner's median error in step time is {_value(error)} on"
+            f" {error.note};"
+        ),
         f"on a machine of which it has seen no run, its mean error is {_value(stranger)}.",
         f"It searches every layout of a 1T model on 3,072 devices in {_value(search)} on one core.",
         f"Training survived {kills.note}.",
@@ -87,8 +101,12 @@ def front(directory: Path = RESULTS) -> str | None:
 
 
 def plan_example(document: Path = Path("README.md")) -> str:
-    """Returns, as a code block, why `kit plan` chooses its layout: the command that `document` shows, at 80 columns."""
-    command = next(line[2:] for line in document.read_text().splitlines() if line.startswith("$ kit plan "))
+    """Returns, as a code block, why `kit plan` chooses its layout: the command that `document`
+    shows, at 80 columns.
+    """
+    command = next(
+        line[2:] for line in document.read_text().splitlines() if line.startswith("$ kit plan ")
+    )
     told = in_terminal([sys.executable, "-m", *command.split()])
     return f"```\n$ {command}\n{told[told.index('layout  ') :].strip()}\n```"
 
@@ -118,13 +136,20 @@ def refresh(*documents: Path) -> Iterator[str]:
     texts = {"front": front(), "plan": plan_example()}
     for document in documents:
         written, kept = write_tables(document, texts=texts)
-        yield f"{document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}"
+        yield (
+            f"{document}: refreshed {', '.join(written) or 'nothing'}; kept"
+            f" {', '.join(kept) or 'nothing'}"
+        )
 
 
 def _measured(directory: Path) -> dict[str, Results]:
     """Returns the results that the first page needs; none where one is missing."""
     files = {name: directory / f"{name}.json" for name in HEADLINES}
-    return {n: Results.read(f) for n, f in files.items()} if all(f.exists() for f in files.values()) else {}
+    return (
+        {n: Results.read(f) for n, f in files.items()}
+        if all(f.exists() for f in files.values())
+        else {}
+    )
 
 
 def _value(row: Row) -> str:

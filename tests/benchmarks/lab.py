@@ -1,4 +1,6 @@
-"""A JupyterLab server and pages in headless Chromium, used as a person does: for measurements from end to end."""
+"""A JupyterLab server and pages in headless Chromium, used as a person does: for measurements
+from end to end.
+"""
 
 import contextlib
 import json
@@ -19,10 +21,10 @@ READY = """async () => { while (!window.jupyterapp) await new Promise(r => setTi
   let w; while (!(w = app.shell.currentWidget)?.sessionContext) await new Promise(r => setTimeout(r, 50));
   await w.context.ready; await w.sessionContext.ready; await w.revealed;
   let k; while (!((k = w.sessionContext.session?.kernel)?.connectionStatus === 'connected' && k.status === 'idle'))
-    await new Promise(r => setTimeout(r, 25)); }"""
+    await new Promise(r => setTimeout(r, 25)); }"""  # noqa: E501
 """The tool bar says "idle" before there is a kernel, and what is run then is silently dropped."""
 RUN_CELL = """async (i) => { const app = window.jupyterapp, notebook = app.shell.currentWidget.content;
-  notebook.activeCellIndex = i; notebook.deselectAll(); await app.commands.execute('notebook:run-cell'); }"""
+  notebook.activeCellIndex = i; notebook.deselectAll(); await app.commands.execute('notebook:run-cell'); }"""  # noqa: E501
 SAVE = "async () => await window.jupyterapp.shell.currentWidget.context.save()"
 OUTPUT = """(i) => window.jupyterapp.shell.currentWidget.content.widgets[i].model.outputs.toJSON()
   .map(o => Array.isArray(o.text) ? o.text.join('') : (o.text || o.evalue || '')).join('')"""
@@ -30,13 +32,22 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
-PLACES = {"HOME": "", "JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime",
-          "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "spaces", "IPYTHONDIR": "ipython",
-          "MPLCONFIGDIR": "mpl"}  # fmt: skip
+PLACES = {
+    "HOME": "",
+    "JUPYTER_CONFIG_DIR": "config",
+    "JUPYTER_DATA_DIR": "data",
+    "JUPYTER_RUNTIME_DIR": "runtime",
+    "JUPYTERLAB_SETTINGS_DIR": "settings",
+    "JUPYTERLAB_WORKSPACES_DIR": "spaces",
+    "IPYTHONDIR": "ipython",
+    "MPLCONFIGDIR": "mpl",
+}
 
 
 def why_not() -> str | None:
-    """Returns what is missing for a measurement in a browser, and how to get it; None where nothing is."""
+    """Returns what is missing for a measurement in a browser, and how to get it; None where
+    nothing is.
+    """
     for module in ("playwright", "jupyterlab", "psutil"):
         try:
             __import__(module)
@@ -47,12 +58,16 @@ def why_not() -> str | None:
 
 def chromium() -> str | None:
     """Returns the path of this machine's Chromium or Chrome."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
 
 
 @contextlib.contextmanager
 def jupyterlab(home: Path) -> Iterator[tuple[str, int]]:
-    """Runs a server with settings of its own, which serves `home/files`; gives its address and process id."""
+    """Runs a server with settings of its own, which serves `home/files`; gives its address and
+    process id.
+    """
     (home / "files").mkdir()
     for extension, settings in SETTINGS.items():
         file = home / "settings" / "@jupyterlab" / f"{extension}.jupyterlab-settings"
@@ -61,9 +76,18 @@ def jupyterlab(home: Path) -> Iterator[tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
-               "--LabApp.expose_app_in_browser=True", "--IdentityProvider.token=", "--ServerApp.password=",
-               f"--ServerApp.root_dir={home / 'files'}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--port={port}",
+        "--LabApp.expose_app_in_browser=True",
+        "--IdentityProvider.token=",
+        "--ServerApp.password=",
+        f"--ServerApp.root_dir={home / 'files'}",
+    ]
     environment = os.environ | {name: str(home / place) for name, place in PLACES.items()}
     with (home / "server.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -85,7 +109,11 @@ class Page:
         import nbformat
 
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        book.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         nbformat.write(book, file)
         self.received = 0
         self.context = browser.new_context(viewport={"width": 1300, "height": 1250})
@@ -106,7 +134,7 @@ class Page:
             playwright.sync_api.Error: it failed, or has not ended after PATIENCE_S.
         """
         race = f"""(a) => Promise.race([({script})(a),
-            new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""
+            new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""  # noqa: E501
         return self.page.evaluate(race, argument)
 
     def _count(self, payload: str | bytes) -> None:
@@ -118,13 +146,18 @@ def kernel_process(server_pid: int) -> Any:
     import psutil
 
     children = psutil.Process(server_pid).children(recursive=True)
-    return max((p for p in children if "ipykernel" in " ".join(p.cmdline())), key=lambda p: p.create_time())
+    return max(
+        (p for p in children if "ipykernel" in " ".join(p.cmdline())), key=lambda p: p.create_time()
+    )
 
 
 def _wait_for_server(address: str, server: subprocess.Popen, log: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api/status", timeout=2):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{address}/api/status", timeout=2),
+        ):
             return
         time.sleep(0.1)
     raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")

@@ -1,4 +1,6 @@
-"""The live dashboard on a run of a million steps, in a real JupyterLab, beside the same dashboard made with plotly."""
+"""The live dashboard on a run of a million steps, in a real JupyterLab, beside the same
+dashboard made with plotly.
+"""
 
 import dataclasses
 import json
@@ -26,8 +28,10 @@ from tests.benchmarks import lab
 
 STEPS = 1_000_000
 RATE_HZ, FOLLOWED_S, ZOOMS = 4.0, 15.0, 5
-LINE = ('{{"step": {0}, "attempt": 1, "time": {1:.3f}, "step_time_s": {2:.4f}, "tokens": 4096, "loss": {3:.5f}, '
-        '"grad_norm": {4:.4f}, "learning_rate": {5:.3e}, "memory_bytes": 6442450944}}\n')  # fmt: skip
+LINE = (
+    '{{"step": {0}, "attempt": 1, "time": {1:.3f}, "step_time_s": {2:.4f}, "tokens": 4096, "loss":'
+    ' {3:.5f}, "grad_norm": {4:.4f}, "learning_rate": {5:.3e}, "memory_bytes": 6442450944}}\n'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,8 @@ class Contestant:
     Attributes:
         imports: what the cell needs; not timed.
         last: script that returns the last step drawn, null before there is any.
-        detail: script that returns something which changes when the kernel's answer to a zoom is drawn.
+        detail: script that returns something which changes when the kernel's answer to a zoom is
+            drawn.
         surface: selector of the area to drag over.
     """
 
@@ -54,14 +59,16 @@ KIT = Contestant(
     imports="import matplotlib.figure\nfrom kit.monitor import Monitor",
     cell="view = Monitor(run)\nview",
     last="""() => { const label = document.querySelector('.kit-plot')?.getAttribute('aria-label');
-      const m = label?.match(/at step ([\\d,]+)/); return m ? +m[1].replaceAll(',', '') : null; }""",
+      const m = label?.match(/at step ([\\d,]+)/); return m ? +m[1].replaceAll(',', '') : null; }""",  # noqa: E501
     detail="() => document.querySelector('.kit-monitor').dataset.draws",
     surface=".kit-monitor .u-over",
 )
 PLOTLY = Contestant(
     name="plotly",
-    imports="import plotly.graph_objects, plotly.subplots\n"
-    "from tests.benchmarks.plotly_dashboard import PlotlyDashboard",
+    imports=(
+        "import plotly.graph_objects, plotly.subplots\n"
+        "from tests.benchmarks.plotly_dashboard import PlotlyDashboard"
+    ),
     cell="view = PlotlyDashboard(run)\nview.widget",
     last="() => document.querySelector('.js-plotly-plot')?._fullData?.[2]?.x?.at?.(-1) ?? null",
     detail="() => document.querySelector('.js-plotly-plot')._fullData[2].x[0]",
@@ -73,19 +80,23 @@ FIRST_PAINT = """async ([cell, steps, last]) => {
   notebook.activeCellIndex = cell; notebook.deselectAll(); app.commands.execute('notebook:run-cell');
   while (drawn() == null) await frame(); await frame(); const first = performance.now();
   while (drawn() < steps) await frame(); await frame();
-  return [(first - start) / 1000, (performance.now() - start) / 1000]; }"""
+  return [(first - start) / 1000, (performance.now() - start) / 1000]; }"""  # noqa: E501
 NOTE_DRAWS = """(last) => { const drawn = eval(last); window.seen = []; let before = drawn();
   const look = () => { const now = drawn(); if (now !== before) { before = now; window.seen.push([now, Date.now()]); }
-    requestAnimationFrame(look); }; look(); }"""
+    requestAnimationFrame(look); }; look(); }"""  # noqa: E501
 NOTE_ZOOM = """(detail) => { const shown = eval(detail), before = shown(); let start = null; window.took = null;
   addEventListener('mouseup', () => { start = performance.now(); }, {capture: true, once: true});
   const look = () => { if (start !== null && shown() !== before) window.took = (performance.now() - start) / 1000;
-    else requestAnimationFrame(look); }; look(); }"""
-STATE_SIZE = "import ipywidgets, json\nprint(len(json.dumps(ipywidgets.Widget.get_manager_state()['state'])))"
+    else requestAnimationFrame(look); }; look(); }"""  # noqa: E501
+STATE_SIZE = (
+    "import ipywidgets,"
+    " json\nprint(len(json.dumps(ipywidgets.Widget.get_manager_state()['state'])))"
+)
 
 
 def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
-    """Returns the rows of both dashboards; without a browser those of the kernel's side, which then say so.
+    """Returns the rows of both dashboards; without a browser those of the kernel's side, which then
+    say so.
 
     Args:
         workplace: an empty folder with room for 300 MB.
@@ -98,13 +109,23 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
     from playwright.sync_api import sync_playwright
 
     with lab.jupyterlab(workplace) as (address, server), sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=lab.chromium(), args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(
+            executable_path=lab.chromium(), args=["--no-sandbox", "--disable-gpu"]
+        )
         window = _Window(browser, address, workplace / "files", server, run)
         (run.directory / "monitor" / "columns.bin").unlink(missing_ok=True)
         page, first, whole = window.show(KIT)
         page.context.close()
-        rows = [*kernel, row("first picture, no cache", first, "s", note="from running the cell until it is drawn"),
-                row("whole history, no cache", whole, "s", at_most=3.0)]  # fmt: skip
+        rows = [
+            *kernel,
+            row(
+                "first picture, no cache",
+                first,
+                "s",
+                note="from running the cell until it is drawn",
+            ),
+            row("whole history, no cache", whole, "s", at_most=3.0),
+        ]
         found = {contestant.name: window.live(contestant) for contestant in (KIT, PLOTLY)}
         browser.close()
     return [*rows, *_side_by_side(found["kit"], found["plotly"])]
@@ -112,7 +133,9 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Live:
-    """What was measured of one dashboard while the run went on: seconds, fractions of a core, bytes."""
+    """What was measured of one dashboard while the run went on: seconds, fractions of a core,
+    bytes.
+    """
 
     paint_s: float
     latencies_s: list[float]
@@ -127,12 +150,20 @@ class _Window:
     """Where both dashboards are shown, one after the other, each with a kernel of its own."""
 
     def __init__(self, browser: Any, address: str, folder: Path, server: int, run: Run) -> None:
-        self.browser, self.address, self.folder, self.server, self.run = browser, address, folder, server, run
+        self.browser, self.address, self.folder, self.server, self.run = (
+            browser,
+            address,
+            folder,
+            server,
+            run,
+        )
         self.step = int((run.directory / "steps").read_text())
 
     def show(self, contestant: Contestant) -> tuple[lab.Page, float, float]:
         """Returns the page, and the seconds until something and until everything was drawn."""
-        opened = f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(self.run.directory)!r})"
+        opened = (
+            f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(self.run.directory)!r})"
+        )
         file = self.folder / f"{contestant.name}.ipynb"
         page = lab.Page(self.browser, self.address, file, [opened, contestant.cell, STATE_SIZE])
         page.run_cell(0)
@@ -158,8 +189,15 @@ class _Window:
         size = (self.folder / f"{contestant.name}.ipynb").stat().st_size
         state = int(page.run_cell(2))
         page.context.close()
-        return Live(paint_s=paint, latencies_s=latencies, kernel_cpu=used / elapsed, bytes_per_s=received / elapsed,
-                    zooms_s=zooms, notebook_bytes=size, state_bytes=state)  # fmt: skip
+        return Live(
+            paint_s=paint,
+            latencies_s=latencies,
+            kernel_cpu=used / elapsed,
+            bytes_per_s=received / elapsed,
+            zooms_s=zooms,
+            notebook_bytes=size,
+            state_bytes=state,
+        )
 
 
 class _Appender:
@@ -192,21 +230,39 @@ def _side_by_side(kit: Live, plotly: Live) -> list[Row]:
     """Returns the rows of the live dashboards: ours with its target, the other, and their ratio."""
     plans: list[tuple[str, str, float, Callable[[Live], float]]] = [
         ("first picture, from the cache", "s", 0.5, lambda live: live.paint_s),
-        ("a new step on the screen, p50 at 4 Hz", "s", 0.2, lambda live: statistics.median(live.latencies_s)),
+        (
+            "a new step on the screen, p50 at 4 Hz",
+            "s",
+            0.2,
+            lambda live: statistics.median(live.latencies_s),
+        ),
         ("kernel CPU at 4 Hz, of one core", "fraction", 0.1, lambda live: live.kernel_cpu),
         ("zoom answered", "s", 0.1, lambda live: statistics.median(live.zooms_s)),
         ("sent to the browser", "KB/s", float("inf"), lambda live: live.bytes_per_s / 1e3),
         ("saved notebook", "KB", 200, lambda live: live.notebook_bytes / 1e3),
-        ("its widget state, where that is saved too", "KB", float("inf"), lambda live: live.state_bytes / 1e3),
+        (
+            "its widget state, where that is saved too",
+            "KB",
+            float("inf"),
+            lambda live: live.state_bytes / 1e3,
+        ),
     ]
-    notes = {"a new step on the screen, p50 at 4 Hz": [_p95(live.latencies_s) for live in (kit, plotly)],
-             "zoom answered": [_range(live.zooms_s) for live in (kit, plotly)],
-             "saved notebook": ["with its last picture", "without a picture"]}  # fmt: skip
+    notes = {
+        "a new step on the screen, p50 at 4 Hz": [_p95(live.latencies_s) for live in (kit, plotly)],
+        "zoom answered": [_range(live.zooms_s) for live in (kit, plotly)],
+        "saved notebook": ["with its last picture", "without a picture"],
+    }
     rows = []
     for name, unit, limit, value in plans:
         ours, theirs, (note, other) = value(kit), value(plotly), notes.get(name, ("", ""))
-        rows.append(row(name, ours, unit, note=note, **({} if limit == float("inf") else {"at_most": limit})))
-        rows.append(row(f"{name}: plotly", theirs, unit, note=f"{theirs / ours:.1f} x; {other}".strip("; ")))
+        rows.append(
+            row(
+                name, ours, unit, note=note, **({} if limit == float("inf") else {"at_most": limit})
+            )
+        )
+        rows.append(
+            row(f"{name}: plotly", theirs, unit, note=f"{theirs / ours:.1f} x; {other}".strip("; "))
+        )
     return rows
 
 
@@ -226,20 +282,34 @@ def _kernel_side(run: Run, steps: int) -> list[Row]:
     cached = time.perf_counter() - start
     size = (run.directory / "metrics.jsonl").stat().st_size
     return [
-        row(f"{steps:,} steps read and pictured, no cache", uncached, "s", note=f"{size / 1e6:,.0f} MB of JSON"),
+        row(
+            f"{steps:,} steps read and pictured, no cache",
+            uncached,
+            "s",
+            note=f"{size / 1e6:,.0f} MB of JSON",
+        ),
         row("the same from the cache", cached, "s"),
-        row("one window of numbers", len(window) / 1e3, "KB", note=f"{description['n']:,} pixels, whatever the length"),
+        row(
+            "one window of numbers",
+            len(window) / 1e3,
+            "KB",
+            note=f"{description['n']:,} pixels, whatever the length",
+        ),
     ]
 
 
 def _recorded_run(directory: Path, steps: int) -> Run:
-    """Returns a run of that many recorded steps, whose job is this process, so that it counts as alive."""
+    """Returns a run of that many recorded steps, whose job is this process, so that it counts as
+    alive.
+    """
     plan = Plan(global_batch_size=16)
     site = Site.load("laptop").with_measured_peak("fp32", 2e11, "assumed for this benchmark")
     recipe = Recipe(data="none", num_steps=2 * steps)
     run = Run.create(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe, site=site)
     plan.write(run.directory / "plan.attempt_01.json")
-    JobSpec(name="bench", run_dir=str(run.directory), argv=("true",), num_processes=1).write(directory / "job.json")
+    JobSpec(name="bench", run_dir=str(run.directory), argv=("true",), num_processes=1).write(
+        directory / "job.json"
+    )
     with (run.directory / "metrics.jsonl").open("w") as stream:
         for first in range(1, steps + 1, 50_000):
             stream.write(_lines(first, min(steps, first + 49_999)))
@@ -254,22 +324,45 @@ def _lines(first: int, last: int) -> str:
     noise = np.random.default_rng(first).normal(size=(4, len(step)))
     seconds = 1 + 0.02 * abs(noise[0])
     loss = 1.9 + 9 * (1 + step / 200) ** -0.45 + 0.04 * noise[1] + 2 * (noise[2] > 3)
-    columns = (step, 1.7e9 + 1.02 * step, seconds, loss, 0.35 + 0.1 * abs(noise[3]), 1.5e-4 / (1 + step / 1e5))
+    columns = (
+        step,
+        1.7e9 + 1.02 * step,
+        seconds,
+        loss,
+        0.35 + 0.1 * abs(noise[3]),
+        1.5e-4 / (1 + step / 1e5),
+    )
     return "".join(map(LINE.format, *(column.tolist() for column in columns)))
 
 
 def _say(run: Run, step: int) -> None:
-    RunState(state=JobState.RUNNING, attempt=1, step=step, heartbeat=time.time(), step_time_s=1.0,
-             process=Process.current()).write(run.directory / "state.json")  # fmt: skip
+    RunState(
+        state=JobState.RUNNING,
+        attempt=1,
+        step=step,
+        heartbeat=time.time(),
+        step_time_s=1.0,
+        process=Process.current(),
+    ).write(run.directory / "state.json")
 
 
 def _latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]:
-    """Returns for each step the seconds from its line in the file to the first picture that holds it."""
-    found = [min((when / 1000 for drawn, when in seen if drawn >= step), default=None) for step in stamps]
+    """Returns for each step the seconds from its line in the file to the first picture that
+    holds it.
+    """
+    found = [
+        min((when / 1000 for drawn, when in seen if drawn >= step), default=None) for step in stamps
+    ]
     missed = sum(when is None for when in found)
     if missed:
-        raise RuntimeError(f"{missed} of {len(stamps)} steps were never drawn, so there is no latency to tell.")
-    return sorted(when - written for when, written in zip(found, stamps.values(), strict=True) if when is not None)
+        raise RuntimeError(
+            f"{missed} of {len(stamps)} steps were never drawn, so there is no latency to tell."
+        )
+    return sorted(
+        when - written
+        for when, written in zip(found, stamps.values(), strict=True)
+        if when is not None
+    )
 
 
 def _zoom(page: lab.Page, contestant: Contestant, left: float) -> float:

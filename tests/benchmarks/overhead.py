@@ -1,7 +1,9 @@
-"""What recording costs a run: metrics, heartbeats, requests and asynchronous checkpoints, from the run's own records.
+"""What recording costs a run: metrics, heartbeats, requests and asynchronous checkpoints, from the
+run's own records.
 
-Time outside steps is what the stamps of `metrics.jsonl` leave when the step times are taken off. A checkpoint also
-slows the steps during which it is written; that is the excess of the steps after it over the median step.
+Time outside steps is what the stamps of `metrics.jsonl` leave when the step times are taken off. A
+checkpoint also slows the steps during which it is written; that is the excess of the steps after it
+over the median step.
 """
 
 import dataclasses
@@ -21,7 +23,8 @@ from tests.benchmarks.startup import wait_until_done
 CHECKPOINT_EVERY = 50
 NUM_CHECKPOINTS = 5
 SLOWED_STEPS = 2
-"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes about one."""
+"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
+about one."""
 LAYOUTS = {
     "1 process": Plan(global_batch_size=16, micro_batch_size=4),
     "DP2, 2 processes": Plan(global_batch_size=16, micro_batch_size=4, data_parallel=2),
@@ -49,16 +52,20 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         checkpoint_s = cost.checkpoint_s + cost.slowed_s
         share = (cost.recording_s + checkpoint_s / CHECKPOINT_EVERY) / cost.step_s
         note = (
-            f"{1e3 * cost.recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f} ms every "
-            f"{CHECKPOINT_EVERY} steps of {cost.step_s:.2f} s"
+            f"{1e3 * cost.recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f}"
+            f" ms every {CHECKPOINT_EVERY} steps of {cost.step_s:.2f} s"
         )
-        rows.append(row(f"metrics and checkpoints, {name}", share, "fraction", at_most=0.01, note=note))
+        rows.append(
+            row(f"metrics and checkpoints, {name}", share, "fraction", at_most=0.01, note=note)
+        )
     return rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds; the median checkpoint counts for all, so that other work in one of them does not decide."""
+    """Seconds; the median checkpoint counts for all, so that other work in one of them does not
+    decide.
+    """
 
     step_s: float
     """One step."""
@@ -71,7 +78,9 @@ class Costs:
 
 
 def costs(metrics: Metrics) -> Costs:
-    """Returns what recording and checkpoints cost in a run with a checkpoint every `CHECKPOINT_EVERY` steps."""
+    """Returns what recording and checkpoints cost in a run with a checkpoint every
+    `CHECKPOINT_EVERY` steps.
+    """
     step_s, stamps, steps = metrics["step_time_s"], metrics["time"], metrics["step"]
     between_s = np.diff(stamps) - step_s[1:]
     after = steps[1:] % CHECKPOINT_EVERY == 1

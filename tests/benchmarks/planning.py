@@ -1,9 +1,12 @@
-"""Rank 0's CPU seconds for planning and describing a save of gpt-1t, as torch does it by default and as the kit does.
+"""Rank 0's CPU seconds for planning and describing a save of gpt-1t, as torch does it by default
+and as the kit does.
 
-    python -m tests.benchmarks.planning STAGES FOLDER WAY     WAY is before or empty; in a process of its own
+    python -m tests.benchmarks.planning STAGES FOLDER WAY     WAY is before or empty; in a process
+    of its own
 
-The plans of one stage's 48 ranks come from the real cutting code (fake process group, meta device); the other stages
-get copies with their own layers' names. Nothing is sent: what is gathered was pickled before, and is unpickled.
+The plans of one stage's 48 ranks come from the real cutting code (fake process group, meta device);
+the other stages get copies with their own layers' names. Nothing is sent: what is gathered was
+pickled before, and is unpickled.
 """
 
 import dataclasses
@@ -23,19 +26,34 @@ from kit.spec import ModelSpec
 
 SPEC = ModelSpec.preset("gpt-1t")
 PLAN = Plan(
-    tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, precision="bf16", global_batch_size=384
+    tensor_parallel=8,
+    pipeline_parallel=64,
+    data_parallel=6,
+    zero_stage=1,
+    precision="bf16",
+    global_batch_size=384,
 )
 
 
 def measure(workplace: Path, stages: int = 64) -> list[Row]:
-    """Returns CPU seconds of a first and a second save of so many stages, 48 ranks each, and of the way before.
+    """Returns CPU seconds of a first and a second save of so many stages, 48 ranks each, and of the
+    way before.
 
     Raises:
         RuntimeError: a process failed; with its last words.
     """
     found = {}
     for way in ("before", ""):
-        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.planning", str(stages), str(workplace), way]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.benchmarks.planning",
+            str(stages),
+            str(workplace),
+            way,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"planning: {done.stderr.strip().splitlines()[-1]}")
@@ -44,9 +62,16 @@ def measure(workplace: Path, stages: int = 64) -> list[Row]:
     note = f"{new['items']:,} tensors and parts to write, .metadata of {new['bytes'] / 1e6:.1f} MB"
     ranks = f"{new['ranks']:,} ranks"
     return [
-        row(f"before: every save of {ranks}", old["seconds"][1], "s", note=f"{note}, sent to every rank at the end"),
+        row(
+            f"before: every save of {ranks}",
+            old["seconds"][1],
+            "s",
+            note=f"{note}, sent to every rank at the end",
+        ),
         row(f"first save of {ranks}", new["seconds"][0], "s", at_most=15.0, note=note),
-        row(f"later saves of {ranks}", new["seconds"][1], "s", at_most=5.0, note="the plan is kept"),
+        row(
+            f"later saves of {ranks}", new["seconds"][1], "s", at_most=5.0, note="the plan is kept"
+        ),
     ]
 
 
@@ -55,9 +80,12 @@ def plans_of_a_stage(spec: ModelSpec, plan: Plan) -> list[Any]:
     from kit.parallel import apply, mesh  # noqa: F401  # once, for all
 
     size = plan.num_devices // plan.pipeline_parallel
-    # A process each: torch keeps what it once computed of a rank's parts for every mesh of that shape.
+    # A process each: torch keeps what it once computed of a rank's parts for every mesh of that
+    # shape.
     with mp.get_context("fork").Pool(1, maxtasksperchild=1) as ranks:
-        return ranks.starmap(_plan, [(spec, plan, rank) for rank in range(size, 2 * size)], chunksize=1)
+        return ranks.starmap(
+            _plan, [(spec, plan, rank) for rank in range(size, 2 * size)], chunksize=1
+        )
 
 
 def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
@@ -70,7 +98,9 @@ def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
     from kit.parallel.mesh import build_mesh
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_devices)
-    (decoder,) = build_decoders(spec, plan, build_mesh(plan, "cpu"), device=torch.device("meta"), seed=None)
+    (decoder,) = build_decoders(
+        spec, plan, build_mesh(plan, "cpu"), device=torch.device("meta"), seed=None
+    )
     state = {
         f"{kind}.{name}": parameter.detach()
         for kind in ("model", "adamw.exp_avg", "adamw.exp_avg_sq")
@@ -84,8 +114,10 @@ def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[
     """Returns copies of the plans of the second stage for another."""
     from kit.parallel.pipeline import stage_layers
 
-    names = {f".layers.{a}.": f".layers.{b}." for a, b in zip(
-        stage_layers(spec, plan, 1), stage_layers(spec, plan, stage), strict=True)}  # fmt: skip
+    names = {
+        f".layers.{a}.": f".layers.{b}."
+        for a, b in zip(stage_layers(spec, plan, 1), stage_layers(spec, plan, stage), strict=True)
+    }
 
     def renamed(name: str) -> str:
         old = next(old for old in names if old in name)
@@ -95,7 +127,9 @@ def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[
         dataclasses.replace(
             each,
             items=[
-                dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=renamed(item.index.fqn)))
+                dataclasses.replace(
+                    item, index=dataclasses.replace(item.index, fqn=renamed(item.index.fqn))
+                )
                 for item in each.items
             ],
             planner_data={renamed(name): (renamed(name),) for name in each.planner_data},
@@ -104,7 +138,9 @@ def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[
     ]
 
 
-def seconds(folder: Path, stages: int, *, is_before: bool, spec: ModelSpec = SPEC, plan: Plan = PLAN) -> dict[str, Any]:
+def seconds(
+    folder: Path, stages: int, *, is_before: bool, spec: ModelSpec = SPEC, plan: Plan = PLAN
+) -> dict[str, Any]:
     """Returns rank 0's CPU seconds of two saves, ranks, items and bytes of the description."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -121,7 +157,9 @@ def seconds(folder: Path, stages: int, *, is_before: bool, spec: ModelSpec = SPE
     for save in range(2):
         path = folder / f"{stages}-{is_before}-{save}"
         path.mkdir()
-        writer: Any = FileSystemWriter(path) if is_before else Writer(path, planner, lambda *_: None)
+        writer: Any = (
+            FileSystemWriter(path) if is_before else Writer(path, planner, lambda *_: None)
+        )
         start = time.process_time()
         planner.set_up_planner({}, is_coordinator=True)
         gathered = [pickle.loads(each) for each in sent]
@@ -135,7 +173,9 @@ def seconds(folder: Path, stages: int, *, is_before: bool, spec: ModelSpec = SPE
         took.append(time.process_time() - resumed + paused - start)
         gc.enable()
         if not is_before:
-            sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)  # what ranks whose plan has not changed send
+            sent = [pickle.dumps(SavePlan([], usable=False))] * len(
+                sent
+            )  # what ranks whose plan has not changed send
     size = (path / ".metadata").stat().st_size
     return {"seconds": took, "ranks": len(sent), "items": items, "bytes": size}
 
@@ -146,8 +186,13 @@ def _results(plan: Any) -> list[Any]:
     from torch.distributed.checkpoint.storage import WriteResult
 
     file = f"{plan.storage_data.prefix}0.distcp"
-    return [WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000)) for i, item in enumerate(plan.items)]
+    return [
+        WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000))
+        for i, item in enumerate(plan.items)
+    ]
 
 
 if __name__ == "__main__":
-    print(json.dumps(seconds(Path(sys.argv[2]), int(sys.argv[1]), is_before=sys.argv[3] == "before")))
+    print(
+        json.dumps(seconds(Path(sys.argv[2]), int(sys.argv[1]), is_before=sys.argv[3] == "before"))
+    )

@@ -1,4 +1,6 @@
-"""The dashboard's curves once more as a plotly FigureWidget, to compare with: same data, same windows, same rhythm."""
+"""The dashboard's curves once more as a plotly FigureWidget, to compare with: same data, same
+windows, same rhythm.
+"""
 
 import threading
 from typing import Any
@@ -26,7 +28,9 @@ class PlotlyDashboard:
         for number in range(len(SHOWN)):
             place = {"row": number // 2 + 1, "col": number % 2 + 1}
             self.widget.add_trace(Scatter(mode="lines", line_width=0, showlegend=False), **place)
-            self.widget.add_trace(Scatter(mode="lines", line_width=0, fill="tonexty", showlegend=False), **place)
+            self.widget.add_trace(
+                Scatter(mode="lines", line_width=0, fill="tonexty", showlegend=False), **place
+            )
             self.widget.add_trace(Scatter(mode="lines", showlegend=False), **place)
         self.widget.update_layout(height=600, template="plotly_white")
         self.widget.update_xaxes(matches="x")

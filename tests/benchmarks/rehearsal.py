@@ -1,7 +1,8 @@
-"""What a rehearsal counts, beside what a real job of eight training ranks does, on a real Slurm of four nodes.
+"""What a rehearsal counts, beside what a real job of eight training ranks does, on a real Slurm of
+four nodes.
 
-File calls are counted by strace (Debian's package) on the supervisor and every process of a rank; without strace, or
-without Slurm, those rows are left out.
+File calls are counted by strace (Debian's package) on the supervisor and every process of a rank;
+without strace, or without Slurm, those rows are left out.
 """
 
 import os
@@ -22,7 +23,9 @@ from kit.show.results import Row, row
 from kit.spec import ModelSpec
 
 SECONDS = 20.0
-PLAN = kit.Plan(pipeline_parallel=2, tensor_parallel=2, data_parallel=2, zero_stage=1, global_batch_size=8)
+PLAN = kit.Plan(
+    pipeline_parallel=2, tensor_parallel=2, data_parallel=2, zero_stage=1, global_batch_size=8
+)
 
 
 def measure(workplace: Path, dataset: Dataset, seconds: float = SECONDS) -> list[Row]:
@@ -36,8 +39,12 @@ def measure(workplace: Path, dataset: Dataset, seconds: float = SECONDS) -> list
     try:
         site = kit.Site.load(sandbox.site_file)
         spec = ModelSpec.preset("demo")
-        frontier = kit.Site.load("frontier")  # step times, which the sandbox does not state, are not compared
-        told = rehearse(spec, PLAN, recipe, site.replace(device=frontier.device, links=frontier.links))
+        frontier = kit.Site.load(
+            "frontier"
+        )  # step times, which the sandbox does not state, are not compared
+        told = rehearse(
+            spec, PLAN, recipe, site.replace(device=frontier.device, links=frontier.links)
+        )
         run = kit.launch(workplace / "run", spec=spec, plan=PLAN, recipe=recipe, site=site)
         assert run.job is not None
         try:
@@ -59,19 +66,31 @@ def _wait_for(job: Job, step: int) -> None:
 
 def _compare(told: Rehearsal, run: Run, seconds: float) -> list[Row]:
     counts: dict[str, Any] = {count.what: count for count in told.counts}
-    written = sum(file.stat().st_size for file in run.checkpoints.path(run.checkpoints.newest()).iterdir())
+    written = sum(
+        file.stat().st_size for file in run.checkpoints.path(run.checkpoints.newest()).iterdir()
+    )
     size = counts["kept"].value * 1e12 / (run.recipe.keep_last + 1)
     ranks = [pid for pid in _processes(run) if _read(pid, "comm").startswith("rank ")]
     open_files = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in ranks)
     rows = [
         *_pair("a checkpoint", size / 1e6, written / 1e6, "MB", "names and zip archives included"),
-        *_pair("open files of rank 0", counts["open files of rank 0"].value, open_files, "", "the most of 8"),
+        *_pair(
+            "open files of rank 0",
+            counts["open files of rank 0"].value,
+            open_files,
+            "",
+            "the most of 8",
+        ),
     ]
     if shutil.which("strace"):
         seen = _file_calls(run, seconds) / seconds
         told_calls = counts["file calls of the job"].value
         rows += _pair(
-            "file calls of the job", told_calls, seen, "per s", f"in its directory, {seconds:.0f} s of strace"
+            "file calls of the job",
+            told_calls,
+            seen,
+            "per s",
+            f"in its directory, {seconds:.0f} s of strace",
         )
     return rows
 
@@ -84,7 +103,9 @@ def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row
 
 
 def _file_calls(run: Run, seconds: float) -> int:
-    """Returns how often all processes of a job name a file of its directory within some seconds, checkpoints aside."""
+    """Returns how often all processes of a job name a file of its directory within some seconds,
+    checkpoints aside.
+    """
     log = run.directory.parent / "strace"
     options = [word for pid in _processes(run) for word in ("-p", str(pid))]
     tracer = subprocess.Popen(["strace", "-f", "-qq", "-e", "trace=%file", "-o", log, *options])

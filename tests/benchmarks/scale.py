@@ -1,9 +1,11 @@
-"""Scale on one machine: planner and monitor at 100,000 devices, one rank of 16,384, and ten million steps.
+"""Scale on one machine: planner and monitor at 100,000 devices, one rank of 16,384, and ten million
+steps.
 
-    python -m tests.benchmarks.scale CASE FOLDER SIZE   one case; prints seconds, and the process's memory at its peak
+    python -m tests.benchmarks.scale CASE FOLDER SIZE   one case; prints seconds, and the process's
+    memory at its peak
 
-Each case runs in a process of its own, so that its memory is its own. Heartbeats and metrics are files as a job leaves
-them; the ranks that would write them are not there.
+Each case runs in a process of its own, so that its memory is its own. Heartbeats and metrics are
+files as a job leaves them; the ranks that would write them are not there.
 """
 
 import argparse
@@ -26,8 +28,17 @@ from kit.run import Run
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 
-TAIL = ', "step_time_s": 7.5031, "tokens": 25165824, "loss": 2.3512, "grad_norm": 0.41, "learning_rate": 1e-4}\n'
-SIZES = {"search": 98_304, "rank": 16_384, "heartbeats": 10_000, "monitor": 100_000, "metrics": 10_000_000}
+TAIL = (
+    ', "step_time_s": 7.5031, "tokens": 25165824, "loss": 2.3512, "grad_norm": 0.41,'
+    ' "learning_rate": 1e-4}\n'
+)
+SIZES = {
+    "search": 98_304,
+    "rank": 16_384,
+    "heartbeats": 10_000,
+    "monitor": 100_000,
+    "metrics": 10_000_000,
+}
 """Devices, ranks, ranks, ranks and steps."""
 
 Work = Callable[[], object]
@@ -44,15 +55,26 @@ def measure(workplace: Path, sizes: dict[str, int] = SIZES) -> list[Row]:
 
     def seconds(case: str, name: str, at_most: float, note: str = "") -> Row:
         peak = f"{found[case]['peak_bytes'] / 1e9:.1f} GB at most in the process"
-        return row(name, found[case]["seconds"], "s", at_most=at_most, note=f"{peak}{note and '; '}{note}")
+        return row(
+            name, found[case]["seconds"], "s", at_most=at_most, note=f"{peak}{note and '; '}{note}"
+        )
 
     devices, ranks, beats, watched, steps = (f"{sizes[case]:,}" for case in SIZES)
     most = {"monitor": 1.0, "metrics": 3.0}
     return [
-        seconds("search", f"plans of a trillion parameters on {devices} devices: search, five explained", 2.0),
+        seconds(
+            "search",
+            f"plans of a trillion parameters on {devices} devices: search, five explained",
+            2.0,
+        ),
         seconds("rank", f"one rank of {ranks}: check of the plan, mesh, all its shards", 5.0),
         seconds("heartbeats", f"heartbeats of {beats} ranks, read once", 1.0),
-        seconds("monitor", f"monitor of {watched} ranks: one look, slow ranks, picture", 10.0, "a look rests after it"),
+        seconds(
+            "monitor",
+            f"monitor of {watched} ranks: one look, slow ranks, picture",
+            10.0,
+            "a look rests after it",
+        ),
         seconds("metrics", f"metrics of {steps} steps, read with MFU", 60.0),
         *(
             row(f"peak memory, {case}", found[case]["peak_bytes"] / 1e9, "GB", at_most=limit)
@@ -67,7 +89,16 @@ def run_case(case: str, folder: Path, size: int) -> dict[str, float]:
     Raises:
         RuntimeError: it failed; with its last words.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.scale", case, str(folder), str(size)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.benchmarks.scale",
+        case,
+        str(folder),
+        str(size),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{case} at {size:,} failed: {done.stderr.strip().splitlines()[-1]}")
@@ -89,7 +120,11 @@ def rank(folder: Path, size: int) -> Work:
 
     spec = ModelSpec.preset("gpt-1t")
     plan = Plan(
-        global_batch_size=size, tensor_parallel=8, pipeline_parallel=64, data_parallel=size // 512, zero_stage=1
+        global_batch_size=size,
+        tensor_parallel=8,
+        pipeline_parallel=64,
+        data_parallel=size // 512,
+        zero_stage=1,
     )
     return lambda: view_rank(spec, plan, size - 1)
 
@@ -146,12 +181,24 @@ def _run(folder: Path, ranks: int) -> Run:
     """Returns a run of so many ranks whose job is this very process, so that it counts as alive."""
     plan = Plan(global_batch_size=ranks, data_parallel=ranks)
     recipe = Recipe(data="none", num_steps=10**8)
-    run = Run.create(folder, spec=ModelSpec.preset("gpt-1.4b"), plan=plan, recipe=recipe, site=Site.load("dgx-h100"))
+    run = Run.create(
+        folder,
+        spec=ModelSpec.preset("gpt-1.4b"),
+        plan=plan,
+        recipe=recipe,
+        site=Site.load("dgx-h100"),
+    )
     plan.write(folder / "plan.attempt_01.json")
-    JobSpec(name="scale", run_dir=str(folder), argv=("none",), num_processes=ranks).write(folder / "job.json")
+    JobSpec(name="scale", run_dir=str(folder), argv=("none",), num_processes=ranks).write(
+        folder / "job.json"
+    )
     RunState(
-        state=JobState.RUNNING, attempt=1, step=200, heartbeat=time.time(), process=Process.current()
-    ).write(folder / "state.json")  # fmt: skip
+        state=JobState.RUNNING,
+        attempt=1,
+        step=200,
+        heartbeat=time.time(),
+        process=Process.current(),
+    ).write(folder / "state.json")
     return run
 
 
@@ -159,17 +206,22 @@ def _write_heartbeats(folder: Path, ranks: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     beats = (
         RankHeartbeat(
-            rank=number, attempt=1, step=200, time=time.time(), step_time_s=7.5 + (number % 97) / 1000,
+            rank=number,
+            attempt=1,
+            step=200,
+            time=time.time(),
+            step_time_s=7.5 + (number % 97) / 1000,
             host=f"node{number // 8:05d}",
         )
         for number in range(ranks)
-    )  # fmt: skip
+    )
     write_all_heartbeats(folder, (beat.line for beat in beats))
 
 
 def _lines(first: int, last: int):
     return (
-        f'{{"step": {step}, "attempt": 1, "time": {1.7e9 + 7.5 * step:.1f}{TAIL}' for step in range(first, last + 1)
+        f'{{"step": {step}, "attempt": 1, "time": {1.7e9 + 7.5 * step:.1f}{TAIL}'
+        for step in range(first, last + 1)
     )
 
 

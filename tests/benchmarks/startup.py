@@ -1,4 +1,6 @@
-"""How long a user waits: for `import kit`, and from `launch` to the first optimizer step of the demo model."""
+"""How long a user waits: for `import kit`, and from `launch` to the first optimizer step of the
+demo model.
+"""
 
 import statistics
 import subprocess
@@ -16,7 +18,9 @@ from kit.spec import ModelSpec
 
 LAYOUTS = {
     "1 process": Plan(global_batch_size=16, micro_batch_size=4),
-    "TP2 x PP2, 4 processes": Plan(global_batch_size=16, micro_batch_size=4, tensor_parallel=2, pipeline_parallel=2),
+    "TP2 x PP2, 4 processes": Plan(
+        global_batch_size=16, micro_batch_size=4, tensor_parallel=2, pipeline_parallel=2
+    ),
 }
 
 
@@ -32,7 +36,9 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     for name, plan in LAYOUTS.items():
         times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(3)]
         note = f"median of 3, {min(times):.1f} to {max(times):.1f} s"
-        rows.append(row(f"`kit launch` to first step, {name}", statistics.median(times), "s", note=note))
+        rows.append(
+            row(f"`kit launch` to first step, {name}", statistics.median(times), "s", note=note)
+        )
     return rows
 
 
@@ -42,7 +48,9 @@ def first_step_s(directory: Path, plan: Plan, dataset: Dataset) -> float:
     Raises:
         RuntimeError: the run failed.
     """
-    recipe = Recipe(data=str(dataset.directory), num_steps=1, learning_rate=1e-3, checkpoint_every=None)
+    recipe = Recipe(
+        data=str(dataset.directory), num_steps=1, learning_rate=1e-3, checkpoint_every=None
+    )
     start = time.time()
     run = launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
     wait_until_done(run)
@@ -67,11 +75,16 @@ def _import_row(package: str) -> Row:
 
 
 def _import_s(package: str, *, repeats: int) -> tuple[float, bool]:
-    """Returns the median seconds of an import in a new interpreter, and whether torch came with it."""
+    """Returns the median seconds of an import in a new interpreter, and whether torch came with
+    it.
+    """
     code = (
         f"import sys, time; start = time.perf_counter(); import {package}; "
-        f"print(time.perf_counter() - start, 'torch' in sys.modules)"
+        "print(time.perf_counter() - start, 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
-    said = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(repeats)]
+    said = [
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        for _ in range(repeats)
+    ]
     return statistics.median(float(seconds) for seconds, _ in said), said[0][1] == "True"

@@ -1,7 +1,7 @@
 """The tables of a document, made from results.
 
-A document holds `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on a line of its own; what stands between them
-is replaced, so that no measured number is ever typed.
+A document holds `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on a line of its own; what
+stands between them is replaced, so that no measured number is ever typed.
 """
 
 import re
@@ -16,18 +16,22 @@ from kit.show.results import RESULTS, Results, format_value
 def write_tables(
     document: Path, *, directory: Path = RESULTS, texts: Mapping[str, str | None] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Replaces the tables of `document` and returns the names written, and those kept for want of results.
+    """Replaces the tables of `document` and returns the names written, and those kept for want of
+    results.
 
     Args:
         document: has the markers; it is written only if all of them, and all results, are in order.
         directory: of the results.
-        texts: what stands between the markers of a name instead of a table; None keeps what is there.
+        texts: what stands between the markers of a name instead of a table; None keeps what is
+            there.
 
     Raises:
         ConfigError: the document is missing, a marker has no partner, or a results file is damaged.
     """
     if not document.is_file():
-        raise ConfigError(f"{document}: no such file; expected a document with <!-- bench:NAME --> markers.")
+        raise ConfigError(
+            f"{document}: no such file; expected a document with <!-- bench:NAME --> markers."
+        )
     text = document.read_text()
     _check_markers(document, text)
     written, kept = [], []
@@ -44,7 +48,9 @@ def write_tables(
         written.append(name)
         return f"<!-- bench:{name} -->\n{text}\n<!-- /bench:{name} -->"
 
-    changed = re.sub(r"^<!-- bench:(\w+) -->$.*?^<!-- /bench:\1 -->$", replaced, text, flags=re.M | re.S)
+    changed = re.sub(
+        r"^<!-- bench:(\w+) -->$.*?^<!-- /bench:\1 -->$", replaced, text, flags=re.M | re.S
+    )
     if changed != text:
         write_atomic(document, changed)
     return written, kept
@@ -57,25 +63,38 @@ def table(results: Results) -> str:
         met = {True: "yes", False: "**no**", None: ""}[item.ok]
         cells = (item.name, format_value(item.value, item.unit), item.target, met, item.note)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
-    lines += ["", f"{results.machine}; {results.date} UTC, load before {results.load_before:.1f}; `{results.command}`"]
+    lines += [
+        "",
+        (
+            f"{results.machine}; {results.date} UTC, load before {results.load_before:.1f};"
+            f" `{results.command}`"
+        ),
+    ]
     return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
-    """Returns text as a cell of a Markdown table: on one line, without what would end the cell or begin a tag."""
+    """Returns text as a cell of a Markdown table: on one line, without what would end the cell
+    or begin a tag.
+    """
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _check_markers(document: Path, text: str) -> None:
-    """Refuses anything but open, close, open, close of equal names: a lost partner would swallow text in between."""
+    """Refuses anything but open, close, open, close of equal names: a lost partner would swallow
+    text in between.
+    """
     opened = None
     for match in re.finditer(r"^<!-- (/?)bench:(\w+) -->$", text, flags=re.M):
         closing, name = match[1] == "/", match[2]
         if closing != (opened is not None) or (closing and name != opened):
             raise ConfigError(
-                f"{document}: marker {match[0]!r} has no partner. Each table stands between <!-- bench:NAME --> and "
-                f"<!-- /bench:NAME -->, each on a line of its own, not nested."
+                f"{document}: marker {match[0]!r} has no partner. Each table stands between <!--"
+                " bench:NAME --> and <!-- /bench:NAME -->, each on a line of its own, not nested."
             )
         opened = None if closing else name
     if opened is not None:
-        raise ConfigError(f"{document}: marker '<!-- bench:{opened} -->' has no <!-- /bench:{opened} --> after it.")
+        raise ConfigError(
+            f"{document}: marker '<!-- bench:{opened} -->' has no <!-- /bench:{opened} -->"
+            " after it."
+        )

@@ -14,4 +14,6 @@ def test_costs_are_found_in_stamps() -> None:
     metrics = {"step": steps, "step_time_s": step_s, "time": np.cumsum(step_s + between_s)}
     cost = costs(metrics)  # type: ignore[arg-type]
     assert cost.step_s == 0.5
-    assert (cost.recording_s, cost.checkpoint_s, cost.slowed_s) == pytest.approx((0.0625, 0.0625, 0.25))
+    assert (cost.recording_s, cost.checkpoint_s, cost.slowed_s) == pytest.approx(
+        (0.0625, 0.0625, 0.25)
+    )

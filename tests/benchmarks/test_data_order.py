@@ -1,4 +1,6 @@
-"""The benchmark of the data's order, on files of full size (they are sparse), by counts and bytes instead of times."""
+"""The benchmark of the data's order, on files of full size (they are sparse), by counts and
+bytes instead of times.
+"""
 
 from pathlib import Path
 
@@ -21,12 +23,18 @@ def test_a_rank_has_room_for_any_data(tiny_dataset, sources: Path) -> None:
     assert sum(file.stat().st_blocks for file in sources.iterdir()) * 512 < 20e6
 
 
-def test_a_batch_reads_its_windows_and_nothing_else(tiny_dataset, sources: Path, monkeypatch) -> None:
+def test_a_batch_reads_its_windows_and_nothing_else(
+    tiny_dataset, sources: Path, monkeypatch
+) -> None:
     import kit.data.token_file as token_file
 
     reads, pread = [], token_file.os.pread
     monkeypatch.setattr(token_file.os, "pread", lambda *args: reads.append(args[1]) or pread(*args))
-    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=1, sources=(DataSource(paths=(str(sources / "one"),)),))
+    recipe = Recipe(
+        data=str(tiny_dataset.directory),
+        num_steps=1,
+        sources=(DataSource(paths=(str(sources / "one"),)),),
+    )
     samples = training_samples(recipe, data_order.SEQUENCE_LENGTH)
     reads.clear()
     for first in (0, 10**6, 10**9):

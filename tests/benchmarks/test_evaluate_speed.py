@@ -11,7 +11,12 @@ from tests.benchmarks.evaluate import TASKS, Subject, _check_same, _ratios, _spe
 def subject(llama_spec) -> Subject:
     tokenizer = train_tokenizer(["a line of text"], 257)
     return Subject(
-        name="tiny", decoder=build_decoder(llama_spec), tokenizer=tokenizer, items=10, rounds=3, batch_size=8
+        name="tiny",
+        decoder=build_decoder(llama_spec),
+        tokenizer=tokenizer,
+        items=10,
+        rounds=3,
+        batch_size=8,
     )
 
 

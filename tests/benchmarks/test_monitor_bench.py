@@ -11,9 +11,14 @@ from tests.benchmarks.tables import table
 
 def _live(factor: float) -> monitor.Live:
     return monitor.Live(
-        paint_s=0.4 * factor, latencies_s=[0.1 * factor, 0.15 * factor, 0.5 * factor], kernel_cpu=0.05 * factor,
-        bytes_per_s=80e3 * factor, zooms_s=[0.05 * factor] * 3, notebook_bytes=100_000, state_bytes=200_000,
-    )  # fmt: skip
+        paint_s=0.4 * factor,
+        latencies_s=[0.1 * factor, 0.15 * factor, 0.5 * factor],
+        kernel_cpu=0.05 * factor,
+        bytes_per_s=80e3 * factor,
+        zooms_s=[0.05 * factor] * 3,
+        notebook_bytes=100_000,
+        state_bytes=200_000,
+    )
 
 
 def test_latency_is_from_the_line_to_the_first_picture_that_holds_it() -> None:
@@ -35,12 +40,18 @@ def test_each_number_has_the_other_dashboards_beside_it() -> None:
     assert all(other.ok is None for other in theirs), "only ours has a target"
 
 
-def test_without_a_browser_the_kernel_side_is_measured_and_the_rest_named(tmp_path: Path, monkeypatch) -> None:
+def test_without_a_browser_the_kernel_side_is_measured_and_the_rest_named(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(lab, "chromium", lambda: None)
     rows = monitor.measure(tmp_path, steps=2000)
     assert len(rows) == 3 and all(each.value > 0 for each in rows)
     assert "not measured: " in rows[0].note and "install" in rows[0].note
     results = write_results(
-        "monitor", rows, command="python -m tests.benchmarks monitor", load_before=0.0, directory=tmp_path
+        "monitor",
+        rows,
+        command="python -m tests.benchmarks monitor",
+        load_before=0.0,
+        directory=tmp_path,
     )
     assert "2,000 steps read and pictured" in table(results)

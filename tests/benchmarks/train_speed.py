@@ -1,7 +1,8 @@
-"""Training speed of the demo model on this machine: the kit, transformers' Trainer and a plain loop, taking turns.
+"""Training speed of the demo model on this machine: the kit, transformers' Trainer and a plain
+loop, taking turns.
 
-Turns of a few steps alternate between processes (A B C A B C ...), so that other work on the machine meets all alike;
-ratios are taken within a round, and the median round counts.
+Turns of a few steps alternate between processes (A B C A B C ...), so that other work on the
+machine meets all alike; ratios are taken within a round, and the median round counts.
 """
 
 import contextlib
@@ -26,9 +27,11 @@ from tests.benchmarks.contestants import DEMO, RECIPE, WEIGHTS, Setup
 STEPS_PER_TURN = 3
 EARLY_STEPS = 5
 SAME_LOSS = {"fp32": 2e-5, "bf16": 1e-3}
-"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same model.
+"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same
+model.
 
-Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measured with models below 2M parameters)."""
+Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measured with models below
+2M parameters)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,16 @@ class Entrant:
 
 LARGER = Setup(
     spec=ModelSpec.llama(
-        name="llama-100m", num_layers=12, hidden_size=768, num_heads=12, ffn_hidden_size=2048, vocab_size=16_384,
+        name="llama-100m",
+        num_layers=12,
+        hidden_size=768,
+        num_heads=12,
+        ffn_hidden_size=2048,
+        vocab_size=16_384,
         sequence_length=256,
     ),
     batch_size=2,
-)  # fmt: skip
+)
 """A model of 110M parameters, whose step is nearly all matrix products."""
 
 AS_USED = {
@@ -83,12 +91,22 @@ def compare(
         RuntimeError: a process failed, or the loops do not train the same model.
     """
     steps = STEPS_PER_TURN if setup is DEMO else 1
-    turns = take_turns(entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup)
+    turns = take_turns(
+        entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup
+    )
     subject, *rivals = turns
-    where = f"{threads} thread{'s' if threads > 1 else ''}{'' if setup is DEMO else ', ' + setup.spec.name}"
+    where = (
+        f"{threads}"
+        f" thread{'s' if threads > 1 else ''}{'' if setup is DEMO else ', ' + setup.spec.name}"
+    )
     tokens = setup.batch_size * setup.spec.sequence_length
     rows = [
-        row(f"{name}, {where}", tokens / statistics.median(times), "tokens/s", note=_spread(times, tokens))
+        row(
+            f"{name}, {where}",
+            tokens / statistics.median(times),
+            "tokens/s",
+            note=_spread(times, tokens),
+        )
         for name, times in turns.items()
     ]
     for rival in rivals:
@@ -100,30 +118,50 @@ def compare(
 
 
 def take_turns(
-    entrants: dict[str, Entrant], workplace: Path, *, threads: int, rounds: int, steps: int = STEPS_PER_TURN,
+    entrants: dict[str, Entrant],
+    workplace: Path,
+    *,
+    threads: int,
+    rounds: int,
+    steps: int = STEPS_PER_TURN,
     setup: Setup = DEMO,
-) -> dict[str, list[float]]:  # fmt: skip
+) -> dict[str, list[float]]:
     """Returns the seconds per step of each entrant in each round.
 
     Raises:
         RuntimeError: a process failed, or the loops do not train the same model.
     """
-    answers, absent = take_answers(entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup)
+    answers, absent = take_answers(
+        entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup
+    )
     differing = differences(answers)
-    wrong = {name: f"losses differ by {by:.1g}" for name, by in differing.items() if by > SAME_LOSS[setup.precision]}
+    wrong = {
+        name: f"losses differ by {by:.1g}"
+        for name, by in differing.items()
+        if by > SAME_LOSS[setup.precision]
+    }
     if absent or wrong:
         raise RuntimeError(
-            f"Not all loops train, and the same model, so their speeds do not compare: {absent | wrong}."
+            "Not all loops train, and the same model, so their speeds do not compare:"
+            f" {absent | wrong}."
         )
     return {name: [answer["step_s"] for answer in given[1:]] for name, given in answers.items()}
 
 
 def differences(answers: dict[str, list[dict]]) -> dict[str, float]:
-    """Returns by how much the losses of the first steps differ from those of the first entrant, at most, relative."""
-    losses = {name: [loss for answer in given for loss in answer["losses"]] for name, given in answers.items()}
+    """Returns by how much the losses of the first steps differ from those of the first entrant,
+    at most, relative.
+    """
+    losses = {
+        name: [loss for answer in given for loss in answer["losses"]]
+        for name, given in answers.items()
+    }
     first, count = next(iter(losses.values())), min(EARLY_STEPS, min(map(len, losses.values())))
     return {
-        name: max(abs(theirs / ours - 1) for ours, theirs in zip(first[:count], given[:count], strict=True))
+        name: max(
+            abs(theirs / ours - 1)
+            for ours, theirs in zip(first[:count], given[:count], strict=True)
+        )
         for name, given in losses.items()
     }
 
@@ -139,11 +177,12 @@ def take_answers(
     together: bool = True,
     limit_s: float = 3600.0,
 ) -> tuple[dict[str, list[dict]], dict[str, str]]:
-    """Returns what each entrant answers in each round, after one to warm up, and why any has no answers.
+    """Returns what each entrant answers in each round, after one to warm up, and why any has no
+    answers.
 
-    All start from one copy of the kit's initial weights. Those that run together take turns, so that other work on the
-    machine meets all alike; one at a time, each has the device and its memory to itself. Whoever still runs after
-    `limit_s` seconds in all is ended.
+    All start from one copy of the kit's initial weights. Those that run together take turns, so
+    that other work on the machine meets all alike; one at a time, each has the device and its
+    memory to itself. Whoever still runs after `limit_s` seconds in all is ended.
     """
     torch.save(build_decoder(setup.spec, seed=RECIPE.seed).state_dict(), workplace / WEIGHTS)
     setup.write(workplace / "setup.json")
@@ -153,7 +192,9 @@ def take_answers(
     for group in [list(entrants)] if together else [[name] for name in entrants]:
         with contextlib.ExitStack() as stack:
             processes = {
-                name: stack.enter_context(_process(entrants[name], workplace, threads, setup.device, end))
+                name: stack.enter_context(
+                    _process(entrants[name], workplace, threads, setup.device, end)
+                )
                 for name in group
             }
             for _ in range(rounds + 1):
@@ -166,8 +207,12 @@ def take_answers(
 
 
 @contextlib.contextmanager
-def _process(entrant: Entrant, workplace: Path, threads: int, device: str, end: float) -> Iterator[subprocess.Popen]:
-    """A contestant that waits for its first turn, and is killed at `end` on the monotonic clock, or when left."""
+def _process(
+    entrant: Entrant, workplace: Path, threads: int, device: str, end: float
+) -> Iterator[subprocess.Popen]:
+    """A contestant that waits for its first turn, and is killed at `end` on the monotonic clock,
+    or when left.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.contestants", entrant.name]
     command += [f"--threads={threads}", "--setup=setup.json"]
     if entrant.keep_freed_memory:
@@ -208,7 +253,9 @@ def _one_turn(process: subprocess.Popen, steps: int) -> dict:
 def _last_words(log: Path, end: float) -> str:
     if time.monotonic() > end:
         return "no time was left"
-    return (log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"])[-1][:200]
+    return (log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"])[
+        -1
+    ][:200]
 
 
 def _spread(times: list[float], tokens: int) -> str:

@@ -1,4 +1,6 @@
-"""The dashboard's real front end in headless Chromium and its real kernel side; only the wire between is a stand-in."""
+"""The dashboard's real front end in headless Chromium and its real kernel side; only the wire
+between is a stand-in.
+"""
 
 import base64
 import os
@@ -12,7 +14,9 @@ from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.widget import Monitor
 from kit.run import Run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
 <body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
 const text = Uint8Array.from(atob("%s"), c => c.charCodeAt(0));
@@ -34,10 +38,10 @@ window.put = (changes) => {
 window.listening = () => Object.values(listeners).flat().length;
 window.start = () => { window.stop = module.default.render({model, el: document.getElementById('view')}); };
 window.ready = true;
-</script>"""
+</script>"""  # noqa: E501
 DARK = """document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
 document.body.style.setProperty('--jp-ui-font-color1', '#eee');
-document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""
+document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +53,17 @@ def browser() -> Iterator:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        started = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield started
         started.close()
 
 
 class Screen:
-    """A page that shows a run: what the page asks is answered by a Dashboard, as the widget does it."""
+    """A page that shows a run: what the page asks is answered by a Dashboard, as the widget does
+    it.
+    """
 
     def __init__(self, page, run: Run, **options) -> None:
         self.page, self.dashboard, self.busy = page, Dashboard(run, **options), False
@@ -92,15 +100,24 @@ class Screen:
         dashboard.read()
         dashboard.look()
         frame, window = dashboard.frame(self.view)
-        frame, facts = {**frame, "heard": self.heard}, {**dashboard.facts(), "failure": "", "heard": self.heard}
+        frame, facts = (
+            {**frame, "heard": self.heard},
+            {**dashboard.facts(), "failure": "", "heard": self.heard},
+        )
         binary = {"window": window, "heat": dashboard.heat()}
         self.page.evaluate(
             "put",
             {
-                "frame": frame, "facts": facts, "alerts": dashboard.alerts(), "log": dashboard.log(),
-                **{name: {"base64": base64.b64encode(value).decode()} for name, value in binary.items()},
+                "frame": frame,
+                "facts": facts,
+                "alerts": dashboard.alerts(),
+                "log": dashboard.log(),
+                **{
+                    name: {"base64": base64.b64encode(value).decode()}
+                    for name, value in binary.items()
+                },
             },
-        )  # fmt: skip
+        )
 
     def settle(self, ms: int = 250) -> None:
         self.page.wait_for_timeout(ms)
@@ -118,27 +135,38 @@ class Screen:
             """([pane, wanted]) => { const c = document.querySelectorAll('.kit-plot canvas')[pane];
             const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; let n = 0;
             for (let i = 0; i < d.length; i += 4)
-              if (d[i + 3] > 200 && wanted.every((w, k) => Math.abs(d[i + k] - w) < 40)) n++; return n; }""",
+              if (d[i + 3] > 200 && wanted.every((w, k) => Math.abs(d[i + k] - w) < 40)) n++; return n; }""",  # noqa: E501
             [pane, wanted],
         )
 
     def photograph(self, name: str) -> None:
         """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
         if folder := os.environ.get("KIT_SCREENSHOTS"):
-            self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True, animations="disabled")
+            self.page.screenshot(
+                path=Path(folder) / f"{name}.png", full_page=True, animations="disabled"
+            )
 
 
 @pytest.fixture
 def open_screen(browser) -> Iterator:
-    """Opens runs in pages of their own; fails the test if a page threw an error or asked the network for anything."""
+    """Opens runs in pages of their own; fails the test if a page threw an error or asked the
+    network for anything.
+    """
     contexts, errors, requests = [], [], []
 
-    def open_page(run: Run, *, width: int = 1180, height: int = 900, dark: bool = False, **options) -> Screen:
+    def open_page(
+        run: Run, *, width: int = 1180, height: int = 900, dark: bool = False, **options
+    ) -> Screen:
         context = browser.new_context(viewport={"width": width, "height": height})
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url) if request.url.startswith("http") else None)
+        page.on(
+            "request",
+            lambda request: (
+                requests.append(request.url) if request.url.startswith("http") else None
+            ),
+        )
         if dark:
             page.add_init_script(f"addEventListener('DOMContentLoaded', () => {{ {DARK} }})")
         screen = Screen(page, run, **options)

@@ -1,4 +1,6 @@
-"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys in a real browser."""
+"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys in
+a real browser.
+"""
 
 import contextlib
 import json
@@ -22,21 +24,28 @@ READY = """async () => { while (!window.jupyterapp) await new Promise(r => setTi
   let w; while (!(w = app.shell.currentWidget)?.sessionContext) await new Promise(r => setTimeout(r, 50));
   await w.context.ready; await w.sessionContext.ready; await w.revealed;
   let k; while (!((k = w.sessionContext.session?.kernel)?.connectionStatus === 'connected' && k.status === 'idle'))
-    await new Promise(r => setTimeout(r, 25)); }"""
+    await new Promise(r => setTimeout(r, 25)); }"""  # noqa: E501
 RUN_CELL = """async ([i, wait]) => { const app = window.jupyterapp, notebook = app.shell.currentWidget.content;
   notebook.activeCellIndex = i; notebook.deselectAll();
-  const done = app.commands.execute('notebook:run-cell'); if (wait) await done; }"""
+  const done = app.commands.execute('notebook:run-cell'); if (wait) await done; }"""  # noqa: E501
 KERNEL = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
 SAVE = "async () => await window.jupyterapp.shell.currentWidget.context.save()"
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "notebook-extension/tracker": {"windowingMode": "none"},  # cells off screen have no DOM otherwise
+    "notebook-extension/tracker": {
+        "windowingMode": "none"
+    },  # cells off screen have no DOM otherwise
 }
 PLACES = {
-    "HOME": "", "JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime",
-    "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "spaces", "IPYTHONDIR": "ipython",
+    "HOME": "",
+    "JUPYTER_CONFIG_DIR": "config",
+    "JUPYTER_DATA_DIR": "data",
+    "JUPYTER_RUNTIME_DIR": "runtime",
+    "JUPYTERLAB_SETTINGS_DIR": "settings",
+    "JUPYTERLAB_WORKSPACES_DIR": "spaces",
+    "IPYTHONDIR": "ipython",
     "MPLCONFIGDIR": "mpl",
-}  # fmt: skip
+}
 
 
 class Lab:
@@ -56,9 +65,18 @@ class Lab:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        command = [str(self.python), "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
-                   "--LabApp.expose_app_in_browser=True", "--IdentityProvider.token=", "--ServerApp.password=",
-                   f"--ServerApp.root_dir={self.folder}"]  # fmt: skip
+        command = [
+            str(self.python),
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            f"--port={port}",
+            "--LabApp.expose_app_in_browser=True",
+            "--IdentityProvider.token=",
+            "--ServerApp.password=",
+            f"--ServerApp.root_dir={self.folder}",
+        ]
         environment = outside(**{name: str(self.home / place) for name, place in PLACES.items()})
         with self.log.open("a") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -66,19 +84,29 @@ class Lab:
 
     def stop(self) -> None:
         """Ends the server and its kernels, as Ctrl-C twice would."""
-        left = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        left = (
+            psutil.Process(self.process.pid).children(recursive=True)
+            if self.process.poll() is None
+            else []
+        )
         self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a kernel that does not end
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # it waits for a kernel that does not end
             self.process.wait(15)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "ipykernel" in " ".join(process.cmdline()):  # and not a job that a kernel has started
+                if "ipykernel" in " ".join(
+                    process.cmdline()
+                ):  # and not a job that a kernel has started
                     process.kill()
         self.process.kill()
         self.process.wait()
 
     def foreign_connections(self) -> list[str]:
-        """Returns the addresses outside this machine to which the server or one of its kernels is connected."""
+        """Returns the addresses outside this machine to which the server or one of its kernels
+        is connected.
+        """
         server = psutil.Process(self.process.pid)
         peers = [
             connection.raddr.ip
@@ -90,7 +118,10 @@ class Lab:
         return [peer for peer in peers if not peer.startswith(("127.", "::1", "::ffff:127."))]
 
     def _answers(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/api/status", timeout=2):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.address}/api/status", timeout=2),
+        ):
             return True
         return False
 
@@ -99,12 +130,18 @@ class Lab:
 
 
 class Notebook:
-    """A notebook in a page of its own: cell 0 opens the run, cell 1 shows its dashboard, cell 2 is busy until told."""
+    """A notebook in a page of its own: cell 0 opens the run, cell 1 shows its dashboard, cell 2
+    is busy until told.
+    """
 
     def __init__(self, browser: Any, lab: Lab, cells: list[str]) -> None:
         self.browser, self.lab, self.file = browser, lab, lab.folder / "watch.ipynb"
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        book.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         nbformat.write(book, self.file)
         self.requests: list[str] = []
         self.context = None
@@ -126,7 +163,9 @@ class Notebook:
             self.ready()
 
     def ready(self) -> None:
-        """Waits until the notebook's kernel is connected and idle; the tool bar says so too early."""
+        """Waits until the notebook's kernel is connected and idle; the tool bar says so too
+        early.
+        """
         self.evaluate(READY)
 
     def run_cell(self, number: int, *, wait: bool = True) -> None:
@@ -147,7 +186,7 @@ class Notebook:
     def evaluate(self, script: str, argument: object = None) -> Any:
         """Runs a script in the page, which by itself would wait for ever."""
         race = f"""(a) => Promise.race([({script})(a),
-            new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""
+            new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""  # noqa: E501
         return self.page.evaluate(race, argument)
 
     def seen(self, name: str) -> str:
@@ -167,7 +206,10 @@ class Notebook:
     def until(self, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> float:
         """Waits for a condition, and returns how long that took in seconds."""
         return wait_until(
-            condition, lambda: self.page.locator("body").inner_text()[-1500:], limit_s, self.page.wait_for_timeout
+            condition,
+            lambda: self.page.locator("body").inner_text()[-1500:],
+            limit_s,
+            self.page.wait_for_timeout,
         )
 
     def photograph(self, name: str) -> None:
@@ -177,10 +219,14 @@ class Notebook:
 
 
 def wait_until(
-    condition: Callable[[], Any], why: Callable[[], str], limit_s: float = PATIENCE_S,
+    condition: Callable[[], Any],
+    why: Callable[[], str],
+    limit_s: float = PATIENCE_S,
     pause: Callable[[float], None] = lambda ms: time.sleep(ms / 1000),
-) -> float:  # fmt: skip
-    """Waits for a condition, returns how long that took in seconds, and fails with `why` after `limit_s`."""
+) -> float:
+    """Waits for a condition, returns how long that took in seconds, and fails with `why` after
+    `limit_s`.
+    """
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit_s, why()

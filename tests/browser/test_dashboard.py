@@ -101,7 +101,9 @@ def test_axes_smoothing_and_hover(open_screen, tmp_path) -> None:
     screen.photograph("axes")
 
 
-def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_screen, tmp_path) -> None:
+def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(
+    open_screen, tmp_path
+) -> None:
     run = recorded_run(tmp_path / "run")
     screen = open_screen(run)
     page = screen.page
@@ -165,11 +167,15 @@ def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path) -> None
     screen.photograph("alert")
     screen.page.get_by_role("button", name="Whole run").click()
     screen.settle(700)
-    assert "from step 1 on" in screen.page.get_by_role("img", name="Loss").get_attribute("aria-label")
+    assert "from step 1 on" in screen.page.get_by_role("img", name="Loss").get_attribute(
+        "aria-label"
+    )
 
 
 def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
-    run = recorded_run(tmp_path / "run", steps=3000, planned=5000, ranks=16, pipeline=4, second_attempt_at=1800)
+    run = recorded_run(
+        tmp_path / "run", steps=3000, planned=5000, ranks=16, pipeline=4, second_attempt_at=1800
+    )
     other = recorded_run(tmp_path / "other", steps=2000)
     screen = open_screen(run, baselines={"published": 2.2, "last week": other})
     for step in range(3000, 3060):
@@ -177,31 +183,43 @@ def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
         screen.dashboard.ranks.look(2)
     screen.tick()
     screen.settle()
-    assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.page.locator(".kit-heat").get_attribute(
-        "aria-label"
-    )
+    assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.page.locator(
+        ".kit-heat"
+    ).get_attribute("aria-label")
     assert "stage 2: 1.10" in screen.text(".kit-stages") and "rank 11" in screen.text(".kit-alerts")
-    warm = screen.page.evaluate("""() => { const c = document.querySelector('.kit-heat');
-        const d = c.getContext('2d').getImageData(0, 11, c.width, 1).data; return d[0] > 150 && d[2] < 80; }""")
+    warm = screen.page.evaluate(
+        """() => { const c = document.querySelector('.kit-heat');
+        const d = c.getContext('2d').getImageData(0, 11, c.width, 1).data; return d[0] > 150 && d[2] < 80; }"""  # noqa: E501
+    )
     assert warm, "row 11 is warm"
-    assert [attempt["attempt"] for attempt in screen.dashboard.frame(screen.view)[0]["attempts"]] == [1, 2]
+    assert [
+        attempt["attempt"] for attempt in screen.dashboard.frame(screen.view)[0]["attempts"]
+    ] == [1, 2]
     rows = screen.page.locator(".kit-split tr")
-    assert rows.count() == 5 and rows.filter(has_text="rank 11").inner_text().endswith("waits 0.0936 s")
-    bars = screen.page.evaluate("""() => [...document.querySelectorAll('.kit-split .kit-goodput')].map(
-        (bar) => [bar.offsetWidth, [...bar.children].reduce((sum, piece) => sum + piece.offsetWidth, 0)])""")
+    assert rows.count() == 5 and rows.filter(has_text="rank 11").inner_text().endswith(
+        "waits 0.0936 s"
+    )
+    bars = screen.page.evaluate(
+        """() => [...document.querySelectorAll('.kit-split .kit-goodput')].map(
+        (bar) => [bar.offsetWidth, [...bar.children].reduce((sum, piece) => sum + piece.offsetWidth, 0)])"""  # noqa: E501
+    )
     assert all(abs(whole - filled) < 5 for whole, filled in bars), bars
     screen.photograph("ranks")
 
 
 @pytest.mark.parametrize("width", [1180, 480])
 def test_dark_and_narrow(open_screen, tmp_path, width: int) -> None:
-    screen = open_screen(recorded_run(tmp_path / "run", steps=900, spike_at=700), width=width, dark=True)
+    screen = open_screen(
+        recorded_run(tmp_path / "run", steps=900, spike_at=700), width=width, dark=True
+    )
     screen.settle(400)
     assert "kit-dark" in screen.page.locator(".kit-monitor").get_attribute("class")
     assert screen.coloured(0, LIGHT_BLUE) > 200
     assert screen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    small = screen.page.evaluate("""() => [...document.querySelectorAll('.kit-button,.kit-monitor select')]
-        .filter(e => e.offsetParent && e.getBoundingClientRect().height < 26).length""")
+    small = screen.page.evaluate(
+        """() => [...document.querySelectorAll('.kit-button,.kit-monitor select')]
+        .filter(e => e.offsetParent && e.getBoundingClientRect().height < 26).length"""
+    )
     assert small == 0, "targets are at least 26 px high"
     screen.photograph(f"dark-{width}")
 
@@ -209,7 +227,9 @@ def test_dark_and_narrow(open_screen, tmp_path, width: int) -> None:
 def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_path) -> None:
     run = recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING)
     screen = open_screen(run)
-    assert screen.text(".kit-badge") == "… starting" and "peak unknown" not in screen.text(".kit-tiles")
+    assert screen.text(".kit-badge") == "… starting" and "peak unknown" not in screen.text(
+        ".kit-tiles"
+    )
     say(run, JobState.RUNNING, step=20)
     add_rows(run, 1, 20)
     screen.tick()
@@ -217,7 +237,10 @@ def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_pa
     button = screen.page.get_by_role("button", name="Checkpoint now")
     place = button.bounding_box()
     with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 21, "attempt": 1, "step_time_s": 1.0, "tokens": 4096, "loss": NaN}\nnot ours\n')
+        stream.write(
+            '{"step": 21, "attempt": 1, "step_time_s": 1.0, "tokens": 4096, "loss": NaN}\nnot'
+            " ours\n"
+        )
     screen.tick()
     screen.settle()
     assert "step 21: loss is not finite" in screen.text(".kit-alerts")
@@ -226,8 +249,12 @@ def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_pa
     shutil.rmtree(run.directory)
     screen.tick()
     screen.settle()
-    assert screen.text(".kit-badge") == "✖ lost" and "state.json is missing" in screen.text(".kit-reason")
-    assert screen.page.locator(".kit-monitor").get_attribute("data-step") == "21", "what was read stays"
+    assert screen.text(".kit-badge") == "✖ lost" and "state.json is missing" in screen.text(
+        ".kit-reason"
+    )
+    assert screen.page.locator(".kit-monitor").get_attribute("data-step") == "21", (
+        "what was read stays"
+    )
 
 
 def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
@@ -242,7 +269,9 @@ def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
 def test_what_a_run_is_called_and_says_is_text_and_never_code(open_screen, tmp_path) -> None:
     attack = "<img src=x onerror=document.title='owned'>"
     run = recorded_run(tmp_path / attack, steps=40)
-    log_path(run.directory, 1, 0).write_text(f"{attack}\n<script>document.title = 'owned'</script>\n")
+    log_path(run.directory, 1, 0).write_text(
+        f"{attack}\n<script>document.title = 'owned'</script>\n"
+    )
     alert = Alert(kind="nan", level="error", message=attack, attempt=1, step=5, time=1.0)
     (run.directory / "alerts.jsonl").write_text(json.dumps(alert.to_dict()) + "\n")
     state = read_state(run.directory)
@@ -266,12 +295,17 @@ def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path) -> None:
     assert screen.text(".kit-table caption") == "Charts in numbers, step 1 to step 300"
     loss = table.get_by_role("row").filter(has_text="Loss").inner_text().split("\t")
     metrics = run.metrics()
-    assert [float(text) for text in loss[2:]] == pytest.approx([metrics["loss"].min(), metrics["loss"].max()], abs=1e-3)
+    assert [float(text) for text in loss[2:]] == pytest.approx(
+        [metrics["loss"].min(), metrics["loss"].max()], abs=1e-3
+    )
     add_rows(run, 301, 310)
     screen.tick()
     screen.settle()
     assert "to step 310" in screen.text(".kit-table caption")
-    assert table.get_by_role("row").count() == 7 and table.get_by_role("rowheader", name="MFU").count() == 1
+    assert (
+        table.get_by_role("row").count() == 7
+        and table.get_by_role("rowheader", name="MFU").count() == 1
+    )
     screen.photograph("table")
 
 
@@ -281,7 +315,7 @@ def test_a_screen_reader_hears_only_what_is_new(open_screen, tmp_path) -> None:
     screen.page.evaluate("""() => { window.spoken = [];
         const listen = new MutationObserver((all) => all.forEach(({target}) => window.spoken.push(target.textContent)));
         for (const region of document.querySelectorAll('[role=status],[role=log]'))
-          listen.observe(region, {childList: true, characterData: true, subtree: true}); }""")
+          listen.observe(region, {childList: true, characterData: true, subtree: true}); }""")  # noqa: E501
     for _ in range(3):
         screen.tick()
         screen.settle()

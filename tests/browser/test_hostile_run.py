@@ -1,4 +1,6 @@
-"""A run directory from a stranger, in real Chromium: in the dashboard and in every table that a notebook shows."""
+"""A run directory from a stranger, in real Chromium: in the dashboard and in every table that a
+notebook shows.
+"""
 
 from tests.monitor.recorded import beat
 from tests.untrusted.hostile import SCRIPT
@@ -28,7 +30,9 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
     for step in range(300, 360):
         beat(run, step, slow_rank=2)
         for heartbeat in read_rank_heartbeats(run.directory, 1):
-            heartbeat.replace(host=SCRIPT).write(run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json")
+            heartbeat.replace(host=SCRIPT).write(
+                run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
+            )
         screen.dashboard.ranks.look(1)
     screen.tick()
     screen.settle()

@@ -1,4 +1,5 @@
-"""Journeys through a real JupyterLab, watching a real job: the viewer may come and go, the job goes on.
+"""Journeys through a real JupyterLab, watching a real job: the viewer may come and go, the job goes
+on.
 
 JupyterLab and its kernels run where a reader has installed the wheel: outside the checkout.
 """
@@ -26,14 +27,25 @@ OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains a small model for as long as it is watched, ten steps a second, asleep for most of each."""
+    """A job that trains a small model for as long as it is watched, ten steps a second, asleep
+    for most of each.
+    """
     spec = ModelSpec.gpt(
-        name="small-gpt", num_layers=2, hidden_size=64, num_heads=4, vocab_size=300, sequence_length=64
+        name="small-gpt",
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        vocab_size=300,
+        sequence_length=64,
     )
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
     hook.write_text("import time\n\n\ndef on_step(state):\n    time.sleep(0.09)\n    return {}\n")
     recipe = Recipe(
-        data=str(tiny_dataset.directory), num_steps=1_000_000, learning_rate=1e-3, warmup_steps=20, hook=str(hook)
+        data=str(tiny_dataset.directory),
+        num_steps=1_000_000,
+        learning_rate=1e-3,
+        warmup_steps=20,
+        hook=str(hook),
     )
     plan = Plan(micro_batch_size=4, global_batch_size=4)
     run = kit.launch(tmp_path_factory.mktemp("lab") / "small", spec=spec, plan=plan, recipe=recipe)
@@ -53,11 +65,17 @@ def lab(run, reader_python, tmp_path_factory) -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def opened(browser, lab, run) -> Iterator[Notebook]:
     """A notebook with three cells; every request of its pages is kept."""
-    cells = ["import pathlib, time\nimport kit, kit.monitor\n"
-             f"run = kit.Run.open({str(run.directory)!r})\nprint(kit.__file__)",
-             "kit.monitor.Monitor(run, baselines={'published': 4.5})",
-             "pathlib.Path('begun').touch()\nwhile pathlib.Path('busy').exists():\n    time.sleep(0.05)\n"
-             "pathlib.Path('ended').touch()"]  # fmt: skip
+    cells = [
+        (
+            "import pathlib, time\nimport kit, kit.monitor\n"
+            f"run = kit.Run.open({str(run.directory)!r})\nprint(kit.__file__)"
+        ),
+        "kit.monitor.Monitor(run, baselines={'published': 4.5})",
+        (
+            "pathlib.Path('begun').touch()\nwhile pathlib.Path('busy').exists():\n   "
+            " time.sleep(0.05)\npathlib.Path('ended').touch()"
+        ),
+    ]
     notebook = Notebook(browser, lab, cells)
     yield notebook
     notebook.context and notebook.context.close()
@@ -65,10 +83,14 @@ def opened(browser, lab, run) -> Iterator[Notebook]:
 
 @pytest.fixture
 def notebook(opened, run) -> Notebook:
-    """The notebook with a live dashboard of a running job, as the last journey left it or made anew."""
+    """The notebook with a live dashboard of a running job, as the last journey left it or made
+    anew.
+    """
     if read_status(run.directory).state.is_final:
         kit.resume(run.directory)
-    wait_until(lambda: run.metrics().summary()["step"] > 5, lambda: f"{run.job.status()}\n{run.job.logs()}")
+    wait_until(
+        lambda: run.metrics().summary()["step"] > 5, lambda: f"{run.job.status()}\n{run.job.logs()}"
+    )
     if opened.context is None:
         opened.open()
         opened.attach()
@@ -97,7 +119,9 @@ def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) 
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
     busy.touch()
     notebook.run_cell(2, wait=False)
-    notebook.until(begun.exists)  # the kernel's own word: its status changes with each message beside the cell
+    notebook.until(
+        begun.exists
+    )  # the kernel's own word: its status changes with each message beside the cell
     before = notebook.step
     notebook.click("Checkpoint now")
     notebook.until(lambda: notebook.step > before + 10)
@@ -116,7 +140,9 @@ def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook) -> None:
     before = notebook.step
     notebook.page.reload()
     notebook.ready()
-    notebook.until(lambda: notebook.page.locator(".kit-monitor[data-draws]").count() and notebook.step > before)
+    notebook.until(
+        lambda: notebook.page.locator(".kit-monitor[data-draws]").count() and notebook.step > before
+    )
     assert notebook.seen("state") == "running"
 
 
@@ -126,7 +152,9 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
     notebook.until(lambda: "not live" in notebook.text(".kit-notice"))
     notebook.ready()
     notebook.attach()
-    notebook.until(lambda: notebook.seen("state") == "running" and notebook.text(".kit-notice") == "")
+    notebook.until(
+        lambda: notebook.seen("state") == "running" and notebook.text(".kit-notice") == ""
+    )
     assert process(run) == job and job.is_alive
     newest = run.metrics().summary()["step"]
     notebook.until(lambda: notebook.step >= newest)
@@ -137,7 +165,8 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
 def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run) -> None:
     job = process(run)
     saved = notebook.save()
-    # Two drawings and a picture of 300 columns at most, however long the run: 290 kB for one of the noisiest.
+    # Two drawings and a picture of 300 columns at most, however long the run: 290 kB for one of the
+    # noisiest.
     assert len(notebook.file.read_bytes()) < 400_000 and "widgets" not in saved.metadata
     notebook.lab.stop()
     assert job.is_alive and read_status(run.directory).state is JobState.RUNNING
@@ -150,7 +179,9 @@ def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebo
     assert process(run) == job
 
 
-def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(notebook, run) -> None:
+def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(
+    notebook, run
+) -> None:
     notebook.click("Checkpoint now")
     notebook.until(lambda: "saved at step" in notebook.text(".kit-history"))
     saved = run.checkpoints.steps()[-1]
@@ -164,13 +195,17 @@ def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attemp
 
     notebook.click("Resume")
     notebook.until(lambda: f"attempt {attempt + 1} started" in notebook.text(".kit-history"))
-    notebook.until(lambda: notebook.seen("attempt") == str(attempt + 1) and notebook.seen("state") == "running")
+    notebook.until(
+        lambda: notebook.seen("attempt") == str(attempt + 1) and notebook.seen("state") == "running"
+    )
     notebook.until(lambda: notebook.step > lost_at)
     label = notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
     assert f"attempt {attempt + 1} from step {saved + 1:,}" in label
     metrics = run.metrics()
     assert np.all(np.diff(metrics["step"]) == 1), "each step once"
-    assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], "of the newer attempt"
+    assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], (
+        "of the newer attempt"
+    )
 
 
 def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run) -> None:
@@ -181,7 +216,10 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     notebook.until(lambda: "done" in notebook.text(".kit-history"))
     assert "Stop after step: asked " in notebook.text(".kit-history")
     assert "stopped on request" in notebook.text(".kit-reason")
-    assert run.checkpoints.steps()[-1] == run.metrics().summary()["step"] and run.checkpoints.steps() != before
+    assert (
+        run.checkpoints.steps()[-1] == run.metrics().summary()["step"]
+        and run.checkpoints.steps() != before
+    )
     picture = notebook.page.locator(".jp-OutputArea-output img").last
     notebook.until(lambda: "done" in (picture.get_attribute("alt") or ""))
     outputs = notebook.save().cells[1].outputs

@@ -13,7 +13,9 @@ from tests.monitor.recorded import recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:
-    """Returns a run of two attempts that takes so many times what is expected, with a history that ends now."""
+    """Returns a run of two attempts that takes so many times what is expected, with a history
+    that ends now.
+    """
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     outlook = Outlook(run)
     outlook.refresh(wait=True)
@@ -29,27 +31,44 @@ def _at_pace(folder: Path, times: float) -> Run:
         row["time"] = now - 1.1 * wanted * (400 - row["step"]) - 30 * (row["attempt"] == 1)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     start = rows[0]["time"] - 2 * wanted
-    events = [(1, JobState.QUEUED, start - 20), (1, JobState.STARTING, start - 15), (1, JobState.RUNNING, start),
-              (1, JobState.FAILED, rows[198]["time"] + 5), (2, JobState.STARTING, rows[198]["time"] + 10)]  # fmt: skip
-    lines = [Event(attempt=a, state=state, reason="", time=when).to_dict() for a, state, when in events]
+    events = [
+        (1, JobState.QUEUED, start - 20),
+        (1, JobState.STARTING, start - 15),
+        (1, JobState.RUNNING, start),
+        (1, JobState.FAILED, rows[198]["time"] + 5),
+        (2, JobState.STARTING, rows[198]["time"] + 10),
+    ]
+    lines = [
+        Event(attempt=a, state=state, reason="", time=when).to_dict() for a, state, when in events
+    ]
     (run.directory / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Run.open(run.directory)
 
 
 @pytest.mark.parametrize(("times", "dark"), [(1.0, False), (6.0, True)])
-def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times: float, dark: bool) -> None:
+def test_the_band_the_sentence_and_the_goodput(
+    open_screen, tmp_path, times: float, dark: bool
+) -> None:
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
-    assert screen.page.locator(".kit-verdict").is_hidden(), "the first view does not wait for the estimate"
+    assert screen.page.locator(".kit-verdict").is_hidden(), (
+        "the first view does not wait for the estimate"
+    )
     screen.dashboard.outlook.refresh(wait=True)
     screen.tick()
     screen.settle()
-    assert screen.text(".kit-verdict").startswith("as expected" if times == 1 else "slower than expected by")
+    assert screen.text(".kit-verdict").startswith(
+        "as expected" if times == 1 else "slower than expected by"
+    )
     mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.band
-    assert band and (band.mfu[0] < mfu < band.mfu[1]) == (times == 1), "the chart says the same as the sentence"
+    assert band and (band.mfu[0] < mfu < band.mfu[1]) == (times == 1), (
+        "the chart says the same as the sentence"
+    )
     assert BAND in screen.page.get_by_role("img", name="MFU").get_attribute("aria-label")
     assert "waiting for data: " in screen.page.locator(".kit-tile").nth(2).get_attribute("title")
     bar = screen.page.locator(".kit-goodput")
-    assert "Goodput" in bar.get_attribute("aria-label") and "productive" in screen.text(".kit-shares")
+    assert "Goodput" in bar.get_attribute("aria-label") and "productive" in screen.text(
+        ".kit-shares"
+    )
     widths = bar.evaluate("e => [...e.children].map(c => c.getBoundingClientRect().width)")
     shares = [part["share"] for part in screen.dashboard.outlook.facts()["goodput"]["parts"]]
     total = bar.evaluate("e => e.getBoundingClientRect().width")

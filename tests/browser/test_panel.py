@@ -1,4 +1,6 @@
-"""The panel of notebook 02 in a real JupyterLab: played with, on light and dark pages, narrow, and without a kernel."""
+"""The panel of notebook 02 in a real JupyterLab: played with, on light and dark pages, narrow,
+and without a kernel.
+"""
 
 import sys
 from pathlib import Path
@@ -10,11 +12,15 @@ from tests.environments import ROOT
 
 pytestmark = pytest.mark.slow
 CELL = (
-    f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport kit\nfrom kit.estimate import Panel\n"
-    "Panel('gpt-175b', 'frontier', kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,\n"
-    "    global_batch_size=640, recompute='full', precision='bf16'))"
+    f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport kit\nfrom kit.estimate import"
+    " Panel\nPanel('gpt-175b', 'frontier', kit.Plan(tensor_parallel=4, pipeline_parallel=16,"
+    " data_parallel=2, zero_stage=1,\n    global_batch_size=640, recompute='full',"
+    " precision='bf16'))"
 )
-DARK = "async () => await window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
+DARK = (
+    "async () => await window.jupyterapp.commands.execute('apputils:change-theme', {theme:"
+    " 'JupyterLab Dark'})"
+)
 
 
 def test_panel_follows_refuses_writes_and_leaves_a_still(browser, tmp_path: Path) -> None:
@@ -35,11 +41,18 @@ def test_panel_follows_refuses_writes_and_leaves_a_still(browser, tmp_path: Path
         tensor.press("Enter")
         notebook.until(lambda: picture.get_attribute("alt") != before)
         notebook.click("Plan(...)")
-        notebook.until(lambda: "kit.Plan(tensor_parallel=8, pipeline_parallel=16" in notebook.text(".jp-OutputArea"))
+        notebook.until(
+            lambda: (
+                "kit.Plan(tensor_parallel=8, pipeline_parallel=16"
+                in notebook.text(".jp-OutputArea")
+            )
+        )
         notebook.photograph("panel-light")
         tensor.fill("7")
         tensor.press("Enter")
-        notebook.until(lambda: "Impossible: devices: 128 is no multiple" in notebook.text("[role=alert]"))
+        notebook.until(
+            lambda: "Impossible: devices: 128 is no multiple" in notebook.text("[role=alert]")
+        )
         tensor.fill("4")
         tensor.press("Enter")
         notebook.until(lambda: picture.count() == 1 and picture.get_attribute("alt") == before)
@@ -48,9 +61,13 @@ def test_panel_follows_refuses_writes_and_leaves_a_still(browser, tmp_path: Path
         notebook.page.set_viewport_size({"width": 700, "height": 1250})
         notebook.page.wait_for_timeout(300)
         notebook.photograph("panel-dark-narrow")
-        assert "invert" in picture.evaluate("image => getComputedStyle(image).filter"), "dark as its page"
+        assert "invert" in picture.evaluate("image => getComputedStyle(image).filter"), (
+            "dark as its page"
+        )
 
         live, left = notebook.save().cells[0].outputs
-        assert "widget-view" in str(live.data) and {"image/png", "text/html"} <= set(left.data), "a still is saved"
+        assert "widget-view" in str(live.data) and {"image/png", "text/html"} <= set(left.data), (
+            "a still is saved"
+        )
     finally:
         lab.stop()

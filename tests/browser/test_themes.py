@@ -1,4 +1,6 @@
-"""Figures in a real JupyterLab of 1,000 pixels: of its theme, and with text no smaller than the page's."""
+"""Figures in a real JupyterLab of 1,000 pixels: of its theme, and with text no smaller than the
+page's.
+"""
 
 from collections.abc import Iterator
 
@@ -19,18 +21,20 @@ SHOWN = """() => [...document.querySelectorAll('.kit-figure img')].filter(i => i
     document.body.appendChild(svg);
     const heights = [...svg.querySelectorAll('g[id^=text_]')].map(text => text.getBoundingClientRect().height);
     svg.remove();
-    return [i.className, heights, drawing]; })"""
+    return [i.className, heights, drawing]; })"""  # noqa: E501
 DIGIT = 0.72
 """Height of a digit, and of a capital, as a share of the font's size."""
 PAGE = """() => [document.querySelector('.jp-RenderedHTMLCommon'), document.querySelector('.jp-Notebook')].map(e =>
-    [getComputedStyle(e).fontSize, getComputedStyle(e).backgroundColor])"""
-THEME = """async (name) => { await window.jupyterapp.commands.execute('apputils:change-theme', {theme: name}); }"""
+    [getComputedStyle(e).fontSize, getComputedStyle(e).backgroundColor])"""  # noqa: E501
+THEME = """async (name) => { await window.jupyterapp.commands.execute('apputils:change-theme', {theme: name}); }"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def page(browser, reader_python, tmp_path_factory) -> Iterator[Notebook]:
     """A notebook that shows a figure and a table of a paper, in a window of 1,000 pixels."""
-    server = Lab(reader_python(), tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("figures"))
+    server = Lab(
+        reader_python(), tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("figures")
+    )
     notebook = Notebook(browser, server, [CELL, TABLE])
     notebook.open(width=1000)
     notebook.run_cell(0)
@@ -41,15 +45,21 @@ def page(browser, reader_python, tmp_path_factory) -> Iterator[Notebook]:
 
 
 @pytest.mark.parametrize("theme, shown", [("Light", "kit-light"), ("Dark", "kit-dark")])
-def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(page, theme: str, shown: str) -> None:
+def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(
+    page, theme: str, shown: str
+) -> None:
     page.evaluate(THEME, f"JupyterLab {theme}")
     page.until(lambda: [found[0] for found in page.evaluate(SHOWN)] == [shown])
     [[_, heights, drawing]] = page.evaluate(SHOWN)
     [[text, _], [_, ground]] = page.evaluate(PAGE)
-    assert len(heights) > 8 and min(heights) >= DIGIT * float(text.removesuffix("px")), "as it is drawn"
+    assert len(heights) > 8 and min(heights) >= DIGIT * float(text.removesuffix("px")), (
+        "as it is drawn"
+    )
     colour = GROUND if shown == "kit-light" else DARK[GROUND.lower()]
     parts = ", ".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
-    assert colour.lower() in drawing and ground == f"rgb({parts})", "the figure's ground is the page's"
+    assert colour.lower() in drawing and ground == f"rgb({parts})", (
+        "the figure's ground is the page's"
+    )
     page.photograph(f"figure-{theme.lower()}")
 
 
@@ -58,4 +68,6 @@ def test_what_is_not_drawn_is_seen_and_sources_open_below(page) -> None:
     assert "Published (billion tokens)" not in page.text(".kit-figure")
     page.page.locator(".kit-figure summary").click()
     assert "Published (billion tokens)" in page.text(".kit-figure")
-    assert page.page.locator("table td", has_text="HLAT, 1740B tokens").count() == 1, "a table is a table"
+    assert page.page.locator("table td", has_text="HLAT, 1740B tokens").count() == 1, (
+        "a table is a table"
+    )

@@ -72,7 +72,9 @@ def reset(cluster: Sandbox) -> None:
     """Cancels all jobs and waits until all nodes are idle again."""
     deadline = time.monotonic() + START_WAIT_S
     while True:
-        with contextlib.suppress(JobError, subprocess.TimeoutExpired):  # the controller may be restarting
+        with contextlib.suppress(
+            JobError, subprocess.TimeoutExpired
+        ):  # the controller may be restarting
             if jobs := cluster.run("squeue", "--noheader", "--format=%i").split():
                 cluster.run("scancel", *jobs)
             not_idle = [node for node, state in cluster.node_states().items() if state != "idle"]
@@ -81,7 +83,9 @@ def reset(cluster: Sandbox) -> None:
             for node in not_idle:
                 recover(cluster, node)
         if time.monotonic() > deadline:
-            raise JobError(f"the nodes of {cluster.layout.root} do not become idle: {cluster.node_states()}")
+            raise JobError(
+                f"the nodes of {cluster.layout.root} do not become idle: {cluster.node_states()}"
+            )
         time.sleep(0.5)
 
 
@@ -95,7 +99,9 @@ class LoginNode:
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         for name in ("host", "client"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+            )
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         if os.geteuid() == 0:
@@ -103,27 +109,33 @@ class LoginNode:
         variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
         self.config, self.folder, self.control = folder / "sshd_config", folder, folder / "master"
         self.config.write_text(
-            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/client.pub\n"
-            f"UsePAM no\nStrictModes no\nPidFile none\nPasswordAuthentication no\nSetEnv {variables}\n"
+            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile"
+            f" {folder}/client.pub\nUsePAM no\nStrictModes no\nPidFile none\nPasswordAuthentication"
+            f" no\nSetEnv {variables}\n"
         )
         (folder / "ssh_config").write_text(
-            f"Host frontier\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/client\n IdentitiesOnly yes\n"
-            f" UserKnownHostsFile {folder}/known\n StrictHostKeyChecking accept-new\n"
-            f" ControlMaster auto\n ControlPath {self.control}\n ControlPersist yes\n"
+            f"Host frontier\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/client\n"
+            f" IdentitiesOnly yes\n UserKnownHostsFile {folder}/known\n StrictHostKeyChecking"
+            f" accept-new\n ControlMaster auto\n ControlPath {self.control}\n ControlPersist yes\n"
         )
         self.process: subprocess.Popen | None = None
 
     def on(self) -> None:
         assert SSHD
         log = self.folder / "sshd.log"
-        self.process = subprocess.Popen([SSHD, "-D", "-f", self.config, "-E", log], start_new_session=True)
+        self.process = subprocess.Popen(
+            [SSHD, "-D", "-f", self.config, "-E", log], start_new_session=True
+        )
         assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 10)
         (self.folder / "sshd.log").write_text("")
 
     def off(self) -> None:
         """Ends sshd and the connection that is open."""
-        found = subprocess.run(["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"],
-                               capture_output=True, text=True)  # fmt: skip
+        found = subprocess.run(
+            ["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"],
+            capture_output=True,
+            text=True,
+        )
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -137,8 +149,8 @@ def login_node(sandbox, tmp_path, monkeypatch):
     """A login node in front of the sandbox; this process has ssh on its PATH and no Slurm."""
     if SSHD is None:
         pytest.skip("no sshd here: apt-get install openssh-server")
-    # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a minute for a lock that a
-    # killed command has left.
+    # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a
+    # minute for a lock that a killed command has left.
     variables = {
         "SLURM_CONF": sandbox.environment["SLURM_CONF"],
         "OMP_NUM_THREADS": "1",

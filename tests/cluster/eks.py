@@ -1,4 +1,6 @@
-"""A filled-in EKS site and a job for it, for the tests of manifests and of the Kubernetes client."""
+"""A filled-in EKS site and a job for it, for the tests of manifests and of the Kubernetes
+client.
+"""
 
 from cluster.job import JobSpec
 from cluster.site import Site
@@ -14,7 +16,11 @@ def eks(shared="/fsx", **changes):
 
 def training_job(shared="/fsx", **changes):
     given = dict(
-        name="hlat 7B", run_dir=f"{shared}/runs/7b", working_directory=str(shared), num_processes=2048, num_nodes=64,
+        name="hlat 7B",
+        run_dir=f"{shared}/runs/7b",
+        working_directory=str(shared),
+        num_processes=2048,
+        num_nodes=64,
         argv=("/home/me/venv/bin/python", "-m", "kit.train", "--run", f"{shared}/runs/7b"),
-    )  # fmt: skip
+    )
     return JobSpec(**(given | changes))

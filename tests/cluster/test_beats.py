@@ -1,4 +1,6 @@
-"""Signs of life: who is heard, who is blamed, and what a stall of the supervisor or of a file system may not do."""
+"""Signs of life: who is heard, who is blamed, and what a stall of the supervisor or of a file
+system may not do.
+"""
 
 import json
 import os
@@ -11,7 +13,14 @@ import time
 
 import pytest
 
-from cluster.heartbeats import PLACE, RankHeartbeat, keeper_of, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.heartbeats import (
+    PLACE,
+    RankHeartbeat,
+    keeper_of,
+    read_rank_heartbeats,
+    tell,
+    write_all_heartbeats,
+)
 from cluster.outcome import keep_words
 from cluster.slurm import silence
 from cluster.slurm.beat import BEAT_EVERY_S, SILENT_AFTER_S, Line, Switchboard
@@ -71,7 +80,12 @@ def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
     assert keeper_of(tmp_path) is None, "that of another run"
     monkeypatch.setenv("KIT_RUN_DIR", str(tmp_path))
     for rank in (8, 9):
-        tell(tmp_path, RankHeartbeat(rank=rank, attempt=2, step=7, time=time.time(), step_time_s=1.5, host="node2"))
+        tell(
+            tmp_path,
+            RankHeartbeat(
+                rank=rank, attempt=2, step=7, time=time.time(), step_time_s=1.5, host="node2"
+            ),
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as neighbour:
         for text in (
             b"[[" * 900,
@@ -87,7 +101,10 @@ def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
     assert eventually(lambda: board.ranks, 5)
     assert set(board.heard) == {"node2"} and len(board.senders) == 1
     write_all_heartbeats(tmp_path, board.ranks.values())
-    assert [(beat.rank, beat.step) for beat in read_rank_heartbeats(tmp_path, 2)] == [(8, 7), (9, 7)]
+    assert [(beat.rank, beat.step) for beat in read_rank_heartbeats(tmp_path, 2)] == [
+        (8, 7),
+        (9, 7),
+    ]
 
 
 def test_the_place_of_heartbeats_gives_no_token_away(board, keeper):
@@ -118,7 +135,9 @@ def test_first_node_is_reached_while_its_supervisor_is_silent(keeper, monkeypatc
         monkeypatch.setenv("MASTER_PORT", str(meeting_point.getsockname()[1]))
         assert line.reaches_first_node()
     assert line.reaches_first_node(), "a refusal is an answer too"
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(TimeoutError))
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(TimeoutError)
+    )
     assert not line.reaches_first_node()
 
 
@@ -165,17 +184,29 @@ while True:
 
 
 def test_frozen_supervisor_blames_no_node(request):
-    """384 nodes of 8 ranks go on while it stands still for two limits; one that really falls silent is noticed."""
+    """384 nodes of 8 ranks go on while it stands still for two limits; one that really falls
+    silent is noticed.
+    """
     every_s = 5.0 if request.config.getoption("--real-limits") else 0.5
     environment = {**os.environ, "KIT_BEAT_EVERY_S": str(every_s)}
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR], env=environment, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", SUPERVISOR],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     assert process.stdout
     words = process.stdout
     host, port, token = words.readline().strip().rsplit(":", 2)
     beat = RankHeartbeat(
-        rank=1000, attempt=1, step=1, time=time.time(), step_time_s=1.5, work_s=1.5, host="frontier01234"
+        rank=1000,
+        attempt=1,
+        step=1,
+        time=time.time(),
+        step_time_s=1.5,
+        work_s=1.5,
+        host="frontier01234",
     )
     sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(384)]
     for end in sockets:
@@ -183,7 +214,9 @@ def test_frozen_supervisor_blames_no_node(request):
         end.connect((host, int(port)))
 
     def beats(seconds, without=None):
-        """All nodes beat, one after the other; returns the nodes that were called silent, and when."""
+        """All nodes beat, one after the other; returns the nodes that were called silent, and
+        when.
+        """
         until, found = time.monotonic() + seconds, {}
         while (begun := time.monotonic()) < until:
             for number, end in enumerate(sockets):
@@ -219,28 +252,40 @@ def test_logs_of_every_layout_are_found(tmp_path):
     (logs / "attempt_01_rank_00009.log").touch()
     for name in ("node_1.log", "rank_00000.log", "rank_00010.log"):
         (logs / "attempt_02" / name).touch()
-    found = [find_log(tmp_path, attempt, rank, 8).relative_to(logs) for attempt, rank in ((1, 9), (2, 9), (2, 10))]
+    found = [
+        find_log(tmp_path, attempt, rank, 8).relative_to(logs)
+        for attempt, rank in ((1, 9), (2, 9), (2, 10))
+    ]
     assert list(map(str, found)) == [
-        "attempt_01_rank_00009.log", "attempt_02/node_1.log", "attempt_02/rank_00010.log",
-    ]  # fmt: skip
+        "attempt_01_rank_00009.log",
+        "attempt_02/node_1.log",
+        "attempt_02/rank_00010.log",
+    ]
     assert find_log(tmp_path, 3, 0, 8) == logs / "attempt_03" / "rank_00000.log"
 
 
 def test_words_of_a_rank_are_taken_out_of_the_log_of_its_node_alone(tmp_path):
     folder = tmp_path / "logs" / "attempt_01"
     folder.mkdir(parents=True)
-    (folder / "node_1.log").write_bytes(b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n")
+    (folder / "node_1.log").write_bytes(
+        b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n"
+    )
     keep_words(tmp_path, 1, 9, 9, 8)
     assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n"
     old = tmp_path / "logs" / "attempt_02_rank_00009.log"
     old.write_text("09: written by the script of an older version\n")
     keep_words(tmp_path, 2, 9, 9, 8)
     keep_words(tmp_path, 3, 9, 9, 8)
-    assert sorted(file.name for file in (tmp_path / "logs").rglob("*rank*")) == [old.name, "rank_00009.log"]
+    assert sorted(file.name for file in (tmp_path / "logs").rglob("*rank*")) == [
+        old.name,
+        "rank_00009.log",
+    ]
 
 
 def test_a_node_whose_ranks_have_failed_is_not_missed(board, tmp_path):
-    """Else it falls silent while srun waits for another node that does not end, and takes the blame."""
+    """Else it falls silent while srun waits for another node that does not end, and takes the
+    blame.
+    """
     environment = {**os.environ, "KIT_RUN_DIR": str(tmp_path), "SLURM_LOCALID": "0"}
     words = [sys.executable, "-m", "cluster.slurm.rank", "sh", "-c", "exit 3"]
     assert subprocess.run(words, env=environment, timeout=30).returncode == 3
@@ -251,5 +296,7 @@ def test_a_node_whose_ranks_have_failed_is_not_missed(board, tmp_path):
 def test_a_slower_rhythm_of_beats_makes_no_rank_silent():
     words = "from kit.trainer.signs import RELAYED_S; print(RELAYED_S)"
     environment = {**os.environ, "KIT_BEAT_EVERY_S": "30"}
-    done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", words], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert float(done.stdout) >= 60, "a word is a beat old when it is sent, and a beat may be lost"

@@ -17,14 +17,19 @@ def text(tmp_path) -> Path:
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(8):
-        rows = [json.dumps({"text": f"document {number} {i} " + "word " * (i % 50)}) for i in range(50)]
+        rows = [
+            json.dumps({"text": f"document {number} {i} " + "word " * (i % 50)}) for i in range(50)
+        ]
         (folder / f"{number}.jsonl").write_text("\n".join(rows))
     return folder
 
 
 @pytest.fixture
 def tokenizer(text, tmp_path) -> Path:
-    return build_dataset(tmp_path / "sample", text, vocab_size=260, progress=False).directory / "tokenizer.json"
+    return (
+        build_dataset(tmp_path / "sample", text, vocab_size=260, progress=False).directory
+        / "tokenizer.json"
+    )
 
 
 def build(out: Path, text: Path, tokenizer: Path, *words: str) -> None:
@@ -41,8 +46,13 @@ def build(out: Path, text: Path, tokenizer: Path, *words: str) -> None:
     app([*asked, *words], standalone_mode=False)
 
 
-def test_a_site_builds_the_parts_and_what_was_lost_again(sandbox, site, text, tokenizer, tmp_path, capsys):
-    """As one by one here. A task that is cancelled and one that cannot read its files are sent again, no others."""
+def test_a_site_builds_the_parts_and_what_was_lost_again(
+    sandbox, site, text, tokenizer, tmp_path, capsys
+):
+    """As one by one here.
+
+    A task that is cancelled and one that cannot read its files are sent again, no others.
+    """
     data, told = tmp_path / "data", f"--site={sandbox.site_file}"
     whole = (text / "5.jsonl").read_text()
     (text / "5.jsonl").write_text(whole + '\n{"text"')
@@ -84,7 +94,9 @@ def test_what_no_site_can_build_is_refused(text, tokenizer, tmp_path):
             match="--part: .* is not allowed. Give I/N, such as 3/12, or all/N with --site",
         ):
             build(data, text, tokenizer, *words.split())
-    with pytest.raises(ConfigError, match="--site laptop: parts are built on Slurm, by this command"):
+    with pytest.raises(
+        ConfigError, match="--site laptop: parts are built on Slurm, by this command"
+    ):
         build(data, text, tokenizer, "--part=all/3", "--site=laptop")
     with pytest.raises(DataError, match="part: give one --tokenizer to all"):
         app(["data", "build", str(data), "--part=all/3", "--site=frontier"], standalone_mode=False)

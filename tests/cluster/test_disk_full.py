@@ -1,4 +1,6 @@
-"""A disk that is full under a run directory: what is recorded, begun, asked and said there all the same, or not."""
+"""A disk that is full under a run directory: what is recorded, begun, asked and said there all
+the same, or not.
+"""
 
 import errno
 import os
@@ -52,7 +54,9 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("word", [b"word ", b"\xff"], ids=["text", "what JSON makes six times as long"])
+@pytest.mark.parametrize(
+    "word", [b"word ", b"\xff"], ids=["text", "what JSON makes six times as long"]
+)
 def test_end_of_an_attempt_is_recorded(run_dir, word):
     log_path(run_dir, 1, 0).write_bytes(20_000 * word)
     fill(filler(run_dir))
@@ -63,7 +67,9 @@ def test_end_of_an_attempt_is_recorded(run_dir, word):
     assert state is not None and (state.state, state.reason) == (JobState.FAILED, report.reason)
     assert read_history(run_dir)[-1].state is JobState.FAILED
     filler(run_dir).unlink()
-    assert claim_attempt(run_dir) == 2 and (run_dir / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
+    assert (
+        claim_attempt(run_dir) == 2 and (run_dir / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
+    )
 
 
 def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkeypatch):
@@ -101,7 +107,9 @@ def test_attempt_begins_as_a_whole_or_not_at_all(run_dir):
             begun.add(leave)
             state = read_state(run_dir)
             assert (
-                state is not None and state.attempt == attempt + 1 and log_path(run_dir, attempt + 1, 0).parent.is_dir()
+                state is not None
+                and state.attempt == attempt + 1
+                and log_path(run_dir, attempt + 1, 0).parent.is_dir()
             )
             assert len((run_dir / RESERVE).read_bytes()) == RESERVE_BYTES
         filler(run_dir).unlink()
@@ -119,14 +127,22 @@ def test_launch_into_a_full_disk_leaves_nothing(mount_memory):
 def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
     run_dir = mount_memory("size=2m") / "run"
     code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from tests.disks import fill; from pathlib import Path\n"
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from tests.disks import fill; from"
+        " pathlib import Path\n"
     )
     code += f"fill(Path({str(filler(run_dir))!r})); os.kill(os.getpid(), 9)"
-    job = JobSpec(name="a", run_dir=str(run_dir), argv=(sys.executable, "-S", "-c", code), num_processes=1)
+    job = JobSpec(
+        name="a", run_dir=str(run_dir), argv=(sys.executable, "-S", "-c", code), num_processes=1
+    )
     status = local.submit(job).wait(60)
     assert status.state is JobState.FAILED and status.attempt == 1
-    assert status.reason.startswith("rank 0 was killed by SIGKILL (often: out of memory); not started again: ")
-    assert status.reason.count("No space left on device") == 1 and "; the disk is full: " in status.reason
+    assert status.reason.startswith(
+        "rank 0 was killed by SIGKILL (often: out of memory); not started again: "
+    )
+    assert (
+        status.reason.count("No space left on device") == 1
+        and "; the disk is full: " in status.reason
+    )
     assert last_attempt(run_dir) == 1
 
 
@@ -172,7 +188,10 @@ def test_line_that_was_cut_off_costs_no_other(run_dir):
     filler(run_dir).unlink()
     record_event(run_dir, state.replace(reason="room again"))
     lines = (run_dir / "history.jsonl").read_bytes().splitlines()
-    assert read_history(run_dir)[-1].reason == "room again" and len(read_history(run_dir)) == len(lines) - 1
+    assert (
+        read_history(run_dir)[-1].reason == "room again"
+        and len(read_history(run_dir)) == len(lines) - 1
+    )
     append_lines(run_dir / "new.jsonl", b"1\n")
     append_lines(run_dir / "new.jsonl", b"2")
     append_lines(run_dir / "new.jsonl", b"3\n")
@@ -181,13 +200,11 @@ def test_line_that_was_cut_off_costs_no_other(run_dir):
 
 def test_process_outlives_a_log_on_a_full_disk(run_dir):
     code = (
-        "import sys, traceback; from cluster.files import outlive_full_log; outlive_full_log()\n"
-        "print('before', flush=True)\n"
-        "from tests.disks import fill; from pathlib import Path; fill(Path(sys.argv[1]))\n"
-        "try: 1 / 0\n"
-        "except ZeroDivisionError: traceback.print_exc()\n"
-        "for _ in range(9): print('lost ' * 1000, flush=True); print('lost ' * 1000, file=sys.stderr)\n"
-        "Path(sys.argv[1]).unlink(); print('\\u00e4fter')\n"
+        "import sys, traceback; from cluster.files import outlive_full_log;"
+        " outlive_full_log()\nprint('before', flush=True)\nfrom tests.disks import fill; from"
+        " pathlib import Path; fill(Path(sys.argv[1]))\ntry: 1 / 0\nexcept ZeroDivisionError:"
+        " traceback.print_exc()\nfor _ in range(9): print('lost ' * 1000, flush=True); print('lost"
+        " ' * 1000, file=sys.stderr)\nPath(sys.argv[1]).unlink(); print('\\u00e4fter')\n"
     )
     with (run_dir / "log").open("ab") as log:
         command = [sys.executable, "-c", code, str(filler(run_dir))]

@@ -1,6 +1,8 @@
-"""What goes wrong on real clusters, done to a real Slurm: each fault ends as promised, in so many seconds.
+"""What goes wrong on real clusters, done to a real Slurm: each fault ends as promised, in so many
+seconds.
 
-The rows go to results/faults.json. Nodes that are cut off or switched off need namespaces, hence root.
+The rows go to results/faults.json. Nodes that are cut off or switched off need namespaces, hence
+root.
 """
 
 import itertools
@@ -40,12 +42,16 @@ def results():
     load = load_average()
     yield
     if ROWS:
-        write_results("faults", ROWS, command="pytest tests/cluster/test_faults.py", load_before=load)
+        write_results(
+            "faults", ROWS, command="pytest tests/cluster/test_faults.py", load_before=load
+        )
 
 
 @pytest.fixture(autouse=True)
 def beats(request, monkeypatch):
-    """Five times as fast as in use, and the limits with them, unless the real ones are asked for."""
+    """Five times as fast as in use, and the limits with them, unless the real ones are asked
+    for.
+    """
     if not request.config.getoption("--real-limits"):
         monkeypatch.setenv("KIT_BEAT_EVERY_S", "1")
 
@@ -58,12 +64,21 @@ def nodes(sandbox):
     return sandbox
 
 
-def standin(run_dir, site, *, num_steps=300, step_time_s=0.2, num_processes=4, num_nodes=4, **changes):
+def standin(
+    run_dir, site, *, num_steps=300, step_time_s=0.2, num_processes=4, num_nodes=4, **changes
+):
     argv = (sys.executable, STANDIN, str(run_dir), str(num_steps), str(step_time_s))
     return slurm.submit(
-        JobSpec(name=run_dir.name, run_dir=str(run_dir), argv=argv, num_processes=num_processes, num_nodes=num_nodes,
-                **changes), site,
-    )  # fmt: skip
+        JobSpec(
+            name=run_dir.name,
+            run_dir=str(run_dir),
+            argv=argv,
+            num_processes=num_processes,
+            num_nodes=num_nodes,
+            **changes,
+        ),
+        site,
+    )
 
 
 def running(job: Job) -> bool:
@@ -72,7 +87,9 @@ def running(job: Job) -> bool:
 
 
 def heard(job: Job) -> set[int]:
-    """Returns the ranks of the newest attempt that have told of a step: only what was heard can fall silent."""
+    """Returns the ranks of the newest attempt that have told of a step: only what was heard can
+    fall silent.
+    """
     attempt = last_attempt(job.run_dir)
     return {beat.rank for beat in read_rank_heartbeats(job.run_dir, attempt)}
 
@@ -92,7 +109,9 @@ def event(job: Job, state: str, since: float, timeout_s: float = 100.0) -> Event
     """Waits for a change of state and returns it."""
 
     def found():
-        return next((e for e in read_history(job.run_dir) if e.time >= since and e.state == state), None)
+        return next(
+            (e for e in read_history(job.run_dir) if e.time >= since and e.state == state), None
+        )
 
     seen = eventually(found, timeout_s)
     assert seen, job.status()
@@ -134,7 +153,12 @@ def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tm
     start = time.time()
     os.kill(rank_process(job, 2), signal.SIGKILL)
     resumed = event(job, "running", start + 0.01)
-    measured("rank killed: running again", resumed.time - start, at_most=30, note=event(job, "requeued", start).reason)
+    measured(
+        "rank killed: running again",
+        resumed.time - start,
+        at_most=30,
+        note=event(job, "requeued", start).reason,
+    )
     job.stop()
     assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) == 2
     assert "rank 2 on node3 was killed by SIGKILL" in event(job, "requeued", start).reason
@@ -142,10 +166,17 @@ def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tm
 
 def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
     code = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
-    spec = JobSpec(name="crash", run_dir=str(tmp_path / "crash"), argv=(sys.executable, "-c", code), num_processes=1)
+    spec = JobSpec(
+        name="crash",
+        run_dir=str(tmp_path / "crash"),
+        argv=(sys.executable, "-c", code),
+        num_processes=1,
+    )
     start = time.time()
     status = slurm.submit(spec, site).wait(120)
-    measured("rank that always crashes: given up", time.time() - start, at_most=60, note=status.reason)
+    measured(
+        "rank that always crashes: given up", time.time() - start, at_most=60, note=status.reason
+    )
     assert status.state is JobState.FAILED and status.exit_code == 137 and status.attempt == 3
     assert "given up after 3 starts without a new step" in status.reason
 
@@ -160,25 +191,37 @@ def lose(nodes, job: Job, node: str, how: str) -> tuple[float, Event]:
 
 def comes_back(job: Job, since: float) -> Event:
     """Returns the first step of a job whose node came back, and has it stop."""
-    # A start that Slurm loses, on a node just switched on, is missed when the node registers: a third of SlurmdTimeout.
+    # A start that Slurm loses, on a node just switched on, is missed when the node registers: a
+    # third of SlurmdTimeout.
     resumed = event(job, "running", since, timeout_s=300)
     job.stop()
     assert job.wait(120).state is JobState.DONE
-    # A node that comes back may still get orders to end older attempts, and end newer ones: a start more, but no loss.
-    again = [event for event in read_history(job.run_dir) if event.time > since and event.state == "requeued"]
+    # A node that comes back may still get orders to end older attempts, and end newer ones: a start
+    # more, but no loss.
+    again = [
+        event
+        for event in read_history(job.run_dir)
+        if event.time > since and event.state == "requeued"
+    ]
     assert len(again) <= 3 and not any(event.lost_node for event in again), again
     return resumed
 
 
 @pytest.mark.parametrize("how", ["power_off", "cut"], ids=["switched_off", "cut_off_silently"])
 def test_lost_node(nodes, site, tmp_path, how):
-    job = standin(tmp_path / how, site, num_processes=8)  # two ranks a node, none of which may be forgotten
+    job = standin(
+        tmp_path / how, site, num_processes=8
+    )  # two ranks a node, none of which may be forgotten
     start, requeued = lose(nodes, job, "node3", how)
     what = "node switched off" if how == "power_off" else "node cut off silently"
-    measured(f"{what}: noticed and requeued", requeued.time - start, at_most=60, note=requeued.reason)
+    measured(
+        f"{what}: noticed and requeued", requeued.time - start, at_most=60, note=requeued.reason
+    )
     assert requeued.lost_node == "node3" and "node3 fell silent" in requeued.reason
     assert job.state is JobState.REQUEUED
-    assert eventually(lambda: not processes(STANDIN), 240), "the lost node still runs ranks of the old attempt"
+    assert eventually(lambda: not processes(STANDIN), 240), (
+        "the lost node still runs ranks of the old attempt"
+    )
     measured(f"{what}: last rank of the old attempt gone", time.time() - start, at_most=240)
     recover(nodes, "node3")
     back = time.time()
@@ -193,7 +236,10 @@ def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
     nodes.power_off("node1")
     requeued = event(job, "requeued", start)
     measured(
-        "first node lost (rendezvous, supervisor): requeued", requeued.time - start, at_most=60, note=requeued.reason
+        "first node lost (rendezvous, supervisor): requeued",
+        requeued.time - start,
+        at_most=60,
+        note=requeued.reason,
     )
     assert requeued.lost_node == "node1"
     recover(nodes, "node1")
@@ -202,10 +248,17 @@ def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
 
 def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
     spare = "NodeName=node[3-4]"
-    nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")  # or the job would leave node2 by itself
-    # Enough steps for all attempts: the first node goes on while the silence of the second is not noticed yet.
+    nodes.run(
+        "scontrol", "update", spare, "State=drain", "Reason=spare"
+    )  # or the job would leave node2 by itself
+    # Enough steps for all attempts: the first node goes on while the silence of the second is not
+    # noticed yet.
     job = standin(tmp_path / "twice", site, num_steps=10_000, num_nodes=2, num_processes=2)
-    for _ in range(4):  # a node that comes back may get the order to end the old attempt, and end the new one: no loss
+    for _ in range(
+        4
+        # a node that comes back may get the order to end the old attempt, and end the new one: no
+        # loss
+    ):
         assert eventually(lambda: running(job) and {0, 1} == heard(job), 180), job.status()
         start = time.time()
         nodes.cut("node2")
@@ -220,21 +273,26 @@ def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
     state = read_state(job.run_dir)
     assert state is not None and state.scheduler_job is not None and state.attempt >= 3
     shown = nodes.run("squeue", "--noheader", f"--jobs={state.scheduler_job.id}", "--format=%N")
-    measured("node lost twice: running without it", time.time() - start, note=f"now on {shown.strip()}")
+    measured(
+        "node lost twice: running without it", time.time() - start, note=f"now on {shown.strip()}"
+    )
     assert "node2" not in nodes.run("scontrol", "show", "hostnames", shown.strip()).split()
     job.cancel()
     job.wait(30)
 
 
 def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
-    # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when no shell is there.
+    # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when
+    # no shell is there.
     soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=10))
     job = standin(tmp_path / "limit", soon, num_steps=350, time_limit_s=60)
     start = time.time()
     stopped = event(job, "requeued", start, 90)
     assert "time limit is near" in stopped.reason
     resumed = event(job, "running", stopped.time)
-    measured("time limit near: saved, requeued, running again", resumed.time - stopped.time, at_most=60)
+    measured(
+        "time limit near: saved, requeued, running again", resumed.time - stopped.time, at_most=60
+    )
     saved = (stopped.step or 0) + 1
     assert resumed.step == saved, "no step is lost and none is done twice"
     job.stop()
@@ -254,25 +312,41 @@ def test_scancel(sandbox, site, tmp_path):
 
 def test_hopeless_submission_says_why(sandbox, site, tmp_path):
     failed = sandbox.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").strip()
-    after = site.replace(slurm=site.slurm.replace(sbatch_options=(f"--dependency=afterok:{failed}",)))
+    after = site.replace(
+        slurm=site.slurm.replace(sbatch_options=(f"--dependency=afterok:{failed}",))
+    )
     start = time.time()
     job = standin(tmp_path / "hopeless", after)
-    reason = eventually(lambda: (found := job.status().reason).count("will not start") and found, 20)
+    reason = eventually(
+        lambda: (found := job.status().reason).count("will not start") and found, 20
+    )
     measured("hopeless submission: reason shown", time.time() - start, at_most=20, note=str(reason))
-    assert reason and job.state is JobState.QUEUED and "DependencyNeverSatisfied" in reason and "Cancel it" in reason
+    assert (
+        reason
+        and job.state is JobState.QUEUED
+        and "DependencyNeverSatisfied" in reason
+        and "Cancel it" in reason
+    )
     job.cancel()
     assert job.wait(5).state is JobState.FAILED
 
 
 def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path, monkeypatch):
-    monkeypatch.setenv("KIT_BEAT_EVERY_S", "5")  # Slurm ends such a job in 10 s, before its ranks know they are alone
+    monkeypatch.setenv(
+        "KIT_BEAT_EVERY_S", "5"
+    )  # Slurm ends such a job in 10 s, before its ranks know they are alone
     job = standin(tmp_path / "beheaded", site)
     at_step(job, 10)
     start = time.time()
     (supervisor,) = {*processes("cluster.slurm.supervisor")} & {*processes(str(job.run_dir))}
     os.kill(supervisor, signal.SIGKILL)
     status = job.wait(60)
-    measured("supervisor killed, no accounting: end known", time.time() - start, at_most=60, note=status.reason)
+    measured(
+        "supervisor killed, no accounting: end known",
+        time.time() - start,
+        at_most=60,
+        note=status.reason,
+    )
     assert status.state is JobState.FAILED and status.reason.startswith("Slurm: FAILED")
     assert eventually(lambda: not processes(STANDIN), 60)
 
@@ -292,7 +366,12 @@ def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
         worst = max(worst, time.monotonic() - asked)
         time.sleep(0.2)
     assert job.wait(60).state is JobState.DONE and last_attempt(job.run_dir) == 1
-    measured("controller restarted: longest wait for a status", worst, at_most=25, note="the job did not notice")
+    measured(
+        "controller restarted: longest wait for a status",
+        worst,
+        at_most=25,
+        note="the job did not notice",
+    )
 
 
 def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, tmp_path):
@@ -320,12 +399,16 @@ def test_launches_leave_nothing_behind(request, sandbox, site, tmp_path):
     assert eventually(lambda: not processes(str(tmp_path)), 10)
 
 
-# With the real trainer ------------------------------------------------------------------------------------------------
+# With the real trainer ----------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
-def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(sandbox, site, spec, recipe, tmp_path):
-    """Two nodes of two processes: one rank is killed, then the job is preempted; it comes back both times."""
+def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
+    sandbox, site, spec, recipe, tmp_path
+):
+    """Two nodes of two processes: one rank is killed, then the job is preempted; it comes back
+    both times.
+    """
     recipe = recipe.replace(num_steps=50, checkpoint_every=10)
     unbroken = kit.launch(tmp_path / "unbroken", spec=spec, plan=DP4, recipe=recipe)
     assert unbroken.job.wait(300).state is JobState.DONE, unbroken.job.logs()
@@ -334,12 +417,28 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     start = time.time()
     os.kill(rank_process(run.job, 3), signal.SIGKILL)
     resumed = event(run.job, "running", start + 0.01)
-    measured("training, rank killed: first step of the restart", resumed.time - start, note="start of 4 ranks included")
+    measured(
+        "training, rank killed: first step of the restart",
+        resumed.time - start,
+        note="start of 4 ranks included",
+    )
     at_step(run.job, 30)
     start = time.time()
-    sandbox.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    sandbox.run(
+        "sbatch",
+        "--partition=urgent",
+        "--nodes=4",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 2",
+    )
     preempted = event(run.job, "preempted", start)
-    measured("training, preempted: checkpoint written", preempted.time - start, at_most=20, note=preempted.reason)
+    measured(
+        "training, preempted: checkpoint written",
+        preempted.time - start,
+        at_most=20,
+        note=preempted.reason,
+    )
     status = run.job.wait(300)
     assert (status.state, status.attempt) == (JobState.DONE, 3), run.job.history
     ours, theirs = run.metrics(), unbroken.metrics()
@@ -347,19 +446,32 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     assert sorted(set(ours["attempt"].tolist())) == [1, 2, 3]
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
     difference = float(np.abs(ours["loss"] / theirs["loss"] - 1).max())
-    ROWS.append(row("training, killed and preempted: largest difference in loss", difference, at_most=1e-6))
+    ROWS.append(
+        row("training, killed and preempted: largest difference in loss", difference, at_most=1e-6)
+    )
     spent, history = ledger(run), read_history(run.directory)
-    assert spent.wall_s == pytest.approx(history[-1].time - history[0].time, rel=1e-6) and spent.idle_s == 0
+    assert (
+        spent.wall_s == pytest.approx(history[-1].time - history[0].time, rel=1e-6)
+        and spent.idle_s == 0
+    )
     parts = spent.seconds
-    assert all(parts[part] > 0 for part in ("repeated", "start-up", "lost", "waiting", "checkpoints")), parts
-    assert 0 < spent.goodput < 1 and parts["productive"] == pytest.approx(ours["step_time_s"].sum(), rel=0.5)
+    assert all(
+        parts[part] > 0 for part in ("repeated", "start-up", "lost", "waiting", "checkpoints")
+    ), parts
+    assert 0 < spent.goodput < 1 and parts["productive"] == pytest.approx(
+        ours["step_time_s"].sum(), rel=0.5
+    )
 
 
-def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, small_disk, site, spec, recipe, tmp_path):
+def test_disk_full_during_a_checkpoint_keeps_the_older_one(
+    nodes, small_disk, site, spec, recipe, tmp_path
+):
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
     folder = small_disk / "checkpoints"
     folder.mkdir()
-    run = Run.create(tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site)
+    run = Run.create(
+        tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site
+    )
     run.checkpoints.directory.symlink_to(folder)
     slurm.submit(launcher.job_spec(run), site)
     try:

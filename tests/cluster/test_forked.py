@@ -1,4 +1,6 @@
-"""Ranks that are forked from one import: what each of them finds and leaves, beside ranks that were started anew."""
+"""Ranks that are forked from one import: what each of them finds and leaves, beside ranks that
+were started anew.
+"""
 
 import json
 import os
@@ -19,7 +21,7 @@ import os
 assert os.environ["WORD"] == "two words", "the environment of the ranks is there when their module is imported"
 with open(os.environ["IMPORTED"], "a") as file:
     file.write(f"{os.getpid()}\\n")
-"""
+"""  # noqa: E501
 TELLS = """
 import json, os, signal, sys
 import heavy_of_test
@@ -33,7 +35,7 @@ if __name__ == "__main__":
     print(json.dumps([mine, names, os.getpgid(0) == os.getpid(), files]))
     print("a warning", file=sys.stderr, end="")
     exec(sys.argv[1])
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -51,7 +53,14 @@ def job(folder, code, forks, run="run", **changes):
     environment = {"WORD": "two words", "IMPORTED": str(folder / run)}
     given = {"environment": environment, "working_directory": str(folder), "grace_s": 2.0} | changes
     argv = (sys.executable, "-m", "tells_of_test", code)
-    return JobSpec(name="t", run_dir=str(folder / f"{run}-dir"), argv=argv, num_processes=2, forks=forks, **given)
+    return JobSpec(
+        name="t",
+        run_dir=str(folder / f"{run}-dir"),
+        argv=argv,
+        num_processes=2,
+        forks=forks,
+        **given,
+    )
 
 
 def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_again(modules):
@@ -63,7 +72,13 @@ def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_aga
         assert len((modules / str(forks)).read_text().splitlines()) == (1 if forks else 2)
     assert told[True] == told[False]
     mine, names, leads, files = json.loads(told[True][1].splitlines()[0])
-    assert (mine["RANK"], mine["WORLD_SIZE"], names[0], leads, files) == ("1", "2", "__main__", True, [])
+    assert (mine["RANK"], mine["WORLD_SIZE"], names[0], leads, files) == (
+        "1",
+        "2",
+        "__main__",
+        True,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,11 +92,18 @@ def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_aga
     ],
 )
 def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason):
-    ends = [local.submit(job(modules, code, forks, str(forks), max_restarts=0)) for forks in (False, True)]
+    ends = [
+        local.submit(job(modules, code, forks, str(forks), max_restarts=0))
+        for forks in (False, True)
+    ]
     anew, forked = (handle.wait(20) for handle in ends)
     assert (anew.exit_code, anew.state) == (forked.exit_code, forked.state)
-    assert reason.replace("0 ", "") in forked.reason.replace("0 ", "").replace("1 ", ""), forked.reason
-    told = [ends[1].logs(rank) for rank in (0, 1)]  # of two, the one that ends first; the other may be ended before
+    assert reason.replace("0 ", "") in forked.reason.replace("0 ", "").replace("1 ", ""), (
+        forked.reason
+    )
+    told = [
+        ends[1].logs(rank) for rank in (0, 1)
+    ]  # of two, the one that ends first; the other may be ended before
     assert any("ValueError: broken" in words for words in told) == ("ValueError" in code)
 
 
@@ -89,16 +111,24 @@ def test_an_import_that_fails_is_told_by_the_rank_that_failed_first(modules):
     (modules / "heavy_of_test.py").write_text("import no_such_module_of_test")
     handle = local.submit(job(modules, "pass", forks=True))
     status, words = handle.wait(20), "No module named 'no_such_module_of_test'"
-    assert status.state is JobState.FAILED and words in status.reason  # the other may be ended before it says so
+    assert (
+        status.state is JobState.FAILED and words in status.reason
+    )  # the other may be ended before it says so
     assert any(words in handle.logs(rank) for rank in (0, 1))
 
 
 def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
     (modules / "crash").touch()
-    crash = "import time\nif os.environ['RANK'] == '0' and os.path.exists('crash'): os.remove('crash'); os.abort()"
+    crash = (
+        "import time\nif os.environ['RANK'] == '0' and os.path.exists('crash'): os.remove('crash');"
+        " os.abort()"
+    )
     steps = "from cluster.state import update_state; import pathlib; "
     run = modules / "run-dir"
-    said = f"{steps}update_state(pathlib.Path({str(run)!r}), attempt=int(os.environ['KIT_ATTEMPT']), step=1)\n"
+    said = (
+        f"{steps}update_state(pathlib.Path({str(run)!r}), attempt=int(os.environ['KIT_ATTEMPT']),"
+        " step=1)\n"
+    )
     handle = local.submit(job(modules, f"{said}{crash}", forks=True))
     done = handle.wait(20)
     assert (done.state, done.attempt) == (JobState.DONE, 2), done
@@ -112,7 +142,10 @@ def test_forked_ranks_die_with_their_supervisor(modules):
     state = read_state(handle.run_dir)
     assert state is not None and state.process is not None
     ranks = child_pids(state.process.pid)
-    assert {Path(f"/proc/{rank}/comm").read_text().strip() for rank in ranks} == {"rank 0", "rank 1"}
+    assert {Path(f"/proc/{rank}/comm").read_text().strip() for rank in ranks} == {
+        "rank 0",
+        "rank 1",
+    }
     os.kill(state.process.pid, signal.SIGKILL)
     assert eventually(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
     assert eventually(lambda: handle.state is JobState.LOST)

@@ -19,6 +19,8 @@ assert {"Site", "Job", "local"} <= set(dir(cluster))
 def test_import_takes_less_than_a_tenth_of_a_second_and_no_other_package():
     times = []
     for _ in range(3):
-        run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
+        )
         times.append(float(run.stdout))
     assert min(times) <= 0.1, times

@@ -1,4 +1,6 @@
-"""A first site file from what a cluster says: recorded resources of other clusters, and the real Slurm here."""
+"""A first site file from what a cluster says: recorded resources of other clusters, and the real
+Slurm here.
+"""
 
 import shlex
 import tomllib
@@ -25,21 +27,25 @@ SlurmctldParameters     = enable_configless
 """
 
 
-# Written as in: molbuilder's and nodetop's tests of scontrol (A100), JHU's DSAI pages (H100), LUMI's documentation
-# (mi250), a public note with `gpu:A100:4(S:0-1),lscratch:3570`, slurm_usage_history's tests (two kinds on a node).
-@pytest.mark.parametrize(("gres", "expected"), [
-    ("gpu:a100:4(S:0-1)", (4, "a100")),
-    ("gpu:A100:4(S:0-1),lscratch:3570", (4, "A100")),
-    ("gpu:a100:2,gpu:v100:2", (2, "a100")),
-    ("gpu:a100:1,gpu:a100_1g.5gb:7", (1, "a100")),
-    ("gpu:mi250:8(S:0-3,5)", (8, "mi250")),
-    ("gpu:h200:8(S:0-1)", (8, "h200")),
-    ("gres/gpu:4", (4, "")),
-    ("gpu:a100_3g.20gb:2(S:0)", (2, "a100_3g.20gb")),
-    ("gpu:tesla", (1, "tesla")),
-    ("shard:16,nvme:1", (0, "")),
-    ("(null)", (0, "")),
-])  # fmt: skip
+# Written as in: molbuilder's and nodetop's tests of scontrol (A100), JHU's DSAI pages (H100),
+# LUMI's documentation (mi250), a public note with `gpu:A100:4(S:0-1),lscratch:3570`,
+# slurm_usage_history's tests (two kinds on a node).
+@pytest.mark.parametrize(
+    ("gres", "expected"),
+    [
+        ("gpu:a100:4(S:0-1)", (4, "a100")),
+        ("gpu:A100:4(S:0-1),lscratch:3570", (4, "A100")),
+        ("gpu:a100:2,gpu:v100:2", (2, "a100")),
+        ("gpu:a100:1,gpu:a100_1g.5gb:7", (1, "a100")),
+        ("gpu:mi250:8(S:0-3,5)", (8, "mi250")),
+        ("gpu:h200:8(S:0-1)", (8, "h200")),
+        ("gres/gpu:4", (4, "")),
+        ("gpu:a100_3g.20gb:2(S:0)", (2, "a100_3g.20gb")),
+        ("gpu:tesla", (1, "tesla")),
+        ("shard:16,nvme:1", (0, "")),
+        ("(null)", (0, "")),
+    ],
+)
 def test_generic_resources(gres, expected):
     file = f"gpu*|2|64|257000|30:00|1|{gres}"
     text = inventory.site_text(*inventory.nodes_of(file), {})
@@ -48,9 +54,17 @@ def test_generic_resources(gres, expected):
     assert (int(count), kind) == expected and said["devices_per_node"] == (expected[0] or 64)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [
-    ("2-00:00:00", 48), ("12:00:00", 12), ("30:00", 0.5), ("1:30", 0.025), ("infinite", None), ("n/a", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("2-00:00:00", 48),
+        ("12:00:00", 12),
+        ("30:00", 0.5),
+        ("1:30", 0.025),
+        ("infinite", None),
+        ("n/a", None),
+    ],
+)
 def test_time_limits(limit, expected):
     assert inventory.hours(limit) == (expected and pytest.approx(expected))
 
@@ -73,8 +87,12 @@ def write(tmp_path, partition=None, lines=LINES, **more):
 def test_nodes_with_gpus_come_first_and_what_slurm_does_not_know_is_left_open(tmp_path):
     site, text = write(tmp_path)
     assert (site.name, site.devices_per_node, site.slurm.partition) == ("big-gpu", 4, "gpu")
-    assert site.device.name == "GPU a100" and site.device.is_gpu and not site.device.peak_flops_per_s
-    assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text, "40 or 80 GB: GRES does not say"
+    assert (
+        site.device.name == "GPU a100" and site.device.is_gpu and not site.device.peak_flops_per_s
+    )
+    assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text, (
+        "40 or 80 GB: GRES does not say"
+    )
     assert (site.slurm.gpus_per_node, site.slurm.cpus_per_task) == ("a100:4", 32)
     assert site.slurm.account == "EDIT" and site.slurm.sbatch_options == ("--mem=0",)
     assert site.slurm.max_nodes == 64 and site.slurm.max_seconds(64) == 48 * 3600
@@ -85,8 +103,12 @@ def test_nodes_with_gpus_come_first_and_what_slurm_does_not_know_is_left_open(tm
 def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
     _, text = write(tmp_path, login="frontier")
     filled = text.replace("/EDIT/", "/home/me/").replace('account = "EDIT"', 'account = "abc123"')
-    for name, value in (("price_per_node_hour", "9"), ("memory_bytes", "85899345920"), ("bf16", "312e12"),
-                        ("inter_node_bytes_per_s", "100e9")):  # fmt: skip
+    for name, value in (
+        ("price_per_node_hour", "9"),
+        ("memory_bytes", "85899345920"),
+        ("bf16", "312e12"),
+        ("inter_node_bytes_per_s", "100e9"),
+    ):
         assert f"# EDIT: {name} = {{ value = 0" in filled
         filled = filled.replace(f"# EDIT: {name} = {{ value = 0", f"{name} = {{ value = {value}")
     (tmp_path / "mine.toml").write_text(filled)
@@ -101,9 +123,17 @@ def test_a_file_of_this_machine(tmp_path):
     done = CliRunner().invoke(app, ["site", "init", str(file), "--local"])
     assert done.exit_code == 0, (done.output, done.exception)
     site = Site.load(str(file))
-    assert site.scheduler == "local" and site.devices_per_node >= 1 and "kit launch runs/first --site" in done.output
-    wrong = CliRunner().invoke(app, ["site", "init", str(tmp_path / "b.toml"), "--local", "--account", "x"])
-    assert "--account: not with --local" in str(wrong.exception) and not (tmp_path / "b.toml").exists()
+    assert (
+        site.scheduler == "local"
+        and site.devices_per_node >= 1
+        and "kit launch runs/first --site" in done.output
+    )
+    wrong = CliRunner().invoke(
+        app, ["site", "init", str(tmp_path / "b.toml"), "--local", "--account", "x"]
+    )
+    assert (
+        "--account: not with --local" in str(wrong.exception) and not (tmp_path / "b.toml").exists()
+    )
 
 
 def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
@@ -111,7 +141,11 @@ def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
     import torch
 
     told = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=84929347584)
-    for name, value in (("is_available", True), ("device_count", 2), ("get_device_properties", told)):
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 2),
+        ("get_device_properties", told),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     app(["site", "init", str(tmp_path / "desk.toml"), "--local"], standalone_mode=False)
     site = Site.load(str(tmp_path / "desk.toml"))
@@ -129,9 +163,18 @@ def test_other_partitions(tmp_path):
     assert site.devices_per_node == 4 and site.device.is_gpu and site.slurm.gpus_per_node == "4"
     assert site.slurm.max_seconds(1) == 1800 and site.slurm.max_nodes == 1
     site, _ = write(tmp_path, "cpu")
-    assert site.devices_per_node == 128 and not site.device.is_gpu and site.slurm.max_seconds(9) is None
+    assert (
+        site.devices_per_node == 128
+        and not site.device.is_gpu
+        and site.slurm.max_seconds(9) is None
+    )
     site, text = write(tmp_path, login="frontier")
-    assert site.login == "frontier" and site.there is not None and site.there.sync and "/EDIT/bin/python" in text
+    assert (
+        site.login == "frontier"
+        and site.there is not None
+        and site.there.sync
+        and "/EDIT/bin/python" in text
+    )
     with pytest.raises(ConfigError, match="--partition: 'gpuu' is unknown. Did you mean 'gpu'"):
         write(tmp_path, "gpuu")
     with pytest.raises(JobError, match="is not of the form"):
@@ -140,14 +183,18 @@ def test_other_partitions(tmp_path):
 
 @pytest.fixture
 def login_node(monkeypatch):
-    """A cluster behind ssh whose commands answer at once; returns what it was asked, and refuses all else."""
+    """A cluster behind ssh whose commands answer at once; returns what it was asked, and refuses
+    all else.
+    """
     asked = []
     answers = {"sinfo": LINES, "scontrol": CONFIG}
 
     def ssh(login, command, data=b"", timeout_s=0.0):
         asked.append(shlex.split(shlex.split(command)[-1]))
         if asked[-1][0] not in answers:
-            raise JobError(f"{login}: exit code 127: bash: line 1: {asked[-1][0]}: No such file or directory")
+            raise JobError(
+                f"{login}: exit code 127: bash: line 1: {asked[-1][0]}: No such file or directory"
+            )
         return answers[asked[-1][0]].encode()
 
     for place in (sites, submit, mirror):
@@ -155,23 +202,41 @@ def login_node(monkeypatch):
     return asked
 
 
-def test_what_is_advised_after_a_first_file_needs_no_connection(login_node, tmp_path, monkeypatch, capsys):
+def test_what_is_advised_after_a_first_file_needs_no_connection(
+    login_node, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     app(["site", "init", "my.toml", "--login", "frontier"], standalone_mode=False)
     said = capsys.readouterr().out.splitlines()
-    marked = [(n, line) for n, line in enumerate((tmp_path / "my.toml").read_text().splitlines(), 1) if "EDIT:" in line]
+    marked = [
+        (n, line)
+        for n, line in enumerate((tmp_path / "my.toml").read_text().splitlines(), 1)
+        if "EDIT:" in line
+    ]
     assert said[2:] == [f"  my.toml, line {n}: {line}" for n, line in marked]
-    assert marked[0][0] > 1 and any("# EDIT: inter_node" in line for line in said), "the heading is nothing to edit"
+    assert marked[0][0] > 1 and any("# EDIT: inter_node" in line for line in said), (
+        "the heading is nothing to edit"
+    )
     asked = len(login_node)
     advised = shlex.split(said[1].split("kit ")[1])
     assert advised == ["launch", "runs/first", "--site", "my.toml", "--show"]
     app(advised, standalone_mode=False)
-    left = "site.there.python: in my.toml", "site.there.folder: in my.toml", "site.slurm.account: in my.toml"
+    left = (
+        "site.there.python: in my.toml",
+        "site.there.folder: in my.toml",
+        "site.slurm.account: in my.toml",
+    )
     assert [line.strip() for line in capsys.readouterr().err.splitlines()][1:] == list(left)
-    with pytest.raises(ConfigError, match=r"there.python, .*account: still 'EDIT'. Write your own values in the site"):
+    with pytest.raises(
+        ConfigError,
+        match=r"there.python, .*account: still 'EDIT'. Write your own values in the site",
+    ):
         app(advised[:-1], standalone_mode=False)
     with pytest.raises(ConfigError, match=r"^site.there.python, site.there.folder: still 'EDIT'"):
-        app(["attach", "runs/first", "--there", "/runs/x", "--site", "my.toml"], standalone_mode=False)
+        app(
+            ["attach", "runs/first", "--there", "/runs/x", "--site", "my.toml"],
+            standalone_mode=False,
+        )
     assert len(login_node) == asked and not (tmp_path / "runs").exists()
 
 
@@ -190,4 +255,8 @@ def test_the_command_on_a_real_slurm(sandbox, tmp_path):
 def test_where_there_is_no_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = CliRunner().invoke(app, ["site", "init", str(tmp_path / "mine.toml")])
-    assert done.exit_code and "give --login NAME" in str(done.exception) and not list(tmp_path.iterdir())
+    assert (
+        done.exit_code
+        and "give --login NAME" in str(done.exception)
+        and not list(tmp_path.iterdir())
+    )

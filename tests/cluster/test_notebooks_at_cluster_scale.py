@@ -1,4 +1,6 @@
-"""Notebooks at cluster scale, on a real Slurm: with the site file, model, layout and recipe of their reader."""
+"""Notebooks at cluster scale, on a real Slurm: with the site file, model, layout and recipe of
+their reader.
+"""
 
 import json
 import re
@@ -19,16 +21,22 @@ MODEL, PLAN = "spec.json", "plan.json"
 
 @pytest.fixture
 def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function: the run directories that a notebook has made, from files that its reader has put beside it."""
+    """A function: the run directories that a notebook has made, from files that its reader has
+    put beside it.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # benchmark data would be fetched
     folder = tmp_path / "notebooks"
     folder.mkdir()
     spec.write(folder / "spec.json")
     Plan(data_parallel=4, zero_stage=1, global_batch_size=8).write(folder / "plan.json")
-    (folder / "recipe.json").write_text(json.dumps({"learning_rate": 5e-3, "min_learning_rate": 1e-3, "seed": 7}))
+    (folder / "recipe.json").write_text(
+        json.dumps({"learning_rate": 5e-3, "min_learning_rate": 1e-3, "seed": 7})
+    )
     site = Path(sandbox.site_file).read_text()
-    (folder / "my-site.toml").write_text(re.sub('^name = ".*"', 'name = "my-site"', site, count=1, flags=re.MULTILINE))
+    (folder / "my-site.toml").write_text(
+        re.sub('^name = ".*"', 'name = "my-site"', site, count=1, flags=re.MULTILINE)
+    )
 
     def run(name: str) -> list[Run]:
         document = nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", as_version=4)
@@ -69,14 +77,21 @@ def check_runs(name: str, steps: list[int], run_notebook, spec) -> None:
         assert run.plans()[1].data_parallel == 4, "the reader's layout"
     if name == "00_quickstart":
         assert runs[0].plan.data_parallel == 2, "then on half as many replicas"
-        assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2, "scored by jobs, not in the kernel"
+        assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2, (
+            "scored by jobs, not in the kernel"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["04_watch_a_run", "05_evaluate"])
-def test_watches_and_scores_on_the_readers_cluster(name: str, patient, run_notebook, monkeypatch) -> None:
+def test_watches_and_scores_on_the_readers_cluster(
+    name: str, patient, run_notebook, monkeypatch
+) -> None:
     """A notebook's last cell checks what it has claimed."""
-    for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):  # they need the benchmarks and a pretrained model
+    for variable in (
+        "XDG_CACHE_HOME",
+        "PIP_NO_INDEX",
+    ):  # they need the benchmarks and a pretrained model
         monkeypatch.delenv(variable)
     run_notebook(name)

@@ -1,4 +1,6 @@
-"""What a site can hold, what it warns of, and what is refused in a site file and a job, each with the way out."""
+"""What a site can hold, what it warns of, and what is refused in a site file and a job, each
+with the way out.
+"""
 
 import re
 
@@ -10,15 +12,27 @@ from cluster.render import check, check_submittable, nodes_for, render, scripts,
 from cluster.scheduler import Slurm, quote
 from cluster.site import Site
 
-WITH_JOBS = ["eks-trn1", "frontier", "generic-gpu-slurm", "laptop", "lumi", "perlmutter", "trn1.32xlarge"]
+WITH_JOBS = [
+    "eks-trn1",
+    "frontier",
+    "generic-gpu-slurm",
+    "laptop",
+    "lumi",
+    "perlmutter",
+    "trn1.32xlarge",
+]
 
 
 def job_on(site, num_nodes=2, per_node=None, **changes):
     per_node = per_node or site.devices_per_node
     given = dict(
-        name="run", run_dir="/fsx/run", working_directory="/fsx", argv=("python", "-m", "kit.train"),
-        num_nodes=num_nodes, num_processes=num_nodes * per_node,
-    )  # fmt: skip
+        name="run",
+        run_dir="/fsx/run",
+        working_directory="/fsx",
+        argv=("python", "-m", "kit.train"),
+        num_nodes=num_nodes,
+        num_processes=num_nodes * per_node,
+    )
     return JobSpec(**(given | changes))
 
 
@@ -28,17 +42,31 @@ def test_every_site_that_runs_jobs_renders_one(name):
     texts = scripts(job_on(site, num_nodes=1), site)
     assert render(job_on(site, num_nodes=1), site) == list(texts.values())[-1]
     assert Site.from_json(site.to_json()) == site
-    for text in (render(job_on(site, num_nodes=1), site), render(job_on(site, num_nodes=1, per_node=1), site)):
+    for text in (
+        render(job_on(site, num_nodes=1), site),
+        render(job_on(site, num_nodes=1, per_node=1), site),
+    ):
         assert not re.search(r"\b1 (nodes|ranks|pods|processes)\b", text)
 
 
 def test_each_site_starts_ranks_in_its_own_way():
-    """LUMI: docs.lumi-supercomputer.eu and github.com/spyysalo/lumi-llm-scaling. Perlmutter: docs.nersc.gov."""
+    """LUMI: docs.lumi-supercomputer.eu and github.com/spyysalo/lumi-llm-scaling.
+
+    Perlmutter: docs.nersc.gov.
+    """
     lumi = render(job_on(Site.load("lumi")), Site.load("lumi"))
     assert "#SBATCH --partition=standard-g" in lumi and "#SBATCH --gpus-per-node=mi250:8" in lumi
     assert "#SBATCH --hint=nomultithread" in lumi and "#SBATCH --mem=0" in lumi
-    masks = ["0xfe000000000000", "0xfe00000000000000", "0xfe0000", "0xfe000000", "0xfe", "0xfe00", "0xfe00000000",
-             "0xfe0000000000"]  # fmt: skip
+    masks = [
+        "0xfe000000000000",
+        "0xfe00000000000000",
+        "0xfe0000",
+        "0xfe000000",
+        "0xfe",
+        "0xfe00",
+        "0xfe00000000",
+        "0xfe0000000000",
+    ]
     assert f"--cpu-bind=mask_cpu:{','.join(masks)}" in lumi
     assert "export FI_CXI_DEFAULT_CQ_SIZE=262144" in lumi
     perlmutter = render(job_on(Site.load("perlmutter")), Site.load("perlmutter"))
@@ -49,14 +77,18 @@ def test_each_site_starts_ranks_in_its_own_way():
 
 def test_plan_larger_than_the_machine_is_refused():
     site = Site.load("frontier")
-    with pytest.raises(ConfigError, match=r"9473 is more than the 9,472 nodes.*at most 75,776 devices"):
+    with pytest.raises(
+        ConfigError, match=r"9473 is more than the 9,472 nodes.*at most 75,776 devices"
+    ):
         check(job_on(site, num_nodes=9473), site)
     check(job_on(site, num_nodes=9472), site)
 
 
 def test_more_ranks_a_node_than_devices_are_refused_with_the_right_number():
     site = Site.load("frontier")
-    with pytest.raises(ConfigError, match=r"128 ranks on 4 nodes are 32 a node.*has 8 devices. Use num_nodes=16"):
+    with pytest.raises(
+        ConfigError, match=r"128 ranks on 4 nodes are 32 a node.*has 8 devices. Use num_nodes=16"
+    ):
         render(job_on(site, num_nodes=4, per_node=32), site)
 
 
@@ -73,7 +105,9 @@ def test_nodes_for_a_plan(devices, nodes):
 
 
 def test_plan_that_leaves_a_node_partly_used_is_refused_with_two_ways_out():
-    with pytest.raises(ConfigError, match=r"12 devices do not fill.*Use 8 \(1 node\) or 16 \(2 nodes\)"):
+    with pytest.raises(
+        ConfigError, match=r"12 devices do not fill.*Use 8 \(1 node\) or 16 \(2 nodes\)"
+    ):
         nodes_for(12, Site.load("frontier"))
 
 
@@ -89,7 +123,9 @@ def test_what_is_allowed_but_worth_a_second_look_is_said():
     assert "4 of the 16 devices" in idle
 
 
-@pytest.mark.parametrize(("nodes", "hours"), [(1, 2), (91, 2), (92, 6), (183, 6), (184, 12), (9472, 12)])
+@pytest.mark.parametrize(
+    ("nodes", "hours"), [(1, 2), (91, 2), (92, 6), (183, 6), (184, 12), (9472, 12)]
+)
 def test_frontier_walltime_bins(nodes, hours):
     """Scheduling policy of the Frontier User Guide."""
     site = Site.load("frontier")
@@ -98,13 +134,19 @@ def test_frontier_walltime_bins(nodes, hours):
 
 
 def test_packaged_site_must_be_filled_in_before_it_is_submitted(tmp_path):
-    with pytest.raises(ConfigError, match=r'site\.slurm\.account: still \'EDIT\'.*base = "frontier"'):
+    with pytest.raises(
+        ConfigError, match=r'site\.slurm\.account: still \'EDIT\'.*base = "frontier"'
+    ):
         check_submittable(Site.load("frontier"))
     file = tmp_path / "my-frontier.toml"
-    file.write_text('base = "frontier"\n[slurm]\naccount = "abc123"\n[slurm.environment]\nNCCL_DEBUG = "WARN"\n')
+    file.write_text(
+        'base = "frontier"\n[slurm]\naccount = "abc123"\n[slurm.environment]\nNCCL_DEBUG = "WARN"\n'
+    )
     mine = Site.load(file)
     check_submittable(mine)
-    assert mine.slurm is not None and mine.slurm.partition == "batch", "the rest comes from the base"
+    assert mine.slurm is not None and mine.slurm.partition == "batch", (
+        "the rest comes from the base"
+    )
     assert mine.slurm.environment == {"FI_CXI_RDZV_PROTO": "alt_read", "NCCL_DEBUG": "WARN"}
     assert mine.device == Site.load("frontier").device
 
@@ -135,22 +177,37 @@ def test_profile_is_named_by_the_site():
         ('account = "a b"', r"slurm\.account: 'a b' is not allowed"),
         ('partition = "x\\n#SBATCH --hold"', r"slurm\.partition"),
         ('sbatch_options = ["--mem=0 --hold"]', r"slurm\.sbatch_options: '--mem=0 --hold'"),
-        ('sbatch_options = ["--output=/home/me/.profile"]', r"slurm\.sbatch_options: '--output=.*sets it itself"),
-        ('sbatch_options = ["--outp=/home/me/.profile"]', r"slurm\.sbatch_options: '--outp=.*the kit sets it itself"),
+        (
+            'sbatch_options = ["--output=/home/me/.profile"]',
+            r"slurm\.sbatch_options: '--output=.*sets it itself",
+        ),
+        (
+            'sbatch_options = ["--outp=/home/me/.profile"]',
+            r"slurm\.sbatch_options: '--outp=.*the kit sets it itself",
+        ),
         ('sbatch_options = ["-oprofile"]', r"slurm\.sbatch_options: '-oprofile' .*not written out"),
         ('sbatch_options = ["--wrap=id"]', r"slurm\.sbatch_options: '--wrap=id'"),
         ('srun_options = ["; rm"]', r"slurm\.srun_options"),
         ('modules = ["rocm; rm"]', r"slurm\.modules"),
         ("cpus_per_task = 0", r"slurm\.cpus_per_task: 0 is not allowed"),
-        ('launcher = "mpirun"', r"slurm\.launcher: 'mpirun' is not allowed. Allowed: 'srun', 'torchrun'"),
+        (
+            'launcher = "mpirun"',
+            r"slurm\.launcher: 'mpirun' is not allowed. Allowed: 'srun', 'torchrun'",
+        ),
         ('environment = {"A-B" = "1"}', r"slurm\.environment: 'A-B' cannot be exported"),
-        ('environment = {WANDB_API_KEY = "1"}', r"slurm\.environment\.WANDB_API_KEY: looks like a secret"),
+        (
+            'environment = {WANDB_API_KEY = "1"}',
+            r"slurm\.environment\.WANDB_API_KEY: looks like a secret",
+        ),
         ('broadcast = {directory = "/mnt/$HOME/x"}', r"broadcast\.directory.*it may name \$USER"),
         ('broadcast = {directory = "disk"}', r"broadcast\.directory.*absolute"),
-        ("walltime = [{max_nodes = 9, max_hours = 2}, {max_nodes = 9, max_hours = 4}]", r"must rise from bin to bin"),
+        (
+            "walltime = [{max_nodes = 9, max_hours = 2}, {max_nodes = 9, max_hours = 4}]",
+            r"must rise from bin to bin",
+        ),
         ("walltime = [{max_hours = 0}]", r"walltime"),
     ],
-)  # fmt: skip
+)
 def test_nonsense_in_the_slurm_table_is_refused_and_located(tmp_path, line, message):
     file = tmp_path / "my.toml"
     file.write_text(f'base = "selene"\n[slurm]\n{line}\n')

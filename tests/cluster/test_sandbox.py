@@ -1,4 +1,6 @@
-"""The folder of a sandbox: nothing that somebody else can have put there is believed, written through or run."""
+"""The folder of a sandbox: nothing that somebody else can have put there is believed, written
+through or run.
+"""
 
 import os
 import stat
@@ -25,7 +27,10 @@ def common():
 
 def all_refuse(root: Path, monkeypatch, capsys, why: str) -> None:
     """Every use of the folder says what is wrong with it."""
-    with pytest.raises(JobError, match=rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give"):
+    with pytest.raises(
+        JobError,
+        match=rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give",
+    ):
         Sandbox.find(root)
     monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
     for action in ("start", "stop", "status"):
@@ -55,7 +60,13 @@ def test_a_folder_of_another_user_is_refused(common, monkeypatch, capsys):
         pytest.skip("only root can become somebody else")
     (common / "key").write_bytes(b"secret")
     plant = f'mkdir -p "$0/etc" && ln -s {common}/key "$0/etc/munge.key" && chmod 700 "$0"'
-    subprocess.run(["sh", "-c", plant, common / "sandbox"], check=True, user=65534, group=65534, extra_groups=[])
+    subprocess.run(
+        ["sh", "-c", plant, common / "sandbox"],
+        check=True,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+    )
     all_refuse(common / "sandbox", monkeypatch, capsys, "drwx------, of user 65534")
     assert (common / "key").read_bytes() == b"secret"
     assert [path.name for path in (common / "sandbox").rglob("*")] == ["etc", "munge.key"]

@@ -1,4 +1,6 @@
-"""Site files: what ships loads, numbers carry their source, and nonsense is refused with a readable message."""
+"""Site files: what ships loads, numbers carry their source, and nonsense is refused with a
+readable message.
+"""
 
 import os
 
@@ -65,14 +67,18 @@ def test_trainium_instance_adds_up_to_its_data_sheet():
     assert peak is not None and peak * site.devices_per_node == pytest.approx(3040e12)
     assert memory is not None and memory.value * site.devices_per_node == 512 * 2**30
     bandwidth = site.device.memory_bytes_per_s
-    assert bandwidth is not None and bandwidth.value * site.devices_per_node == pytest.approx(13120 * 2**30)
+    assert bandwidth is not None and bandwidth.value * site.devices_per_node == pytest.approx(
+        13120 * 2**30
+    )
     assert site.price_per_node_hour is not None and site.price_per_node_hour.value == 21.5
 
 
 def test_laptop_is_this_machine_and_its_peak_is_unknown_until_measured():
     site = Site.load("laptop")
     assert site.devices_per_node == os.cpu_count()
-    assert site.device.memory_bytes is not None and "this machine" in site.device.memory_bytes.source
+    assert (
+        site.device.memory_bytes is not None and "this machine" in site.device.memory_bytes.source
+    )
     assert site.peak_flops_per_s("fp32") is None
     measured = site.with_measured_peak("fp32", 1.4e11, "matmul 1024^3, 1 thread")
     assert measured.peak_flops_per_s("fp32") == 1.4e11
@@ -114,25 +120,44 @@ def test_misspelt_name_key_and_dtype_get_a_suggestion(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'frontier'"):
         Site.load("fronteir")
     with pytest.raises(ConfigError, match="Did you mean 'devices_per_node'"):
-        Site.load(write_site(tmp_path, SMALL.replace("devices_per", "device_per").format(value="1e14", error=0)))
+        Site.load(
+            write_site(
+                tmp_path, SMALL.replace("devices_per", "device_per").format(value="1e14", error=0)
+            )
+        )
     with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
         Site.load("frontier").peak_flops_per_s("bf61")
     with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
-        Site.load(write_site(tmp_path, SMALL.replace("bf16", "bf_16").format(value="1e14", error=0)))
+        Site.load(
+            write_site(tmp_path, SMALL.replace("bf16", "bf_16").format(value="1e14", error=0))
+        )
 
 
-@pytest.mark.parametrize("text", ["name = ", "\x00", 'name = "small"', SMALL.format(value=1, error=0) + "[links]\nx=1"])
+@pytest.mark.parametrize(
+    "text", ["name = ", "\x00", 'name = "small"', SMALL.format(value=1, error=0) + "[links]\nx=1"]
+)
 def test_damaged_file_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="small.toml"):
         Site.load(write_site(tmp_path, text))
 
 
 def test_all_fields_that_are_missing_are_named_at_once(tmp_path):
-    text = SMALL.format(value="1e12", error="0.1").replace('name = "small"', "").replace('description = "two', '# "two')
+    text = (
+        SMALL.format(value="1e12", error="0.1")
+        .replace('name = "small"', "")
+        .replace('description = "two', '# "two')
+    )
     for left_out in ('name = "chip"', ', source = "sheet"'):
         text = text.replace(left_out, "")
     with pytest.raises(ConfigError) as raised:
         Site.load(str(write_site(tmp_path, text)))
-    wanted = ["site.name", "site.description", "site.device.name", "site.device.peak_flops_per_s.bf16.source"]
+    wanted = [
+        "site.name",
+        "site.description",
+        "site.device.name",
+        "site.device.peak_flops_per_s.bf16.source",
+    ]
     named, told = str(raised.value).removeprefix("small.toml: ").split(": missing. ")
-    assert sorted(named.split(", ")) == sorted(wanted) and told == "Add a value; there is no default."
+    assert (
+        sorted(named.split(", ")) == sorted(wanted) and told == "Add a value; there is no default."
+    )

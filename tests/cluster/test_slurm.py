@@ -32,7 +32,9 @@ STANDIN = str(Path(__file__).parent / "standin.py")
 def job_spec(run_dir, *argv, num_nodes=4, num_processes=4, **changes):
     argv = argv or (sys.executable, STANDIN, str(run_dir), "10", "0.1")
     fields = {"name": "test", **changes}
-    return JobSpec(run_dir=str(run_dir), argv=argv, num_nodes=num_nodes, num_processes=num_processes, **fields)
+    return JobSpec(
+        run_dir=str(run_dir), argv=argv, num_nodes=num_nodes, num_processes=num_processes, **fields
+    )
 
 
 def test_life_of_a_job(sandbox, site, tmp_path):
@@ -65,7 +67,9 @@ def test_a_job_that_was_taken_without_an_answer_is_found(sandbox, site, tmp_path
     assert eventually(lambda: job.state is JobState.RUNNING) and slurm_id(job).isdigit()
     job.cancel()
     (tmp_path / "deaf").touch()
-    with pytest.raises(JobError, match=r"sbatch did not answer within 5 s.*squeue --me.*again/submit.sh.*scancel"):
+    with pytest.raises(
+        JobError, match=r"sbatch did not answer within 5 s.*squeue --me.*again/submit.sh.*scancel"
+    ):
         slurm.submit(job_spec(tmp_path / "again"), site)
     assert not (tmp_path / "again").exists()
 
@@ -77,10 +81,18 @@ def slurm_id(job):
 
 
 def test_reattach_from_another_process_and_stop(sandbox, site, tmp_path):
-    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "500", "0.1"), site)
+    job = slurm.submit(
+        job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "500", "0.1"),
+        site,
+    )
     assert eventually(lambda: job.state is JobState.RUNNING)
-    code = f"from cluster import Job; job = Job.attach({str(job.run_dir)!r}); print(job.state); job.stop()"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        f"from cluster import Job; job = Job.attach({str(job.run_dir)!r}); print(job.state);"
+        " job.stop()"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert said == "running\n"
     status = job.wait(30)
     assert status.state is JobState.DONE and "stopped on request at step" in status.reason
@@ -91,13 +103,19 @@ def test_cancelled_while_waiting_and_while_running(sandbox, site, tmp_path):
     first = slurm.submit(job_spec(tmp_path / "first", *sleep), exclusive(site))
     second = slurm.submit(job_spec(tmp_path / "second", *sleep), exclusive(site))
     assert eventually(lambda: first.state is JobState.RUNNING)
-    assert eventually(lambda: "Resources" in second.status().reason or "Priority" in second.status().reason)
+    assert eventually(
+        lambda: "Resources" in second.status().reason or "Priority" in second.status().reason
+    )
     assert second.state is JobState.QUEUED
     second.cancel()
     assert second.wait(5).reason == "cancelled while it waited"
     first.cancel()
     status = first.wait(20)
-    assert (status.state, status.exit_code, status.reason) == (JobState.FAILED, 143, "cancelled (scancel)")
+    assert (status.state, status.exit_code, status.reason) == (
+        JobState.FAILED,
+        143,
+        "cancelled (scancel)",
+    )
 
 
 def exclusive(site):
@@ -115,7 +133,10 @@ def test_live_directory_is_refused_and_an_ended_one_goes_on(sandbox, site, tmp_p
 
 
 def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_path):
-    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "60", "0.1"), site)
+    job = slurm.submit(
+        job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "60", "0.1"),
+        site,
+    )
     assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 10)
     number = slurm_id(job)
     job.requeue()
@@ -125,7 +146,10 @@ def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_pa
 
 
 def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
-    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "6000", "0.1"), site)
+    job = slurm.submit(
+        job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "6000", "0.1"),
+        site,
+    )
     assert eventually(lambda: job.state is JobState.RUNNING)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)  # the job still writes into it
     assert eventually(lambda: not sandbox.run("squeue", "--noheader").strip(), 60)
@@ -134,7 +158,10 @@ def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, t
 
 
 def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):
-    code = "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit('no <such> thing')\ntime.sleep(60)"
+    code = (
+        "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit('no <such>"
+        " thing')\ntime.sleep(60)"
+    )
     job = slurm.submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
     start = time.monotonic()
     status = job.wait(60)
@@ -145,15 +172,21 @@ def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, t
     def shown():  # COMPLETING until all nodes have cleaned up
         return sandbox.run("scontrol", "show", "job", slurm_id(job))
 
-    assert eventually(lambda: "JobState=FAILED" in shown()) and "ExitCode=1:0" in shown(), "Slurm knows the truth too"
+    assert eventually(lambda: "JobState=FAILED" in shown()) and "ExitCode=1:0" in shown(), (
+        "Slurm knows the truth too"
+    )
 
 
 def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_path):
-    """A venv by the command that a refusal names: keepers and ranks run from the disk of their node."""
+    """A venv by the command that a refusal names: keepers and ranks run from the disk of their
+    node.
+    """
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
-    (packages / "packed.py").write_text("import os\nprint(__file__, os.environ['SLURMD_NODENAME'])\n")
+    (packages / "packed.py").write_text(
+        "import os\nprint(__file__, os.environ['SLURMD_NODENAME'])\n"
+    )
     job = job_spec(tmp_path / "run", str(venv / "bin" / "python"), "-c", "import packed")
     with pytest.MonkeyPatch.context() as here:
         here.setattr(sys, "executable", job.argv[0])
@@ -165,16 +198,31 @@ def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_pat
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     shutil.rmtree(venv)
     scratch = sandbox.layout.path("scratch") if sandbox.layout.isolated else tmp_path / "disk"
-    broadcast = Broadcast(directory=f"{scratch}/$SLURMD_NODENAME", archive=str(tmp_path / "environment.tar"))
+    broadcast = Broadcast(
+        directory=f"{scratch}/$SLURMD_NODENAME", archive=str(tmp_path / "environment.tar")
+    )
     packed = site.replace(slurm=site.slurm.replace(broadcast=broadcast))
     sent = slurm.submit(job.replace(argv=("python", *job.argv[1:])), packed)
     assert sent.wait(60).state is JobState.DONE, sent.status()
     for rank in range(4):
         file, node = sent.logs(rank).split()
-        assert node == f"node{rank + 1}" and file.startswith(str(scratch)) and "site-packages/packed.py" in file
+        assert (
+            node == f"node{rank + 1}"
+            and file.startswith(str(scratch))
+            and "site-packages/packed.py" in file
+        )
 
 
-WORDS = ["two words", "it's", 'say "x"', "$(touch canary)", "`touch canary`", "a;touch canary", "naïve → 名", "50%j\\n"]
+WORDS = [
+    "two words",
+    "it's",
+    'say "x"',
+    "$(touch canary)",
+    "`touch canary`",
+    "a;touch canary",
+    "naïve → 名",
+    "50%j\\n",
+]
 
 
 def test_text_stays_text(sandbox, site, tmp_path):
@@ -183,9 +231,18 @@ def test_text_stays_text(sandbox, site, tmp_path):
     work = tmp_path / 'work "dir"'
     work.mkdir()
     spec = job_spec(
-        run_dir, sys.executable, "-c", code, *WORDS, "line\nbreak", num_nodes=1, num_processes=1,
-        name=" ".join(WORDS), environment={"ODD": "\n".join(WORDS)}, working_directory=str(work),
-    )  # fmt: skip
+        run_dir,
+        sys.executable,
+        "-c",
+        code,
+        *WORDS,
+        "line\nbreak",
+        num_nodes=1,
+        num_processes=1,
+        name=" ".join(WORDS),
+        environment={"ODD": "\n".join(WORDS)},
+        working_directory=str(work),
+    )
     job = slurm.submit(spec, site)
     assert job.wait(60).state is JobState.DONE, job.status()
     import json
@@ -196,11 +253,19 @@ def test_text_stays_text(sandbox, site, tmp_path):
 
 def test_secrets_reach_the_job_and_no_file(sandbox, site, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_veryS3cret")
-    code = "import hashlib, os; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest()[:8])"
-    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, "-c", code, num_nodes=1, num_processes=1), site)
+    code = (
+        "import hashlib, os; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest()[:8])"
+    )
+    job = slurm.submit(
+        job_spec(tmp_path / "run", sys.executable, "-c", code, num_nodes=1, num_processes=1), site
+    )
     assert job.wait(60).state is JobState.DONE
     assert len(job.logs().strip()) == 8
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"veryS3cret" in path.read_bytes()]
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and b"veryS3cret" in path.read_bytes()
+    ]
     with pytest.raises(ConfigError, match="environment.HF_TOKEN: looks like a secret"):
         job_spec(tmp_path / "run", environment={"HF_TOKEN": "x"})
 
@@ -213,11 +278,24 @@ def test_refused_before_anything_is_written(sandbox, site, tmp_path, monkeypatch
 
     refused(job_spec(tmp_path / "run", num_nodes=1, num_processes=3), "Use 2 .1 node. or 4")
     refused(job_spec(tmp_path / "run", "no-such-program"), "no-such-program.*not an executable")
-    refused(job_spec(tmp_path / "run", working_directory=str(tmp_path / "absent")), "absent.*not a directory")
-    refused(JobSpec(name="a", run_dir="/dev/shm/run", argv=("true",), num_processes=1), "memory of this one machine")
-    refused(job_spec(tmp_path / "run", num_nodes=9, num_processes=9), "'batch' has 4.*debug .2 nodes, 30:00")
+    refused(
+        job_spec(tmp_path / "run", working_directory=str(tmp_path / "absent")),
+        "absent.*not a directory",
+    )
+    refused(
+        JobSpec(name="a", run_dir="/dev/shm/run", argv=("true",), num_processes=1),
+        "memory of this one machine",
+    )
+    refused(
+        job_spec(tmp_path / "run", num_nodes=9, num_processes=9),
+        "'batch' has 4.*debug .2 nodes, 30:00",
+    )
     debug = site.replace(slurm=site.slurm.replace(partition="debug"))
-    refused(job_spec(tmp_path / "run", num_nodes=2, num_processes=2, time_limit_s=7200), "at most 1800.*batch", debug)
+    refused(
+        job_spec(tmp_path / "run", num_nodes=2, num_processes=2, time_limit_s=7200),
+        "at most 1800.*batch",
+        debug,
+    )
     refused(job_spec(tmp_path / "run" / "%j"), "which Slurm reads as patterns")
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("PATH", "/nowhere")
@@ -233,14 +311,25 @@ def test_refusal_by_slurm_is_shown_in_its_words(sandbox, site, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("30:00", 1800), ("12:00:00", 43200), ("2-00:00:00", 172800), ("1-12", 129600), ("90", 5400), ("infinite", None)],
+    [
+        ("30:00", 1800),
+        ("12:00:00", 43200),
+        ("2-00:00:00", 172800),
+        ("1-12", 129600),
+        ("90", 5400),
+        ("infinite", None),
+    ],
 )
 def test_times_of_slurm(text, expected):
     assert preflight.seconds(text) == expected
 
 
 def test_habits_of_the_user_change_nothing(sandbox, site, tmp_path, monkeypatch):
-    for name, value in {"SQUEUE_FORMAT": "%j", "SBATCH_PARTITION": "absent", "SLURM_JOB_ID": "7"}.items():
+    for name, value in {
+        "SQUEUE_FORMAT": "%j",
+        "SBATCH_PARTITION": "absent",
+        "SLURM_JOB_ID": "7",
+    }.items():
         monkeypatch.setenv(name, value)
     assert slurm.submit(job_spec(tmp_path / "run"), site).wait(60).state is JobState.DONE
 
@@ -278,7 +367,9 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
         return {job.id: Look(state=JobState.RUNNING, reason=str(job.config)) for job in jobs}
 
     poller = Poller(ask)
-    gone, here = (SchedulerJob(scheduler="slurm", id="1", config=config) for config in ("gone", "here"))
+    gone, here = (
+        SchedulerJob(scheduler="slurm", id="1", config=config) for config in ("gone", "here")
+    )
     assert "has not answered yet" in poller.look(gone).reason
     assert poller.look(here).reason == "here", "though the other is still being asked"
     assert asked == [["gone"], ["here"]]
@@ -305,12 +396,18 @@ def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch):
 
 
 def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch):
-    rows = {"1": "FAILED|0:0|Unknown", "2": "FAILED|3:0|2026-11-23T22:33:01", "3": "RUNNING|0:0|Unknown"}
+    rows = {
+        "1": "FAILED|0:0|Unknown",
+        "2": "FAILED|3:0|2026-11-23T22:33:01",
+        "3": "RUNNING|0:0|Unknown",
+    }
 
     def answer(words, config, cwd=None):
         if words[0] == "scontrol":
             raise JobError("slurm_load_jobs error: Invalid job id specified")
-        return next((row + "\n" for number, row in rows.items() if f"--jobs={number}" in words[1:]), "")
+        return next(
+            (row + "\n" for number, row in rows.items() if f"--jobs={number}" in words[1:]), ""
+        )
 
     monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
@@ -350,7 +447,9 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch
         assert again.layout == sandbox.layout, "a second start finds the first"
         assert again.was_running and not sandbox.was_running
         monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
-        job = slurm.submit(job_spec(tmp_path / "run", num_nodes=2, num_processes=4), Site.load(sandbox.site_file))
+        job = slurm.submit(
+            job_spec(tmp_path / "run", num_nodes=2, num_processes=4), Site.load(sandbox.site_file)
+        )
         assert job.wait(60).state is JobState.DONE
     finally:
         sandbox.stop()
@@ -365,7 +464,9 @@ def test_a_sandbox_whose_keeper_was_killed_is_ended_with_its_jobs(tmp_path):
     sandbox = Sandbox.start(root, num_nodes=1, isolated=False)
     try:
         sandbox.run("sbatch", f"--output={tmp_path}/pid", "--wrap=echo $$; sleep 600")
-        pid = int(eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 20))
+        pid = int(
+            eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 20)
+        )
         Process.read(root / "keeper.json").send_signal(signal.SIGKILL)
         assert eventually(lambda: Sandbox.find(root) is None, 5)
     finally:
@@ -383,17 +484,32 @@ def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypa
     cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells}
     names: dict = {}
     try:
-        job = mine.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+        job = mine.run(
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=sleep 600",
+        )
         eventually(lambda: mine.run("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
         for cell in ("parameters", "imports", "start-sandbox"):
             exec(cells[cell], names)
         names["sandbox"].run(
-            "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=:"
+            "sbatch",
+            "--partition=urgent",
+            "--nodes=4",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=:",
         )
         exec(cells["stop-sandbox"], names)
         left = Sandbox.find()
         assert left, "the user's sandbox has ended"
-        assert left.run("squeue", "--noheader", "--format=%i %T").split() == [job.strip(), "RUNNING"]
+        assert left.run("squeue", "--noheader", "--format=%i %T").split() == [
+            job.strip(),
+            "RUNNING",
+        ]
         assert [path.name for path in tmp_path.iterdir()] == ["mine"], "the notebook's own has gone"
     finally:
         mine.stop()
@@ -416,7 +532,9 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeyp
         this = SchedulerJob(scheduler="slurm", id=slurm_id(job), config=os.environ["SLURM_CONF"])
         monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
         monkeypatch.setattr(slurm_queries, "_show", lambda job_id, config: {})
-        look = eventually(lambda: (found := slurm.look([this])[this.id]).state is JobState.FAILED and found)
+        look = eventually(
+            lambda: (found := slurm.look([this])[this.id]).state is JobState.FAILED and found
+        )
         assert look and look.exit_code == 3 and "FAILED" in look.reason
     finally:
         sandbox.stop()

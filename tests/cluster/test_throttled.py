@@ -1,4 +1,6 @@
-"""Links that the kernel throttles, cores of which a rank gets a share: what `kit status --why` names as slow."""
+"""Links that the kernel throttles, cores of which a rank gets a share: what `kit status --why`
+names as slow.
+"""
 
 import json
 import time
@@ -20,7 +22,9 @@ NORMAL, SLOW = 400, 80
 
 @pytest.fixture
 def train(sandbox, site: Site, tiny_dataset, tmp_path):
-    """A function: a run of two ranks on two nodes of a real Slurm, some steps after something happened to it."""
+    """A function: a run of two ranks on two nodes of a real Slurm, some steps after something
+    happened to it.
+    """
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=10_000, learning_rate=1e-3)
     own = site.replace(devices_per_node=1)
 
@@ -41,7 +45,9 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
         return newest(launched)
 
     def newest(run: Run) -> Run:
-        """Leaves of the steps those after something happened, and five before that `pace` leaves out."""
+        """Leaves of the steps those after something happened, and five before that `pace` leaves
+        out.
+        """
         file = run.directory / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()][-STEPS - 5 :]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,8 +59,16 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
 def check(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
     told = {name: (part, pace.verdict) for name, (pace, part) in found.items()}
     with capsys.disabled():
-        print(f"\nnormal: {normal.verdict}", *(f"{name}: {words}" for name, (_, words) in told.items()), sep="\n")
-    wrong = {name: told[name] for name, (part, words) in told.items() if part not in words or words[:6] != "slower"}
+        print(
+            f"\nnormal: {normal.verdict}",
+            *(f"{name}: {words}" for name, (_, words) in told.items()),
+            sep="\n",
+        )
+    wrong = {
+        name: told[name]
+        for name, (part, words) in told.items()
+        if part not in words or words[:6] != "slower"
+    }
     assert not wrong
 
 
@@ -66,14 +80,18 @@ def test_a_slow_core_is_named(train, capsys) -> None:
     for name, nodes, part in (*cases, ("both", NODES, PASSES)):
 
         def slowness(run: Run, nodes: list[str] = nodes):
-            return slow_core("core", [pid for node in nodes for pid in ranks_on(node, run.directory)], 0.2)
+            return slow_core(
+                "core", [pid for node in nodes for pid in ranks_on(node, run.directory)], 0.2
+            )
 
         found[name] = pace(train(name.replace(" ", "-"), site, slowness)), part
     check(found, normal, capsys)
 
 
 def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
-    """One that was slow when the job began, which the node check has measured, and one that became slow."""
+    """One that was slow when the job began, which the node check has measured, and one that
+    became slow.
+    """
     with slow_links(sandbox, NODES, NORMAL):
         site = as_it_runs(train("normal"))
         normal = pace(train("again", site))

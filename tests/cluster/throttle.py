@@ -1,4 +1,6 @@
-"""Real slowness on a sandbox: a link that the kernel throttles, a core that a rank gets only a share of. Needs root."""
+"""Real slowness on a sandbox: a link that the kernel throttles, a core that a rank gets only a
+share of. Needs root.
+"""
 
 import contextlib
 import json
@@ -16,8 +18,15 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 
-SPEC = ModelSpec.llama(name="wide", num_layers=4, hidden_size=256, num_heads=4, ffn_hidden_size=1024, vocab_size=300,
-                       sequence_length=128)  # fmt: skip
+SPEC = ModelSpec.llama(
+    name="wide",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    ffn_hidden_size=1024,
+    vocab_size=300,
+    sequence_length=128,
+)
 PLAN = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=4)
 """Enough work a step for a slow core to show, and 13 MB of gradients for a slow link."""
 CPU = Path("/sys/fs/cgroup/cpu")
@@ -42,7 +51,9 @@ def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Itera
 
 @contextlib.contextmanager
 def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
-    """Gives processes, each for itself, so much of a core and no more (cgroup v1: cpu.cfs_quota_us)."""
+    """Gives processes, each for itself, so much of a core and no more (cgroup v1:
+    cpu.cfs_quota_us).
+    """
     if not (CPU / "cpu.cfs_quota_us").exists() and not (CPU / "cgroup.procs").exists():
         pytest.skip("there is no cgroup v1 for CPU time here")
     groups = [CPU / f"kit-{name}-{pid}" for pid in pids]
@@ -70,18 +81,26 @@ def ranks_on(node: str, run_dir: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            variables = (entry / "environ").read_bytes().split(b"\0") if b"kit.train" in words else []
+            variables = (
+                (entry / "environ").read_bytes().split(b"\0") if b"kit.train" in words else []
+            )
             is_rank = any(variable.startswith(b"RANK=") for variable in variables)
-            if is_rank and f"SLURMD_NODENAME={node}".encode() in variables and str(run_dir).encode() in words:
+            if (
+                is_rank
+                and f"SLURMD_NODENAME={node}".encode() in variables
+                and str(run_dir).encode() in words
+            ):
                 found.append(int(entry.name))
     return found
 
 
 def as_it_runs(run: Run) -> Site:
-    """Returns a run's site with the numbers at which its own steps are as expected: what is normal on this machine now.
+    """Returns a run's site with the numbers at which its own steps are as expected: what is normal
+    on this machine now.
 
-    The rate of matrix products is fitted to the time in which rank 0 did not wait, and the network to its waits. The
-    peak is what the node check has measured, which many steps on a busy machine stay far below.
+    The rate of matrix products is fitted to the time in which rank 0 did not wait, and the network
+    to its waits. The peak is what the node check has measured, which many steps on a busy machine
+    stay far below.
     """
     nodes = json.loads((run.directory / "node_check.json").read_text())["nodes"]
     steps, measured = run.metrics(), max(node["matmul_flops_per_s"] for node in nodes)
@@ -93,9 +112,11 @@ def as_it_runs(run: Run) -> Site:
     def at(rate: float, network: float) -> Site:
         peak, rate_now = (Fact(value=value, source="a run here") for value in (measured, rate))
         device = run.site.device.replace(
-            memory_bytes=Fact(value=4e9, source="test"), memory_bytes_per_s=Fact(value=1e10, source="test"),
-            peak_flops_per_s={"fp32": peak, "bf16": peak}, matmul_flops_per_s={"fp32": rate_now, "bf16": rate_now},
-        )  # fmt: skip
+            memory_bytes=Fact(value=4e9, source="test"),
+            memory_bytes_per_s=Fact(value=1e10, source="test"),
+            peak_flops_per_s={"fp32": peak, "bf16": peak},
+            matmul_flops_per_s={"fp32": rate_now, "bf16": rate_now},
+        )
         links = Links(inter_node_bytes_per_s=Fact(value=network, source="fitted to a run"))
         return run.site.replace(device=device, links=links)
 
@@ -108,5 +129,9 @@ def as_it_runs(run: Run) -> Site:
     low, high = 1e6, 1e10
     for _ in range(14):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if seconds(at(rate, middle), "data_parallel") > waits_s else (low, middle)
+        low, high = (
+            (middle, high)
+            if seconds(at(rate, middle), "data_parallel") > waits_s
+            else (low, middle)
+        )
     return at(rate, high)

@@ -1,4 +1,6 @@
-"""What messages, help, notebooks and the README advise can be followed: commands, options, modules, extras, fields."""
+"""What messages, help, notebooks and the README advise can be followed: commands, options,
+modules, extras, fields.
+"""
 
 import ast
 import dataclasses
@@ -55,7 +57,11 @@ def texts() -> Iterator[tuple[str, str]]:
         for cell in json.loads(file.read_text())["cells"]:
             yield str(file.relative_to(ROOT)), "".join(cell["source"])
     plain = [ROOT / "README.md", ROOT / "Makefile", ROOT / "environment.yml"]
-    for file in [*plain, *(ROOT / "cluster" / "sites").glob("*.toml"), *(ROOT / "requirements").glob("*")]:
+    for file in [
+        *plain,
+        *(ROOT / "cluster" / "sites").glob("*.toml"),
+        *(ROOT / "requirements").glob("*"),
+    ]:
         yield str(file.relative_to(ROOT)), file.read_text()
 
 
@@ -77,7 +83,9 @@ COMMANDS = typer.main.get_command(app)
 
 
 def problem(words: list[str]) -> str | None:
-    """Returns what is wrong with a command, or None: its name, its options and how many arguments it takes."""
+    """Returns what is wrong with a command, or None: its name, its options and how many
+    arguments it takes.
+    """
     command: Any = COMMANDS
     words = shlex.split(" ".join(words))
     while hasattr(command, "commands"):
@@ -87,7 +95,9 @@ def problem(words: list[str]) -> str | None:
         if name not in command.commands:
             return f"there is no command {name!r}"
         command = command.commands[name]
-    options = {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    options = {
+        name: option for option in command.params for name in (*option.opts, *option.secondary_opts)
+    }
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     given = 0
     while words:
@@ -106,18 +116,30 @@ def problem(words: list[str]) -> str | None:
 def test_every_command_that_a_text_names_can_be_given() -> None:
     found = list(advised())
     assert len(found) > 40, "the search itself has come apart"
-    wrong = [f"{where}: kit {' '.join(words)}: {why}" for where, words in found if (why := problem(words))]
+    wrong = [
+        f"{where}: kit {' '.join(words)}: {why}"
+        for where, words in found
+        if (why := problem(words))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_check_sees_a_wrong_name_option_and_argument() -> None:
-    assert problem(["exprt", "RUN"]) and problem(["watch", "RUN", "--loud"]) and problem(["watch", "RUN", "RUN"])
-    assert not problem(["launch", "RUN", "--set", "plan.x=1", "--show"]) and not problem(["data", "build", "OUT"])
+    assert (
+        problem(["exprt", "RUN"])
+        and problem(["watch", "RUN", "--loud"])
+        and problem(["watch", "RUN", "RUN"])
+    )
+    assert not problem(["launch", "RUN", "--set", "plan.x=1", "--show"]) and not problem(
+        ["data", "build", "OUT"]
+    )
 
 
 def test_every_module_that_a_text_starts_is_there() -> None:
     named = {
-        (where, name) for where, text in texts() for name in re.findall(r"python -m ((?:kit|cluster)[\w.]*)", text)
+        (where, name)
+        for where, text in texts()
+        for name in re.findall(r"python -m ((?:kit|cluster)[\w.]*)", text)
     }
     assert len(named) > 5
     for where, name in named:
@@ -125,8 +147,14 @@ def test_every_module_that_a_text_starts_is_there() -> None:
 
 
 def test_every_extra_that_is_asked_for_is_there() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {(where, name) for where, text in texts() for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        (where, name)
+        for where, text in texts()
+        for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)
+    }
     for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text())):
             place = EXTRAS.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
@@ -151,8 +179,13 @@ assert shlex.split(errors.install_command()) == ["pip", "install", name]
 
 
 def test_a_wheel_names_its_own_extras_and_a_checkout_itself(reader_python, tmp_path: Path) -> None:
-    assert install_command("plan") == "pip install -e '.[plan]'" and install_command() == "pip install -e ."
-    done = subprocess.run([reader_python(), "-c", ASKED], cwd=tmp_path, capture_output=True, text=True)
+    assert (
+        install_command("plan") == "pip install -e '.[plan]'"
+        and install_command() == "pip install -e ."
+    )
+    done = subprocess.run(
+        [reader_python(), "-c", ASKED], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -161,18 +194,24 @@ TABLES = {"slurm": Slurm, "kubernetes": Kubernetes}
 
 
 def test_every_field_that_a_message_names_is_there() -> None:
-    """`recipe.checkpoint_every` and the like, in messages of errors; properties and methods of the records count."""
+    """`recipe.checkpoint_every` and the like, in messages of errors; properties and methods of
+    the records count.
+    """
     named = [
         (where, *match)
         for where, text in texts()
         if not where.startswith("notebooks")
-        for match in re.findall(r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?", text)
+        for match in re.findall(
+            r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?", text
+        )
     ]
     assert len(named) > 50
     for where, record, field, below in named:
         if field in ("json", "toml", "py", "preset", "attempt_", "base"):
             continue
-        assert hasattr(RECORDS[record], field) or field in _fields(RECORDS[record]), f"{where}: {record}.{field}"
+        assert hasattr(RECORDS[record], field) or field in _fields(RECORDS[record]), (
+            f"{where}: {record}.{field}"
+        )
         if below and field in TABLES:
             assert below in _fields(TABLES[field]), f"{where}: {record}.{field}.{below}"
 

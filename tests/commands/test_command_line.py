@@ -29,17 +29,33 @@ def _kit(*arguments: str, folder: Path, **environment: str) -> subprocess.Comple
     ("arguments", "message"),
     [
         (("status", "nowhere"), "nowhere is not a run directory"),
-        (("launch", "new", "--set", "tensor_parallel=2"), "--set 'tensor_parallel=2' is not allowed"),
+        (
+            ("launch", "new", "--set", "tensor_parallel=2"),
+            "--set 'tensor_parallel=2' is not allowed",
+        ),
         (("launch", "new", "--set", "plan.tensr_parallel=2"), "Did you mean 'tensor_parallel'?"),
         (("launch", "new", "--model", "dmeo"), "spec.preset: 'dmeo' is unknown"),
         (("launch", "new", "--data", "[/red]none"), "[/red]none: not a dataset"),
         (
-            ("plan", "demo", "--site", "frontier", "--devices", "8", "--batch", "16", "--out", "a.txt"),
+            (
+                "plan",
+                "demo",
+                "--site",
+                "frontier",
+                "--devices",
+                "8",
+                "--batch",
+                "16",
+                "--out",
+                "a.txt",
+            ),
             "not a .json file",
         ),
     ],
 )
-def test_mistake_is_one_sentence_and_starts_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_mistake_is_one_sentence_and_starts_nothing(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     answer = _kit(*arguments, folder=tmp_path)
     words = " ".join(answer.stderr.split()).replace("/ ", "/")
     assert answer.returncode == 1 and message in words and "Traceback" not in words
@@ -49,13 +65,26 @@ def test_mistake_is_one_sentence_and_starts_nothing(arguments: tuple[str, ...], 
 @pytest.mark.parametrize("name", GONE)
 def test_a_command_that_went_is_answered_with_what_does_its_work(name: str, tmp_path: Path) -> None:
     assert name not in typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
-    result = CliRunner().invoke(app, [name, "RUN", "--json"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    result = CliRunner().invoke(
+        app, [name, "RUN", "--json"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
+    )
     assert result.exit_code == 2 and f"No such command {name!r}. {GONE[name]}" in result.output
 
 
 def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
     words = _kit("--help", folder=tmp_path).stdout
-    for command in ("launch", "resume", "status", "watch", "logs", "stop", "checkpoint", "eval", "data", "figure"):
+    for command in (
+        "launch",
+        "resume",
+        "status",
+        "watch",
+        "logs",
+        "stop",
+        "checkpoint",
+        "eval",
+        "data",
+        "figure",
+    ):
         assert f"│ {command} " in words
 
 
@@ -70,38 +99,78 @@ def test_no_option_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
     spec.write(tmp_path / "spec.json")
-    options = ("--site", "frontier", "--devices", "8", "--batch", "16", "--count", "2", "--choose", "2")
-    answer = _kit("plan", "spec.json", *options, "--out", "new/below/[b]second.json", folder=tmp_path)
-    assert "odd [/b] name on 8 devices" in answer.stdout and "Layout 2 is in new/below/[b]second.json" in answer.stdout
+    options = (
+        "--site",
+        "frontier",
+        "--devices",
+        "8",
+        "--batch",
+        "16",
+        "--count",
+        "2",
+        "--choose",
+        "2",
+    )
+    answer = _kit(
+        "plan", "spec.json", *options, "--out", "new/below/[b]second.json", folder=tmp_path
+    )
+    assert (
+        "odd [/b] name on 8 devices" in answer.stdout
+        and "Layout 2 is in new/below/[b]second.json" in answer.stdout
+    )
     kept = Plan.read(tmp_path / "new" / "below" / "[b]second.json")
-    assert kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
+    assert (
+        kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
+    )
     kept.check(spec, 8)
     (tmp_path / "plan.json").write_text("a run's")
     answer = _kit("plan", "spec.json", *options, "--out", "plan.json", folder=tmp_path)
-    assert "plan.json: is there already" in answer.stderr and (tmp_path / "plan.json").read_text() == "a run's"
+    assert (
+        "plan.json: is there already" in answer.stderr
+        and (tmp_path / "plan.json").read_text() == "a run's"
+    )
     rows = FILE.read_text().splitlines()
     selene = next(line for line in rows if "Selene" in line)
-    (tmp_path / "rows.csv").write_text("\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n")
+    (tmp_path / "rows.csv").write_text(
+        "\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n"
+    )
     answer = _kit("validate", "--rows", "rows.csv", folder=tmp_path)
     assert answer.returncode == 0 and "a [/b] machine:" in answer.stdout, answer.stdout
 
 
 def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path: Path) -> None:
     recorded_run(tmp_path / "run", steps=40)
-    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ascii_only = {
+        "PYTHONIOENCODING": "ascii",
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+    }
     answer = _kit("status", "run", folder=tmp_path, **ascii_only)
-    blocks = re.findall(r"MFU .*", _kit("status", "run", folder=tmp_path, PYTHONIOENCODING="utf-8").stdout)[0]
-    assert answer.returncode == 0 and blocks.encode("ascii", "backslashreplace").decode() in answer.stdout
+    blocks = re.findall(
+        r"MFU .*", _kit("status", "run", folder=tmp_path, PYTHONIOENCODING="utf-8").stdout
+    )[0]
+    assert (
+        answer.returncode == 0
+        and blocks.encode("ascii", "backslashreplace").decode() in answer.stdout
+    )
     answer = _kit("generate", "nowhere", "née", folder=tmp_path, **ascii_only)
     assert answer.stdout == r"n\xe9e" and "nowhere is not a run directory" in answer.stderr
 
 
 def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
-    found = {each["subject"]: each for each in json.loads(_kit("doctor", "--deep", "--json", folder=tmp_path).stdout)}
+    found = {
+        each["subject"]: each
+        for each in json.loads(_kit("doctor", "--deep", "--json", folder=tmp_path).stdout)
+    }
     seconds = re.search(r"imported in ([\d.]+) s", found["torch"]["found"])
-    assert seconds and found["torch"]["ok"] == (float(seconds[1]) < SLOW_IMPORT_S), "a busy machine is told that it is"
+    assert seconds and found["torch"]["ok"] == (float(seconds[1]) < SLOW_IMPORT_S), (
+        "a busy machine is told that it is"
+    )
     assert found["matrix product"]["ok"] and found["all-reduce"]["found"].startswith("right, ")
     assert found["optuna"]["ok"] and found["Python"]["found"].startswith("3.1")
     if find_spec("deepspeed"):
-        assert found["deepspeed"]["ok"] and "made a training step" in found["deepspeed"]["found"], found["deepspeed"]
+        assert found["deepspeed"]["ok"] and "made a training step" in found["deepspeed"]["found"], (
+            found["deepspeed"]
+        )
     assert found["neuronx-distributed"]["ok"] is not True

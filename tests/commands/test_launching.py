@@ -1,4 +1,6 @@
-"""`kit launch`: whose recipe, whose layout, on how many devices; what `--show` lists; what Ctrl-C leaves behind."""
+"""`kit launch`: whose recipe, whose layout, on how many devices; what `--show` lists; what
+Ctrl-C leaves behind.
+"""
 
 import json
 import os
@@ -56,13 +58,19 @@ def test_published_recipe_is_that_of_the_paper(name: str) -> None:
     recipe = Recipe.from_dict({**left, **ask.fields})
     assert (
         recipe.learning_rate
-        == {"frontier": 6e-5, "hlat-7b": 3e-4, "hlat-70b": 1.5e-4}["frontier" if name.startswith("frontier") else name]
+        == {"frontier": 6e-5, "hlat-7b": 3e-4, "hlat-70b": 1.5e-4}[
+            "frontier" if name.startswith("frontier") else name
+        ]
     )
     assert recipe.learning_rate == pytest.approx(10 * recipe.min_learning_rate)
     assert ask.plan.global_batch_size == {"frontier-22b": 640, "frontier-175b": 640}.get(name, 1024)
     assert ask.plan.engine == ("deepspeed" if name.startswith("frontier") else "neuron")
     if name.startswith("hlat"):
-        assert recipe.num_steps == 429_153 and recipe.warmup_steps == 2000 and recipe.cosine_floor == "clamped"
+        assert (
+            recipe.num_steps == 429_153
+            and recipe.warmup_steps == 2000
+            and recipe.cosine_floor == "clamped"
+        )
         assert hlat_model.MODELS[name.partition("-")[2].upper()] == published.model
         assert ask.plan.num_devices == 32 * Site.load("trn1.32xlarge").devices_per_node
 
@@ -75,15 +83,25 @@ def test_only_the_demo_has_a_recipe_of_its_own() -> None:
     Path("mine.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\n")
     refused("needs a layout and a batch", "--model", "spec.json", "--recipe", "mine.toml")
     demo = asked()
-    assert (demo.fields["learning_rate"], demo.plan.global_batch_size, demo.lacking) == (3e-3, 16, {})
+    assert (demo.fields["learning_rate"], demo.plan.global_batch_size, demo.lacking) == (
+        3e-3,
+        16,
+        {},
+    )
 
 
 def test_a_recipe_of_ones_own() -> None:
-    Path("mine.toml").write_text('learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n')
+    Path("mine.toml").write_text(
+        'learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n'
+    )
     changes = {"plan": {"global_batch_size": 32}, "recipe": {"beta2": 0.99}}
     ask = asked(model="hlat-7b", recipe="mine.toml", changes=changes)
     assert ask.lacking == {"data": "still 'EDIT' in mine.toml", "num_steps": "--steps N"}
-    assert (ask.plan.global_batch_size, ask.fields["beta2"], ask.fields["learning_rate"]) == (32, 0.99, 1e-4)
+    assert (ask.plan.global_batch_size, ask.fields["beta2"], ask.fields["learning_rate"]) == (
+        32,
+        0.99,
+        1e-4,
+    )
     refused("recipe.num_steps: --steps N", "--recipe", "mine.toml", "--data", "d")
     whole = Recipe(data="/d", num_steps=7, learning_rate=2e-4)
     whole.write(Path("recipe.json"))
@@ -102,7 +120,12 @@ def test_a_recipe_of_ones_own() -> None:
 
 @pytest.mark.parametrize("more", [(), ("--show",), ("--recipe", "frontier-175b", "--show")])
 def test_a_wrong_value_is_no_gap_to_be_filled_in(more: tuple[str, ...]) -> None:
-    refused("recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'", "--set", "recipe.schedule=wds", *more)
+    refused(
+        "recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'",
+        "--set",
+        "recipe.schedule=wds",
+        *more,
+    )
 
 
 def test_weights_of_no_folder_are_no_unknown_model() -> None:
@@ -110,8 +133,16 @@ def test_weights_of_no_folder_are_no_unknown_model() -> None:
 
 
 def test_what_a_paper_does_not_state_must_be_given() -> None:
-    refused("recipe.warmup_steps: frontier-175b does not state it", "--recipe", "frontier-175b", "--data", "d")
-    lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes={"recipe": {"warmup_steps": 3}}).lacking
+    refused(
+        "recipe.warmup_steps: frontier-175b does not state it",
+        "--recipe",
+        "frontier-175b",
+        "--data",
+        "d",
+    )
+    lacking = asked(
+        recipe="frontier-1t", given={"num_steps": 9}, changes={"recipe": {"warmup_steps": 3}}
+    ).lacking
     assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
 
 
@@ -119,10 +150,21 @@ def test_a_plan_from_a_file_and_a_number_of_devices() -> None:
     plan = Plan(tensor_parallel=4, pipeline_parallel=2, global_batch_size=64)
     plan.write(Path("plan.json"))
     assert asked(plan=Path("plan.json")).plan == plan
-    assert asked(plan=Path("plan.json"), changes={"plan": {"micro_batch_size": 2}}).plan.micro_batch_size == 2
-    assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan, "a layout of one's own for a paper's recipe"
+    assert (
+        asked(
+            plan=Path("plan.json"), changes={"plan": {"micro_batch_size": 2}}
+        ).plan.micro_batch_size
+        == 2
+    )
+    assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan, (
+        "a layout of one's own for a paper's recipe"
+    )
     site = Site.load("frontier")
-    assert on_devices(plan, site, 32, None) == on_devices(plan, site, None, 4) == plan.replace(data_parallel=4)
+    assert (
+        on_devices(plan, site, 32, None)
+        == on_devices(plan, site, None, 4)
+        == plan.replace(data_parallel=4)
+    )
     assert on_devices(plan, site, None, None) == plan
     for devices, nodes, message in (
         (12, None, "Give a multiple of 8"),
@@ -135,14 +177,27 @@ def test_a_plan_from_a_file_and_a_number_of_devices() -> None:
 
 
 def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--site", "trn1.32xlarge", "--devices", "2048", "--batch", "1024", "--count", "2", "--choose", "2")
+    sizes = (
+        "--site",
+        "trn1.32xlarge",
+        "--devices",
+        "2048",
+        "--batch",
+        "1024",
+        "--count",
+        "2",
+        "--choose",
+        "2",
+    )
     app(["plan", "hlat-7b", *sizes, "--out", "second.json"], standalone_mode=False)
     kept = Plan.read(Path("second.json"))
     assert kept.engine == "neuron" and "Layout 2 is in second.json" in capsys.readouterr().out
     assert asked(recipe="hlat-7b", plan=Path("second.json")).plan == kept
     launch("--recipe", "hlat-7b", "--plan", "second.json", "--site", "trn1.32xlarge", "--show")
     said = capsys.readouterr()
-    assert "#SBATCH --nodes=64" in said.out and "plan." not in said.err, "nothing of the layout is left to fill in"
+    assert "#SBATCH --nodes=64" in said.out and "plan." not in said.err, (
+        "nothing of the layout is left to fill in"
+    )
 
 
 def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,22 +215,40 @@ def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture
     assert not Path("runs").exists()
     Path("my-trn1.toml").write_text('base = "trn1.32xlarge"\nname = "mine"\n')
     launch("--recipe", "hlat-70b", "--site", "my-trn1.toml", "--nodes", "64", "--show")
-    assert "site.slurm.partition: in my-trn1.toml\n" in capsys.readouterr().err, "which is the reader's own already"
+    assert "site.slurm.partition: in my-trn1.toml\n" in capsys.readouterr().err, (
+        "which is the reader's own already"
+    )
 
 
 def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -> None:
     launch("--recipe", "frontier-175b", "--site", "frontier", "--show")
     said = capsys.readouterr()
-    assert said.out.startswith("#!/bin/bash\n") and "submit.sh, line " in said.err and "warmup_steps" in said.err
+    assert (
+        said.out.startswith("#!/bin/bash\n")
+        and "submit.sh, line " in said.err
+        and "warmup_steps" in said.err
+    )
     launch("--show")
     said = capsys.readouterr()
     assert said.out.startswith("#!/bin/bash\n")
-    assert said.err.startswith("Still to fill in:\n  recipe.data: ") and "Build it: kit data build" in said.err
+    assert (
+        said.err.startswith("Still to fill in:\n  recipe.data: ")
+        and "Build it: kit data build" in said.err
+    )
     with pytest.raises(ConfigError, match="is not below"):  # pods see the shared file system only
         launch("--recipe", "hlat-7b", "--site", "eks-trn1", "--show")
-    with pytest.raises(ConfigError, match="1,024 processes would choke one machine.* at most 256, .*--site"):
+    with pytest.raises(
+        ConfigError, match="1,024 processes would choke one machine.* at most 256, .*--site"
+    ):
         launch("--recipe", "hlat-7b", "--show")
-    refused("'neuron' trains on AWS Trainium alone", "--recipe", "hlat-7b", "--site", "frontier", "--show")
+    refused(
+        "'neuron' trains on AWS Trainium alone",
+        "--recipe",
+        "hlat-7b",
+        "--site",
+        "frontier",
+        "--show",
+    )
 
 
 def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
@@ -186,7 +259,9 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
         return submit(job, files)
 
     words = ("--data", str(tiny_dataset.directory), "--no-measure-peak")
-    monkeypatch.setattr(launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60")))
+    monkeypatch.setattr(
+        launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60"))
+    )
     monkeypatch.setattr(local, "submit", pressed)
     code = launch(*words)
     said, job = capsys.readouterr().out, Job.attach("runs/new")
@@ -210,7 +285,9 @@ def test_epochs_of_each_source_are_told_before_anything_starts(
     data = tiny_dataset.directory
     source = f'[[sources]]\npaths = ["{data}"]\nweight = %g\n'
     phase = "[[phases]]\nuntil_tokens = 1e4\nweights = [1, 0]\n"
-    Path("mix.toml").write_text(f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}')
+    Path("mix.toml").write_text(
+        f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}'
+    )
     launch("--recipe", "mix.toml", "--model", "demo", "--set", "spec.sequence_length=64", "--show")
     told = capsys.readouterr().err.splitlines()
     # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
@@ -241,20 +318,36 @@ def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsy
     assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ([], {}),
-    (["data/web"], {"data": "data/web"}),
-    (["odd/name=1"], {"data": "odd/name=1"}),
-    (["0.7=data/web", "0.3=data/code"], {"data": "data/web", "sources": [
-        {"paths": ["data/web"], "weight": 0.7}, {"paths": ["data/code"], "weight": 0.3}]}),
-    (["1=web/part_*"], {"data": "web/part_*", "sources": [{"paths": ["web/part_*"], "weight": 1.0}]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {}),
+        (["data/web"], {"data": "data/web"}),
+        (["odd/name=1"], {"data": "odd/name=1"}),
+        (
+            ["0.7=data/web", "0.3=data/code"],
+            {
+                "data": "data/web",
+                "sources": [
+                    {"paths": ["data/web"], "weight": 0.7},
+                    {"paths": ["data/code"], "weight": 0.3},
+                ],
+            },
+        ),
+        (
+            ["1=web/part_*"],
+            {"data": "web/part_*", "sources": [{"paths": ["web/part_*"], "weight": 1.0}]},
+        ),
+    ],
+)
 def test_a_mix_on_the_command_line(words, expected) -> None:
     assert read_data(words) == expected
     Recipe.from_dict({"data": "x", "num_steps": 1, **read_data(words)})
 
 
-@pytest.mark.parametrize("words", [["web", "code"], ["0.7=web", "code"], ["some=web"], ["=web", "1=code"]])
+@pytest.mark.parametrize(
+    "words", [["web", "code"], ["0.7=web", "code"], ["some=web"], ["=web", "1=code"]]
+)
 def test_a_mix_without_weights_is_refused(words) -> None:
     with pytest.raises(ConfigError, match="Give one folder, or a mix as WEIGHT=FOLDER for each"):
         read_data(words)
@@ -265,22 +358,29 @@ def test_other_weights_from_a_token_or_a_step_on() -> None:
     fields = read_phases(["1e6=0.5,0.5,0", "5000steps=0,0,1"], sources, tokens_per_step=1024)
     assert [source["weight"] for source in fields["sources"]] == [0, 0, 1]
     assert fields["phases"] == [
-        {"until_tokens": 1e6, "weights": [0.7, 0.3, 0]}, {"until_tokens": 5000 * 1024, "weights": [0.5, 0.5, 0]},
-    ]  # fmt: skip
+        {"until_tokens": 1e6, "weights": [0.7, 0.3, 0]},
+        {"until_tokens": 5000 * 1024, "weights": [0.5, 0.5, 0]},
+    ]
     Recipe.from_dict({"data": "x", "num_steps": 1, **fields})
     assert read_phases([], sources, 1024) == {}
 
 
-@pytest.mark.parametrize("word", ["0.3,0.7", "1e6=0.3", "1e6=0.3,0.7,1", "1e6=a,b", "=1,1", "soon=1,1", "5 steps = 1,"])
+@pytest.mark.parametrize(
+    "word", ["0.3,0.7", "1e6=0.3", "1e6=0.3,0.7,1", "1e6=a,b", "=1,1", "soon=1,1", "5 steps = 1,"]
+)
 def test_other_weights_that_say_too_little_are_refused(word: str) -> None:
-    refused(f"--then {word}: not allowed", "--data", "0.7=web", "--data", "0.3=code", "--then", word)
+    refused(
+        f"--then {word}: not allowed", "--data", "0.7=web", "--data", "0.3=code", "--then", word
+    )
 
 
 def test_other_weights_need_a_mix_and_come_in_order(tiny_dataset) -> None:
     folder = tiny_dataset.directory
     refused("Give a mix by --data", "--data", str(folder), "--then", "1e6=1,1")
     mix = ("--data", f"0.7={folder}", "--data", f"0.3={folder}")
-    refused("phases[1].until_tokens: 5.0 is not allowed", *mix, "--then", "9=1,0", "--then", "5=0,1")
+    refused(
+        "phases[1].until_tokens: 5.0 is not allowed", *mix, "--then", "9=1,0", "--then", "5=0,1"
+    )
     refused("sources: weights", *mix, "--then", "9=0,0")
 
 
@@ -303,7 +403,10 @@ def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
     Path("mine.toml").write_text(BEHIND % source)
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    ssh.write_text(f'#!/bin/bash\nprintf \'%s\\0\' "${{@: -1}}" >>{tmp_path}/asked\n[ "${{@: -1}}" != frontier ]\n')
+    ssh.write_text(
+        f'#!/bin/bash\nprintf \'%s\\0\' "${{@: -1}}" >>{tmp_path}/asked\n[ "${{@: -1}}" !='
+        " frontier ]\n"
+    )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -311,12 +414,25 @@ def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
     launch("--site", "mine.toml", "--data", "/data", "--show")
     assert {*tmp_path.rglob("*")} == before, "nothing is started or written"
     out, err = capsys.readouterr()
-    assert "exec '/opt/their python' -m cluster.slurm.supervisor" in out and "KIT_RUN_DIR=/project/runs/new" in out
-    assert str(tmp_path) not in out and ("cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out)
+    assert (
+        "exec '/opt/their python' -m cluster.slurm.supervisor" in out
+        and "KIT_RUN_DIR=/project/runs/new" in out
+    )
+    assert str(tmp_path) not in out and (
+        "cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out
+    )
     told = [shlex.split(line) for line in err.splitlines() if line.startswith("  ssh ")]
     assert all(words[:-1] == ["ssh", "--", "frontier"] for words in told)
-    assert "cd /" in told[-1][-1] and "their python" in told[-1][-1] and "cluster.login.answer" in told[-1][-1]
+    assert (
+        "cd /" in told[-1][-1]
+        and "their python" in told[-1][-1]
+        and "cluster.login.answer" in told[-1][-1]
+    )
     with pytest.raises(JobError):
         launch("--site", "mine.toml", "--data", "/data")
-    asked = [each for each in (tmp_path / "asked").read_text().split("\0") if each not in ("", "frontier")]
+    asked = [
+        each
+        for each in (tmp_path / "asked").read_text().split("\0")
+        if each not in ("", "frontier")
+    ]
     assert asked[0] == told[0][-1], "it is what a launch asks first"

@@ -1,4 +1,6 @@
-"""Modes of files: all that the commands write is as open as the user's umask makes it, no more and no less."""
+"""Modes of files: all that the commands write is as open as the user's umask makes it, no more
+and no less.
+"""
 
 import os
 from pathlib import Path
@@ -12,15 +14,18 @@ from kit.commands.app import app
 from kit.spec import ModelSpec
 
 LOG = (
-    " iteration {n:8d}/ 100 | consumed samples: {n:8d} | elapsed time per iteration (ms): 900.0 | learning rate: "
-    "1.0E-04 | global batch size: 4 | lm loss: 2.5E+00 | loss scale: 1.0 | grad norm: 1.0 |\n"
+    " iteration {n:8d}/ 100 | consumed samples: {n:8d} | elapsed time per iteration (ms): 900.0 |"
+    " learning rate: 1.0E-04 | global batch size: 4 | lm loss: 2.5E+00 | loss scale: 1.0 | grad"
+    " norm: 1.0 |\n"
 )
 SECRET = {"login.key": 0o600}
 """What only its owner may read, whatever the umask."""
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
-def test_every_file_follows_umask(umask: int, tmp_path: Path, tiny_dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_follows_umask(
+    umask: int, tmp_path: Path, tiny_dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     text = next(tiny_dataset.directory.parent.glob("*.jsonl"))
     kept = os.umask(umask)
@@ -31,10 +36,33 @@ def test_every_file_follows_umask(umask: int, tmp_path: Path, tiny_dataset, monk
         spec = ModelSpec.llama(name="tiny", vocab_size=512, sequence_length=32, **shape)
         spec.write(Path("tiny.json"))
         Path("log.txt").write_text("".join(LOG.format(n=n) for n in range(1, 9)))
-        Mirror.sealed(login="there", python="python", source="/", directory="/run").write(Path("login.json"))
+        Mirror.sealed(login="there", python="python", source="/", directory="/run").write(
+            Path("login.json")
+        )
         for words in (
-            ["data", "build", "data", "--source", str(text), "--vocab-size", "300", "--workers", "1"],
-            ["plan", "tiny.json", "--site", "frontier", "--devices", "8", "--batch", "16", "--out", "layout.json"],
+            [
+                "data",
+                "build",
+                "data",
+                "--source",
+                str(text),
+                "--vocab-size",
+                "300",
+                "--workers",
+                "1",
+            ],
+            [
+                "plan",
+                "tiny.json",
+                "--site",
+                "frontier",
+                "--devices",
+                "8",
+                "--batch",
+                "16",
+                "--out",
+                "layout.json",
+            ],
         ):
             app(words, standalone_mode=False)
         recipe = kit.Recipe(data="data", num_steps=2, learning_rate=1e-3, checkpoint_every=1)
@@ -46,15 +74,29 @@ def test_every_file_follows_umask(umask: int, tmp_path: Path, tiny_dataset, monk
             ["export", "run"],
             ["figure", "run"],
             ["eval", "run", "--tasks", "heldout", "--limit", "2"],
-            ["import", "log.txt", "--out", "imported", "--site", "frontier", "--model", "tiny.json", *degrees],
+            [
+                "import",
+                "log.txt",
+                "--out",
+                "imported",
+                "--site",
+                "frontier",
+                "--model",
+                "tiny.json",
+                *degrees,
+            ],
             ["runs", "."],
         ):
             app(words, standalone_mode=False)
     finally:
         os.umask(kept)
-    found = {file: file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if not file.is_socket()}
+    found = {
+        file: file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if not file.is_socket()
+    }
     assert len(found) > 50
-    asked = {file: SECRET.get(file.name, (0o777 if file.is_dir() else 0o666) & ~umask) for file in found}
+    asked = {
+        file: SECRET.get(file.name, (0o777 if file.is_dir() else 0o666) & ~umask) for file in found
+    }
     wrong = {str(file): f"{mode:o}" for file, mode in found.items() if mode != asked[file]}
     assert not wrong
     assert SECRET.keys() <= {file.name for file in found}

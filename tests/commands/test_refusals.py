@@ -1,4 +1,6 @@
-"""What is refused changes nothing: every file beneath the folder is compared before and after each refusal there is."""
+"""What is refused changes nothing: every file beneath the folder is compared before and after
+each refusal there is.
+"""
 
 import fcntl
 import hashlib
@@ -61,13 +63,17 @@ def refused(error: type[Exception], message: str, folder: Path, action: Callable
         action()
     assert message in str(raised.value)
     after = contents(folder)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     assert not changed, f"refused, and yet it changed {changed}"
 
 
 @pytest.fixture
 def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
-    """A run that has done all its steps and was once asked for a checkpoint, as a job would have left it."""
+    """A run that has done all its steps and was once asked for a checkpoint, as a job would have
+    left it.
+    """
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=STEPS)
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
     run = Run.create(tmp_path / "runs" / "rep", spec=spec, plan=PLAN, recipe=recipe, site=site)
@@ -82,7 +88,15 @@ def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
     log_path(run.directory, attempt, 0).parent.mkdir(parents=True, exist_ok=True)
     log_path(run.directory, attempt, 0).write_text("step 20 of 20\n")
     manifest = Manifest(
-        step=STEPS, attempt=attempt, samples=160, tokens=160 * 16, seed=1234, time=0.0, spec=spec, plan=PLAN, files={}
+        step=STEPS,
+        attempt=attempt,
+        samples=160,
+        tokens=160 * 16,
+        seed=1234,
+        time=0.0,
+        spec=spec,
+        plan=PLAN,
+        files={},
     )
     run.checkpoints.path(STEPS).mkdir(parents=True)
     manifest.write(run.checkpoints.path(STEPS) / "manifest.json")
@@ -93,20 +107,32 @@ def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
 def again(run: Run, **changes: Any) -> Callable[[], Run]:
     """Returns the launch that would go on with a finished run, but for these changes."""
     recipe = run.recipe.replace(num_steps=STEPS + 10)
-    given = {"directory": run.directory, "spec": run.spec, "plan": PLAN, "recipe": recipe, **changes}
+    given = {
+        "directory": run.directory,
+        "spec": run.spec,
+        "plan": PLAN,
+        "recipe": recipe,
+        **changes,
+    }
     return lambda: kit.launch(**given)
 
 
 def with_cores(site: Site) -> Site:
-    """Returns a site of Trainium with devices on which a plan of engine native trains, and other sites as they are."""
+    """Returns a site of Trainium with devices on which a plan of engine native trains, and other
+    sites as they are.
+    """
     return site if site.device.trainium is None else site.replace(device=Site.load("laptop").device)
 
 
 def cluster_site(base: str, **changes: Any) -> Site:
-    """Returns a packaged Slurm site of one device a node, filled in as a user would; Trainium's with CPU cores."""
+    """Returns a packaged Slurm site of one device a node, filled in as a user would; Trainium's
+    with CPU cores.
+    """
     site = with_cores(Site.load(base))
     assert site.slurm is not None
-    return site.replace(devices_per_node=1, slurm=site.slurm.replace(account="me", partition="batch", **changes))
+    return site.replace(
+        devices_per_node=1, slurm=site.slurm.replace(account="me", partition="batch", **changes)
+    )
 
 
 @pytest.fixture
@@ -117,7 +143,9 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def refuse(words: list[str], config: str | None, cwd: Path | None = None) -> str:
         told.append(words)
         if words[0] != "sbatch" or words[-1] == "submit.sh":
-            raise JobError("sbatch: error: Invalid account or account/partition combination specified")
+            raise JobError(
+                "sbatch: error: Invalid account or account/partition combination specified"
+            )
         return "41\n"
 
     monkeypatch.setattr(slurm, "slurm_command", refuse)
@@ -125,7 +153,7 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return told
 
 
-# Launch and resume ----------------------------------------------------------------------------------------------------
+# Launch and resume --------------------------------------------------------------------------------
 
 
 def test_a_finished_run_keeps_its_plan_and_site(finished: Run, tmp_path: Path) -> None:
@@ -139,7 +167,9 @@ def test_a_finished_run_keeps_its_plan_and_site(finished: Run, tmp_path: Path) -
 def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_has(
     finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody gives the demo's warm-up, layout and site again; what is advised can be given as it stands."""
+    """Nobody gives the demo's warm-up, layout and site again; what is advised can be given as it
+    stands.
+    """
     started: list[Run] = []
     monkeypatch.setattr(launcher, "submit", lambda run, limit_s: started.append(run))
     two = ("--set", "plan.tensor_parallel=2")
@@ -147,23 +177,30 @@ def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_
     def launch(*words: str) -> None:
         kit_command("launch", str(finished.directory), *words)
 
-    with pytest.raises(RunError, match="has finished its 20 steps, and 20 were asked for") as raised:
+    with pytest.raises(
+        RunError, match="has finished its 20 steps, and 20 were asked for"
+    ) as raised:
         launch(*two)
     advised = re.search(
-        "`kit (resume .* --steps N .*)`, which turns plan.tensor_parallel = 1 into 2", str(raised.value)
+        "`kit (resume .* --steps N .*)`, which turns plan.tensor_parallel = 1 into 2",
+        str(raised.value),
     )
     assert advised and not started
     kit_command(*shlex.split(advised[1].replace(" N ", " 40 ")))
     launch("--steps", "40", *two)
     for run in started:
-        assert run.recipe == finished.recipe.replace(num_steps=40, decay_steps=20) and run.plan == PLAN.replace(
-            tensor_parallel=2
-        )
+        assert run.recipe == finished.recipe.replace(
+            num_steps=40, decay_steps=20
+        ) and run.plan == PLAN.replace(tensor_parallel=2)
         assert (run.spec, run.site) == (finished.spec, finished.site)
     assert len(started) == 2
-    with pytest.raises(RunError, match=r"spec.num_layers = 4, not 3; recipe.beta1 = 0.9, not 0.5") as raised:
+    with pytest.raises(
+        RunError, match=r"spec.num_layers = 4, not 3; recipe.beta1 = 0.9, not 0.5"
+    ) as raised:
         launch("--set", "spec.num_layers=3", "--set", "recipe.beta1=0.5", "--steps", "40", *two)
-    assert f"`kit resume {finished.directory} --steps 40 --set plan.tensor_parallel=2`" in str(raised.value)
+    assert f"`kit resume {finished.directory} --steps 40 --set plan.tensor_parallel=2`" in str(
+        raised.value
+    )
 
 
 def test_fewer_steps_than_a_run_has_done_are_told_as_such(finished: Run, tmp_path: Path) -> None:
@@ -180,11 +217,18 @@ def test_only_the_hook_that_a_run_has_may_be_gone(
 ) -> None:
     started: list[Run] = []
     monkeypatch.setattr(launcher, "submit", lambda run, limit_s: started.append(run))
-    finished.recipe.replace(hook=str(tmp_path / "gone.py")).write(finished.directory / "recipe.json")
+    finished.recipe.replace(hook=str(tmp_path / "gone.py")).write(
+        finished.directory / "recipe.json"
+    )
     (finished.directory / HOOK).write_text("def on_step(state): return {}")
     words = ("launch", str(finished.directory), "--steps", "40")
     wrong = str(tmp_path / "mistyped.py")
-    refused(RunError, f"{wrong!r} cannot be read", tmp_path, lambda: kit_command(*words, "--hook", wrong))
+    refused(
+        RunError,
+        f"{wrong!r} cannot be read",
+        tmp_path,
+        lambda: kit_command(*words, "--hook", wrong),
+    )
     assert not started
     kit_command(*words)
     assert len(started) == 1
@@ -200,47 +244,104 @@ def test_nothing_is_measured_before_the_last_refusal(
         return site.with_measured_peak(dtype, 2e11, "here")
 
     monkeypatch.setattr(gemm, "measured_site", measured)
-    monkeypatch.setattr(launcher, "submit", lambda run, limit_s: rounds.append(run.site.peak_flops_per_s("fp32")))
-    files = ("--recipe", f"{finished.directory}/recipe.json", "--model", f"{finished.directory}/spec.json")
-    words = ("launch", str(finished.directory), "--site", "laptop", *files, "--set", "plan.global_batch_size=8")
+    monkeypatch.setattr(
+        launcher, "submit", lambda run, limit_s: rounds.append(run.site.peak_flops_per_s("fp32"))
+    )
+    files = (
+        "--recipe",
+        f"{finished.directory}/recipe.json",
+        "--model",
+        f"{finished.directory}/spec.json",
+    )
+    words = (
+        "launch",
+        str(finished.directory),
+        "--site",
+        "laptop",
+        *files,
+        "--set",
+        "plan.global_batch_size=8",
+    )
     for error, message, more in (
         (RunError, "has finished its 20 steps", ()),
         (RunError, "recipe.hook: ", ("--steps", "40", "--hook", "absent.py")),
-        (ConfigError, "at most 256", ("--steps", "40", "--set", "plan.data_parallel=257",
-                                      "--set", "plan.global_batch_size=257")),
-    ):  # fmt: skip
+        (
+            ConfigError,
+            "at most 256",
+            (
+                "--steps",
+                "40",
+                "--set",
+                "plan.data_parallel=257",
+                "--set",
+                "plan.global_batch_size=257",
+            ),
+        ),
+    ):
         refused(error, message, tmp_path, lambda more=more: kit_command(*words, *more))
     assert rounds == []
     kit_command(*words, "--steps", "40")
     assert rounds == ["fp32", 2e11]
 
 
-def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_refused_by_what_is_given(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, recipe = finished.spec, finished.recipe.replace(num_steps=STEPS + 10)
     nine = PLAN.replace(data_parallel=9, global_batch_size=9)
     other_engine = PLAN.replace(engine="deepspeed")
     cases: list[tuple[type[Exception], str, dict[str, Record]]] = [
         (RunError, "spec.num_layers = 4, not 2", {"spec": spec.replace(num_layers=2)}),
-        (RunError, "recipe.learning_rate = 0.0003, not 0.1", {"recipe": recipe.replace(learning_rate=0.1)}),
+        (
+            RunError,
+            "recipe.learning_rate = 0.0003, not 0.1",
+            {"recipe": recipe.replace(learning_rate=0.1)},
+        ),
         (ConfigError, "spec.num_heads", {"plan": PLAN.replace(tensor_parallel=3)}),
         (ConfigError, "vocab_size is 128", {"spec": spec.replace(vocab_size=128)}),
         (DataError, "kit data build", {"recipe": recipe.replace(data=str(tmp_path / "absent"))}),
-        (ConfigError, "recipe.on_spike: 'skip'", {"plan": other_engine, "recipe": recipe.replace(on_spike="skip")}),
-        (ConfigError, "at most 256", {"plan": PLAN.replace(data_parallel=257, global_batch_size=257)}),
+        (
+            ConfigError,
+            "recipe.on_spike: 'skip'",
+            {"plan": other_engine, "recipe": recipe.replace(on_spike="skip")},
+        ),
+        (
+            ConfigError,
+            "at most 256",
+            {"plan": PLAN.replace(data_parallel=257, global_batch_size=257)},
+        ),
         (ConfigError, "do not fill whole nodes", {"site": Site.load("frontier"), "plan": nine}),
-        (ConfigError, "has no [slurm] table", {"site": Site.load("dgx-h100").replace(devices_per_node=1)}),
+        (
+            ConfigError,
+            "has no [slurm] table",
+            {"site": Site.load("dgx-h100").replace(devices_per_node=1)},
+        ),
         (ConfigError, "still 'EDIT'", {"site": Site.load("frontier").replace(devices_per_node=1)}),
-        (ConfigError, "still 'EDIT'", {"site": with_cores(Site.load("eks-trn1")).replace(devices_per_node=1)}),
+        (
+            ConfigError,
+            "still 'EDIT'",
+            {"site": with_cores(Site.load("eks-trn1")).replace(devices_per_node=1)},
+        ),
         (ConfigError, "is not below", {"site": with_cores(eks()).replace(devices_per_node=1)}),
     ]
     for error, message, changes in cases:
         refused(error, message, tmp_path, again(finished, **changes))
     monkeypatch.setenv("PATH", "/nowhere")
-    refused(ConfigError, "sbatch is not found here", tmp_path, again(finished, site=cluster_site("frontier")))
+    refused(
+        ConfigError,
+        "sbatch is not found here",
+        tmp_path,
+        again(finished, site=cluster_site("frontier")),
+    )
     site = with_cores(eks("/")).replace(devices_per_node=1)
     refused(JobError, "kubectl is not installed here", tmp_path, again(finished, site=site))
     if not find_spec("neuronx_distributed"):
-        refused(MissingPackageError, "neuronx", tmp_path, again(finished, plan=PLAN.replace(engine="neuron")))
+        refused(
+            MissingPackageError,
+            "neuronx",
+            tmp_path,
+            again(finished, plan=PLAN.replace(engine="neuron")),
+        )
 
 
 def test_launch_refused_by_what_is_in_the_directory(
@@ -249,12 +350,24 @@ def test_launch_refused_by_what_is_in_the_directory(
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    refused(RunError, "is not a run directory", tmp_path, again(finished, directory=tmp_path / "thesis"))
-    refused(RunError, "cannot be written", tmp_path, again(finished, directory=tmp_path / "file" / "run"))
+    refused(
+        RunError, "is not a run directory", tmp_path, again(finished, directory=tmp_path / "thesis")
+    )
+    refused(
+        RunError,
+        "cannot be written",
+        tmp_path,
+        again(finished, directory=tmp_path / "file" / "run"),
+    )
     with monkeypatch.context() as full:
         usage = shutil.disk_usage(tmp_path)._replace(free=10)
         full.setattr(shutil, "disk_usage", lambda path: usage)
-        refused(CheckpointError, "no space left", tmp_path, again(finished, plan=PLAN.replace(micro_batch_size=2)))
+        refused(
+            CheckpointError,
+            "no space left",
+            tmp_path,
+            again(finished, plan=PLAN.replace(micro_batch_size=2)),
+        )
     manifest = finished.checkpoints.path(STEPS) / "manifest.json"
     Manifest.read(manifest).replace(files={"gone.distcp": 7}).write(manifest)
     refused(CheckpointError, "gone.distcp is missing", tmp_path, again(finished))
@@ -266,7 +379,10 @@ def test_launch_refused_by_others_at_work(finished: Run, tmp_path: Path) -> None
     refused(RunError, "is being launched by another process", tmp_path, again(finished))
     os.close(handle)
     update_state(finished.directory, attempt=2, state="running", process=Process.current())
-    for launch in (again(finished, plan=PLAN.replace(micro_batch_size=2)), lambda: kit.resume(finished.directory)):
+    for launch in (
+        again(finished, plan=PLAN.replace(micro_batch_size=2)),
+        lambda: kit.resume(finished.directory),
+    ):
         refused(JobError, "is in use: attempt 2", tmp_path, launch)
 
 
@@ -276,20 +392,33 @@ def test_job_whose_processes_cannot_be_started(finished: Run, tmp_path: Path) ->
     program.chmod(0o755)
     for run_dir in (finished.directory, tmp_path / "new" / "run"):
         job = JobSpec(name="x", run_dir=str(run_dir), argv=(str(program),), num_processes=2)
-        refused(JobError, "could not be started: rank 0 could not", tmp_path, lambda job=job: local.submit(job))
+        refused(
+            JobError,
+            "could not be started: rank 0 could not",
+            tmp_path,
+            lambda job=job: local.submit(job),
+        )
 
 
 @pytest.mark.parametrize("base", ["frontier", "trn1.32xlarge"])
-def test_job_that_slurm_refuses(base: str, finished: Run, tmp_path: Path, deaf_slurm: list[list[str]]) -> None:
+def test_job_that_slurm_refuses(
+    base: str, finished: Run, tmp_path: Path, deaf_slurm: list[list[str]]
+) -> None:
     """Its word comes after everything else; a job that compiles ahead was taken by then."""
     message, site, job = "Invalid account", cluster_site(base), launcher.job_spec(finished)
     refused(JobError, message, tmp_path, again(finished, site=site))
-    refused(JobError, message, tmp_path, again(finished, site=site, directory=tmp_path / "new" / "run"))
+    refused(
+        JobError, message, tmp_path, again(finished, site=site, directory=tmp_path / "new" / "run")
+    )
     refused(JobError, message, tmp_path, lambda: slurm.submit(job, site))
-    assert [words[0] for words in deaf_slurm].count("scancel") == (3 if base == "trn1.32xlarge" else 0)
+    assert [words[0] for words in deaf_slurm].count("scancel") == (
+        3 if base == "trn1.32xlarge" else 0
+    )
 
 
-def test_scoring_that_slurm_refuses(finished: Run, tmp_path: Path, deaf_slurm: list[list[str]]) -> None:
+def test_scoring_that_slurm_refuses(
+    finished: Run, tmp_path: Path, deaf_slurm: list[list[str]]
+) -> None:
     cluster_site("frontier").write(finished.directory / "site.json")
     before = contents(tmp_path)
     (said,) = follow_run(finished.directory, ("heldout",), submit=True, poll_s=0)
@@ -303,7 +432,7 @@ def test_scoring_that_slurm_refuses(finished: Run, tmp_path: Path, deaf_slurm: l
     )
 
 
-# Other commands -------------------------------------------------------------------------------------------------------
+# Other commands -----------------------------------------------------------------------------------
 
 
 def kit_command(*words: str) -> None:
@@ -324,14 +453,26 @@ def test_imports_that_refuse(finished: Run, tmp_path: Path) -> None:
         (RunError, "was not imported from", other, {}),
         (DataError, "tells of a step", other, {"out": tmp_path / "new"}),
         (DataError, "cannot be read", tmp_path / "absent.log", {"out": tmp_path / "new"}),
-        (ConfigError, "more than the", log, {"changes": {"plan": {"global_batch_size": 1024 * 64}}}),
+        (
+            ConfigError,
+            "more than the",
+            log,
+            {"changes": {"plan": {"global_batch_size": 1024 * 64}}},
+        ),
         (ConfigError, "tensr_parallel", log, {"changes": {"plan": {"tensr_parallel": 2}}}),
     ):
         options = {"out": tmp_path / "theirs", "format": "megatron", "site": lumi, **given}
-        refused(error, message, tmp_path, lambda source=source, options=options: import_log(source, **options))
+        refused(
+            error,
+            message,
+            tmp_path,
+            lambda source=source, options=options: import_log(source, **options),
+        )
 
 
-def test_commands_that_refuse(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_refuse(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run, data = "runs/rep", finished.recipe.data
     (tmp_path / "full").mkdir()
@@ -341,7 +482,11 @@ def test_commands_that_refuse(finished: Run, tmp_path: Path, monkeypatch: pytest
     spec = ["--model", f"{run}/spec.json", "--data", data, *recipe]
     cases: list[tuple[type[Exception], str, tuple[str, ...]]] = [
         (RunError, "has finished", ("resume", run, "--set", "plan.data_parallel=8")),
-        (ConfigError, "tensr_parallel", ("resume", run, "--steps", "40", "--set", "plan.tensr_parallel=8")),
+        (
+            ConfigError,
+            "tensr_parallel",
+            ("resume", run, "--steps", "40", "--set", "plan.tensr_parallel=8"),
+        ),
         (ConfigError, "recipe.seed: a run keeps it", ("resume", run, "--set", "recipe.seed=8")),
         (RunError, "nothing to stop", ("stop", run)),
         (RunError, "nothing to stop", ("stop", run, "--now")),

@@ -22,21 +22,31 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["bytes"] > 4 * GPT.num_params
     found = import_hugging_face(tmp_path / "out").decoder()
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["export-hf", "run", "last", "out"], "step: 'last' is not allowed. Give a number, or `newest`"),
-        (["import-checkpoint", "nxd", "source", "out", "--model", "none.json"], "none.json: no such file"),
+        (
+            ["export-hf", "run", "last", "out"],
+            "step: 'last' is not allowed. Give a number, or `newest`",
+        ),
+        (
+            ["import-checkpoint", "nxd", "source", "out", "--model", "none.json"],
+            "none.json: no such file",
+        ),
         (
             ["import-checkpoint", "nxd", "source", "out", "--model", "none"],
             "'none' is unknown. Allowed: demo, gpt-1.4b",
         ),
     ],
 )
-def test_mistakes_are_told(command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told(
+    command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     answer = CliRunner().invoke(app, command)
     assert isinstance(answer.exception, ConfigError) and message in str(answer.exception)

@@ -1,4 +1,6 @@
-"""A folder's tokenizer, loaded as its user does, gives the ids that the model was trained on, or there is no folder."""
+"""A folder's tokenizer, loaded as its user does, gives the ids that the model was trained on, or
+there is no folder.
+"""
 
 import inspect
 import io
@@ -16,7 +18,13 @@ from sentencepiece import sentencepiece_model_pb2
 
 from kit.convert.hugging_face import export_hugging_face
 from kit.convert.tokenizer import HARD_TEXTS
-from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer, SentencePieceTokenizer, Tokenizer, train_tokenizer
+from kit.data.tokenizer import (
+    END_OF_TEXT,
+    BytePairTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    train_tokenizer,
+)
 from kit.errors import DataError
 from kit.model import build_decoder
 from kit.spec import ModelSpec
@@ -28,8 +36,16 @@ LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": Fals
 
 def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
     stream = io.BytesIO()
-    chosen = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 400, "minloglevel": 2, **options}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=stream, **chosen)
+    chosen = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "vocab_size": 400,
+        "minloglevel": 2,
+        **options,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=stream, **chosen
+    )
     return SentencePieceTokenizer(stream.getvalue())
 
 
@@ -37,7 +53,15 @@ def exported(tokenizer: Tokenizer, folder: Path, family: str = "llama") -> Any:
     """Returns the tokenizer of a folder, as its user loads it."""
     make = {"llama": ModelSpec.llama, "gpt": ModelSpec.gpt}[family]
     sizes = {"ffn_hidden_size": 16} if family == "llama" else {}
-    spec = make(name="tiny", num_layers=1, hidden_size=16, num_heads=2, vocab_size=500, sequence_length=16, **sizes)
+    spec = make(
+        name="tiny",
+        num_layers=1,
+        hidden_size=16,
+        num_heads=2,
+        vocab_size=500,
+        sequence_length=16,
+        **sizes,
+    )
     export_hugging_face(build_decoder(spec), folder, tokenizer=tokenizer)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -64,7 +88,9 @@ def test_a_sentencepiece_bpe_gives_its_own_ids(options: dict, tmp_path: Path) ->
         assert [theirs.decode(each) for each in ids] == [tokenizer.decode(each) for each in ids]
 
 
-def with_pieces(tokenizer: SentencePieceTokenizer, pieces: dict[str, float]) -> SentencePieceTokenizer:
+def with_pieces(
+    tokenizer: SentencePieceTokenizer, pieces: dict[str, float]
+) -> SentencePieceTokenizer:
     """Returns a model whose last pieces are these, with their scores."""
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.data)
     for place, (piece, score) in zip(reversed(model.pieces), pieces.items(), strict=False):
@@ -83,13 +109,21 @@ def test_runs_of_spaces_whose_pieces_tie_are_joined_from_the_left(tmp_path: Path
 
 
 def test_a_unigram_model_is_written_where_its_ties_agree(tmp_path: Path) -> None:
-    """Scores are added in another precision there, so `**` and `*` may come in another order in a run of stars."""
+    """Scores are added in another precision there, so `**` and `*` may come in another order in
+    a run of stars.
+    """
     alphabet = [chr(code) for code in range(33, 127)]
-    plain = [re.sub(r"(.)\1+", r"\1", line) for text in TEXTS for line in text.splitlines()] + alphabet
-    tokenizer = trained(plain, model_type="unigram", vocab_size=500, character_coverage=1.0, **LLAMA)
+    plain = [
+        re.sub(r"(.)\1+", r"\1", line) for text in TEXTS for line in text.splitlines()
+    ] + alphabet
+    tokenizer = trained(
+        plain, model_type="unigram", vocab_size=500, character_coverage=1.0, **LLAMA
+    )
     theirs = exported(tokenizer, tmp_path / "model")
     assert [theirs(text)["input_ids"] for text in HARD_TEXTS] == tokenizer.encode_batch(HARD_TEXTS)
-    with pytest.raises(DataError, match=r"transformers reads 'Title.n[*]+' as .* of [\d,]+ texts differ"):
+    with pytest.raises(
+        DataError, match=r"transformers reads 'Title.n[*]+' as .* of [\d,]+ texts differ"
+    ):
         exported(with_pieces(tokenizer, {"**": -6.61}), tmp_path / "runs")
 
 
@@ -103,13 +137,17 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_the_kits_own_tokenizer_takes_no_special_token_out_of_a_text(family: str, tmp_path: Path) -> None:
+def test_the_kits_own_tokenizer_takes_no_special_token_out_of_a_text(
+    family: str, tmp_path: Path
+) -> None:
     tokenizer = train_tokenizer(TEXTS, 400)
     theirs = exported(tokenizer, tmp_path / "model", family)
     texts = [*HARD_TEXTS, f"quoted {END_OF_TEXT} inside"]
     assert [theirs(text)["input_ids"] for text in texts] == tokenizer.encode_batch(texts)
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == tokenizer.data
-    assert theirs(END_OF_TEXT, split_special_tokens=False)["input_ids"] == [tokenizer.eos_id], "whoever wants it"
+    assert theirs(END_OF_TEXT, split_special_tokens=False)["input_ids"] == [tokenizer.eos_id], (
+        "whoever wants it"
+    )
 
 
 def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:

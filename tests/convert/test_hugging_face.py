@@ -20,11 +20,26 @@ from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec, RopeScaling
 
 LLAMA = ModelSpec.llama(
-    name="tiny", num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=96, vocab_size=300,
-    sequence_length=32, rope_theta=50_000.0, norm_eps=1e-6, init_std=0.1,
-)  # fmt: skip
+    name="tiny",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=96,
+    vocab_size=300,
+    sequence_length=32,
+    rope_theta=50_000.0,
+    norm_eps=1e-6,
+    init_std=0.1,
+)
 GPT = ModelSpec.gpt(
-    name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=300, sequence_length=32, init_std=0.1
+    name="tiny",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    vocab_size=300,
+    sequence_length=32,
+    init_std=0.1,
 )
 SPECS = {
     "Llama": LLAMA,
@@ -33,12 +48,16 @@ SPECS = {
         rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=16), rope_theta=500.0
     ),
     "GPT, tied": GPT,
-    "GPT, untied, gelu by tanh": GPT.replace(tied_embeddings=False, activation="gelu_tanh", ffn_hidden_size=100),
+    "GPT, untied, gelu by tanh": GPT.replace(
+        tied_embeddings=False, activation="gelu_tanh", ffn_hidden_size=100
+    ),
 }
 
 
 def decoder_of(spec: ModelSpec) -> Decoder:
-    """Returns a model none of whose norms and biases are ones and zeros, so that a swap of two would show."""
+    """Returns a model none of whose norms and biases are ones and zeros, so that a swap of two
+    would show.
+    """
     decoder, generator = build_decoder(spec).eval(), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -49,7 +68,9 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 
 def assert_equal(found: Decoder, expected: Decoder) -> None:
     theirs = dict(expected.named_parameters())
-    assert found.spec.replace(name="", init_std=0.02) == expected.spec.replace(name="", init_std=0.02)
+    assert found.spec.replace(name="", init_std=0.02) == expected.spec.replace(
+        name="", init_std=0.02
+    )
     assert {name for name, _ in found.named_parameters()} == set(theirs)
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in found.named_parameters())
 
@@ -66,7 +87,9 @@ def assert_same_logits(decoder: Decoder, model: Any) -> None:
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     decoder = decoder_of(SPECS[name])
     folder = export_hugging_face(decoder, tmp_path / "model")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not any(report.values()), f"weights that did not fit: {report}"
     assert type(model).__name__ == ("LlamaForCausalLM" if "Llama" in name else "GPT2LMHeadModel")
     assert_same_logits(decoder, model)
@@ -90,9 +113,13 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
 
 def test_lower_precision_is_rounded_once(tmp_path: Path) -> None:
     decoder = decoder_of(GPT)
-    found = import_hugging_face(export_hugging_face(decoder, tmp_path / "model", precision="bfloat16")).decoder()
+    found = import_hugging_face(
+        export_hugging_face(decoder, tmp_path / "model", precision="bfloat16")
+    ).decoder()
     weights = dict(decoder.named_parameters())
-    assert all(torch.equal(p, weights[name].bfloat16().float()) for name, p in found.named_parameters())
+    assert all(
+        torch.equal(p, weights[name].bfloat16().float()) for name, p in found.named_parameters()
+    )
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
@@ -102,8 +129,16 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert (folder / "tokenizer.json").read_bytes() == tokenizer.data
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("the loss of step 1234", " again\n\n  äöü "):
-        assert theirs(text)["input_ids"] == tokenizer.encode(text) == load_tokenizer(folder).encode(text)
-    assert theirs.eos_token_id == tokenizer.eos_id == json.loads((folder / "config.json").read_text())["eos_token_id"]
+        assert (
+            theirs(text)["input_ids"]
+            == tokenizer.encode(text)
+            == load_tokenizer(folder).encode(text)
+        )
+    assert (
+        theirs.eos_token_id
+        == tokenizer.eos_id
+        == json.loads((folder / "config.json").read_text())["eos_token_id"]
+    )
 
 
 def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
@@ -112,26 +147,53 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
     decoder = decoder_of(GPT)
     folder = export_hugging_face(decoder, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    save_file({name.removeprefix("transformer."): w for name, w in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name.removeprefix("transformer."): w for name, w in weights.items()},
+        folder / "model.safetensors",
+    )
     assert_equal(import_hugging_face(folder).decoder(), decoder)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3"}, "config.model_type: 'qwen3' cannot be imported.*Allowed: gpt2, llama, mistral"),
-        ({"model_type": "mistral"}, "config.sliding_window: 4096 cannot be imported, the kit's decoder has none"),
-        ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' cannot be imported, the kit's decoder has 'silu' only"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "config.rope_parameters: .*'default' or 'llama3'"),
-        ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "config.rope_parameters: .*'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}, "rope_type": "default"}, "config.rope_parameters: .*'yarn'"),
+        (
+            {"model_type": "qwen3"},
+            "config.model_type: 'qwen3' cannot be imported.*Allowed: gpt2, llama, mistral",
+        ),
+        (
+            {"model_type": "mistral"},
+            "config.sliding_window: 4096 cannot be imported, the kit's decoder has none",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            "config.hidden_act: 'gelu' cannot be imported, the kit's decoder has 'silu' only",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "config.rope_parameters: .*'default' or 'llama3'",
+        ),
+        (
+            {"rope_parameters": {"type": "linear", "factor": 2.0}},
+            "config.rope_parameters: .*'linear'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}, "rope_type": "default"},
+            "config.rope_parameters: .*'yarn'",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "over whole heads"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for all layers"),
         ({"rope_scaling": {"type": "linear"}}, "config.rope_scaling"),
         ({"head_dim": 32}, "config.head_dim: 32 cannot be imported, the kit's decoder has 16"),
-        ({"mlp_bias": True}, "config.attention_bias: False beside mlp_bias True .* in both or in neither"),
+        (
+            {"mlp_bias": True},
+            "config.attention_bias: False beside mlp_bias True .* in both or in neither",
+        ),
         ({"attention_bias": True}, "config.attention_bias: True beside mlp_bias False"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "config.quantization_config: weights in 'fp8'"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "config.quantization_config: weights in 'fp8'",
+        ),
         (
             {"model_type": "gpt2", "activation_function": "relu"},
             "config.activation_function: 'relu' cannot be imported. .*Allowed: gelu, gelu_new",
@@ -147,10 +209,18 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"max_position_embeddings": 99, "rope_theta": 5e5, "num_key_value_heads": 2},
     {"rope_scaling": {"rope_type": "default"}, "rope_theta": 5e5},
-    {"rope_scaling": {"type": "default", "rope_theta": 7e5}, "rope_parameters": {"rope_theta": 1e6}},
+    {
+        "rope_scaling": {"type": "default", "rope_theta": 7e5},
+        "rope_parameters": {"rope_theta": 1e6},
+    },
     {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5},
     {
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
         "rope_theta": 5e5,
         "max_position_embeddings": 16,
     },
@@ -163,13 +233,26 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
-    size = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    size = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+    }
     given: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, **size, **config}
-    found, theirs = spec_of(given, name="x"), transformers.AutoConfig.for_model(**copy.deepcopy(given))
+    found, theirs = (
+        spec_of(given, name="x"),
+        transformers.AutoConfig.for_model(**copy.deepcopy(given)),
+    )
     model = transformers.AutoModelForCausalLM.from_config(theirs)
     theirs_of = model.state_dict().__getitem__
-    decoder = Weights.read_by(found, lambda name: from_theirs(found, name, theirs_of), Path("here")).decoder()
-    assert found.sequence_length == theirs.max_position_embeddings and found.norm_eps == theirs.rms_norm_eps
+    decoder = Weights.read_by(
+        found, lambda name: from_theirs(found, name, theirs_of), Path("here")
+    ).decoder()
+    assert (
+        found.sequence_length == theirs.max_position_embeddings
+        and found.norm_eps == theirs.rms_norm_eps
+    )
     assert_same_logits(decoder, model)
 
 
@@ -179,14 +262,24 @@ def test_what_a_configuration_does_not_say_is_transformers_default(kind: str) ->
     assert {key: getattr(theirs, key) for key in DEFAULTS[kind]} == DEFAULTS[kind]
     assert ALIASES[kind] == {key: value for key, value in theirs.attribute_map.items()}
     if kind == "gpt2":
-        assert spec_of({"model_type": kind, "hidden_size": 64, "num_attention_heads": 4}, name="x").hidden_size == 64
+        assert (
+            spec_of(
+                {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4}, name="x"
+            ).hidden_size
+            == 64
+        )
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [(GPT.replace(bias=False), "spec.bias: .*GPT-2 has True only"), (LLAMA.replace(norm="layernorm"), "spec.norm")],
+    [
+        (GPT.replace(bias=False), "spec.bias: .*GPT-2 has True only"),
+        (LLAMA.replace(norm="layernorm"), "spec.norm"),
+    ],
 )
-def test_models_that_hugging_face_does_not_have_are_refused(spec: ModelSpec, message: str, tmp_path: Path) -> None:
+def test_models_that_hugging_face_does_not_have_are_refused(
+    spec: ModelSpec, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         export_hugging_face(build_decoder(spec), tmp_path / "model")
     assert not list(tmp_path.iterdir())
@@ -201,7 +294,9 @@ def test_nothing_is_overwritten_and_damage_is_told(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == before
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
-    with pytest.raises(DataError, match=r"embedding.tokens.weight has shape \[300, 64\], expected \[301, 64\]"):
+    with pytest.raises(
+        DataError, match=r"embedding.tokens.weight has shape \[300, 64\], expected \[301, 64\]"
+    ):
         import_hugging_face(folder).decoder()
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     with pytest.raises(DataError, match="has no weight 'model.layers.3"):

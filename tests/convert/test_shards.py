@@ -1,6 +1,8 @@
-"""Shards as NxD and Megatron-DeepSpeed write them, made here from what each rank computes, come back whole.
+"""Shards as NxD and Megatron-DeepSpeed write them, made here from what each rank computes, come
+back whole.
 
-The makers below follow the layers' meaning, with loops over heads, so that they share no rule with the importers.
+The makers below follow the layers' meaning, with loops over heads, so that they share no rule with
+the importers.
 """
 
 import argparse
@@ -25,9 +27,15 @@ from kit.spec import ModelSpec
 
 def llama(num_kv_heads: int, **changes) -> Decoder:
     spec = ModelSpec.llama(
-        name="tiny", num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=num_kv_heads, ffn_hidden_size=96,
-        vocab_size=64, sequence_length=16,
-    )  # fmt: skip
+        name="tiny",
+        num_layers=4,
+        hidden_size=64,
+        num_heads=8,
+        num_kv_heads=num_kv_heads,
+        ffn_hidden_size=96,
+        vocab_size=64,
+        sequence_length=16,
+    )
     return randomised(spec.replace(**changes))
 
 
@@ -47,11 +55,15 @@ def assert_equal(found: Decoder, expected: Decoder) -> None:
     assert not different
 
 
-# NxD -------------------------------------------------------------------------------------------------------------
+# NxD ----------------------------------------------------------------------------------------------
 
 
-def nxd_rank(decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds of the whole model; with `fused`, query, key and value in one matrix."""
+def nxd_rank(
+    decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool
+) -> dict[str, Tensor]:
+    """Returns what one tensor rank holds of the whole model; with `fused`, query, key and value
+    in one matrix.
+    """
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -69,13 +81,16 @@ def nxd_rank(decoder: Decoder, rank: int, tensor: int, platform: str, fused: boo
             mine[name] = cut(weight, 1)
     for layer in range(spec.num_layers):
         mlp, attention = f"model.layers.{layer}.mlp", f"model.layers.{layer}.self_attn"
-        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat([cut(weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up")])
+        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(
+            [cut(weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up")]
+        )
         q, k, v, o = (weights[f"{attention}.{p}_proj.weight"] for p in "qkvo")
         if spec.num_kv_heads == spec.num_heads:
             mine[f"{attention}.qkv_proj.weight"] = torch.cat([cut(q), cut(k), cut(v)])
             mine[f"{attention}.o_proj.weight"] = cut(o, 1)
             continue
-        # This rank computes one key/value head and one of the blocks of query heads that belong to it.
+        # This rank computes one key/value head and one of the blocks of query heads that belong to
+        # it.
         kv_head, block = rank % spec.num_kv_heads, rank // spec.num_kv_heads
         if platform == "trn2":
             kv_head, block = rank // copies, rank % copies
@@ -87,13 +102,21 @@ def nxd_rank(decoder: Decoder, rank: int, tensor: int, platform: str, fused: boo
         if fused:
             mine[f"{attention}.qkv_proj.weight_qkv"] = torch.cat(parts)
         else:
-            mine |= {f"{attention}.qkv_proj.weight_{which}": part for which, part in zip("qkv", parts, strict=True)}
+            mine |= {
+                f"{attention}.qkv_proj.weight_{which}": part
+                for which, part in zip("qkv", parts, strict=True)
+            }
         mine[f"{attention}.o_proj.weight"] = o[:, rows]
     return mine
 
 
 def write_nxd(
-    decoder: Decoder, folder: Path, tensor: int, pipeline: int, platform: str = "trn1", fused: bool = False
+    decoder: Decoder,
+    folder: Path,
+    tensor: int,
+    pipeline: int,
+    platform: str = "trn1",
+    fused: bool = False,
 ) -> Path:
     (folder / "model").mkdir(parents=True)
     share = decoder.spec.num_layers // pipeline
@@ -104,7 +127,9 @@ def write_nxd(
             here += ["model.embed_tokens"] if stage == 0 else []
             here += ["model.norm", "lm_head"] if stage == pipeline - 1 else []
             state = {n: w for n, w in held.items() if n.startswith(tuple(here))}
-            torch.save(state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt")
+            torch.save(
+                state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+            )
     return folder
 
 
@@ -112,7 +137,9 @@ def write_nxd(
     ("num_kv_heads", "tensor", "pipeline"),
     [(2, 4, 1), (2, 4, 2), (2, 8, 1), (4, 8, 2), (2, 2, 1), (8, 2, 1), (8, 1, 4), (8, 4, 2)],
 )
-def test_nxd_shards_come_back_whole(num_kv_heads: int, tensor: int, pipeline: int, tmp_path: Path) -> None:
+def test_nxd_shards_come_back_whole(
+    num_kv_heads: int, tensor: int, pipeline: int, tmp_path: Path
+) -> None:
     decoder = llama(num_kv_heads)
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, pipeline)
     assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
@@ -122,7 +149,9 @@ def test_nxd_shards_come_back_whole(num_kv_heads: int, tensor: int, pipeline: in
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("platform", ["trn1", "trn2"])
 @pytest.mark.parametrize(("num_kv_heads", "tensor"), [(2, 8), (4, 8), (1, 4)])
-def test_nxd_shards_tell_the_order_of_their_heads(platform, fused, num_kv_heads, tensor, tmp_path) -> None:
+def test_nxd_shards_tell_the_order_of_their_heads(
+    platform, fused, num_kv_heads, tensor, tmp_path
+) -> None:
     decoder = llama(num_kv_heads)
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, 2, platform, fused)
     assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
@@ -159,7 +188,10 @@ class TheirReference:
         self.tid = tid
 
 
-TheirReference.__module__, TheirReference.__qualname__ = "torch_xla.utils.serialization", "TensorReference"
+TheirReference.__module__, TheirReference.__qualname__ = (
+    "torch_xla.utils.serialization",
+    "TensorReference",
+)
 
 
 @pytest.fixture
@@ -170,14 +202,18 @@ def torch_xla_serialization(monkeypatch) -> None:
     sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
 
 
-def test_nxd_shards_of_a_file_a_tensor_come_back_whole(torch_xla_serialization, tmp_path: Path) -> None:
+def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
+    torch_xla_serialization, tmp_path: Path
+) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     write_xser(folder)
     assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
     file = folder / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
     (Path(f"{file}.tensors") / "tensor_0.pt").unlink()
-    with pytest.raises(DataError, match=r"tp_rank_01_pp_rank_00.pt.tensors/tensor_0.pt: cannot be read"):
+    with pytest.raises(
+        DataError, match=r"tp_rank_01_pp_rank_00.pt.tensors/tensor_0.pt: cannot be read"
+    ):
         import_nxd(folder, decoder.spec).decoder()
     torch.save({"model.norm.weight": TheirReference("../../elsewhere")}, file)
     with pytest.raises(DataError, match=r"pp_rank_00.pt: tensor_'../../elsewhere'"):
@@ -188,7 +224,9 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(torch_xla_serialization, 
 
 
 def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Path) -> None:
-    """With --save_xser too: it gives xser tensors in memory, which xser leaves where they are, and makes its folder."""
+    """With --save_xser too: it gives xser tensors in memory, which xser leaves where they are,
+    and makes its folder.
+    """
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     for file in sorted((folder / "model").glob("*.pt")):
@@ -220,7 +258,7 @@ def test_pickled_code_is_refused(tmp_path: Path) -> None:
         import_nxd(folder, decoder.spec).decoder()
 
 
-# DeepSpeed -------------------------------------------------------------------------------------------------------
+# DeepSpeed ----------------------------------------------------------------------------------------
 
 
 def write_universal(decoder: Decoder, folder: Path) -> Path:
@@ -240,14 +278,16 @@ def test_a_universal_checkpoint_comes_back_whole(tmp_path: Path) -> None:
         import_universal(folder, GPT.replace(vocab_size=60)).decoder()
 
 
-# Megatron-DeepSpeed ----------------------------------------------------------------------------------------------
+# Megatron-DeepSpeed -------------------------------------------------------------------------------
 
 
 def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict[str, Tensor]:
     """Returns what one tensor rank holds of a block."""
     spec, size = decoder.spec, decoder.spec.head_size
     weights = {
-        n.removeprefix(f"layers.{layer}."): w for n, w in decoder.state_dict().items() if f"layers.{layer}." in n
+        n.removeprefix(f"layers.{layer}."): w
+        for n, w in decoder.state_dict().items()
+        if f"layers.{layer}." in n
     }
     group = spec.num_heads // spec.num_kv_heads
     mine: dict[str, Tensor] = {}
@@ -256,15 +296,27 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
         for head in range(spec.num_kv_heads):
             if head * tensor // spec.num_kv_heads == rank:
                 for part, count in (("query", group), ("key", 1), ("value", 1)):
-                    fused.append(weights[f"attention.{part}.{kind}"][head * count * size : (head + 1) * count * size])
+                    fused.append(
+                        weights[f"attention.{part}.{kind}"][
+                            head * count * size : (head + 1) * count * size
+                        ]
+                    )
         mine[f"self_attention.query_key_value.{kind}"] = torch.cat(fused)
         up = weights[f"feed_forward.up.{kind}"].chunk(tensor)[rank]
         gate = [weights[f"feed_forward.gate.{kind}"].chunk(tensor)[rank]] if spec.gated else []
         mine[f"mlp.dense_h_to_4h.{kind}"] = torch.cat([*gate, up])
-        for ours, theirs in (("attention.output", "self_attention.dense"), ("feed_forward.down", "mlp.dense_4h_to_h")):
+        for ours, theirs in (
+            ("attention.output", "self_attention.dense"),
+            ("feed_forward.down", "mlp.dense_4h_to_h"),
+        ):
             whole = weights[f"{ours}.{kind}"]
-            mine[f"{theirs}.{kind}"] = whole.chunk(tensor, 1)[rank].clone() if kind == "weight" else whole
-    for ours, theirs in (("attention_norm", "input_layernorm"), ("feed_forward_norm", "post_attention_layernorm")):
+            mine[f"{theirs}.{kind}"] = (
+                whole.chunk(tensor, 1)[rank].clone() if kind == "weight" else whole
+            )
+    for ours, theirs in (
+        ("attention_norm", "input_layernorm"),
+        ("feed_forward_norm", "post_attention_layernorm"),
+    ):
         for kind in ("weight", "bias"):
             if f"{ours}.{kind}" in weights:
                 mine[f"{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
@@ -272,33 +324,48 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
 
 
 def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
-    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them: one without weights after the embedding."""
+    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them: one without weights
+    after the embedding.
+    """
     folder.mkdir(parents=True)
     spec, weights = decoder.spec, decoder.state_dict()
     for rank in range(tensor):
-        embedding = {"word_embeddings.weight": weights["embedding.tokens.weight"].chunk(tensor)[rank].clone()}
+        embedding = {
+            "word_embeddings.weight": weights["embedding.tokens.weight"].chunk(tensor)[rank].clone()
+        }
         if spec.positions == "learned":
             embedding["position_embeddings.weight"] = weights["embedding.positions.weight"]
         layers = {first: embedding}
         for layer in range(spec.num_layers):
             layers[first + 2 + layer] = megatron_block(decoder, layer, rank, tensor)
         last = first + 2 + spec.num_layers + 1
-        layers[last] = {name: weights[f"norm.{name}"] for name in ("weight", "bias") if f"norm.{name}" in weights}
+        layers[last] = {
+            name: weights[f"norm.{name}"]
+            for name in ("weight", "bias")
+            if f"norm.{name}" in weights
+        }
         output = {"lm_head.weight": weights["output.weight"].chunk(tensor)[rank].clone()}
         layers[last + 1] = embedding if spec.tied_embeddings else output
         for number, state in layers.items():
             torch.save(state, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
     arguments = argparse.Namespace(
-        num_layers=spec.num_layers, hidden_size=spec.hidden_size, num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads, layernorm_epsilon=spec.norm_eps, params_dtype=torch.float32,
-        position_embedding_type=Position.LEARNED, save=Path("elsewhere"),
-    )  # fmt: skip
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        layernorm_epsilon=spec.norm_eps,
+        params_dtype=torch.float32,
+        position_embedding_type=Position.LEARNED,
+        save=Path("elsewhere"),
+    )
     write_arguments(folder, args=arguments, checkpoint_version=3.0)
     return folder
 
 
 class Position(enum.Enum):
-    """Megatron's own arguments hold such classes too, which are not to be had where a checkpoint is read."""
+    """Megatron's own arguments hold such classes too, which are not to be had where a checkpoint
+    is read.
+    """
 
     LEARNED = 1
 
@@ -307,7 +374,9 @@ def write_arguments(folder: Path, **entries) -> None:
     torch.save({"module": {}, "iteration": 10, **entries}, folder / "mp_rank_00_model_states.pt")
 
 
-GPT = ModelSpec.gpt(name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=64, sequence_length=16)
+GPT = ModelSpec.gpt(
+    name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=64, sequence_length=16
+)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -341,19 +410,27 @@ def test_megatron_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_heads_are_those_that_megatron_was_given(tmp_path: Path) -> None:
     """The shards have the same shapes with half the heads, twice as wide."""
     folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
-    with pytest.raises(DataError, match="trained with num_attention_heads 4, but spec.num_heads is 2"):
+    with pytest.raises(
+        DataError, match="trained with num_attention_heads 4, but spec.num_heads is 2"
+    ):
         import_megatron_deepspeed(folder, GPT.replace(num_heads=2, num_kv_heads=2)).decoder()
-    with pytest.raises(DataError, match="trained with layernorm_epsilon 1e-05, but spec.norm_eps is 1e-06"):
+    with pytest.raises(
+        DataError, match="trained with layernorm_epsilon 1e-05, but spec.norm_eps is 1e-06"
+    ):
         import_megatron_deepspeed(folder, GPT.replace(norm_eps=1e-6)).decoder()
     grouped = llama(2)
     folder = write_megatron(grouped, tmp_path / "grouped", 2, first=1)
     with pytest.raises(DataError, match="num_kv_heads 1 cannot be shared out over 2 tensor ranks"):
-        import_megatron_deepspeed(folder, grouped.spec.replace(num_heads=4, num_kv_heads=1)).decoder()
+        import_megatron_deepspeed(
+            folder, grouped.spec.replace(num_heads=4, num_kv_heads=1)
+        ).decoder()
     write_arguments(folder, args=argparse.Namespace(), checkpoint_version=1.0)
     with pytest.raises(DataError, match="checkpoint_version 1.0 has another order of heads"):
         import_megatron_deepspeed(folder, grouped.spec).decoder()
     (folder / "mp_rank_00_model_states.pt").unlink()
-    with pytest.warns(UserWarning, match="no readable mp_rank_00_model_states.pt, so nothing says how many heads"):
+    with pytest.warns(
+        UserWarning, match="no readable mp_rank_00_model_states.pt, so nothing says how many heads"
+    ):
         import_megatron_deepspeed(folder, grouped.spec).decoder()
 
 
@@ -362,8 +439,16 @@ def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> No
     file = folder / "layer_03-model_01-model_states.pt"
     whole = torch.load(file)
     for name, change, message in (
-        ("mlp.dense_h_to_4h.weight", lambda w: w[:-8], r"dense_h_to_4h.weight has the shapes \[128, 64\], \[120, 64\]"),
-        ("input_layernorm.weight", lambda w: w + 1, "input_layernorm.weight is not the same on all 2 tensor ranks"),
+        (
+            "mlp.dense_h_to_4h.weight",
+            lambda w: w[:-8],
+            r"dense_h_to_4h.weight has the shapes \[128, 64\], \[120, 64\]",
+        ),
+        (
+            "input_layernorm.weight",
+            lambda w: w + 1,
+            "input_layernorm.weight is not the same on all 2 tensor ranks",
+        ),
     ):
         torch.save({**whole, name: change(whole[name])}, file)
         with pytest.raises(DataError, match=message):
@@ -376,14 +461,22 @@ def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([".metadata", "__0_0.distcp", "common.pt"], "a distributed checkpoint of megatron-core .torch_dist."),
-        (["mp_rank_00/model_optim_rng.pt"], "a checkpoint of Megatron-LM .mp_rank_XX/model_optim_rng.pt."),
+        (
+            [".metadata", "__0_0.distcp", "common.pt"],
+            "a distributed checkpoint of megatron-core .torch_dist.",
+        ),
+        (
+            ["mp_rank_00/model_optim_rng.pt"],
+            "a checkpoint of Megatron-LM .mp_rank_XX/model_optim_rng.pt.",
+        ),
         (["mp_rank_00_000/model_optim_rng.pt"], "a checkpoint of Megatron-LM"),
         (["config.json", "model.safetensors"], "a Hugging Face folder"),
         (["iter_0000100/mp_rank_00/model_optim_rng.pt"], "in iter_0000100"),
     ],
 )
-def test_other_formats_are_called_by_their_name(files: list[str], message: str, tmp_path: Path) -> None:
+def test_other_formats_are_called_by_their_name(
+    files: list[str], message: str, tmp_path: Path
+) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()

@@ -1,4 +1,6 @@
-"""Conversions hold one weight at a time: their peak memory is a fraction of the model, whatever they read."""
+"""Conversions hold one weight at a time: their peak memory is a fraction of the model, whatever
+they read.
+"""
 
 import ctypes
 import multiprocessing
@@ -28,12 +30,19 @@ from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_megatron, write_nxd, write_universal
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is"
+)  # saving without a process group is meant
 
 SPEC = ModelSpec.llama(
-    name="streamed", num_layers=24, hidden_size=256, num_heads=8, ffn_hidden_size=1024, vocab_size=2048,
+    name="streamed",
+    num_layers=24,
+    hidden_size=256,
+    num_heads=8,
+    ffn_hidden_size=1024,
+    vocab_size=2048,
     sequence_length=16,
-)  # fmt: skip
+)
 MODEL_BYTES = 4 * SPEC.num_params
 PEAK_BYTES = MODEL_BYTES / 3
 """Seen: 9 to 16 MB; 7 to 17 with a model of twice the size, so it is not the model."""
@@ -44,7 +53,14 @@ def save(run: Run, state: dict[str, torch.Tensor]) -> None:
     folder = run.checkpoints.path(3)
     state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    facts: dict[str, Any] = {"step": 3, "attempt": 1, "samples": 1, "tokens": 16, "seed": 0, "time": 0.0}
+    facts: dict[str, Any] = {
+        "step": 3,
+        "attempt": 1,
+        "samples": 1,
+        "tokens": 16,
+        "seed": 0,
+        "time": 0.0,
+    }
     Manifest(spec=run.spec, plan=run.plan, files=files, **facts).write(folder / "manifest.json")
 
 
@@ -57,17 +73,23 @@ def decoder() -> Decoder:
 def run(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run whose checkpoint of step 3 holds weights and moments."""
     site, recipe = Site.load("laptop"), Recipe(data="none", num_steps=3)
-    run = Run.create(tmp_path_factory.mktemp("runs") / "run", spec=SPEC, plan=Plan(), recipe=recipe, site=site)
+    run = Run.create(
+        tmp_path_factory.mktemp("runs") / "run", spec=SPEC, plan=Plan(), recipe=recipe, site=site
+    )
     state: dict[str, torch.Tensor] = {}
     for name, weight in decoder.named_parameters():
-        moments = {f"adamw.{kind}.{name}": weight.detach() * 2 for kind in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            f"adamw.{kind}.{name}": weight.detach() * 2 for kind in ("exp_avg", "exp_avg_sq")
+        }
         state |= {f"model.{name}": weight.detach(), **moments}
     save(run, state)
     return run
 
 
 @pytest.fixture(scope="module")
-def sources(run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Weights]]:
+def sources(
+    run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Callable[[], Weights]]:
     """The same model as each trainer leaves it."""
     folder = tmp_path_factory.mktemp("sources")
     write_nxd(decoder, folder / "nxd", 2, 2)
@@ -85,19 +107,27 @@ def sources(run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
 
 
 def map_libraries() -> None:
-    """Maps what torch's files hold into this process: else code that runs for the first time counts as the work's."""
+    """Maps what torch's files hold into this process: else code that runs for the first time
+    counts as the work's.
+    """
     populate_read = 22  # linux/mman.h
-    for begin, end in re.findall(r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE):
+    for begin, end in re.findall(
+        r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE
+    ):
         begin, end = int(begin, 16), int(end, 16)
         LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), populate_read)
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Returns by how much the resident memory of a fork of this process rises at most, during `work`."""
+    """Returns by how much the resident memory of a fork of this process rises at most, during
+    `work`.
+    """
 
     def measure() -> None:
         map_libraries()
-        LIBC.malloc_trim(0)  # nor is memory that this process has freed there for the work to hide in
+        LIBC.malloc_trim(
+            0
+        )  # nor is memory that this process has freed there for the work to hide in
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory("VmRSS")
         work()
@@ -126,13 +156,19 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("source", ["run", "nxd", "megatron", "universal", "hugging face"])
-def test_a_model_is_never_whole_in_memory(source, sources, decoder, one_thread, tmp_path: Path) -> None:
+def test_a_model_is_never_whole_in_memory(
+    source, sources, decoder, one_thread, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    peak = peak_bytes(lambda: export_hugging_face(sources[source](), out, max_shard_bytes=SHARD_BYTES))
+    peak = peak_bytes(
+        lambda: export_hugging_face(sources[source](), out, max_shard_bytes=SHARD_BYTES)
+    )
     assert len(list(out.glob("*.safetensors"))) >= 8
     assert peak < PEAK_BYTES, f"{peak / 1e6:.1f} MB of {MODEL_BYTES / 1e6:.1f} MB"
     found = import_hugging_face(out).decoder()
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True)
+    )
 
 
 def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
@@ -169,7 +205,9 @@ def _places(run: Run) -> dict[Any, Any]:
     return TensorsOnlyReader(run.checkpoints.path(3), description).read_metadata().storage_data
 
 
-def test_what_is_read_is_checked_and_nothing_else(run: Run, decoder: Decoder, tmp_path: Path) -> None:
+def test_what_is_read_is_checked_and_nothing_else(
+    run: Run, decoder: Decoder, tmp_path: Path
+) -> None:
     name = "layers.7.feed_forward.up.weight"
     flip(run, f"adamw.exp_avg.{name}")
     fill, target = run_weights(run).fill, torch.empty(1024, 256, dtype=torch.bfloat16)

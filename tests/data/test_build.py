@@ -1,4 +1,6 @@
-"""A build in pieces: whoever does them, the dataset's bytes are the same; and in parts, which are datasets too."""
+"""A build in pieces: whoever does them, the dataset's bytes are the same; and in parts, which
+are datasets too.
+"""
 
 import hashlib
 import json
@@ -25,11 +27,18 @@ SMALL = {"kit.data.corpus.PIECE_BYTES": 1, "kit.data.steps.BLOCK_BYTES": 3000}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Five files of 40 documents, of which every tenth stands in all of them, and one twice in the first."""
+    """Five files of 40 documents, of which every tenth stands in all of them, and one twice in
+    the first.
+    """
     folder = tmp_path_factory.mktemp("text")
     for number in range(FILES):
-        words = [hashlib.sha256(f"{number if i % 10 else ''} {i}".encode()).hexdigest()[: 20 + i] for i in range(EACH)]
-        rows = [json.dumps({"text": f"document {word} é"}) for word in (words[:1] * (number == 0) + words)]
+        words = [
+            hashlib.sha256(f"{number if i % 10 else ''} {i}".encode()).hexdigest()[: 20 + i]
+            for i in range(EACH)
+        ]
+        rows = [
+            json.dumps({"text": f"document {word} é"}) for word in words[:1] * (number == 0) + words
+        ]
         (folder / f"{number}.jsonl").write_text("\n".join(rows))
     return folder
 
@@ -51,7 +60,9 @@ def contents(dataset: Dataset) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_pieces_and_processes_leave_no_trace(whole, text, tmp_path, in_pieces, monkeypatch, workers):
+def test_pieces_and_processes_leave_no_trace(
+    whole, text, tmp_path, in_pieces, monkeypatch, workers
+):
     monkeypatch.setattr("kit.data.pieces.RUN_TOKENS", 125)
     monkeypatch.setattr("kit.data.pieces.CHUNK_BYTES", 300)
     built = build_dataset(tmp_path / "data", text, **QUIET, workers=workers)
@@ -66,7 +77,9 @@ def test_a_limit_and_the_default_corpus_are_one_piece(text, tmp_path, in_pieces)
 
 
 def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path, capsys):
-    """SIGKILL at the first encoded piece; the processes beside it see that their parent has gone."""
+    """SIGKILL at the first encoded piece; the processes beside it see that their parent has
+    gone.
+    """
     code = (
         "import kit.data.corpus, kit.data.steps, sys\n"
         "kit.data.corpus.PIECE_BYTES, kit.data.steps.BLOCK_BYTES = 1, 3000\n"
@@ -118,7 +131,9 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
 def test_a_log_is_told_the_time_left(text, tmp_path, in_pieces, monkeypatch, capsys):
     monkeypatch.setattr("kit.data.team.TELL_EVERY_S", 0)
     build_dataset(tmp_path / "data", text, **{**QUIET, "progress": True}, workers=1)
-    assert re.search(r"^Encoding: 0.00 of 0.00 GB, 0 min left$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^Encoding: 0.00 of 0.00 GB, 0 min left$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path):
@@ -126,25 +141,32 @@ def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
     given = {"validation_fraction": 0.2, "progress": False}
     parts = [
-        build_dataset(tmp_path / "data", text, tmp_path / "tokenizer.json", part=(i, 3), **given) for i in (1, 2, 3)
+        build_dataset(tmp_path / "data", text, tmp_path / "tokenizer.json", part=(i, 3), **given)
+        for i in (1, 2, 3)
     ]
     assert [part.directory.name for part in parts] == [f"part_{i}_of_3" for i in (1, 2, 3)]
     assert [part.info.settings.sources[0].files for part in parts] == [2, 2, 1]
     held_out = [{row.text for row in part.validation_documents()} for part in parts]
     expected = {row["text"] for row in map(json.loads, whole["validation.jsonl"].splitlines())}
     assert set.union(*held_out) == expected
-    trained = [{tuple(part.train.document(i)) for i in range(part.train.num_documents)} for part in parts]
+    trained = [
+        {tuple(part.train.document(i)) for i in range(part.train.num_documents)} for part in parts
+    ]
     alone = build_dataset(tmp_path / "whole", text, tmp_path / "tokenizer.json", **given).train
     assert set.union(*trained) == {tuple(alone.document(i)) for i in range(alone.num_documents)}
     assert sum(map(len, trained)) == alone.num_documents + 2 * len(set.intersection(*trained))
-    again = build_dataset(tmp_path / "again", text, tmp_path / "tokenizer.json", part=(2, 3), **given)
+    again = build_dataset(
+        tmp_path / "again", text, tmp_path / "tokenizer.json", part=(2, 3), **given
+    )
     assert contents(again) == contents(parts[1])
 
 
 def test_parts_that_would_not_fit_together_are_refused(whole, text, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
 
-    def refused(message: str, part: tuple[int, int], tokenizer: Path | None = tmp_path / "tokenizer.json") -> None:
+    def refused(
+        message: str, part: tuple[int, int], tokenizer: Path | None = tmp_path / "tokenizer.json"
+    ) -> None:
         with pytest.raises(DataError, match=message):
             build_dataset(tmp_path / "data", text, tokenizer, progress=False, part=part)
 
@@ -153,7 +175,9 @@ def test_parts_that_would_not_fit_together_are_refused(whole, text, tmp_path):
     refused("part: give one --tokenizer to all", (1, 3), None)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
     (tmp_path / "data" / "part_1_of_4").mkdir(parents=True)
-    refused("part_1_of_4: of another number of parts than 3, so text would stand there twice", (1, 3))
+    refused(
+        "part_1_of_4: of another number of parts than 3, so text would stand there twice", (1, 3)
+    )
 
 
 def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
@@ -174,6 +198,8 @@ def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
     build_dataset(tmp_path / "data", progress=False, part=(2, 3), **asked)
     assert unbuilt_parts(tmp_path / "data", 3, False, **asked) == [1, 3]
     for changed in (asked | {"seed": 1}, asked | {"sources": [source / "0.jsonl", source]}):
-        with pytest.raises(DataError, match="part_2_of_3: holds a dataset with other settings: (seed|sources)"):
+        with pytest.raises(
+            DataError, match="part_2_of_3: holds a dataset with other settings: (seed|sources)"
+        ):
             unbuilt_parts(tmp_path / "data", 3, False, **changed)
         assert unbuilt_parts(tmp_path / "data", 3, True, **changed) == [1, 2, 3]

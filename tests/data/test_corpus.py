@@ -28,7 +28,9 @@ def test_folder_of_every_format(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "sub" / "b.md").write_bytes(b"\xef\xbb\xbfsecond \xe6\x97\xa5")
     write_jsonl(tmp_path / "c.jsonl", [{"text": "third"}, {"text": "fourth", "url": "x"}])
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["fifth", "sixth"]}), tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": [1, 2], "text": ["fifth", "sixth"]}), tmp_path / "d.parquet"
+    )
     (tmp_path / "ignored.csv").write_text("not,text")
     (tmp_path / ".hidden.txt").write_text("hidden")
     documents = list(Corpus(tmp_path))
@@ -41,7 +43,9 @@ def test_folder_of_every_format(tmp_path):
         f"{root}/d.parquet:row 2": "sixth",
         f"{root}/sub/b.md": "second 日",
     }
-    assert [document.num_bytes for document in documents] == [len(document.text.encode()) for document in documents]
+    assert [document.num_bytes for document in documents] == [
+        len(document.text.encode()) for document in documents
+    ]
 
 
 def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
@@ -57,7 +61,10 @@ DAMAGED_LINES = {
     "no text": ('{"body": "x"}', ":2: no string under the key 'text' .found: body"),
     "not a string": ('{"text": 7}', ":2: no string under the key 'text'"),
     "not an object": ("[1, 2]", ":2: no string under the key 'text' .found: list"),
-    "half a surrogate pair": ('{"text": "\\ud800"}', ":2: not text: half a surrogate pair at character 0"),
+    "half a surrogate pair": (
+        '{"text": "\\ud800"}',
+        ":2: not text: half a surrogate pair at character 0",
+    ),
     "not UTF-8": (b'{"text": "\xff"}', ":2: not valid JSON"),
 }
 
@@ -108,7 +115,9 @@ def test_compressed_lines_are_read_to_their_end_or_named(tmp_path, end, codec):
         f"{tmp_path.name}/{file.name}:{line}" for line in (1, 10)
     ]
     file.write_bytes(b"".join(frames)[:-3])
-    with pytest.raises(DataError, match=f"a.jsonl{end}: cannot be read .Truncated compressed stream"):
+    with pytest.raises(
+        DataError, match=f"a.jsonl{end}: cannot be read .Truncated compressed stream"
+    ):
         list(Corpus(file))
     file.write_bytes(b"no such thing")
     with pytest.raises(DataError, match=f"a.jsonl{end}: cannot be read"):
@@ -118,8 +127,14 @@ def test_compressed_lines_are_read_to_their_end_or_named(tmp_path, end, codec):
 @pytest.mark.parametrize("rows", [100, 30_000], ids=["small", "above 1 MB"])
 @pytest.mark.parametrize(("end", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
 def test_of_a_file_cut_short_what_stands_before_the_cut_is_read(tmp_path, end, codec, rows):
-    """Two frames, of which the second lacks its last bytes: gzip's check alone, or its last block."""
-    compress = gzip.compress if codec == "gzip" else lambda data: pyarrow.compress(data, codec, asbytes=True)
+    """Two frames, of which the second lacks its last bytes: gzip's check alone, or its last
+    block.
+    """
+    compress = (
+        gzip.compress
+        if codec == "gzip"
+        else lambda data: pyarrow.compress(data, codec, asbytes=True)
+    )
     texts = [f"document {i} {i * i}" for i in range(2 * rows)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     frames = [compress(b"".join(part)) for part in (lines[:rows], lines[rows:])]
@@ -129,12 +144,15 @@ def test_of_a_file_cut_short_what_stands_before_the_cut_is_read(tmp_path, end, c
     read = [document.text for document in corpus]
     assert read == texts[: len(read)] and len(read) >= (2 * rows if codec == "gzip" else rows)
     assert corpus.skipped == [
-        f"a.jsonl{end}: cannot be read (Truncated compressed stream) beyond line {len(read):,}: what followed is lost"
+        f"a.jsonl{end}: cannot be read (Truncated compressed stream) beyond line {len(read):,}:"
+        " what followed is lost"
     ]
 
 
 def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
-    """As `save_to_disk` and the hub leave it: streams of Arrow, splits, a card, and links to where the bytes lie."""
+    """As `save_to_disk` and the hub leave it: streams of Arrow, splits, a card, and links to
+    where the bytes lie.
+    """
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         table = pyarrow.table({"id": [1, 2], "body": [f"{split} one", f"{split} two"]})
@@ -148,7 +166,10 @@ def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
     (tmp_path / "README.md").write_text("a card")
     found = [document.text for document in Corpus(tmp_path, text_key="body")]
     assert found == ["train one", "train two", "third"]
-    assert [document.text for document in Corpus(tmp_path / "test", text_key="body")] == ["test one", "test two"]
+    assert [document.text for document in Corpus(tmp_path / "test", text_key="body")] == [
+        "test one",
+        "test two",
+    ]
     with pytest.raises(DataError, match=r"arrow: no column 'text' \(found: id, body\)"):
         list(Corpus(tmp_path))
     file = tmp_path / "test" / "data-00000-of-00001.arrow"
@@ -161,7 +182,9 @@ def test_sources_that_hold_nothing_are_refused(tmp_path):
     (tmp_path / "table.csv").write_text("a,b")
     with pytest.raises(DataError, match="the list is empty"):
         Corpus([])
-    with pytest.raises(DataError, match="no files to read in this folder. Allowed: .arrow, .jsonl, .jsonl.gz"):
+    with pytest.raises(
+        DataError, match="no files to read in this folder. Allowed: .arrow, .jsonl, .jsonl.gz"
+    ):
         Corpus(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         Corpus(tmp_path / "absent.txt")
@@ -178,10 +201,14 @@ def test_an_enormous_document_is_refused(tmp_path):
 
 
 def test_no_file_and_no_line_is_larger_than_memory(tmp_path, monkeypatch):
-    """Of a terabyte that takes no place on the disk, and of a line that is 1,000 times smaller as it is packed."""
+    """Of a terabyte that takes no place on the disk, and of a line that is 1,000 times smaller
+    as it is packed.
+    """
     with (tmp_path / "a.txt").open("wb") as sparse:
         sparse.truncate(1 << 40)
-    with pytest.raises(DataError, match=r"a\.txt: one document of 1,099,511,627,776 bytes; .* Split it"):
+    with pytest.raises(
+        DataError, match=r"a\.txt: one document of 1,099,511,627,776 bytes; .* Split it"
+    ):
         list(Corpus(tmp_path))
     monkeypatch.setattr(readers, "LARGEST_LINE_BYTES", 3 << 20)
     row, bomb = b'{"text": "%s"}\n', b"[" * (64 << 20) + b"\n"
@@ -194,11 +221,15 @@ def test_no_file_and_no_line_is_larger_than_memory(tmp_path, monkeypatch):
     tracemalloc.stop()
     assert peak < 20 << 20
     assert [line.split(":")[1] for line in corpus.skipped] == ["2", "5"]
-    assert corpus.skipped[0].endswith("a line of 3,145,728 bytes or more, longer than any document. Split it")
+    assert corpus.skipped[0].endswith(
+        "a line of 3,145,728 bytes or more, longer than any document. Split it"
+    )
 
 
 def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
-    """A stranger's folder may have one to a key of its reader; the hub's cache has them to its own files beside."""
+    """A stranger's folder may have one to a key of its reader; the hub's cache has them to its
+    own files beside.
+    """
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "hub" / "snapshots" / "1f2e"
     folder.mkdir(parents=True)
@@ -209,7 +240,9 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
     (folder / "b.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(DataError, match=r"b\.txt: a link to .*secret, which is not in this folder"):
         Corpus(folder)
-    assert [document.text for document in Corpus(folder / "b.txt")] == ["key"], "named by its reader, it is meant"
+    assert [document.text for document in Corpus(folder / "b.txt")] == ["key"], (
+        "named by its reader, it is meant"
+    )
 
 
 def test_max_bytes_stops_before_it_is_exceeded(tmp_path):
@@ -233,7 +266,9 @@ def test_default_corpus_is_the_installation(tmp_path):
     documents = list(corpus)
     assert [document.name for document in documents] == [document.name for document in corpus]
     assert 1_500_000 < sum(document.num_bytes for document in documents) <= 2_000_000
-    assert {"language reference", "standard library"} <= {source.name for source in corpus.sources()}
+    assert {"language reference", "standard library"} <= {
+        source.name for source in corpus.sources()
+    }
     assert any(document.name == "pydoc_data/topics.py:lambda" for document in documents)
 
 
@@ -242,19 +277,27 @@ def test_default_corpus_has_no_tests_and_no_evaluation_questions():
     assert sum(path.stat().st_size for path in files) <= 24_000_000
     roots = {Path(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib", "platlib")}
     for path in files:
-        inside = min((path.relative_to(root).parts for root in roots if path.is_relative_to(root)), key=len)
+        inside = min(
+            (path.relative_to(root).parts for root in roots if path.is_relative_to(root)), key=len
+        )
         assert not {"test", "tests", *EVALUATION_PACKAGES} & set(inside)
 
 
 def test_default_corpus_passes_over_links_to_what_is_gone(tmp_path, monkeypatch):
     (tmp_path / "here.py").write_text("x = 1")
     (tmp_path / "gone.py").symlink_to(tmp_path / "absent")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)))
+    monkeypatch.setattr(
+        sysconfig,
+        "get_paths",
+        lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)),
+    )
     assert {name for _, group in installed_files() for _, name in group} == {"here.py"}
 
 
 def test_draw_is_uniform_and_depends_on_text_and_purpose(tmp_path):
-    documents = list(Corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(4000)])))
+    documents = list(
+        Corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(4000)]))
+    )
     draws = [document.draw("a") for document in documents]
     assert sum(draw < 0.1 for draw in draws) == pytest.approx(400, abs=80)
     assert draws == [document.draw("a") for document in documents]

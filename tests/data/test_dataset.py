@@ -1,4 +1,6 @@
-"""build_dataset and Dataset: what is in the folder, that it is whole or absent, and that damage is noticed."""
+"""build_dataset and Dataset: what is in the folder, that it is whole or absent, and that damage
+is noticed.
+"""
 
 import hashlib
 import json
@@ -24,7 +26,10 @@ def text(tmp_path_factory) -> Path:
     """Returns a .jsonl of 100 documents, the last of them a duplicate."""
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
     words = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(99)]
-    rows = [{"text": f"document {i} says é {words[i][: i % 64]} and quotes <|endoftext|>"} for i in range(99)]
+    rows = [
+        {"text": f"document {i} says é {words[i][: i % 64]} and quotes <|endoftext|>"}
+        for i in range(99)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[3]]))
     return file
 
@@ -48,7 +53,10 @@ def test_every_document_is_on_one_side(built, text):
     tokenizer = dataset.tokenizer()
     documents = {document.text: document for document in Corpus(text)}
     sides = []
-    for token_file, split in ((dataset.train, dataset.info.train), (dataset.validation, dataset.info.validation)):
+    for token_file, split in (
+        (dataset.train, dataset.info.train),
+        (dataset.validation, dataset.info.validation),
+    ):
         tokens = [token_file.document(i) for i in range(token_file.num_documents)]
         assert all(ids[-1] == dataset.eos_id and dataset.eos_id not in ids[:-1] for ids in tokens)
         texts = [tokenizer.decode(ids[:-1]) for ids in tokens]
@@ -86,12 +94,16 @@ def test_description_names_what_was_used(built):
 def test_held_out_documents_do_not_shape_the_tokenizer(built):
     dataset = Dataset.open(built)
     tokenizer = dataset.tokenizer()
-    texts = [tokenizer.decode(dataset.train.document(i)[:-1]) for i in range(dataset.train.num_documents)]
+    texts = [
+        tokenizer.decode(dataset.train.document(i)[:-1]) for i in range(dataset.train.num_documents)
+    ]
     assert train_tokenizer(texts, 330).sha256 == tokenizer.sha256
 
 
 def test_a_large_corpus_trains_the_tokenizer_on_a_sample(built, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.steps.TOKENIZER_BYTES", Dataset.open(built).info.train.text_bytes // 2)
+    monkeypatch.setattr(
+        "kit.data.steps.TOKENIZER_BYTES", Dataset.open(built).info.train.text_bytes // 2
+    )
     sampled = build_dataset(tmp_path / "sampled", text, **QUIET)
     assert sampled.tokenizer().sha256 != Dataset.open(built).tokenizer().sha256
     assert sampled.info.train.documents == Dataset.open(built).info.train.documents
@@ -124,7 +136,9 @@ def test_the_same_text_gives_the_same_bytes(built, text, tmp_path):
 
 
 def test_training_documents_are_written_in_a_random_order(built, text, tmp_path, monkeypatch):
-    """That of their draws, the same from one block in memory or many on the disk; another seed gives another."""
+    """That of their draws, the same from one block in memory or many on the disk; another seed
+    gives another.
+    """
 
     def texts(dataset: Dataset) -> list[str]:
         tokenizer, file = dataset.tokenizer(), dataset.train
@@ -139,7 +153,9 @@ def test_training_documents_are_written_in_a_random_order(built, text, tmp_path,
     monkeypatch.setattr("kit.data.steps.BLOCK_BYTES", 500)
     monkeypatch.setattr("kit.data.pieces.RUN_TOKENS", 75)
     monkeypatch.setattr("kit.data.pieces.CHUNK_BYTES", 300)
-    assert contents(build_dataset(tmp_path / "blocks", text, **QUIET, workers=1).directory) == contents(built)
+    assert contents(
+        build_dataset(tmp_path / "blocks", text, **QUIET, workers=1).directory
+    ) == contents(built)
     other = build_dataset(tmp_path / "other", text, **QUIET, seed=5)
     assert [text for text in texts(other) if text in texts(dataset)] != texts(dataset)
 
@@ -150,14 +166,20 @@ def test_seed_and_fraction_choose_what_is_held_out(built, text, tmp_path):
 
     first = held_out(Dataset.open(built))
     other_seed = held_out(build_dataset(tmp_path / "seed", text, **QUIET, seed=1))
-    larger = held_out(build_dataset(tmp_path / "larger", text, **{**QUIET, "validation_fraction": 0.5}))
+    larger = held_out(
+        build_dataset(tmp_path / "larger", text, **{**QUIET, "validation_fraction": 0.5})
+    )
     assert first != other_seed
     assert first < larger
 
 
 def test_one_document_at_least_is_held_out(text, tmp_path):
     dataset = build_dataset(tmp_path / "x", text, **{**QUIET, "validation_fraction": 0.001})
-    assert (dataset.info.train.documents, dataset.info.validation.documents, dataset.info.cut) == (99, 1, 1)
+    assert (dataset.info.train.documents, dataset.info.validation.documents, dataset.info.cut) == (
+        99,
+        1,
+        1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +187,9 @@ def uneven(tmp_path_factory) -> Path:
     """A long text, one that is not UTF-8, and a short document."""
     folder = tmp_path_factory.mktemp("uneven") / "text"
     folder.mkdir()
-    (folder / "good.txt").write_text("".join(hashlib.sha256(b"%d" % i).hexdigest()[:20] + "\n" for i in range(4000)))
+    (folder / "good.txt").write_text(
+        "".join(hashlib.sha256(b"%d" % i).hexdigest()[:20] + "\n" for i in range(4000))
+    )
     (folder / "latin.txt").write_bytes("é".encode("latin-1") * 90_000)
     (folder / "short.jsonl").write_text('{"text": "small one"}')
     return folder
@@ -173,14 +197,19 @@ def uneven(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path):
-    """Whatever the seed; its end is held out, as much as was asked, and nothing is in both parts."""
+    """Whatever the seed; its end is held out, as much as was asked, and nothing is in both
+    parts.
+    """
     usual = {"vocab_size": 300, "progress": False, "skip_corrupt": True}
     dataset = build_dataset(tmp_path / "data", uneven, **usual, seed=seed)
     info, long = dataset.info, (uneven / "good.txt").read_text()
     assert info.train.text_bytes + info.validation.text_bytes == len(long) + len("small one")
     assert 0.019 * len(long) < info.validation.text_bytes < 0.021 * len(long) and info.cut == 1
     decode = dataset.tokenizer().decode
-    parts = [decode(part.read(0, part.num_tokens).tolist()) for part in (dataset.train, dataset.validation)]
+    parts = [
+        decode(part.read(0, part.num_tokens).tolist())
+        for part in (dataset.train, dataset.validation)
+    ]
     pieces = {piece for part in parts for piece in part.split("<|endoftext|>") if piece}
     assert "small one" in pieces and "".join(sorted(pieces - {"small one"}, key=long.index)) == long
     facts = dict(dataset.facts())
@@ -191,13 +220,16 @@ def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path)
 
 def test_the_command_says_what_was_read_held_out_and_left_out(uneven, tmp_path):
     long = str(uneven / "good.txt")
-    said = CliRunner().invoke(app, ["data", "build", str(tmp_path / "data"), "--source", long, "--vocab-size", "300"])
+    said = CliRunner().invoke(
+        app, ["data", "build", str(tmp_path / "data"), "--source", long, "--vocab-size", "300"]
+    )
     assert "1 document in 1 file" in said.stdout and "of 1 document the end" in said.stdout
     many = tmp_path / "many"
     shutil.copytree(uneven, many)
     (many / "good.txt").unlink()
     refused = (
-        r"many: 9 of 90,009 bytes of text would be trained on, less than 1 %: .* 90,000 cannot be read; many/latin"
+        r"many: 9 of 90,009 bytes of text would be trained on, less than 1 %: .* 90,000 cannot be"
+        r" read; many/latin"
     )
     with pytest.raises(DataError, match=refused):
         build_dataset(tmp_path / "none", many, **QUIET, skip_corrupt=True)
@@ -214,7 +246,9 @@ def test_an_equal_dataset_is_reused(built, text, capsys):
 def test_another_dataset_is_replaced_only_when_asked(copy, text):
     before = contents(copy)
     other = {**QUIET, "vocab_size": 320}
-    with pytest.raises(DataError, match="other settings: vocab_size: 330 there, 320 asked. Nothing was changed"):
+    with pytest.raises(
+        DataError, match="other settings: vocab_size: 330 there, 320 asked. Nothing was changed"
+    ):
         build_dataset(copy, text, **other)
     assert contents(copy) == before
     assert build_dataset(copy, text, **other, overwrite=True).vocab_size == 320
@@ -242,12 +276,17 @@ def test_a_failed_build_leaves_nothing(text, tmp_path):
     damaged.write_text(text.read_text() + '{"text": ')
     with pytest.raises(DataError, match="damaged.jsonl:101: not valid JSON"):
         build_dataset(tmp_path / "out" / "data", damaged, **QUIET)
-    for vocab_size, message in ((50_000, "50000 entries asked"), (0, "0 is not allowed. Give at least 257")):
+    for vocab_size, message in (
+        (50_000, "50000 entries asked"),
+        (0, "0 is not allowed. Give at least 257"),
+    ):
         with pytest.raises(DataError, match=f"vocab_size: {message}"):
             build_dataset(tmp_path / "out" / "data", text, vocab_size=vocab_size, progress=False)
     assert list((tmp_path / "out").iterdir()) == []
     skipping = build_dataset(tmp_path / "out" / "data", damaged, **QUIET, skip_corrupt=True)
-    assert len(skipping.info.skipped) == 1 and skipping.info.skipped[0].startswith("damaged.jsonl:101: not valid JSON")
+    assert len(skipping.info.skipped) == 1 and skipping.info.skipped[0].startswith(
+        "damaged.jsonl:101: not valid JSON"
+    )
 
 
 def test_too_little_text_is_refused(tmp_path):
@@ -256,18 +295,29 @@ def test_too_little_text_is_refused(tmp_path):
     with pytest.raises(DataError, match="none.txt: 0 of 0 bytes of text would be trained on"):
         build_dataset(tmp_path / "data", tmp_path / "none.txt", **QUIET)
     (tmp_path / "two.txt").write_text("another")
-    with pytest.raises(DataError, match="all 2 documents would be held out. Lower validation_fraction"):
-        build_dataset(tmp_path / "data", [tmp_path / "one.txt", tmp_path / "two.txt"], validation_fraction=0.999999)
+    with pytest.raises(
+        DataError, match="all 2 documents would be held out. Lower validation_fraction"
+    ):
+        build_dataset(
+            tmp_path / "data",
+            [tmp_path / "one.txt", tmp_path / "two.txt"],
+            validation_fraction=0.999999,
+        )
     with pytest.raises(DataError, match="validation_fraction: 0 is not allowed"):
         build_dataset(tmp_path / "data", tmp_path, validation_fraction=0)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "train.idx", "validation.bin", "validation.idx", "validation.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["train.bin", "train.idx", "validation.bin", "validation.idx", "validation.jsonl"]
+)
 def test_damage_is_noticed_and_repaired(copy, text, name):
     Dataset.open(copy).verify()
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[:-1])
-    message = f"{name}: expected {len(data):,} bytes, found {len(data) - 1:,}. Build it again: kit data build {copy}"
+    message = (
+        f"{name}: expected {len(data):,} bytes, found {len(data) - 1:,}. Build it again: kit data"
+        f" build {copy}"
+    )
     with pytest.raises(DataError, match=message):
         Dataset.open(copy)
     (copy / name).unlink()
@@ -296,7 +346,9 @@ def test_given_tokenizer_is_kept(built, text, tmp_path):
     dataset = build_dataset(tmp_path / "data", text, file, progress=False)
     assert (dataset.directory / "tokenizer.json").read_bytes() == file.read_bytes()
     assert dataset.info.settings.tokenizer_sha256 == dataset.info.tokenizer_sha256
-    with pytest.raises(DataError, match="vocab_size: 4096 asked, but .* has 330. Leave vocab_size out"):
+    with pytest.raises(
+        DataError, match="vocab_size: 4096 asked, but .* has 330. Leave vocab_size out"
+    ):
         build_dataset(tmp_path / "other", text, file, vocab_size=4096)
 
 

@@ -1,4 +1,6 @@
-"""A recipe's data: a plain folder, or shards and sources in phases; what does not belong together is refused."""
+"""A recipe's data: a plain folder, or shards and sources in phases; what does not belong
+together is refused.
+"""
 
 import json
 import shutil
@@ -16,7 +18,9 @@ from kit.recipe import DataPhase, DataSource, Recipe
 
 @pytest.fixture
 def shards(tmp_path) -> Path:
-    """A folder of three Megatron shards with tokens 1, 2 and 3 only, of 100, 200 and 300 windows of 8."""
+    """A folder of three Megatron shards with tokens 1, 2 and 3 only, of 100, 200 and 300 windows
+    of 8.
+    """
     for token in (1, 2, 3):
         with TokenFileWriter(tmp_path / f"part_{token}", 300) as writer:
             for _ in range(100 * token):
@@ -31,7 +35,9 @@ def mixed(dataset, *sources: DataSource, phases=()) -> Recipe:
 
 def test_a_plain_path_reads_the_datasets_own_text(tiny_dataset, recipe):
     samples = training_samples(recipe, 16)
-    assert np.array_equal(samples.batch(5, 9), tiny_dataset.samples("train", 16, recipe.seed).batch(5, 9))
+    assert np.array_equal(
+        samples.batch(5, 9), tiny_dataset.samples("train", 16, recipe.seed).batch(5, 9)
+    )
     windows = (tiny_dataset.train.num_tokens - 1) // 16
     assert samples.epochs(2 * windows) == [2.0]
 
@@ -46,12 +52,22 @@ def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
 
 
 def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_dataset, shards):
-    sources = [DataSource(paths=(str(shards / f"part_{i}"),), weight=weight) for i, weight in ((1, 1), (2, 0), (3, 1))]
-    phases = (DataPhase(until_tokens=400, weights=(3, 1, 0)), DataPhase(until_tokens=1601, weights=(0, 1, 1)))
+    sources = [
+        DataSource(paths=(str(shards / f"part_{i}"),), weight=weight)
+        for i, weight in ((1, 1), (2, 0), (3, 1))
+    ]
+    phases = (
+        DataPhase(until_tokens=400, weights=(3, 1, 0)),
+        DataPhase(until_tokens=1601, weights=(0, 1, 1)),
+    )
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
-    read = samples.batch(0, 300)[:, 0]  # phases begin at samples 0, 50 and 201: the first that is wholly beyond
+    read = samples.batch(0, 300)[
+        :, 0
+    ]  # phases begin at samples 0, 50 and 201: the first that is wholly beyond
     assert set(read[:50]) == {1, 2} and set(read[50:201]) == {2, 3} and set(read[201:]) == {1, 3}
-    assert np.bincount(read, minlength=4)[1:].tolist() == pytest.approx([37.5 + 49.5, 12.5 + 75, 75 + 49.5], abs=2)
+    assert np.bincount(read, minlength=4)[1:].tolist() == pytest.approx(
+        [37.5 + 49.5, 12.5 + 75, 75 + 49.5], abs=2
+    )
     assert samples.epochs(300) == [
         pytest.approx(np.count_nonzero(read == i) / of) for i, of in ((1, 100), (2, 200), (3, 300))
     ]
@@ -59,7 +75,9 @@ def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_datas
 
 def test_sources_are_told_apart_by_the_ends_of_their_paths():
     def names(*paths: str) -> list[str]:
-        return source_names(Recipe(data="d", num_steps=1, sources=[DataSource(paths=(path,)) for path in paths]))
+        return source_names(
+            Recipe(data="d", num_steps=1, sources=[DataSource(paths=(path,)) for path in paths])
+        )
 
     assert names("/d/web", "/d/code") == ["web", "code"]
     assert names("/d/web/0", "/d/code/0") == ["web/0", "code/0"]
@@ -75,15 +93,24 @@ def test_shares_are_what_was_read_and_open_no_file():
 
 
 def test_a_small_weight_that_is_drawn_otherwise_is_told():
-    """Counted over a million sequences; a phase of the whole run has weights that need no rounding."""
-    sources = [DataSource(paths=(name,), weight=weight) for name, weight in (("web", 1), ("code", 4e-5), ("math", 0.1))]
+    """Counted over a million sequences; a phase of the whole run has weights that need no
+    rounding.
+    """
+    sources = [
+        DataSource(paths=(name,), weight=weight)
+        for name, weight in (("web", 1), ("code", 4e-5), ("math", 0.1))
+    ]
     recipe = Recipe(data="none", num_steps=1, sources=sources)
     read = shares(recipe, 8, 0, 16 * 65_536)
     assert abs(read["web"] * 1.10004 - 1) < 0.01 and abs(read["math"] * 1.10004 / 0.1 - 1) < 0.01
-    assert rounded_weights(recipe) == {"code": (pytest.approx(4e-5 / 1.10004), pytest.approx(read["code"]))}
+    assert rounded_weights(recipe) == {
+        "code": (pytest.approx(4e-5 / 1.10004), pytest.approx(read["code"]))
+    }
     even = (DataPhase(until_tokens=9, weights=(1, 1, 2)),)
     assert rounded_weights(recipe.replace(phases=even)).keys() == {"code"}
-    assert not rounded_weights(recipe.replace(sources=sources[::2])) and not rounded_weights(recipe.replace(sources=()))
+    assert not rounded_weights(recipe.replace(sources=sources[::2])) and not rounded_weights(
+        recipe.replace(sources=())
+    )
 
 
 def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):
@@ -96,7 +123,10 @@ def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):
 
 
 def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
-    """By a pattern alone; the first part has tokenizer and held-out text. A plain folder stays as it is."""
+    """By a pattern alone; the first part has tokenizer and held-out text.
+
+    A plain folder stays as it is.
+    """
     for i in range(2):
         shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}_of_2")
     recipe = located(Recipe(data=f"{tmp_path}/part_*", num_steps=10))
@@ -117,11 +147,18 @@ def test_another_vocabulary_is_refused(tiny_dataset, tmp_path):
     other = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "other"))
     told = json.loads((other / "dataset.json").read_text())
     (other / "dataset.json").write_text(json.dumps(told | {"tokenizer_sha256": "f" * 64}))
-    refused(other, f"{other} has tokenizer ffffffffffff, recipe.data tokenizer .*Tokenize it with .*tokenizer.json")
+    refused(
+        other,
+        f"{other} has tokenizer ffffffffffff, recipe.data tokenizer .*Tokenize it with"
+        " .*tokenizer.json",
+    )
     for name, vocab_size, token in (("wide", 70_000, 1), ("large", 1000, 999)):
         with TokenFileWriter(tmp_path / name, vocab_size) as writer:
             writer.add([token] * 100)
-    refused(tmp_path / "wide", "wide has int32 tokens, recipe.data uint16 tokens. Tokenize it with .*tokenizer.json")
+    refused(
+        tmp_path / "wide",
+        "wide has int32 tokens, recipe.data uint16 tokens. Tokenize it with .*tokenizer.json",
+    )
     refused(tmp_path / "large", "large has token 999, recipe.data a vocabulary of 300")
     refused(tmp_path / "absent_*", r"absent_\*: not a dataset, but empty or absent")
     with TokenFileWriter(tmp_path / "short", 300) as writer:
@@ -136,15 +173,33 @@ def test_a_mix_that_says_nothing_true_is_refused(tiny_dataset):
         with pytest.raises(ConfigError, match=message):
             mixed(tiny_dataset, *sources, **phases)
 
-    refused(r"recipe.sources\[1\].paths: \(\) is not allowed. Give one path or more", web, DataSource(paths=()))
-    for weight in (-1.0, 0.0, float("nan"), float("inf")):
-        refused(r"recipe.sources: weights: .* is not allowed. Give 1 numbers", web.replace(weight=weight))
     refused(
-        "recipe.phases: 1 is not allowed. Give recipe.sources too", phases=(DataPhase(until_tokens=1, weights=(1,)),)
+        r"recipe.sources\[1\].paths: \(\) is not allowed. Give one path or more",
+        web,
+        DataSource(paths=()),
     )
-    refused(r"phases\[0\].weights: .*Give 2 n", web, code, phases=(DataPhase(until_tokens=1, weights=(1,)),))
+    for weight in (-1.0, 0.0, float("nan"), float("inf")):
+        refused(
+            r"recipe.sources: weights: .* is not allowed. Give 1 numbers",
+            web.replace(weight=weight),
+        )
+    refused(
+        "recipe.phases: 1 is not allowed. Give recipe.sources too",
+        phases=(DataPhase(until_tokens=1, weights=(1,)),),
+    )
+    refused(
+        r"phases\[0\].weights: .*Give 2 n",
+        web,
+        code,
+        phases=(DataPhase(until_tokens=1, weights=(1,)),),
+    )
     falling = (DataPhase(until_tokens=9, weights=(1, 2)), DataPhase(until_tokens=9, weights=(1, 2)))
-    refused(r"recipe.phases\[1\].until_tokens: 9.0 is not allowed. Give a number above 9", web, code, phases=falling)
+    refused(
+        r"recipe.phases\[1\].until_tokens: 9.0 is not allowed. Give a number above 9",
+        web,
+        code,
+        phases=falling,
+    )
 
 
 def test_a_rank_opens_no_index_and_maps_nothing(tiny_dataset, monkeypatch):

@@ -1,4 +1,6 @@
-"""Samples and Windows: a function of the sample's number, as a plain loop counts, in an order as good as NumPy's."""
+"""Samples and Windows: a function of the sample's number, as a plain loop counts, in an order as
+good as NumPy's.
+"""
 
 import math
 
@@ -24,17 +26,28 @@ def test_an_epoch_is_a_permutation(count, seed, epoch):
 @settings(deadline=None)
 @given(st.integers(1, 2**50), st.data())
 def test_any_part_of_any_order_is_the_same_alone(count, data):
-    index = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20, unique=True)))
+    index = np.array(
+        data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20, unique=True))
+    )
     together = permuted(index, count, (1, 2, 3))
     assert together.min() >= 0 and together.max() < count and np.unique(together).size == index.size
-    assert together.tolist() == [permuted(index[i : i + 1], count, (1, 2, 3)).item() for i in range(index.size)]
+    assert together.tolist() == [
+        permuted(index[i : i + 1], count, (1, 2, 3)).item() for i in range(index.size)
+    ]
 
 
 def test_the_order_is_as_good_as_numpys():
-    """Of the first tenth of 40 epochs: means of each statistic differ by no more than the noise of both."""
+    """Of the first tenth of 40 epochs: means of each statistic differ by no more than the noise
+    of both.
+    """
     count, tries = 20_000, 40
-    ours = [quality(permuted(np.arange(2000), count, (1, 0, epoch)), count) for epoch in range(tries)]
-    theirs = [quality(np.random.RandomState(seed).permutation(count)[:2000], count) for seed in range(tries)]
+    ours = [
+        quality(permuted(np.arange(2000), count, (1, 0, epoch)), count) for epoch in range(tries)
+    ]
+    theirs = [
+        quality(np.random.RandomState(seed).permutation(count)[:2000], count)
+        for seed in range(tries)
+    ]
     for name in ours[0]:
         mine, other = (np.array([row[name] for row in rows]) for rows in (ours, theirs))
         noise = math.hypot(mine.std(), other.std()) / math.sqrt(tries)
@@ -42,19 +55,30 @@ def test_the_order_is_as_good_as_numpys():
 
 
 def test_seeds_sources_and_epochs_have_orders_of_their_own():
-    orders = [permuted(np.arange(1000), 1000, key) for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 10, 0))]
+    orders = [
+        permuted(np.arange(1000), 1000, key)
+        for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 10, 0))
+    ]
     for i, first in enumerate(orders):
         assert all(abs(np.corrcoef(first, other)[0, 1]) < 0.15 for other in orders[:i])
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(6, 60), min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 99), st.integers(1, 40))
+@given(
+    st.lists(st.integers(6, 60), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(0, 99),
+    st.integers(1, 40),
+)
 def test_shards_are_read_as_one_and_every_window_once(tmp_path_factory, sizes, length, seed, cut):
     folder = tmp_path_factory.mktemp("x")
     files = [numbered(folder / str(i), [size], first=1000 * i) for i, size in enumerate(sizes)]
     source = Windows(files, length, seed)
-    windows = [list(range(1000 * i + at, 1000 * i + at + length + 1)) for i, size in enumerate(sizes) for at in
-               range(0, size - length, length)]  # fmt: skip
+    windows = [
+        list(range(1000 * i + at, 1000 * i + at + length + 1))
+        for i, size in enumerate(sizes)
+        for at in range(0, size - length, length)
+    ]
     samples = Samples([source], length)
     assert source.epoch_sequences == len(windows) and samples.epochs(3 * len(windows)) == [3.0]
     for epoch in range(2):
@@ -77,7 +101,9 @@ class Numbers(Windows):
 @st.composite
 def mixes(draw):
     sources = draw(st.integers(1, 5))
-    weights = st.lists(st.sampled_from([0.0, 0.01, 0.25, 1.0, 3.7]), min_size=sources, max_size=sources).filter(any)
+    weights = st.lists(
+        st.sampled_from([0.0, 0.01, 0.25, 1.0, 3.7]), min_size=sources, max_size=sources
+    ).filter(any)
     lengths = draw(st.lists(st.integers(1, 3 * PERIOD), max_size=3))
     firsts = np.cumsum([0, *lengths]).tolist()
     return sources, [(first, draw(weights)) for first in firsts]
@@ -86,7 +112,9 @@ def mixes(draw):
 @settings(deadline=None, max_examples=12)
 @given(mixes(), st.data())
 def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
-    """The loop draws the sources one after another; any batch, from any sample on, must be a part of what it draws."""
+    """The loop draws the sources one after another; any batch, from any sample on, must be a
+    part of what it draws.
+    """
     num_sources, phases = mix
     samples = Samples([Numbers(i) for i in range(num_sources)], 1, phases)
     end, drawn = phases[-1][0] + PERIOD + 1000, np.zeros(num_sources, np.int64)
@@ -98,7 +126,9 @@ def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
         sources = whole[begin:stop, 0]
         for i in range(num_sources):
             numbers = whole[begin:stop][sources == i, 1]
-            assert np.array_equal(numbers, drawn[i] + np.arange(numbers.size))  # none twice, none left out
+            assert np.array_equal(
+                numbers, drawn[i] + np.arange(numbers.size)
+            )  # none twice, none left out
             share = weights[i] / sum(weights)
             due = share * np.arange(1, stop - begin + 1)
             bound = (num_sources + 1) / 2 + np.arange(1, stop - begin + 1) / PERIOD
@@ -106,7 +136,9 @@ def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
             drawn[i] += numbers.size
     assert samples.epochs(end) == drawn.tolist()
     begin, count = data.draw(st.integers(0, end)), data.draw(st.integers(0, 50))
-    assert np.array_equal(samples.batch(begin, min(count, end - begin)), whole[begin : begin + count])
+    assert np.array_equal(
+        samples.batch(begin, min(count, end - begin)), whole[begin : begin + count]
+    )
 
 
 def test_a_weight_without_a_place_is_refused():
@@ -117,7 +149,9 @@ def test_a_weight_without_a_place_is_refused():
 def test_the_order_never_changes(tmp_path):
     """A run resumed by a later version must read the data in the order it began with."""
     files = [numbered(tmp_path / str(i), [31], first=100 * i) for i in range(2)]
-    samples = Samples([Windows(files[:1], 3, 1234), Windows(files, 3, 1234, 1)], 3, [(0, (3, 1)), (20, (1, 2))])
+    samples = Samples(
+        [Windows(files[:1], 3, 1234), Windows(files, 3, 1234, 1)], 3, [(0, (3, 1)), (20, (1, 2))]
+    )
     assert samples.batch(0, 30)[:, 0].tolist() == PINNED
 
 
@@ -161,5 +195,7 @@ def test_a_file_cut_short_after_it_was_opened_is_told(tmp_path):
     samples.batch(0, 11)
     with (tmp_path / "x.bin").open("r+b") as stream:
         stream.truncate(40)
-    with pytest.raises(DataError, match="x.bin: truncated or damaged: expected 200 bytes, found 40"):
+    with pytest.raises(
+        DataError, match="x.bin: truncated or damaged: expected 200 bytes, found 40"
+    ):
         samples.batch(0, 11)

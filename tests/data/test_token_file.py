@@ -48,13 +48,18 @@ def test_equal_to_megatron_core(tmp_path, vocab_size):
 
     documents = random_documents(vocab_size)
     write(tmp_path / "own", documents, vocab_size)
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "reference.bin"), dtype=token_dtype(vocab_size).type)
+    builder = megatron.IndexedDatasetBuilder(
+        str(tmp_path / "reference.bin"), dtype=token_dtype(vocab_size).type
+    )
     for document in documents:
         builder.add_item(torch.from_numpy(document))
         builder.end_document()
     builder.finalize(str(tmp_path / "reference.idx"))
     for suffix in (".bin", ".idx"):
-        hashes = {hashlib.sha256((tmp_path / (name + suffix)).read_bytes()).digest() for name in ("own", "reference")}
+        hashes = {
+            hashlib.sha256((tmp_path / (name + suffix)).read_bytes()).digest()
+            for name in ("own", "reference")
+        }
         assert len(hashes) == 1
     reader = megatron.IndexedDataset(str(tmp_path / "own"))
     assert len(reader) == len(documents)
@@ -74,11 +79,17 @@ def test_documents_of_several_sequences_are_joined(tmp_path):
         builder.end_document()
     builder.finalize(str(tmp_path / "x.idx"))
     file = TokenFile(tmp_path / "x")
-    assert [file.document(i).tolist() for i in range(file.num_documents)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert [file.document(i).tolist() for i in range(file.num_documents)] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
 
 
 def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
-    """Writes documents of sequences byte by byte: magic, version, type, counts, lengths, offsets, first sequences."""
+    """Writes documents of sequences byte by byte: magic, version, type, counts, lengths,
+    offsets, first sequences.
+    """
     form, size = {4: ("<i", 4), 8: ("<H", 2)}[code]
     sequences = [sequence for document in documents for sequence in document]
     firsts = [0, *itertools.accumulate(len(document) for document in documents)]
@@ -91,30 +102,46 @@ def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> N
     prefix.with_name(prefix.name + ".bin").write_bytes(b"".join(tokens))
 
 
-@pytest.mark.parametrize("names", ["web_{}_text_document", "web_0000{}_tokens"], ids=["preprocess_data", "datatrove"])
+@pytest.mark.parametrize(
+    "names", ["web_{}_text_document", "web_0000{}_tokens"], ids=["preprocess_data", "datatrove"]
+)
 @pytest.mark.parametrize("code", [4, 8])
 def test_shards_of_other_tools_are_read_as_they_are(tiny_dataset, tmp_path, names, code):
-    """`preprocess_data` of Megatron-LM, with sentences apart, and datatrove's `MegatronDocumentTokenizer`."""
+    """`preprocess_data` of Megatron-LM, with sentences apart, and datatrove's
+    `MegatronDocumentTokenizer`.
+    """
     info = tiny_dataset.info
     if code == 4:  # a vocabulary above 65,536
         shutil.copytree(tiny_dataset.directory, tmp_path / "data")
         told = json.loads((tmp_path / "data" / "dataset.json").read_text()) | {"dtype": "int32"}
         (tmp_path / "data" / "dataset.json").write_text(json.dumps(told))
-    shards = [[[[5, 6, 7], [8]], [], [[9] * 20]], [[[10 + i for i in range(40)]]], [[[60], [61]], [[62] * 30]]]
+    shards = [
+        [[[5, 6, 7], [8]], [], [[9] * 20]],
+        [[[10 + i for i in range(40)]]],
+        [[[60], [61]], [[62] * 30]],
+    ]
     for i, documents in enumerate(shards):
         as_published(tmp_path / names.format(i), documents, code)
         file = TokenFile(tmp_path / names.format(i))
         joined = [[token for sequence in document for token in sequence] for document in documents]
         assert [file.document(j).tolist() for j in range(file.num_documents)] == joined
-        assert file.dtype == {4: np.int32, 8: np.uint16}[code] and max(map(max, filter(None, joined))) < info.vocab_size
+        assert (
+            file.dtype == {4: np.int32, 8: np.uint16}[code]
+            and max(map(max, filter(None, joined))) < info.vocab_size
+        )
     data = str(tmp_path / "data" if code == 4 else tiny_dataset.directory)
-    recipe = located(Recipe(data=data, num_steps=1, sources=[DataSource(paths=(f"{tmp_path}/web_*",))]))
+    recipe = located(
+        Recipe(data=data, num_steps=1, sources=[DataSource(paths=(f"{tmp_path}/web_*",))])
+    )
     assert len(recipe.sources[0].paths) == 3
     windows = [(sum(map(len, itertools.chain(*documents))) - 1) // 4 for documents in shards]
     samples = training_samples(recipe, 4)
     assert samples.epochs(sum(windows)) == [1.0]
     read = samples.batch(0, sum(windows))
-    assert sorted(read[:, 0].tolist())[:2] == [5, 9] and np.count_nonzero(np.isin(read[:, 0], range(10, 60))) == 9
+    assert (
+        sorted(read[:, 0].tolist())[:2] == [5, 9]
+        and np.count_nonzero(np.isin(read[:, 0], range(10, 60))) == 9
+    )
 
 
 def test_megatron_core_reads_the_same_of_them(tmp_path):
@@ -128,7 +155,12 @@ def test_megatron_core_reads_the_same_of_them(tmp_path):
 
 
 def test_type_is_the_smallest_that_fits():
-    assert [token_dtype(size).name for size in VOCAB_SIZES] == ["uint16", "uint16", "int32", "int32"]
+    assert [token_dtype(size).name for size in VOCAB_SIZES] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+    ]
 
 
 @settings(deadline=None)
@@ -143,12 +175,17 @@ def test_what_is_written_is_read(tmp_path_factory, documents):
 
 def test_counts(written):
     file = TokenFile(written / "train")
-    assert file.counts(1000).tolist() == np.bincount(np.concatenate(random_documents(1000)), minlength=1000).tolist()
+    assert (
+        file.counts(1000).tolist()
+        == np.bincount(np.concatenate(random_documents(1000)), minlength=1000).tolist()
+    )
 
 
 @pytest.mark.parametrize("token", [-1, 1000, 70_000])
 def test_a_token_outside_the_vocabulary_is_refused_and_nothing_is_left(tmp_path, token):
-    with pytest.raises(DataError, match=f"token {token} in document 1 is not in the vocabulary of 1,000"):
+    with pytest.raises(
+        DataError, match=f"token {token} in document 1 is not in the vocabulary of 1,000"
+    ):
         with TokenFileWriter(tmp_path / "x", 1000) as writer:
             writer.add([1, 2])
             writer.add([3, token])
@@ -162,7 +199,8 @@ def test_a_wrong_size_is_told_in_bytes(written, suffix, change):
     data = file.read_bytes()
     file.write_bytes(data[:change] if change < 0 else data + b"x" * change)
     message = (
-        rf"train\{suffix}: .*expected {len(data):,} bytes, found {len(data) + change:,}\. .*kit data build {written}"
+        rf"train\{suffix}: .*expected {len(data):,} bytes, found {len(data) + change:,}\. .*kit"
+        rf" data build {written}"
     )
     with pytest.raises(DataError, match=message):
         TokenFile(written / "train")
@@ -194,12 +232,16 @@ def test_formats_that_are_not_supported_are_called_by_their_name(tmp_path, writt
         megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
 
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.int32, multimodal=True)
+    builder = megatron.IndexedDatasetBuilder(
+        str(tmp_path / "x.bin"), dtype=np.int32, multimodal=True
+    )
     builder.add_item(torch.tensor([1, 2]), mode=0)
     builder.add_item(torch.tensor([3]), mode=1)
     builder.end_document()
     builder.finalize(str(tmp_path / "x.idx"))
-    with pytest.raises(DataError, match="x.idx: a multimodal index of megatron-core, .* 2 sequences.*not supported"):
+    with pytest.raises(
+        DataError, match="x.idx: a multimodal index of megatron-core, .* 2 sequences.*not supported"
+    ):
         TokenFile(tmp_path / "x")
     (written / "train.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
     with pytest.raises(DataError, match="train.idx: an index of fairseq's older .* not supported"):

@@ -17,7 +17,14 @@ from kit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer, trai
 from kit.errors import DataError
 
 TEXTS = inspect.getsource(textwrap).split("\n\n")
-SAMPLES = ["", "plain words", "tabs\tand\r\nlines  ", f"quoted {END_OF_TEXT} inside", "日本語 é 🙂 \x00", "12 345"]
+SAMPLES = [
+    "",
+    "plain words",
+    "tabs\tand\r\nlines  ",
+    f"quoted {END_OF_TEXT} inside",
+    "日本語 é 🙂 \x00",
+    "12 345",
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,9 @@ def test_trained_vocabulary_has_exactly_the_size_asked(trained):
     assert train_tokenizer(TEXTS, 257).vocab_size == 257
     with pytest.raises(DataError, match="vocab_size: 256 .* at least 257"):
         train_tokenizer(TEXTS, 256)
-    with pytest.raises(DataError, match="vocab_size: 50000 entries asked, but the text yields only"):
+    with pytest.raises(
+        DataError, match="vocab_size: 50000 entries asked, but the text yields only"
+    ):
         train_tokenizer(TEXTS, 50_000)
 
 
@@ -121,7 +130,9 @@ def test_older_hugging_face_folder_goes_through_transformers(trained, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = json.loads(trained.data)["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"])
+    )
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     tokenizer = load_tokenizer(tmp_path)
     reference = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
@@ -146,7 +157,8 @@ def test_end_of_text_token_can_be_named_beside_the_file(trained, tmp_path):
     unknown = trained.data.replace(END_OF_TEXT.encode(), b"<stop>")
     (tmp_path / "tokenizer.json").write_bytes(unknown)
     with pytest.raises(
-        DataError, match="tokenizer.json: no end-of-text token: looked for <.endoftext.>.*tokenizer_config"
+        DataError,
+        match="tokenizer.json: no end-of-text token: looked for <.endoftext.>.*tokenizer_config",
     ):
         load_tokenizer(tmp_path / "tokenizer.json")
     for token in ("<stop>", {"content": "<stop>"}):
@@ -159,7 +171,8 @@ def test_unusable_tokenizers_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="absent.json: no such file"):
         load_tokenizer(tmp_path / "absent.json")
     with pytest.raises(
-        DataError, match="tokenizer 'nobody/nothing': no such file or folder here, and no such repository"
+        DataError,
+        match="tokenizer 'nobody/nothing': no such file or folder here, and no such repository",
     ):
         load_tokenizer("nobody/nothing")
     for name in ("tokenizer.json", "tokenizer.model"):
@@ -179,7 +192,10 @@ def test_training_ends_at_ctrl_c_and_hands_on_an_error_of_the_texts():
         yield "some text"
         raise DataError("line 2 is torn")
 
-    began, before = time.monotonic(), signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind `&`
+    began, before = (
+        time.monotonic(),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # ignored behind `&`
     try:
         with pytest.raises(KeyboardInterrupt):
             train_tokenizer(texts(), 260)

@@ -1,4 +1,6 @@
-"""The stand-in for NeuronX Distributed, put on the path as if it were installed; worker processes import it."""
+"""The stand-in for NeuronX Distributed, put on the path as if it were installed; worker
+processes import it.
+"""
 
 import os
 import sys
@@ -8,7 +10,11 @@ from pathlib import Path
 import pytest
 
 STANDIN = Path(__file__).parent / "standin"
-VERSIONS = {"neuronx-distributed": "0.17.26814", "torch-neuronx": "2.9.0.2.12.22436", "torch-xla": "2.9.0"}
+VERSIONS = {
+    "neuronx-distributed": "0.17.26814",
+    "torch-neuronx": "2.9.0.2.12.22436",
+    "torch-xla": "2.9.0",
+}
 
 
 def install(folder: Path, versions: dict[str, str]) -> Path:

@@ -1,4 +1,6 @@
-"""What the stand-in was asked, held against the recorded signatures of the real package (data/nxd_signatures.json)."""
+"""What the stand-in was asked, held against the recorded signatures of the real package
+(data/nxd_signatures.json).
+"""
 
 import functools
 import inspect
@@ -13,18 +15,27 @@ CALLS: list[tuple[str, dict]] = []
 def versions() -> dict[str, dict[str, inspect.Signature]]:
     """Returns the recorded signatures by version and name."""
     return {
-        version: {name: signature(parameters) for name, parameters in recorded["signatures"].items()}
+        version: {
+            name: signature(parameters) for name, parameters in recorded["signatures"].items()
+        }
         for version, recorded in json.loads(SIGNATURES.read_text()).items()
     }
 
 
 def signature(parameters: list[list[str]]) -> inspect.Signature:
-    kinds = {"var_positional": inspect.Parameter.VAR_POSITIONAL, "var_keyword": inspect.Parameter.VAR_KEYWORD,
-             "keyword_only": inspect.Parameter.KEYWORD_ONLY}  # fmt: skip
+    kinds = {
+        "var_positional": inspect.Parameter.VAR_POSITIONAL,
+        "var_keyword": inspect.Parameter.VAR_KEYWORD,
+        "keyword_only": inspect.Parameter.KEYWORD_ONLY,
+    }
     made = []
     for name, kind, *default in parameters:
         value = default[0] if default else inspect.Parameter.empty
-        made.append(inspect.Parameter(name, kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), default=value))
+        made.append(
+            inspect.Parameter(
+                name, kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), default=value
+            )
+        )
     return inspect.Signature(made)
 
 
@@ -39,7 +50,9 @@ def check(name: str, arguments: dict) -> None:
 
 
 def recorded(module: str):
-    """Returns a decorator for a function of `module`: arguments by keyword only, checked and recorded."""
+    """Returns a decorator for a function of `module`: arguments by keyword only, checked and
+    recorded.
+    """
 
     def decorate(function):
         @functools.wraps(function)

@@ -28,7 +28,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="Tesla T4", total_memory=2)
+            torch.cuda,
+            "get_device_properties",
+            lambda _: SimpleNamespace(name="Tesla T4", total_memory=2),
         )
         monkeypatch.setenv("RANK", "0")
 
@@ -48,7 +50,9 @@ def test_doctor_says_which_part_of_the_first_job_fails(monkeypatch):
     node = {"nodes": [{"matmul_flops_per_s": 7e14}], "dtype": "bf16"}
     for gpus, sent in ((1, None), (8, 2e11)):
         seen = {gpus: {**node, "all_reduce_bytes_per_s": sent}}
-        monkeypatch.setattr("kit.measure.site.by_ranks", lambda module, ranks, limit_s, seen=seen: seen[ranks])
+        monkeypatch.setattr(
+            "kit.measure.site.by_ranks", lambda module, ranks, limit_s, seen=seen: seen[ranks]
+        )
         product, summed = doctor._rates(gpus)
         assert product.ok and "700 TFLOP/s in bf16" in product.found
         assert summed.ok is (True if sent else None) and ("200 GB/s" in summed.found) is (gpus == 8)
@@ -58,11 +62,17 @@ def test_doctor_says_which_part_of_the_first_job_fails(monkeypatch):
 
     monkeypatch.setattr("kit.measure.site.by_ranks", fail)
     (finding,) = doctor._rates(8)
-    assert finding.ok is False and finding.found.endswith("no link") and "NCCL_DEBUG" in finding.advice
+    assert (
+        finding.ok is False and finding.found.endswith("no link") and "NCCL_DEBUG" in finding.advice
+    )
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "has"), [(0, 4, False), (1, 1, True), (4, 4, True), (1, 2, False)])
-def test_more_local_ranks_than_gpus_compute_on_the_cpu_and_say_so(machine, capsys, gpus, ranks, has):
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "has"), [(0, 4, False), (1, 1, True), (4, 4, True), (1, 2, False)]
+)
+def test_more_local_ranks_than_gpus_compute_on_the_cpu_and_say_so(
+    machine, capsys, gpus, ranks, has
+):
     machine(gpus, ranks)
     site = on_device(LAPTOP, _plan(ranks))
     assert _has_gpu(site) is site.device.is_gpu is has
@@ -72,10 +82,16 @@ def test_more_local_ranks_than_gpus_compute_on_the_cpu_and_say_so(machine, capsy
 def test_a_device_that_is_asked_for_is_the_one_that_is_judged(machine, capsys):
     machine(2, 2)
     measured = LAPTOP.with_measured_peak("fp32", 1e11, "here").replace(devices_per_node=2)
-    assert on_device(measured, _plan(2)) is measured, "its peak is a core's, so it stays on the cores"
+    assert on_device(measured, _plan(2)) is measured, (
+        "its peak is a core's, so it stays on the cores"
+    )
     assert not _has_gpu(measured) and "all ranks compute on the CPU" in capsys.readouterr().out
     gpu = on_device(measured, _plan(2), "cuda")
-    assert (gpu.device.name, gpu.devices_per_node, gpu.device.peak_flops_per_s) == ("Tesla T4 (GPU)", 2, {})
+    assert (gpu.device.name, gpu.devices_per_node, gpu.device.peak_flops_per_s) == (
+        "Tesla T4 (GPU)",
+        2,
+        {},
+    )
     assert _has_gpu(gpu) and on_device(gpu, _plan(2)) is gpu is on_device(gpu, _plan(1), "cuda")
     assert on_device(gpu, _plan(2), "cpu").device == LAPTOP.device
 

@@ -13,9 +13,15 @@ CUDNN, FLASH, EFFICIENT, MATH = "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT
 
 @pytest.mark.parametrize(
     "capability, cudnn, hip, first",
-    [((9, 0), 91900, None, CUDNN), ((9, 0), 91002, None, FLASH), ((9, 0), None, "7.0", FLASH),
-     ((10, 0), 91900, None, CUDNN), ((8, 0), 91900, None, FLASH), ((12, 0), 91900, None, FLASH)],
-)  # fmt: skip
+    [
+        ((9, 0), 91900, None, CUDNN),
+        ((9, 0), 91002, None, FLASH),
+        ((9, 0), None, "7.0", FLASH),
+        ((10, 0), 91900, None, CUDNN),
+        ((8, 0), 91900, None, FLASH),
+        ((12, 0), 91900, None, FLASH),
+    ],
+)
 def test_order_of_attention_kernels(capability, cudnn, hip, first):
     """MI250X calls itself 9.0 too; an older cuDNN is one that torch does not take first either."""
     assert run_ranks(1, chosen, capability, cudnn, hip, "bf16")[0][0][0] == first
@@ -36,7 +42,9 @@ def test_chosen_kernels_are_those_that_run(llama_spec):
 
 
 def chosen(capability, cudnn, hip, precision):
-    """Returns the order of kernels, and whether TF32 is allowed, in a process whose GPU pretends."""
+    """Returns the order of kernels, and whether TF32 is allowed, in a process whose GPU
+    pretends.
+    """
     torch.cuda.get_device_capability = lambda _device: capability
     torch.backends.cudnn.version = lambda: cudnn
     torch.version.hip = hip

@@ -1,4 +1,6 @@
-"""What is submitted for a plan of the papers' engines: the command, its environment, what the engine is told."""
+"""What is submitted for a plan of the papers' engines: the command, its environment, what the
+engine is told.
+"""
 
 import json
 import re
@@ -22,24 +24,48 @@ from tests.engines.test_neuron_recipes import PLANS
 
 RECIPE = Recipe(data="/data", num_steps=10)
 FRONTIER_175B = Plan(
-    tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640, recompute="full",
-    precision="fp16", engine="deepspeed",
-)  # fmt: skip
-HLAT = {  # of github.com/awslabs/HLAT, 7b/ and 70b/, but for the two XLA variables, of which the kit needs none
-    "hlat-7b": {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
-                "NEURON_RT_ENABLE_VERBOSE_NUMERICAL_ERRORS": "0", "NEURON_TRANSFER_WITH_STATIC_RING_OPS": "''"},
-    "hlat-70b": {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0", "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "31",
-                 "NEURON_EXPERIMENTAL_COMPRESS_RG": "1", "TORCH_DIST_INIT_BARRIER": "0"},
-}  # fmt: skip
+    tensor_parallel=4,
+    pipeline_parallel=16,
+    data_parallel=2,
+    zero_stage=1,
+    global_batch_size=640,
+    recompute="full",
+    precision="fp16",
+    engine="deepspeed",
+)
+# of github.com/awslabs/HLAT, 7b/ and 70b/, but for the two XLA variables, of which the kit needs
+# none
+HLAT = {
+    "hlat-7b": {
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
+        "NEURON_RT_ENABLE_VERBOSE_NUMERICAL_ERRORS": "0",
+        "NEURON_TRANSFER_WITH_STATIC_RING_OPS": "''",
+    },
+    "hlat-70b": {
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "31",
+        "NEURON_EXPERIMENTAL_COMPRESS_RG": "1",
+        "TORCH_DIST_INIT_BARRIER": "0",
+    },
+}
 BOTH = {
-    "NEURON_CC_FLAGS": "'--model-type transformer --distribution-strategy=llm-training'", "NEURON_FUSE_SOFTMAX": "1",
-    "NEURON_RT_EXEC_TIMEOUT": "4000", "MALLOC_ARENA_MAX": "64", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1",
-    "FI_EFA_FORK_SAFE": "1", "XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0",
-}  # fmt: skip
+    "NEURON_CC_FLAGS": "'--model-type transformer --distribution-strategy=llm-training'",
+    "NEURON_FUSE_SOFTMAX": "1",
+    "NEURON_RT_EXEC_TIMEOUT": "4000",
+    "MALLOC_ARENA_MAX": "64",
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",
+    "FI_EFA_FORK_SAFE": "1",
+    "XLA_USE_BF16": "0",
+    "XLA_DOWNCAST_BF16": "0",
+}
 
 
 def prepared(directory, name: str, plan: Plan, site: str) -> kit.Run:
-    return kit.Run(directory, spec=ModelSpec.preset(name), plan=plan, recipe=RECIPE, site=Site.load(site))
+    return kit.Run(
+        directory, spec=ModelSpec.preset(name), plan=plan, recipe=RECIPE, site=Site.load(site)
+    )
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -53,19 +79,36 @@ def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path
     for text in texts.values():
         lines = [line.strip() for line in text.splitlines()]
         assert command in lines and f"#SBATCH --nodes={nodes}" in lines
-        assert any(line.startswith(f"--nnodes={nodes} ") and "--nproc-per-node=32" in line for line in lines)
-        exports = dict(line.removeprefix("export ").split("=", 1) for line in lines if re.match(r"export \w+=", line))
+        assert any(
+            line.startswith(f"--nnodes={nodes} ") and "--nproc-per-node=32" in line
+            for line in lines
+        )
+        exports = dict(
+            line.removeprefix("export ").split("=", 1)
+            for line in lines
+            if re.match(r"export \w+=", line)
+        )
         assert {**BOTH, **HLAT[name]}.items() <= exports.items()
     assert f"exec neuron_parallel_compile {agent}" in texts["compile.sh"]
-    assert f"exec {agent}" in texts["submit.sh"] and "neuron_parallel_compile" not in texts["submit.sh"]
+    assert (
+        f"exec {agent}" in texts["submit.sh"]
+        and "neuron_parallel_compile" not in texts["submit.sh"]
+    )
 
 
 def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
     run = prepared(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     text = render(launcher.job_spec(run), run.site)
-    assert "#SBATCH --nodes=16" in text and "srun --nodes=16 --ntasks=128 --ntasks-per-node=8" in text
-    assert f"-m kit.train --run {run.directory}" in text and "--gpus-per-task=1 --gpu-bind=closest" in text
-    assert "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID" in text, "DeepSpeed finds its ranks by these"
+    assert (
+        "#SBATCH --nodes=16" in text and "srun --nodes=16 --ntasks=128 --ntasks-per-node=8" in text
+    )
+    assert (
+        f"-m kit.train --run {run.directory}" in text
+        and "--gpus-per-task=1 --gpu-bind=closest" in text
+    )
+    assert "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID" in text, (
+        "DeepSpeed finds its ranks by these"
+    )
 
 
 def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
@@ -78,16 +121,34 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
     spec, site = ModelSpec.preset("gpt-175b"), Site.load("frontier")
     run = kit.Run(tmp_path / "run", spec=spec, plan=FRONTIER_175B, recipe=RECIPE, site=site)
     launcher.submit(run)
-    assert json.loads((run.directory / "deepspeed.json").read_text()) == deepspeed_config(FRONTIER_175B, RECIPE)
+    assert json.loads((run.directory / "deepspeed.json").read_text()) == deepspeed_config(
+        FRONTIER_175B, RECIPE
+    )
     line = (run.directory / "megatron_deepspeed.txt").read_text()
-    for part in ("pretrain_gpt.py ", "--tensor-model-parallel-size 4 ", "--fp16 ", "--zero-stage 1 "):
+    for part in (
+        "pretrain_gpt.py ",
+        "--tensor-model-parallel-size 4 ",
+        "--fp16 ",
+        "--zero-stage 1 ",
+    ):
         assert part in line
     native = FRONTIER_175B.replace(engine="native", precision="bf16")
-    launcher.submit(kit.Run.prepare(run.directory, spec=spec, plan=native, recipe=RECIPE, site=site))
-    assert not (run.directory / "deepspeed.json").exists(), "nothing is left of another plan's engine"
+    launcher.submit(
+        kit.Run.prepare(run.directory, spec=spec, plan=native, recipe=RECIPE, site=site)
+    )
+    assert not (run.directory / "deepspeed.json").exists(), (
+        "nothing is left of another plan's engine"
+    )
 
 
 def test_fp16_is_told_with_its_dynamic_scale():
-    told = json.loads(configuration_files(ModelSpec.preset("gpt-175b"), FRONTIER_175B, RECIPE)["deepspeed.json"])
-    assert told["fp16"]["enabled"] and told["fp16"]["loss_scale"] == 0, "0 is DeepSpeed's word for dynamic"
-    assert "bf16" not in told and told["train_batch_size"] == 640 == 2 * told["gradient_accumulation_steps"]
+    told = json.loads(
+        configuration_files(ModelSpec.preset("gpt-175b"), FRONTIER_175B, RECIPE)["deepspeed.json"]
+    )
+    assert told["fp16"]["enabled"] and told["fp16"]["loss_scale"] == 0, (
+        "0 is DeepSpeed's word for dynamic"
+    )
+    assert (
+        "bf16" not in told
+        and told["train_batch_size"] == 640 == 2 * told["gradient_accumulation_steps"]
+    )

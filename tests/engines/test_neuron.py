@@ -1,4 +1,5 @@
-"""The Neuron engine through a stand-in for NxD: it calls what NxD has, in order, and trains as the native engine does.
+"""The Neuron engine through a stand-in for NxD: it calls what NxD has, in order, and trains as the
+native engine does.
 
 No test here has run NxD itself, but for those marked `neuron`, on a Trainium host.
 """
@@ -40,7 +41,7 @@ from tests.parity import (
     overfit,
     some_thorough,
     train,
-)  # fmt: skip
+)
 from tests.workers import run_ranks, start_training
 
 LAYOUTS = {
@@ -50,10 +51,19 @@ LAYOUTS = {
     "TP2": {"tensor_parallel": 2},
     "TP2, sequence parallel": {"tensor_parallel": 2, "sequence_parallel": True},
     "TP2 x DP2, sequence parallel, recompute selective": {
-        "tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
+        "tensor_parallel": 2,
+        "data_parallel": 2,
+        "sequence_parallel": True,
+        "recompute": "selective",
+    },
     "TP2 x PP2, ZeRO 1, recompute full": {
-        "tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full"},
-}  # fmt: skip
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "zero_stage": 1,
+        "sequence_parallel": True,
+        "recompute": "full",
+    },
+}
 
 HERE = probe()
 
@@ -80,13 +90,17 @@ def mqa_spec(small_spec) -> ModelSpec:
     return small_spec.replace(name="tiny-mqa", num_kv_heads=1)
 
 
-def compare(changes: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE) -> dict[str, float]:
+def compare(
+    changes: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE
+) -> dict[str, float]:
     """Returns the largest relative differences of loss, gradient norm and validation loss."""
     plan = neuron_plan(changes)
-    return differences(run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe))
+    return differences(
+        run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe)
+    )
 
 
-# Parity --------------------------------------------------------------------------------------------------------
+# Parity -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,20 +119,32 @@ def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec,
     """In fp32 a sum over ranks that is lost where dtypes differ does not show."""
     plan = neuron_plan({**LAYOUTS[layout], "precision": "bf16"})
     alone = neuron_plan({"precision": "bf16", "zero_stage": plan.zero_stage})
-    found, expected = run_ranks(plan.num_devices, overfit, small_spec, plan)[0], one_process(overfit, small_spec, alone)
+    found, expected = (
+        run_ranks(plan.num_devices, overfit, small_spec, plan)[0],
+        one_process(overfit, small_spec, alone),
+    )
     assert found[0][1] == pytest.approx(expected[0][1], rel=1e-3), "the first gradient norm"
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=SAME_LEARNING)
+    assert [loss for loss, _ in found] == pytest.approx(
+        [loss for loss, _ in expected], rel=SAME_LEARNING
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
     """On the CPU nothing rounds stochastically; ten steps are too few to need it."""
-    changes = {"precision": "bf16", "zero_stage": stage, "data_parallel": 2, "recompute": "selective"}
+    changes = {
+        "precision": "bf16",
+        "zero_stage": stage,
+        "data_parallel": 2,
+        "recompute": "selective",
+    }
     found = compare(changes, small_spec, native_run)
     assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.01, found
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1, "sequence_parallel": True, "data_parallel": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"zero_stage": 1, "sequence_parallel": True, "data_parallel": 2}]
+)
 def test_copies_of_key_value_heads_count_once(changes, standin, mqa_spec, native_run):
     changes = {"tensor_parallel": 2, **changes}
     assert neuron_plan(changes).kv_replication(mqa_spec) == 2
@@ -132,15 +158,19 @@ def test_a_recipe_may_clip_nothing(standin, small_spec, native_run):
 
 
 def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native_run, monkeypatch):
-    """Why the plan refuses them: as NxD does, the stand-in spreads the ranks over the node, and not their copies."""
-    with pytest.raises(ConfigError, match=r"plan.tensor_parallel: 4 is not allowed with engine 'neuron'"):
+    """Why the plan refuses them: as NxD does, the stand-in spreads the ranks over the node, and
+    not their copies.
+    """
+    with pytest.raises(
+        ConfigError, match=r"plan.tensor_parallel: 4 is not allowed with engine 'neuron'"
+    ):
         neuron_plan({"tensor_parallel": 4, "data_parallel": 2}).check(small_spec)
     monkeypatch.setattr(Plan, "check", lambda *_: None)
     found = compare({"tensor_parallel": 4, "data_parallel": 2}, small_spec, native_run)
     assert found["loss"] > TOLERANCE, found
 
 
-# Calls ---------------------------------------------------------------------------------------------------------
+# Calls --------------------------------------------------------------------------------------------
 
 
 def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[str, list[str]]]:
@@ -150,25 +180,40 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[
     made = len(CALLS)
     for samples, rate in zip(batches(spec, plan, engine.data_rank), (1e-3, 5e-4), strict=False):
         engine.train_step(samples, rate)
-    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints = NxdCheckpoints(
+        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
+    )
     checkpoints.save(facts(spec, plan, 2))
     checkpoints.finish()
     steps = [
-        name for name, _ in CALLS[made:] if "parallel_cross" not in name and "region" not in name and "get_" not in name
+        name
+        for name, _ in CALLS[made:]
+        if "parallel_cross" not in name and "region" not in name and "get_" not in name
     ]
     rates = [arguments["learning_rate"] for name, arguments in CALLS if name == "step"]
     return [name for name, _ in CALLS[:made]], steps, rates  # pyright: ignore[reportReturnType]
 
 
 def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
-    return {"step": step, "samples": step * BATCH, "tokens": step * BATCH * spec.sequence_length, "seed": 1234,
-            "spec": spec, "plan": plan}  # fmt: skip
+    return {
+        "step": step,
+        "samples": step * BATCH,
+        "tokens": step * BATCH * spec.sequence_length,
+        "seed": 1234,
+        "spec": spec,
+        "plan": plan,
+    }
 
 
 def test_order_of_calls(standin, small_spec, tmp_path):
     plan = neuron_plan({})
     built, steps, rates = run_ranks(1, calls_of_two_steps, small_spec, plan, tmp_path)[0]
-    order = ["neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer", "zero_grad"]
+    order = [
+        "neuronx_distributed_config",
+        "initialize_parallel_model",
+        "initialize_parallel_optimizer",
+        "zero_grad",
+    ]
     assert [name for name in built if name in order] == order
     micro_batches = ["run_train", "mark_step"] * plan.num_microbatches
     one_step = [*micro_batches, "step", "zero_grad", "mark_step"]
@@ -187,15 +232,21 @@ def test_a_pipeline_gets_all_micro_batches_in_one_call(standin, small_spec, tmp_
 def test_a_call_that_a_version_does_not_take_is_noticed():
     from tests.engines.signatures import check
 
-    with pytest.raises(TypeError, match=r"initialize_parallel_model of version 0.9.0: missing a required argument"):
+    with pytest.raises(
+        TypeError, match=r"initialize_parallel_model of version 0.9.0: missing a required argument"
+    ):
         check("neuronx_distributed.initialize_parallel_model", {"nxd_config": {}})
-    with pytest.raises(TypeError, match=r"neuronx_distributed_config of version 0.9.0: got an unexpected keyword"):
+    with pytest.raises(
+        TypeError, match=r"neuronx_distributed_config of version 0.9.0: got an unexpected keyword"
+    ):
         check("neuronx_distributed.neuronx_distributed_config", {"context_parallel_size": 1})
 
 
 def test_signatures_name_their_source():
     for version, table in json.loads(SIGNATURES.read_text()).items():
-        assert table["source"].startswith("https://github.com/aws-neuron/neuronx-distributed/tree/"), version
+        assert table["source"].startswith(
+            "https://github.com/aws-neuron/neuronx-distributed/tree/"
+        ), version
         assert len(table["signatures"]) >= 15
 
 
@@ -224,20 +275,24 @@ def test_two_cores_train_two_steps(tmp_path, spec, recipe):
     run.checkpoints.verify(manifest, manifest.files)
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     """Trains five steps, saves, and returns what five more give."""
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints = NxdCheckpoints(
+        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
+    )
     mine = batches(spec, plan, engine.data_rank)
     for samples in mine[:5]:
         engine.train_step(samples, 1e-3)
     checkpoints.save(facts(spec, plan, 5))
     if torch.distributed.get_rank() == 0:
         assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
-    rest = [engine.train_step(samples, 1e-3) for samples in mine[5:]]  # the stand-in writes as the save is completed
+    rest = [
+        engine.train_step(samples, 1e-3) for samples in mine[5:]
+    ]  # the stand-in writes as the save is completed
     for _ in range(SETTLE_STEPS):
         checkpoints.poll()
     assert checkpoints.pending is None, "it completes behind training by now"
@@ -247,11 +302,15 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    manifest = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(5)
+    manifest = NxdCheckpoints(
+        Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None
+    ).load(5)
     assert manifest.samples == 5 * BATCH
     assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
     Checkpoints(folder).verify(manifest, manifest.files)
-    return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]]
+    return [
+        engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]
+    ]
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"data_parallel": 2, "zero_stage": 1}])
@@ -262,7 +321,9 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(changes, standin, small_spec,
 
 
 def test_plain_data_parallelism_resumes_on_other_replicas(standin, small_spec, tmp_path):
-    expected = run_ranks(2, save_and_go_on, small_spec, neuron_plan({"data_parallel": 2}), tmp_path)[0]
+    expected = run_ranks(
+        2, save_and_go_on, small_spec, neuron_plan({"data_parallel": 2}), tmp_path
+    )[0]
     found = run_ranks(1, resume, small_spec, neuron_plan({}), tmp_path)[0]
     assert found == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
 
@@ -271,20 +332,29 @@ def test_sharded_optimizer_starts_anew_on_other_replicas(standin, small_spec, tm
     plan = neuron_plan({"data_parallel": 2, "zero_stage": 1})
     expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
     found = run_ranks(1, resume, small_spec, plan.replace(data_parallel=1), tmp_path)[0]
-    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), "the weights are those of the checkpoint"
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), (
+        "the weights are those of the checkpoint"
+    )
     assert abs(found[-1][0] - expected[-1][0]) > 1e-4, "the moments are not"
-    assert "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1" in capfd.readouterr().out
+    assert (
+        "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1"
+        in capfd.readouterr().out
+    )
 
 
 def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
     run_ranks(1, save_and_go_on, small_spec, neuron_plan({}), tmp_path)
-    with pytest.raises(AssertionError, match="CheckpointError: .* plan.tensor_parallel 1, now it is 2"):
+    with pytest.raises(
+        AssertionError, match="CheckpointError: .* plan.tensor_parallel 1, now it is 2"
+    ):
         run_ranks(2, resume, small_spec, neuron_plan({"tensor_parallel": 2}), tmp_path)
 
 
 @pytest.mark.parametrize("tensor", [2, 8])
 def test_shards_are_those_that_the_converter_reads(tensor, standin, small_spec, tmp_path):
-    """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart, puts them together."""
+    """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart,
+    puts them together.
+    """
     small_spec = small_spec.replace(num_heads=8)
     plan = neuron_plan({"tensor_parallel": tensor, "sequence_parallel": True})
     assert plan.kv_replication(small_spec) == tensor // 2
@@ -305,12 +375,14 @@ def test_fused_shards_of_a_pipeline_are_those_that_the_converter_reads(standin, 
 
 def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints = NxdCheckpoints(
+        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
+    )
     checkpoints.save(facts(spec, plan, 5))
     checkpoints.finish()
 
 
-# Runs ----------------------------------------------------------------------------------------------------------
+# Runs ---------------------------------------------------------------------------------------------
 
 
 def run_train(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -320,18 +392,29 @@ def run_train(directory: Path, **variables: str) -> subprocess.CompletedProcess[
 @pytest.fixture
 def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
     """A run of four steps with two checkpoints."""
-    spec, recipe = spec.replace(num_layers=2), recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0)
+    spec, recipe = (
+        spec.replace(num_layers=2),
+        recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0),
+    )
     recipe = recipe.replace(validation_every=4, validation_sequences=8)
     return kit.Run.create(
-        tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop")
+        tmp_path / "run",
+        spec=spec,
+        plan=neuron_plan({}),
+        recipe=recipe,
+        site=kit.Site.load("laptop"),
     )
 
 
 def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
     before = sorted(short_run.directory.rglob("*"))
     compiled = run_train(short_run.directory, NEURON_EXTRACT_GRAPHS_ONLY="1")
-    assert compiled.returncode == 0 and "recorded the graphs of 4 steps" in compiled.stdout, compiled.stderr
-    assert sorted(short_run.directory.rglob("*")) == before, "a compile phase is no attempt of the run"
+    assert compiled.returncode == 0 and "recorded the graphs of 4 steps" in compiled.stdout, (
+        compiled.stderr
+    )
+    assert sorted(short_run.directory.rglob("*")) == before, (
+        "a compile phase is no attempt of the run"
+    )
     trained = run_train(short_run.directory)
     assert trained.returncode == 0 and "finished 4 steps" in trained.stdout, trained.stderr
     assert short_run.checkpoints.steps() == [2, 4] and len(short_run.metrics()) == 4
@@ -350,4 +433,7 @@ def test_a_run_in_the_wrong_precision_does_not_start(short_run):
     [rank] = start_training(run_directory, **needed | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"})
     done = rank.wait()
     assert done.returncode == os.EX_CONFIG and "Traceback" not in done.stderr
-    assert f"{ConfigError.__name__}: plan.precision" in done.stderr and "STOCHASTIC_ROUNDING_EN is '1'" in done.stderr
+    assert (
+        f"{ConfigError.__name__}: plan.precision" in done.stderr
+        and "STOCHASTIC_ROUNDING_EN is '1'" in done.stderr
+    )

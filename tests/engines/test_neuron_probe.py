@@ -1,4 +1,6 @@
-"""The probe tells apart absent, placeholder, wrong, broken and working packages, each in one sentence."""
+"""The probe tells apart absent, placeholder, wrong, broken and working packages, each in one
+sentence.
+"""
 
 import json
 import os
@@ -38,7 +40,9 @@ def installed(tmp_path, monkeypatch):
 def test_absent():
     status = probe()
     assert status.versions == {} and "it is not installed" in status.message
-    assert "requirements/trainium.txt" in status.message and "plan.engine 'native'" in status.message
+    assert (
+        "requirements/trainium.txt" in status.message and "plan.engine 'native'" in status.message
+    )
     with pytest.raises(NeuronError, match="it is not installed"):
         require()
 
@@ -60,7 +64,10 @@ def test_placeholder_by_what_it_says_when_imported(installed):
 def test_wrong_version(installed, version):
     installed({**VERSIONS, "neuronx-distributed": version}, {"neuronx_distributed": ""})
     assert probe().state == "wrong version"
-    assert f"needs neuronx-distributed {' or '.join(SUPPORTED)}: version {version} is installed" in probe().message
+    assert (
+        f"needs neuronx-distributed {' or '.join(SUPPORTED)}: version {version} is installed"
+        in probe().message
+    )
 
 
 def test_native_backend_of_the_same_name_is_not_taken_for_the_old_one(installed):
@@ -73,14 +80,20 @@ def test_broken_tells_the_last_line(installed):
     raising = 'raise ImportError("_XLAC.so: undefined symbol: deleteNode")'
     installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
     assert probe().state == "broken"
-    assert "cannot be imported: ImportError: _XLAC.so: undefined symbol: deleteNode." in probe().message
+    assert (
+        "cannot be imported: ImportError: _XLAC.so: undefined symbol: deleteNode."
+        in probe().message
+    )
 
 
 def test_an_engine_that_this_torch_does_not_hold_is_broken(installed):
     lacking = 'import sys; sys.modules["torch.utils.checkpoint"] = None'
     installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": lacking})
     assert probe().state == "broken"
-    assert "the kit's engine cannot be imported: ModuleNotFoundError: import of torch.utils.check" in probe().message
+    assert (
+        "the kit's engine cannot be imported: ModuleNotFoundError: import of torch.utils.check"
+        in probe().message
+    )
     assert doctor._neuron().ok is False
 
 
@@ -90,9 +103,13 @@ def test_source_on_the_path_is_no_installation(installed):
 
 
 @pytest.mark.parametrize("version", ["0.1", "0.9.0"])
-def test_launch_tells_it_before_anything_is_written(installed, llama_spec, recipe, tmp_path, version):
+def test_launch_tells_it_before_anything_is_written(
+    installed, llama_spec, recipe, tmp_path, version
+):
     installed({"neuronx-distributed": version}, {"neuronx_distributed": ""})
-    with pytest.raises(MissingPackageError, match="plan.engine 'neuron' needs neuronx-distributed 0.17 or 0.18"):
+    with pytest.raises(
+        MissingPackageError, match="plan.engine 'neuron' needs neuronx-distributed 0.17 or 0.18"
+    ):
         kit.launch(tmp_path / "run", spec=llama_spec, plan=NEURON, recipe=recipe)
     assert not (tmp_path / "run").exists()
 
@@ -101,10 +118,15 @@ def test_a_rank_tells_it_without_a_traceback(installed, spec, recipe, tmp_path):
     """Ranks may run in another environment than the notebook that launched them."""
     raising = 'raise RuntimeError("operator torch_xla::op does not exist")'
     installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop"))
+    run = kit.Run.create(
+        tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop")
+    )
     done = start_training(run.directory)[0].wait()
     assert done.returncode == os.EX_CONFIG, done.stderr
-    assert "RuntimeError: operator torch_xla::op does not exist" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "RuntimeError: operator torch_xla::op does not exist" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_doctor_row(installed, monkeypatch):
@@ -122,7 +144,9 @@ def test_doctor_does_not_promise_training_without_a_device(standin, monkeypatch)
 
 
 def test_engine_command_shows_what_nxd_is_told(spec, recipe, tmp_path, capsys):
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop"))
+    run = kit.Run.create(
+        tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop")
+    )
     show_engine(run.directory)
     shown = json.loads(capsys.readouterr().out)
     assert shown["optimizer_config"] == {"zero_one_enabled": False, "grad_clipping": False}
@@ -135,11 +159,15 @@ def test_requirements_are_exact(name):
     assert pins and all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9.]*", pin) for pin in pins), pins
     found = dict(pin.split("==") for pin in pins)
     assert {"neuronx-distributed", "neuronx-cc", "torch-neuronx"} <= set(found)
-    assert "neuronx-distributed" not in (ROOT / "pyproject.toml").read_text(), "its name on the public index misleads"
+    assert "neuronx-distributed" not in (ROOT / "pyproject.toml").read_text(), (
+        "its name on the public index misleads"
+    )
 
 
 def test_requirements_are_of_versions_that_the_probe_takes():
-    pin = re.search(r"neuronx-distributed==(\d+\.\d+)", (ROOT / "requirements" / "trainium.txt").read_text())
+    pin = re.search(
+        r"neuronx-distributed==(\d+\.\d+)", (ROOT / "requirements" / "trainium.txt").read_text()
+    )
     assert pin and pin[1] in SUPPORTED
 
 
@@ -148,7 +176,9 @@ OF_NEURON = {"torch", "numpy"}
 """What AWS's own packages ask for, in their versions."""
 
 
-@pytest.mark.parametrize("file", ["requirements/trainium.txt", "tests/engines/real_nxd/requirements.txt"])
+@pytest.mark.parametrize(
+    "file", ["requirements/trainium.txt", "tests/engines/real_nxd/requirements.txt"]
+)
 def test_requirements_hold_what_ranks_and_the_command_line_import(file):
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     needed = {line.partition(">=")[0] for line in ours} - NOTEBOOKS - OF_NEURON

@@ -26,9 +26,14 @@ from kit.rehearsal import rehearse
 from kit.spec import ModelSpec
 
 HLAT_7B = Plan(
-    engine="neuron", precision="bf16", tensor_parallel=8, data_parallel=256, sequence_parallel=True,
-    recompute="selective", global_batch_size=1024,
-)  # fmt: skip
+    engine="neuron",
+    precision="bf16",
+    tensor_parallel=8,
+    data_parallel=256,
+    sequence_parallel=True,
+    recompute="selective",
+    global_batch_size=1024,
+)
 HLAT_70B = HLAT_7B.replace(tensor_parallel=32, pipeline_parallel=8, data_parallel=32, zero_stage=1)
 PLANS = {"hlat-7b": HLAT_7B, "hlat-70b": HLAT_70B}
 RECIPE = Recipe(data="none", num_steps=10)
@@ -62,7 +67,9 @@ def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
         "use_master_weights_in_ckpt": True,
     }
     layout = told["pipeline_config"]
-    assert layout["pipeline_cuts"] == [f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)]
+    assert layout["pipeline_cuts"] == [
+        f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)
+    ]
     assert layout["num_microbatches"] == 32 and layout["use_zero1_optimizer"]
     assert layout["broadcast_and_average_loss"] and not layout["return_loss_on_cpu"]
     assert json.loads(json.dumps(told)) == told, "what is shown is what is told"
@@ -70,19 +77,33 @@ def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
 
 def test_cuts_leave_equal_stages():
     spec = ModelSpec.preset("hlat-70b").replace(num_layers=12)
-    assert pipeline_cuts(spec, HLAT_70B.replace(pipeline_parallel=3)) == ["model.layers.3", "model.layers.7"]
+    assert pipeline_cuts(spec, HLAT_70B.replace(pipeline_parallel=3)) == [
+        "model.layers.3",
+        "model.layers.7",
+    ]
 
 
 @pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
 @pytest.mark.parametrize("name", PLANS)
 def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
     run = kit.Run.create(
-        tmp_path / "run", spec=ModelSpec.preset(name), plan=PLANS[name], recipe=RECIPE, site=Site.load(site)
+        tmp_path / "run",
+        spec=ModelSpec.preset(name),
+        plan=PLANS[name],
+        recipe=RECIPE,
+        site=Site.load(site),
     )
     job = job_spec(run)
-    assert job.num_processes == PLANS[name].num_devices and job.num_nodes == {"hlat-7b": 64, "hlat-70b": 256}[name]
+    assert (
+        job.num_processes == PLANS[name].num_devices
+        and job.num_nodes == {"hlat-7b": 64, "hlat-70b": 256}[name]
+    )
     rounding = {"hlat-7b": "1", "hlat-70b": "0"}[name]
-    expected = {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0", "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding}
+    expected = {
+        "XLA_USE_BF16": "0",
+        "XLA_DOWNCAST_BF16": "0",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
+    }
     assert job.environment == run.site.profile(name) | expected
     check_environment(run.plan, job.environment)
 
@@ -90,37 +111,67 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
 def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spec):
     def job(**changes):
         plan = Plan(engine="neuron", precision="bf16").replace(**changes)
-        return job_spec(kit.Run.create(tmp_path / plan.engine, spec=llama_spec, plan=plan, recipe=RECIPE,
-                                       site=Site.load("laptop")))  # fmt: skip
+        return job_spec(
+            kit.Run.create(
+                tmp_path / plan.engine,
+                spec=llama_spec,
+                plan=plan,
+                recipe=RECIPE,
+                site=Site.load("laptop"),
+            )
+        )
 
     assert job().argv[1:3] == ("-m", "kit.train") and job().num_processes == 1
     two = job(tensor_parallel=2)
     assert two.argv[1:3] == ("-m", "torch.distributed.run") and two.num_processes == 1
     understood = parse_args(list(two.argv[3:]))
-    assert (understood.nproc_per_node, understood.nnodes, understood.no_python) == ("2", "1:1", True)
+    assert (understood.nproc_per_node, understood.nnodes, understood.no_python) == (
+        "2",
+        "1:1",
+        True,
+    )
     assert (understood.training_script, *understood.training_script_args) == job().argv
     assert job(engine="native", precision="fp32", tensor_parallel=2).num_processes == 2
 
 
 def test_a_site_that_is_no_trainium_is_refused(tmp_path):
     spec = ModelSpec.preset("hlat-7b")
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=HLAT_7B, recipe=RECIPE, site=Site.load("frontier"))
+    run = kit.Run.create(
+        tmp_path / "run", spec=spec, plan=HLAT_7B, recipe=RECIPE, site=Site.load("frontier")
+    )
     with pytest.raises(ConfigError, match="site.slurm.profiles: 'hlat-7b' is unknown"):
         job_spec(run)
 
 
 def test_other_engines_get_no_variables(tmp_path, llama_spec):
-    run = kit.Run.create(tmp_path / "run", spec=llama_spec, plan=Plan(), recipe=RECIPE, site=Site.load("laptop"))
+    run = kit.Run.create(
+        tmp_path / "run", spec=llama_spec, plan=Plan(), recipe=RECIPE, site=Site.load("laptop")
+    )
     assert job_spec(run).environment == {}
 
 
 @pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [
-        ({}, {}, "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is 'not set'"),
-        ({"zero_stage": 1}, {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "ROUNDING_EN='0', but .* is '1'"),
+        (
+            {},
+            {},
+            (
+                "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is 'not"
+                " set'"
+            ),
+        ),
+        (
+            {"zero_stage": 1},
+            {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"},
+            "ROUNDING_EN='0', but .* is '1'",
+        ),
         ({"zero_stage": 1}, {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16 is '1'"),
-        ({"precision": "fp32"}, {"NEURON_CC_FLAGS": "--model-type transformer"}, "--auto-cast=none"),
+        (
+            {"precision": "fp32"},
+            {"NEURON_CC_FLAGS": "--model-type transformer"},
+            "--auto-cast=none",
+        ),
     ],
 )
 def test_a_process_of_another_precision_is_refused(changes, environment, message):
@@ -129,12 +180,17 @@ def test_a_process_of_another_precision_is_refused(changes, environment, message
         check_environment(plan, environment)
     mended = environment | needed_environment(plan, environment.get("NEURON_CC_FLAGS", ""))
     check_environment(plan, mended)
-    assert all(word in mended.get("NEURON_CC_FLAGS", "") for word in environment.get("NEURON_CC_FLAGS", "").split())
+    assert all(
+        word in mended.get("NEURON_CC_FLAGS", "")
+        for word in environment.get("NEURON_CC_FLAGS", "").split()
+    )
 
 
 def test_what_is_not_set_is_off():
     check_environment(HLAT_70B, {})
-    check_environment(HLAT_70B.replace(precision="fp32"), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
+    check_environment(
+        HLAT_70B.replace(precision="fp32"), {"NEURON_CC_FLAGS": "--auto-cast none -O1"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +198,10 @@ def test_what_is_not_set_is_off():
     [
         ({"zero_stage": 2}, "plan.zero_stage: 2 is not allowed with engine 'neuron'"),
         ({"compile": True}, "plan.compile: True is not allowed"),
-        ({"pipeline_parallel": 2, "schedule": "interleaved", "virtual_stages": 2}, "plan.schedule: 'interleaved'"),
+        (
+            {"pipeline_parallel": 2, "schedule": "interleaved", "virtual_stages": 2},
+            "plan.schedule: 'interleaved'",
+        ),
     ],
 )
 def test_plans_that_are_neither_recipe_are_refused(changes, message):
@@ -163,7 +222,9 @@ def test_key_value_heads_are_copied_by_this_engine_only(llama_spec):
     plan = Plan(engine="neuron", precision="bf16", tensor_parallel=8)
     plan.check(llama_spec)
     assert plan.kv_replication(llama_spec) == 4
-    with pytest.raises(ConfigError, match="spec.num_kv_heads: 2 is not divisible by tensor_parallel = 8"):
+    with pytest.raises(
+        ConfigError, match="spec.num_kv_heads: 2 is not divisible by tensor_parallel = 8"
+    ):
         plan.replace(engine="native").check(llama_spec)
     with pytest.raises(ConfigError, match="spec.num_heads"):
         plan.replace(tensor_parallel=6).check(llama_spec)
@@ -176,17 +237,38 @@ def test_key_value_heads_are_copied_by_this_engine_only(llama_spec):
         (4, 1, 8, None),
         (4, 1, 16, None),
         (4, 2, 8, None),
-        (2, 1, 8, "plan.tensor_parallel: 4 is not allowed .* spec.num_kv_heads is 2: .* Use 2, or 8 and more"),
+        (
+            2,
+            1,
+            8,
+            (
+                "plan.tensor_parallel: 4 is not allowed .* spec.num_kv_heads is 2: .* Use 2, or 8"
+                " and more"
+            ),
+        ),
         (1, 1, 8, "plan.tensor_parallel: 4 is not allowed"),
         (4, 2, 1, "plan.data_parallel: 1 is not allowed .* the 2 groups of four ranks on a node"),
-        (4, 2, 4, "plan.data_parallel: 4 is not allowed .* Use a multiple of 8, pipeline_parallel 1"),
+        (
+            4,
+            2,
+            4,
+            "plan.data_parallel: 4 is not allowed .* Use a multiple of 8, pipeline_parallel 1",
+        ),
         (4, 1, 12, "plan.data_parallel: 12 is not allowed"),
     ],
 )
-def test_four_tensor_ranks_are_refused_where_nxd_groups_them_wrongly(num_kv_heads, pipeline, data, message, llama_spec):
+def test_four_tensor_ranks_are_refused_where_nxd_groups_them_wrongly(
+    num_kv_heads, pipeline, data, message, llama_spec
+):
     spec = llama_spec.replace(num_kv_heads=num_kv_heads)
-    plan = Plan(engine="neuron", precision="bf16", tensor_parallel=4, pipeline_parallel=pipeline, data_parallel=data,
-                global_batch_size=data)  # fmt: skip
+    plan = Plan(
+        engine="neuron",
+        precision="bf16",
+        tensor_parallel=4,
+        pipeline_parallel=pipeline,
+        data_parallel=data,
+        global_batch_size=data,
+    )
     with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         plan.check(spec)
     plan.replace(engine="native", tensor_parallel=1).check(spec)
@@ -197,50 +279,89 @@ def test_four_tensor_ranks_are_named_group_by_group(site):
     plan = HLAT_70B.replace(tensor_parallel=4, pipeline_parallel=1, data_parallel=8)
     environment = job_environment(plan, Site.load(site))
     assert environment["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "0"
-    with pytest.raises(ConfigError, match="tensor_parallel 4 on engine 'neuron' needs NEURON_EXPERIMENTAL_COMPRESS_RG"):
+    with pytest.raises(
+        ConfigError,
+        match="tensor_parallel 4 on engine 'neuron' needs NEURON_EXPERIMENTAL_COMPRESS_RG",
+    ):
         check_environment(plan, environment | {"NEURON_EXPERIMENTAL_COMPRESS_RG": "1"})
     assert job_environment(HLAT_70B, Site.load(site))["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "1"
 
 
-@pytest.mark.parametrize(("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)])
+@pytest.mark.parametrize(
+    ("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)]
+)
 def test_grouped_heads_are_laid_out_as_nxd_knows_the_platform(platform, allowed):
-    """By how many copies of a head are allowed: none of NxD's layers of grouped heads is made on Trn3."""
+    """By how many copies of a head are allowed: none of NxD's layers of grouped heads is made on
+    Trn3.
+    """
     grouped, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
     check_platform(HLAT_7B, whole, platform)
     for copies in (1, 4):
         plan = HLAT_70B.replace(tensor_parallel=8 * copies)
         message = (
-            f"this is '{platform}'. Use tensor_parallel 8" if allowed else f"not allowed on '{platform}': NxD makes"
+            f"this is '{platform}'. Use tensor_parallel 8"
+            if allowed
+            else f"not allowed on '{platform}': NxD makes"
         )
-        with contextlib.nullcontext() if copies <= allowed else pytest.raises(ConfigError, match=message):
+        with (
+            contextlib.nullcontext()
+            if copies <= allowed
+            else pytest.raises(ConfigError, match=message)
+        ):
             check_platform(plan, grouped, platform)
 
 
 @pytest.fixture
 def trn3(tmp_path) -> Site:
     """A site of one's own, of newer devices."""
-    (tmp_path / "trn3.toml").write_text('base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n')
+    (tmp_path / "trn3.toml").write_text(
+        'base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n'
+    )
     return Site.load(tmp_path / "trn3.toml")
 
 
 @pytest.mark.parametrize(
     ("plan", "site", "message"),
     [
-        (HLAT_7B, "perlmutter", "'neuron' trains on AWS Trainium alone, and a device of site 'perlmutter' is 'NVIDIA"),
-        (HLAT_7B, "lumi", "'neuron' trains on AWS Trainium alone, and a device of site 'lumi' is 'AMD Instinct"),
+        (
+            HLAT_7B,
+            "perlmutter",
+            "'neuron' trains on AWS Trainium alone, and a device of site 'perlmutter' is 'NVIDIA",
+        ),
+        (
+            HLAT_7B,
+            "lumi",
+            "'neuron' trains on AWS Trainium alone, and a device of site 'lumi' is 'AMD Instinct",
+        ),
         (HLAT_7B, "dgx-h100", "'neuron' trains on AWS Trainium alone"),
         (HLAT_7B, "tpu-v4", "'neuron' trains on AWS Trainium alone"),
-        (HLAT_7B.replace(engine="native"), "trn1.32xlarge", "'native' trains on GPUs and CPU cores"),
-        (HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=False), "eks-trn1", "'deepspeed' trains"),
-        (HLAT_70B, "trn3", "spec.num_kv_heads: 8 for num_heads 64 on engine 'neuron' is not allowed on 'trn3'"),
+        (
+            HLAT_7B.replace(engine="native"),
+            "trn1.32xlarge",
+            "'native' trains on GPUs and CPU cores",
+        ),
+        (
+            HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=False),
+            "eks-trn1",
+            "'deepspeed' trains",
+        ),
+        (
+            HLAT_70B,
+            "trn3",
+            "spec.num_kv_heads: 8 for num_heads 64 on engine 'neuron' is not allowed on 'trn3'",
+        ),
     ],
 )
-def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(plan, site, message, trn3, tmp_path):
+def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(
+    plan, site, message, trn3, tmp_path
+):
     spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
     site = trn3 if site == "trn3" else Site.load(site)
     meetings = {
         "plan": lambda: search(spec, site, plan.num_devices, 1024, engine=plan.engine),
-        "launch": lambda: kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=RECIPE, site=site),
+        "launch": lambda: kit.launch(
+            tmp_path / "run", spec=spec, plan=plan, recipe=RECIPE, site=site
+        ),
         "rehearse": lambda: rehearse(spec, plan, RECIPE, site),
     }
     for meet in meetings.values():

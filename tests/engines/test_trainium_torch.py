@@ -1,4 +1,6 @@
-"""The kit's part of a Trainium job is made of what torch 2.9 has: the ordinary suite runs on newer ones."""
+"""The kit's part of a Trainium job is made of what torch 2.9 has: the ordinary suite runs on
+newer ones.
+"""
 
 import ast
 import inspect
@@ -9,18 +11,31 @@ from tests.engines import signatures
 from tests.engines.trainium_torch import ROOT, group_calls, record
 
 OWN = [
-    *(f"kit.engines.neuron.{file.stem}" for file in sorted((ROOT / "kit" / "engines" / "neuron").glob("[!_]*.py"))),
+    *(
+        f"kit.engines.neuron.{file.stem}"
+        for file in sorted((ROOT / "kit" / "engines" / "neuron").glob("[!_]*.py"))
+    ),
     "kit.train",
     "kit.convert.neuron",
 ]
 
 
 REFUSED = {
-    "import torch.nn.attention.varlen": "ModuleNotFoundError: torch 2.9 has no module torch.nn.attention.varlen",
-    "from torch.nn.attention import varlen": "ImportError: torch 2.9 has no torch.nn.attention.varlen",
-    "from torch.distributed import shrink_group": "ImportError: torch 2.9 has no torch.distributed.shrink_group",
-    "import torch.distributed as d; d.shrink_group": "AttributeError: torch 2.9 has no torch.distributed.shrink_group",
-    "import torch; torch.ops.aten._foreach_mm": "AttributeError: torch 2.9 has no torch.ops.aten._foreach_mm",
+    "import torch.nn.attention.varlen": (
+        "ModuleNotFoundError: torch 2.9 has no module torch.nn.attention.varlen"
+    ),
+    "from torch.nn.attention import varlen": (
+        "ImportError: torch 2.9 has no torch.nn.attention.varlen"
+    ),
+    "from torch.distributed import shrink_group": (
+        "ImportError: torch 2.9 has no torch.distributed.shrink_group"
+    ),
+    "import torch.distributed as d; d.shrink_group": (
+        "AttributeError: torch 2.9 has no torch.distributed.shrink_group"
+    ),
+    "import torch; torch.ops.aten._foreach_mm": (
+        "AttributeError: torch 2.9 has no torch.ops.aten._foreach_mm"
+    ),
     "import torch.cuda": "AssertionError: torch.cuda is not in trainium_torch.json",
 }
 TRY = """
@@ -32,7 +47,10 @@ except Exception as error:
 
 
 def run_refusing(code: str) -> str:
-    code = f"from tests.engines.trainium_torch import refuse_what_it_lacks\nrefuse_what_it_lacks()\n{code}"
+    code = (
+        "from tests.engines.trainium_torch import"
+        f" refuse_what_it_lacks\nrefuse_what_it_lacks()\n{code}"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -51,7 +69,9 @@ def test_groups_are_called_as_torch_2_9_and_torch_xla_take_it():
     refused, calls = [], 0
     for place, name, call in group_calls():
         named = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
-        is_whole = len(named) == len(call.keywords) and not any(isinstance(each, ast.Starred) for each in call.args)
+        is_whole = len(named) == len(call.keywords) and not any(
+            isinstance(each, ast.Starred) for each in call.args
+        )
         for of in ("torch", "torch_xla"):
             if name not in record()[of]:
                 continue

@@ -1,7 +1,9 @@
-"""What the torch of Trainium hosts (2.9) lacks of newer ones, and how it is called: data/trainium_torch.json.
+"""What the torch of Trainium hosts (2.9) lacks of newer ones, and how it is called:
+data/trainium_torch.json.
 
-`refuse_what_it_lacks` lets the kit's modules find nothing of it while they are imported. Whenever one of them imports
-another module of torch, the record is made again, where `make test-nxd` has made its environment, by
+`refuse_what_it_lacks` lets the kit's modules find nothing of it while they are imported. Whenever
+one of them imports another module of torch, the record is made again, where `make test-nxd` has
+made its environment, by
 
     build/nxd/bin/python -m tests.engines.trainium_torch .venv/bin/python
 """
@@ -29,17 +31,21 @@ RECORD = Path(__file__).parent / "data" / "trainium_torch.json"
 
 @functools.cache
 def record() -> dict[str, Any]:
-    """Returns the record: `lacks` by module of torch, operators under "torch.ops", and signatures by function."""
+    """Returns the record: `lacks` by module of torch, operators under "torch.ops", and
+    signatures by function.
+    """
     return json.loads(RECORD.read_text())
 
 
 @functools.cache
 def lacking() -> frozenset[str]:
     """Returns the full names of what it lacks."""
-    return frozenset(f"{module}.{name}" for module, names in record()["lacks"].items() for name in names)
+    return frozenset(
+        f"{module}.{name}" for module, names in record()["lacks"].items() for name in names
+    )
 
 
-# What the kit uses -----------------------------------------------------------------------------------------------
+# What the kit uses --------------------------------------------------------------------------------
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -56,7 +62,10 @@ def modules_used() -> list[str]:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+                found |= {
+                    str(node.module),
+                    *(f"{node.module}.{alias.name}" for alias in node.names),
+                }
     return sorted(name for name in found if name.split(".")[0] == "torch" and is_module(name))
 
 
@@ -69,7 +78,9 @@ def is_module(name: str) -> bool:
 
 
 def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Yields place, name and call of each function of `torch.distributed` that the kit calls as `dist.NAME(...)`."""
+    """Yields place, name and call of each function of `torch.distributed` that the kit calls as
+    `dist.NAME(...)`.
+    """
     for file, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -78,7 +89,7 @@ def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
                 yield f"{file.relative_to(ROOT)}:{node.lineno}", node.func.attr, node
 
 
-# Refusing --------------------------------------------------------------------------------------------------------
+# Refusing -----------------------------------------------------------------------------------------
 
 
 class Old(types.ModuleType):
@@ -100,7 +111,9 @@ def refuse_what_it_lacks() -> None:
     """Makes imports by modules of the kit, from now on and in this process, those of torch 2.9."""
     real_import, covered = builtins.__import__, record()["lacks"].keys()
 
-    def import_old(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    def import_old(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
         importer = (globals or {}).get("__name__", "").split(".")[0]
         if importer != "kit" or level or name.split(".")[0] != "torch":
             return real_import(name, globals, locals, fromlist, level)
@@ -110,12 +123,14 @@ def refuse_what_it_lacks() -> None:
             if f"{name}.{each}" in lacking():
                 raise ImportError(f"torch 2.9 has no {name}.{each}", name=name)
         assert name in covered, f"{name} is not in {RECORD.name}; {__doc__}"
-        return Old(name if fromlist else "torch", real_import(name, globals, locals, fromlist, level))
+        return Old(
+            name if fromlist else "torch", real_import(name, globals, locals, fromlist, level)
+        )
 
     builtins.__import__ = import_old
 
 
-# Recording -------------------------------------------------------------------------------------------------------
+# Recording ----------------------------------------------------------------------------------------
 
 
 def inventory(modules: list[str]) -> dict[str, list[str]]:
@@ -125,7 +140,9 @@ def inventory(modules: list[str]) -> dict[str, list[str]]:
         module = importlib.import_module(name)
         inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
         found[name] = sorted(inside | {each for each in dir(module) if not each.startswith("__")})
-    operators = {name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    operators = {
+        name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()
+    }
     return found | {"torch.ops": sorted(operators)}
 
 
@@ -142,12 +159,19 @@ def signatures(names: set[str]) -> dict[str, list[list[str]]]:
 
 
 def make(newer_python: str) -> dict[str, Any]:
-    """Returns the record, made where torch 2.9 and Torch-XLA are; the other Python has the newer torch."""
+    """Returns the record, made where torch 2.9 and Torch-XLA are; the other Python has the newer
+    torch.
+    """
     asked = [newer_python, "-m", "tests.engines.trainium_torch", "inventory"]
-    newer = json.loads(subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    newer = json.loads(
+        subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    )
     older = inventory(list(newer))
-    lacks = {module: sorted(set(names) - set(older.get(module, ()))) for module, names in newer.items()
-             if module in older}  # fmt: skip
+    lacks = {
+        module: sorted(set(names) - set(older.get(module, ())))
+        for module, names in newer.items()
+        if module in older
+    }
     called = {name for _, name, _ in group_calls()}
     plain = signatures(called)
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]
@@ -161,7 +185,9 @@ if __name__ == "__main__":
         print(json.dumps(inventory(modules_used())))
     else:
         tables = [
-            f'"{name}": {{\n' + ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in table.items()) + "\n}"
+            f'"{name}": {{\n'
+            + ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in table.items())
+            + "\n}"
             for name, table in make(sys.argv[1]).items()
         ]
         RECORD.write_text("{" + ",\n".join(tables) + "}\n")

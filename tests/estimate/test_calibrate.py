@@ -1,4 +1,6 @@
-"""Calibration: known coefficients are found again, doubt is stated, and chosen runs tell more than random ones."""
+"""Calibration: known coefficients are found again, doubt is stated, and chosen runs tell more
+than random ones.
+"""
 
 import dataclasses
 import json
@@ -20,12 +22,18 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 
-TRUE = Coefficients().replace(gemm_efficiency=0.7, memory_efficiency=0.6, node_efficiency=0.6, factor=1.1)
+TRUE = Coefficients().replace(
+    gemm_efficiency=0.7, memory_efficiency=0.6, node_efficiency=0.6, factor=1.1
+)
 
 
 @pytest.fixture(scope="module")
 def bloom():
-    return [run for run in published.load(system="Jean Zay") if run.kind == "measured" and "prequel" in run.source]
+    return [
+        run
+        for run in published.load(system="Jean Zay")
+        if run.kind == "measured" and "prequel" in run.source
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,9 @@ def test_invented_runs_are_reproduced_and_their_speed_is_found(invented):
     found = fit(invented, Prior.default())
     predicted = np.exp(fitting.log_time(invented.layouts, invented.hardware, found.values))
     assert np.abs(predicted / invented.seconds - 1).max() < 0.01
-    assert found.coefficients.factor / found.coefficients.gemm_efficiency == pytest.approx(1.1 / 0.7, rel=0.06)
+    assert found.coefficients.factor / found.coefficients.gemm_efficiency == pytest.approx(
+        1.1 / 0.7, rel=0.06
+    )
 
 
 def test_one_disturbed_run_in_ten_does_not_move_the_fit(invented):
@@ -58,7 +68,9 @@ def test_fit_without_rows_is_the_prior_and_with_them_stays_inside_bounds(bloom, 
     values = fit(fast, prior).values
     assert (values >= fitting.LOW - 1e-9).all() and (values <= fitting.HIGH + 1e-9).all()
     found = fit(fast, prior).coefficients
-    assert found.gemm_efficiency == pytest.approx(1) == found.factor, "no matrix product above its ceiling"
+    assert found.gemm_efficiency == pytest.approx(1) == found.factor, (
+        "no matrix product above its ceiling"
+    )
 
 
 def test_only_holds_the_other_coefficients_at_their_mean(invented):
@@ -71,7 +83,9 @@ def test_only_holds_the_other_coefficients_at_their_mean(invented):
 def test_stack_factors_tell_two_programs_on_one_machine_apart(invented):
     stack = np.arange(len(invented)) % 2
     seconds = invented.seconds * np.where(stack == 1, 1.3, 1.0)
-    found = fit(dataclasses.replace(invented, seconds=seconds, stack=stack), Prior.default(), stacks=True)
+    found = fit(
+        dataclasses.replace(invented, seconds=seconds, stack=stack), Prior.default(), stacks=True
+    )
     assert np.exp(found.stack_factors[1] - found.stack_factors[0]) == pytest.approx(1.3, rel=0.05)
 
 
@@ -80,7 +94,9 @@ def test_derivatives_are_those_of_the_model(invented):
     centre, slopes = sensitivity(invented.layouts, invented.hardware, values)
     assert slopes[:, NAMES.index("factor")] == pytest.approx(1)
     assert (slopes[:, NAMES.index("gemm_efficiency")] < 0).all()
-    assert np.exp(centre) == pytest.approx(step_time(invented.layouts, invented.hardware, Coefficients()).total_s)
+    assert np.exp(centre) == pytest.approx(
+        step_time(invented.layouts, invented.hardware, Coefficients()).total_s
+    )
 
 
 def test_calibration_says_what_the_runs_could_not_tell(bloom):
@@ -104,7 +120,8 @@ def test_intervals_hold_the_measured_times_and_widen_without_runs(bloom):
 def test_what_no_fit_has_seen_widens_the_interval_and_is_named():
     def width(site, spec="llama3-8b", **fields):
         layouts = Layouts.of(
-            ModelSpec.preset(spec), [Plan.from_dict({"global_batch_size": 64, "data_parallel": 8} | fields)]
+            ModelSpec.preset(spec),
+            [Plan.from_dict({"global_batch_size": 64, "data_parallel": 8} | fields)],
         )
         found = calibrate([], Site.load(site)).predict(layouts)
         return float((found.high_s / found.low_s).item()), found.untried
@@ -117,19 +134,28 @@ def test_what_no_fit_has_seen_widens_the_interval_and_is_named():
     assert names == ("ZeRO 3 (FSDP2)", "compiled blocks") and both > compiled
     _, names = width("selene", pipeline_parallel=4, data_parallel=8, global_batch_size=16)
     assert names == ("fewer micro-batches than stages",)
-    hardware, layouts = Hardware.of(Site.load("selene")), rows_of(published.load(system="Selene")[:1]).layouts
+    hardware, layouts = (
+        Hardware.of(Site.load("selene")),
+        rows_of(published.load(system="Selene")[:1]).layouts,
+    )
     slow = dataclasses.replace(hardware, memory_bytes_per_s=hardware.memory_bytes_per_s / 4)
     assert interval.untried(layouts, slow, None)["device unlike those of the fit"].all()
     measured = interval.MeasuredRange.of(layouts, slow)
-    assert not any(each.any() for each in interval.untried(layouts, slow, measured).values()), "its runs have told"
+    assert not any(each.any() for each in interval.untried(layouts, slow, measured).values()), (
+        "its runs have told"
+    )
 
 
 def test_a_measured_trait_is_no_longer_untried(bloom):
     rows = rows_of(bloom[:6])
-    narrow = dataclasses.replace(rows.hardware, matmul_flops_per_s=2 * np.asarray(rows.hardware.matmul_flops_per_s))
+    narrow = dataclasses.replace(
+        rows.hardware, matmul_flops_per_s=2 * np.asarray(rows.hardware.matmul_flops_per_s)
+    )
     measured = interval.MeasuredRange.of(rows.layouts, narrow)
     assert measured.traits == {"number format below bf16"}
-    named = {name for name, each in interval.untried(rows.layouts, narrow, None).items() if each.any()}
+    named = {
+        name for name, each in interval.untried(rows.layouts, narrow, None).items() if each.any()
+    }
     assert "number format below bf16" in named
     assert not any(each.any() for each in interval.untried(rows.layouts, narrow, measured).values())
 
@@ -146,24 +172,38 @@ def test_runs_that_fit_badly_widen_the_interval_of_the_next(invented):
 
 def test_left_out_errors_are_those_of_fits_without_the_run(invented):
     noise = np.random.default_rng(1).normal(0, 0.05, len(invented))
-    rows = dataclasses.replace(invented, seconds=invented.seconds * np.exp(noise)).select(np.arange(0, 40, 4))
+    rows = dataclasses.replace(invented, seconds=invented.seconds * np.exp(noise)).select(
+        np.arange(0, 40, 4)
+    )
     found, apart = fit(rows, Prior.default()), []
     for i in range(len(rows)):
         others = fit(rows.select(np.arange(len(rows)) != i), Prior.default())
         one = rows.select(np.array([i]))
-        apart.append((fitting.log_time(one.layouts, one.hardware, others.values) - np.log(one.seconds)).item())
+        apart.append(
+            (
+                fitting.log_time(one.layouts, one.hardware, others.values) - np.log(one.seconds)
+            ).item()
+        )
     assert np.corrcoef(found.left_out_error, apart)[0, 1] > 0.9
-    assert np.sqrt(np.mean(found.left_out_error**2)) == pytest.approx(np.sqrt(np.mean(np.square(apart))), rel=0.3)
+    assert np.sqrt(np.mean(found.left_out_error**2)) == pytest.approx(
+        np.sqrt(np.mean(np.square(apart))), rel=0.3
+    )
 
 
 def test_quantiles_are_those_of_students_t():
-    assert [interval.quantile(n) for n in (4, 5, 10, 1e6)] == pytest.approx([2.132, 2.015, 1.812, 1.645], rel=2e-3)
+    assert [interval.quantile(n) for n in (4, 5, 10, 1e6)] == pytest.approx(
+        [2.132, 2.015, 1.812, 1.645], rel=2e-3
+    )
 
 
 def test_a_layout_unlike_any_run_carries_a_warning(bloom):
-    layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [Plan(tensor_parallel=2, global_batch_size=64)])
+    layouts = Layouts.of(
+        ModelSpec.preset("gpt-22b"), [Plan(tensor_parallel=2, global_batch_size=64)]
+    )
     warnings = calibrate(bloom).predict(layouts).warnings
-    assert any(warning.startswith("parameters 2.2") and "extrapolation" in warning for warning in warnings)
+    assert any(
+        warning.startswith("parameters 2.2") and "extrapolation" in warning for warning in warnings
+    )
 
 
 def test_proposed_runs_narrow_the_interval_more_than_random_ones(bloom, invented):
@@ -190,12 +230,18 @@ def test_more_runs_than_candidates_cannot_be_proposed(bloom):
 def local_run(directory, plan, coefficients, slow=1.0):
     """Writes a run directory whose step times are the model's."""
     spec, site = ModelSpec.preset("demo"), Site.load("laptop")
-    run = Run.create(directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site)
+    run = Run.create(
+        directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site
+    )
     plan.write(directory / "plan.attempt_01.json")
     layouts = Layouts.of(spec, [plan])
-    seconds = slow * float(step_time(layouts, hardware_on(site, layouts, "fp32"), coefficients).total_s[0])
+    seconds = slow * float(
+        step_time(layouts, hardware_on(site, layouts, "fp32"), coefficients).total_s[0]
+    )
     lines = [
-        json.dumps(dict(step=i, attempt=1, step_time_s=seconds * (5 if i < 2 else 1), tokens=1, loss=1.0))
+        json.dumps(
+            dict(step=i, attempt=1, step_time_s=seconds * (5 if i < 2 else 1), tokens=1, loss=1.0)
+        )
         for i in range(8)
     ]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -205,11 +251,13 @@ def local_run(directory, plan, coefficients, slow=1.0):
 def test_three_local_runs_predict_the_others_within_their_interval(tmp_path):
     true = Coefficients(launch_s=2e-5, gemm_efficiency=0.5, node_latency_s=1.5e-4, step_s=0.03)
     plans = [
-        Plan(global_batch_size=8, micro_batch_size=4), Plan(data_parallel=2, global_batch_size=8),
+        Plan(global_batch_size=8, micro_batch_size=4),
+        Plan(data_parallel=2, global_batch_size=8),
         Plan(tensor_parallel=2, global_batch_size=8, micro_batch_size=2),
-        Plan(tensor_parallel=2, data_parallel=2, global_batch_size=16), Plan(pipeline_parallel=2, global_batch_size=16),
+        Plan(tensor_parallel=2, data_parallel=2, global_batch_size=16),
+        Plan(pipeline_parallel=2, global_batch_size=16),
         Plan(data_parallel=2, zero_stage=3, global_batch_size=16, micro_batch_size=2),
-    ]  # fmt: skip
+    ]
     made = [local_run(tmp_path / f"run-{i}", plan, true) for i, plan in enumerate(plans)]
     calibration = calibrate([run.directory for run, _ in made[:3]])
     assert calibration.num_runs == 3 and calibration.error < 0.1
@@ -221,7 +269,9 @@ def test_three_local_runs_predict_the_others_within_their_interval(tmp_path):
 
 def test_more_processes_than_cores_share_them():
     site = Site.load("laptop").replace(devices_per_node=2)
-    layouts = Layouts.of(ModelSpec.preset("demo"), [Plan(), Plan(data_parallel=4, global_batch_size=4)])
+    layouts = Layouts.of(
+        ModelSpec.preset("demo"), [Plan(), Plan(data_parallel=4, global_batch_size=4)]
+    )
     rate = hardware_on(site, layouts, "fp32").matmul_flops_per_s
     assert rate[0] == 2 * rate[1]
 
@@ -235,17 +285,24 @@ def test_a_run_without_steps_and_an_unknown_machine_are_refused(tmp_path, bloom)
         calibrate([run], Site.load("frontier"))
     with pytest.raises(ConfigError, match="neither runs nor a site"):
         calibrate([])
-    nowhere = dataclasses.replace(bloom[0], system="x", source="x", device="chip", peak_flops_per_s=None)
+    nowhere = dataclasses.replace(
+        bloom[0], system="x", source="x", device="chip", peak_flops_per_s=None
+    )
     with pytest.raises(ConfigError, match="no site file and no peak"):
         rows_of([nowhere])
     guessed = dataclasses.replace(nowhere, peak_flops_per_s=312e12)
-    assert rows_of([guessed]).hardware.memory_bytes_per_s[0] == Hardware.like(312e12).memory_bytes_per_s
+    assert (
+        rows_of([guessed]).hardware.memory_bytes_per_s[0]
+        == Hardware.like(312e12).memory_bytes_per_s
+    )
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "kaist", "tpu-v4"])
 def test_no_fit_implies_a_rate_that_the_machine_was_never_seen_to_reach(name):
     found = published_calibration(Site.load(name)).coefficients.to_dict()
-    rates = {key: value / found["factor"] for key, value in found.items() if key.endswith("efficiency")}
+    rates = {
+        key: value / found["factor"] for key, value in found.items() if key.endswith("efficiency")
+    }
     assert len(rates) == 7 and max(rates.values()) <= 1, rates
 
 
@@ -261,9 +318,14 @@ def test_a_site_laid_over_another_keeps_its_calibration_while_the_device_is_the_
     assert str(mine) == "calibrated on 9 runs, 8.0% mean error on them"
     for name in ('name = "mine"', 'name = "frontier"', ""):
         slow = published_calibration(
-            laid_over('[links]\ninter_node_bytes_per_s = { value = 1e11, source = "four ports only" }', name)
+            laid_over(
+                '[links]\ninter_node_bytes_per_s = { value = 1e11, source = "four ports only" }',
+                name,
+            )
         )
-        assert slow.coefficients == packaged.coefficients, "fitted with the links of the machine that the runs used"
+        assert slow.coefficients == packaged.coefficients, (
+            "fitted with the links of the machine that the runs used"
+        )
         assert slow.hardware.network_bytes_per_s == packaged.hardware.network_bytes_per_s / 4
     other = published_calibration(laid_over('[device]\nname = "another accelerator"'))
     assert other.num_runs == 0 and str(other).startswith("not calibrated")
@@ -284,4 +346,6 @@ def test_published_runs_calibrate_their_site_and_no_other():
     assert h100.num_runs == 9
     aurora = published_calibration(Site.load("aurora"))
     assert aurora.num_runs == 0
-    assert list(aurora.coefficients.to_dict().values()) == pytest.approx(list(Coefficients().to_dict().values()))
+    assert list(aurora.coefficients.to_dict().values()) == pytest.approx(
+        list(Coefficients().to_dict().values())
+    )

@@ -14,7 +14,9 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from tests.estimate.live_bytes import LiveBytes
 
-SHAPES = dict(name="tiny", num_layers=6, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64)
+SHAPES = dict(
+    name="tiny", num_layers=6, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64
+)
 
 
 @pytest.fixture
@@ -28,7 +30,9 @@ def fake_ranks():
 @pytest.mark.parametrize("zero, micro_batches", [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
     spec = ModelSpec.llama(**SHAPES, ffn_hidden_size=352)
-    plan = Plan(data_parallel=4, zero_stage=zero, global_batch_size=4 * micro_batches, precision="bf16")
+    plan = Plan(
+        data_parallel=4, zero_stage=zero, global_batch_size=4 * micro_batches, precision="bf16"
+    )
     samples = torch.randint(0, spec.vocab_size, (micro_batches, spec.sequence_length + 1))
     with LiveBytes() as live:
         engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
@@ -40,9 +44,16 @@ def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
 
 
 def test_what_deepspeed_keeps_of_gradients():
-    """As counted in DeepSpeed 0.19.8 on two processes: 16.0, 14.1 bytes a parameter and the bucket of ZeRO 2."""
-    spec = ModelSpec.llama(**SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024), ffn_hidden_size=1408)
-    plans = [Plan(data_parallel=2, global_batch_size=2, zero_stage=zero, engine="deepspeed") for zero in (1, 2)]
+    """As counted in DeepSpeed 0.19.8 on two processes: 16.0, 14.1 bytes a parameter and the
+    bucket of ZeRO 2.
+    """
+    spec = ModelSpec.llama(
+        **SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024), ffn_hidden_size=1408
+    )
+    plans = [
+        Plan(data_parallel=2, global_batch_size=2, zero_stage=zero, engine="deepspeed")
+        for zero in (1, 2)
+    ]
     found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).first
     assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
     assert found.total[0] / spec.num_params == pytest.approx(16.0, rel=0.01)

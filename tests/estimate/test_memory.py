@@ -1,4 +1,6 @@
-"""The memory model against torch's own allocations, the pipeline schedules, and published measurements."""
+"""The memory model against torch's own allocations, the pipeline schedules, and published
+measurements.
+"""
 
 import dataclasses
 from functools import partial
@@ -26,7 +28,9 @@ from kit.spec import PRESETS, ModelSpec
 from tests.estimate.exams.memory import fit_out_of_memory, memory_exam
 from tests.estimate.live_bytes import LiveBytes
 
-SHAPES = dict(name="tiny", num_layers=4, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64)
+SHAPES = dict(
+    name="tiny", num_layers=4, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64
+)
 TINY = {
     "gpt": ModelSpec.gpt(**SHAPES),
     "llama": ModelSpec.llama(**SHAPES, ffn_hidden_size=352),
@@ -43,7 +47,9 @@ def test_activations_of_the_kits_own_block(family, recompute):
     rotary = Decoder(spec).rotary(spec.sequence_length, torch.device("cpu"))
     for parameter in block.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    x = torch.randn(batch, spec.sequence_length, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        batch, spec.sequence_length, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True
+    )
     with LiveBytes() as live:
         y = block(x * 1, rotary)
         kept = live.now - y.nbytes
@@ -68,7 +74,9 @@ def two_tensor_ranks():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", TINY)
-def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recompute, two_tensor_ranks):
+def test_activations_of_a_tensor_parallel_rank(
+    family, sequence_parallel, recompute, two_tensor_ranks
+):
     spec, batch = TINY[family], 2
     middle = Decoder(spec, layers=range(1, 2), recompute=recompute).to(torch.bfloat16)
     apply_tensor_parallel(middle, two_tensor_ranks, sequence_parallel=sequence_parallel)
@@ -98,9 +106,12 @@ def test_loss_of_the_kit(chunk, monkeypatch):
     layouts = Layouts.of(spec, [Plan(micro_batch_size=2, global_batch_size=2)])
     modelled = memory(layouts, kernels=KIT.replace(chunk_logits=chunk)).first
     logit_bytes = modelled.embedding_logits + modelled.workspace
-    # bf16, made by the backward pass, where the peak is; in chunks it is in the forward pass, before them.
+    # bf16, made by the backward pass, where the peak is; in chunks it is in the forward pass,
+    # before them.
     gradients = 0 * modelled.params if chunk else 2 * modelled.params
-    assert (logit_bytes + modelled.activations).item() == pytest.approx(live.peak - gradients.item(), rel=0.05)
+    assert (logit_bytes + modelled.activations).item() == pytest.approx(
+        live.peak - gradients.item(), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -113,17 +124,30 @@ def test_every_weight_is_counted(name):
 @pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_weights_of_each_pipeline_device_are_those_of_the_engine(family, schedule, stages):
     spec = TINY[family]
-    plan = Plan(tensor_parallel=2, pipeline_parallel=2, virtual_stages=stages, schedule=schedule, global_batch_size=4)
+    plan = Plan(
+        tensor_parallel=2,
+        pipeline_parallel=2,
+        virtual_stages=stages,
+        schedule=schedule,
+        global_batch_size=4,
+    )
     modelled = memory_by_stage(Layouts.of(spec, [plan])).params
     assert modelled.tolist() == [view_rank(spec, plan, rank).num_params for rank in (0, 2)]
 
 
 def test_zero_stages_divide_state_as_the_engine_does():
-    spec, plans = TINY["llama"], [Plan(data_parallel=4, global_batch_size=8, zero_stage=zero) for zero in range(4)]
+    spec, plans = (
+        TINY["llama"],
+        [Plan(data_parallel=4, global_batch_size=8, zero_stage=zero) for zero in range(4)],
+    )
     stage = memory(Layouts.of(spec, plans, gradient_bytes=4.0)).first
     n = spec.num_params
-    assert np.allclose(stage.term("weights"), [2 * n, 2 * n, 2 * n, 0]), "the optimizer's are the only shards"
-    assert np.allclose(memory(Layouts.of(spec, plans), kernels=MEGATRON).first.term("weights")[3], n / 2)
+    assert np.allclose(stage.term("weights"), [2 * n, 2 * n, 2 * n, 0]), (
+        "the optimizer's are the only shards"
+    )
+    assert np.allclose(
+        memory(Layouts.of(spec, plans), kernels=MEGATRON).first.term("weights")[3], n / 2
+    )
     assert np.allclose(stage.term("gradients"), [4 * n, 4 * n, n, n])
     assert np.allclose(stage.term("optimizer"), [12 * n, 3 * n, 3 * n, 3 * n])
     sharded = view_rank(spec, plans[3].replace(precision="bf16"), 0).num_params
@@ -131,9 +155,13 @@ def test_zero_stages_divide_state_as_the_engine_does():
 
 
 def test_a_shard_size_divides_state_instead_of_all_replicas():
-    spec, plans = TINY["llama"], [
-        Plan(data_parallel=8, global_batch_size=16, zero_stage=zero, shard_size=2) for zero in (1, 2, 3)
-    ]  # fmt: skip
+    spec, plans = (
+        TINY["llama"],
+        [
+            Plan(data_parallel=8, global_batch_size=16, zero_stage=zero, shard_size=2)
+            for zero in (1, 2, 3)
+        ],
+    )
     stage = memory(Layouts.of(spec, plans, gradient_bytes=4.0)).first
     n = spec.num_params
     assert np.allclose(stage.term("weights"), [2 * n, 2 * n, 0])
@@ -151,21 +179,43 @@ def test_gradients_stay_whole_under_a_pipeline():
 
 @pytest.mark.parametrize(
     "schedule, stages",
-    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 2), ("zbv", 2)],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+        ("zero_bubble", 2),
+        ("zbv", 2),
+    ],
 )
 @pytest.mark.parametrize("devices, micro_batches", [(4, 8), (4, 16), (2, 4), (8, 16)])
-def test_micro_batches_in_flight_are_those_of_the_schedule(schedule, stages, devices, micro_batches):
-    plan = Plan(pipeline_parallel=devices, virtual_stages=stages, schedule=schedule, global_batch_size=micro_batches)
-    order = Order.of(schedule, pipeline_parallel=devices, num_microbatches=micro_batches, virtual_stages=stages)
+def test_micro_batches_in_flight_are_those_of_the_schedule(
+    schedule, stages, devices, micro_batches
+):
+    plan = Plan(
+        pipeline_parallel=devices,
+        virtual_stages=stages,
+        schedule=schedule,
+        global_batch_size=micro_batches,
+    )
+    order = Order.of(
+        schedule, pipeline_parallel=devices, num_microbatches=micro_batches, virtual_stages=stages
+    )
     modelled = in_flight(Layouts.of(TINY["gpt"], [plan]), np.arange(devices))
     assert np.allclose(modelled, order.peak_in_flight)
 
 
 def test_korthikanti_layer_in_closed_form():
     spec = KORTHIKANTI(name="22B", num_layers=48, hidden_size=6144, num_heads=64)
-    plans = [Plan(tensor_parallel=8, sequence_parallel=sequence, recompute=recompute)
-             for sequence in (False, True) for recompute in ("none", "selective")]  # fmt: skip
-    kept = layer_activations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept / spec.hidden_size
+    plans = [
+        Plan(tensor_parallel=8, sequence_parallel=sequence, recompute=recompute)
+        for sequence in (False, True)
+        for recompute in ("none", "selective")
+    ]
+    kept = (
+        layer_activations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept
+        / spec.hidden_size
+    )
     scores = 5 * spec.num_heads * spec.sequence_length / spec.hidden_size
     assert np.allclose(kept, [10 + (24 + scores) / 8, 10 + 24 / 8, (34 + scores) / 8, 34 / 8])
 
@@ -174,12 +224,19 @@ def test_heaviest_device_is_the_heaviest_of_all():
     rng = np.random.default_rng(5)
     for _ in range(40):
         p = int(rng.choice([2, 4, 8]))
-        schedule, stages = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)][rng.integers(4)]
+        schedule, stages = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)][
+            rng.integers(4)
+        ]
         spec = TINY["llama"].replace(num_layers=16, vocab_size=int(rng.choice([512, 65536])))
         plan = Plan(
-            pipeline_parallel=p, virtual_stages=stages, schedule=schedule, global_batch_size=16 * p, micro_batch_size=2,
-            data_parallel=2, zero_stage=int(rng.integers(0, 4)) if schedule != "zbv" else 1,
-        )  # fmt: skip
+            pipeline_parallel=p,
+            virtual_stages=stages,
+            schedule=schedule,
+            global_batch_size=16 * p,
+            micro_batch_size=2,
+            data_parallel=2,
+            zero_stage=int(rng.integers(0, 4)) if schedule != "zbv" else 1,
+        )
         layouts = Layouts.of(spec, [plan])
         stage = memory_by_stage(layouts)
         everywhere = RESERVE.used_bytes(stage.state, stage.dynamic)
@@ -203,7 +260,12 @@ def test_layers_that_do_not_divide():
 def test_frontier_conventions():
     layouts = Layouts.of(ModelSpec.preset("gpt-1t"), [Plan(global_batch_size=2)])
     per_param = {
-        name: (memory(layouts, convention=convention).first.state / ModelSpec.preset("gpt-1t").num_params).item()
+        name: (
+            (
+                memory(layouts, convention=convention).first.state
+                / ModelSpec.preset("gpt-1t").num_params
+            ).item()
+        )
         for name, convention in CONVENTIONS.items()
     }
     assert per_param == {
@@ -233,35 +295,57 @@ def test_probability_of_running_out():
 
 def test_fits_find_what_made_the_data():
     rng = np.random.default_rng(3)
-    plans = [Plan(tensor_parallel=2, micro_batch_size=b, global_batch_size=64, pipeline_parallel=p, recompute=recompute)
-             for b in (1, 2, 4, 8, 16, 32, 64) for p in (1, 2, 4) for recompute in ("none", "full")]  # fmt: skip
+    plans = [
+        Plan(
+            tensor_parallel=2,
+            micro_batch_size=b,
+            global_batch_size=64,
+            pipeline_parallel=p,
+            recompute=recompute,
+        )
+        for b in (1, 2, 4, 8, 16, 32, 64)
+        for p in (1, 2, 4)
+        for recompute in ("none", "full")
+    ]
     layouts = Layouts.of(ModelSpec.preset("hlat-7b"), plans)
     true = RESERVE.replace(factor=1.4, extra_bytes=4e9, sharpness=30.0)
     found = memory(layouts, reserve=true)
     state, dynamic = found.first.state, found.first.dynamic
     fitted = fit_reserve(state, dynamic, true.used_bytes(state, dynamic), start=RESERVE, source="")
-    assert (fitted.factor, fitted.extra_bytes) == (pytest.approx(1.4, rel=0.01), pytest.approx(4e9, rel=0.05))
+    assert (fitted.factor, fitted.extra_bytes) == (
+        pytest.approx(1.4, rel=0.01),
+        pytest.approx(4e9, rel=0.05),
+    )
     size = float(np.median(found.used_bytes))
     labels = rng.random(len(plans)) < found.out_of_memory_probability(size)
-    reserve, kernels = fit_out_of_memory(layouts, labels, size, kernels=KIT, reserve=RESERVE, source="made up")
+    reserve, kernels = fit_out_of_memory(
+        layouts, labels, size, kernels=KIT, reserve=RESERVE, source="made up"
+    )
     again = memory(layouts, kernels=kernels, reserve=reserve).used_bytes > size
     assert (again == labels).mean() > 0.95
     with pytest.raises(ConfigError, match="all labels are alike"):
-        fit_out_of_memory(layouts, np.ones(len(plans), bool), size, kernels=KIT, reserve=RESERVE, source="")
-    assert minimise(lambda x: float(np.sum((np.log(x) - [1, 2]) ** 2)), np.ones(2)) == pytest.approx(
-        np.exp([1, 2]), 0.01
-    )
+        fit_out_of_memory(
+            layouts, np.ones(len(plans), bool), size, kernels=KIT, reserve=RESERVE, source=""
+        )
+    assert minimise(
+        lambda x: float(np.sum((np.log(x) - [1, 2]) ** 2)), np.ones(2)
+    ) == pytest.approx(np.exp([1, 2]), 0.01)
 
 
 def test_float32_is_enough():
     layouts = Layouts.of(
-        ModelSpec.preset("gpt-1t"), [Plan(tensor_parallel=8, pipeline_parallel=64, global_batch_size=512)]
+        ModelSpec.preset("gpt-1t"),
+        [Plan(tensor_parallel=8, pipeline_parallel=64, global_batch_size=512)],
     )
     columns = {field.name: getattr(layouts, field.name) for field in dataclasses.fields(layouts)}
-    small = Layouts(**{n: c.astype(np.float32) if c.dtype == np.float64 else c for n, c in columns.items()})
+    small = Layouts(
+        **{n: c.astype(np.float32) if c.dtype == np.float64 else c for n, c in columns.items()}
+    )
     for name in TERMS:
         assert memory(small).first.term(name).dtype == np.float32
-        assert memory(small).first.term(name) == pytest.approx(memory(layouts).first.term(name), rel=1e-6)
+        assert memory(small).first.term(name) == pytest.approx(
+            memory(layouts).first.term(name), rel=1e-6
+        )
 
 
 def test_published_measurements_are_met():

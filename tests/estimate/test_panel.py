@@ -1,4 +1,6 @@
-"""The panel of notebook 02 without a browser: what it computes, refuses, writes, and how long that takes."""
+"""The panel of notebook 02 without a browser: what it computes, refuses, writes, and how long
+that takes.
+"""
 
 import html
 import re
@@ -14,8 +16,16 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.pictures import check_figure
 
-PLAN = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
-            recompute="full", precision="bf16", compile=True)  # fmt: skip
+PLAN = Plan(
+    tensor_parallel=4,
+    pipeline_parallel=16,
+    data_parallel=2,
+    zero_stage=1,
+    global_batch_size=640,
+    recompute="full",
+    precision="bf16",
+    compile=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +36,25 @@ def panel() -> Panel:
 def test_it_says_what_the_search_says(panel: Panel) -> None:
     found = panel.estimate()
     site = found.machine.site
-    same = search(found.spec, site, 128, 640, calibration=published_calibration(site),
-                  only={name: [getattr(found.plan, name)] for name in ("tensor_parallel", "pipeline_parallel",
-                        "micro_batch_size", "recompute", "zero_stage", "sequence_parallel", "schedule")})  # fmt: skip
+    same = search(
+        found.spec,
+        site,
+        128,
+        640,
+        calibration=published_calibration(site),
+        only={
+            name: [getattr(found.plan, name)]
+            for name in (
+                "tensor_parallel",
+                "pipeline_parallel",
+                "micro_batch_size",
+                "recompute",
+                "zero_stage",
+                "sequence_parallel",
+                "schedule",
+            )
+        },
+    )
     row = same.row(int(same.order[0]))
     assert found.step_s == pytest.approx(
         (row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]), rel=0.01
@@ -39,16 +65,26 @@ def test_it_says_what_the_search_says(panel: Panel) -> None:
         assert " to " in title, "each with its interval"
 
 
-@pytest.mark.parametrize("changes", [{}, {"recompute": "none"}, {"zero_stage": 0, "tensor_parallel": 8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute": "none"}, {"zero_stage": 0, "tensor_parallel": 8}]
+)
 def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
-    """Read from the drawing: the top of the bars of each pipeline device, the stroke, and the line of its memory."""
+    """Read from the drawing: the top of the bars of each pipeline device, the stroke, and the
+    line of its memory.
+    """
     panel = Panel("gpt-175b", "frontier", PLAN.replace(**changes))
-    used, least, most, capacity = map(float, re.findall(
-        r"Memory: ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\) of (\d+) on", panel.view.value)[0])  # fmt: skip
+    used, least, most, capacity = map(
+        float,
+        re.findall(r"Memory: ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\) of (\d+) on", panel.view.value)[
+            0
+        ],
+    )
     axis = panel.estimate().figures()[0].axes[0]
     tops = [path.vertices[:, 1].max() for bars in axis.collections for path in bars.get_paths()]
     limit, stroke = (line.get_ydata() for line in axis.lines)
-    assert max(tops) == pytest.approx(used, abs=0.06) and limit[0] == pytest.approx(capacity, abs=0.5)
+    assert max(tops) == pytest.approx(used, abs=0.06) and limit[0] == pytest.approx(
+        capacity, abs=0.5
+    )
     assert list(stroke) == pytest.approx([least, most], abs=0.06) and axis.get_ylim()[1] > most
     assert axis.collections[-1].get_label() == "reserve"
 
@@ -56,13 +92,18 @@ def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
 def test_the_step_s_stroke_is_its_interval_and_its_terms_add_up(panel: Panel) -> None:
     found = panel.estimate()
     axis = found.figures()[1].axes[0]
-    assert list(axis.lines[0].get_xdata() * found.step_s[0] / 100) == pytest.approx(found.step_s[1:])
+    assert list(axis.lines[0].get_xdata() * found.step_s[0] / 100) == pytest.approx(
+        found.step_s[1:]
+    )
     assert 97 < max(bar.get_x() + bar.get_width() for bar in axis.patches) <= 100.01
 
 
 def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(panel: Panel) -> None:
     found = panel.estimate()
-    reserve, used = found.machine.reserve, found.machine.memory(Layouts.of(found.spec, [found.plan])).used_bytes
+    reserve, used = (
+        found.machine.reserve,
+        found.machine.memory(Layouts.of(found.spec, [found.plan])).used_bytes,
+    )
     assert reserve.out_of_memory_probability(used, found.used_bytes[2])[0] == pytest.approx(0.05)
     assert reserve.out_of_memory_probability(used, found.used_bytes[1])[0] == pytest.approx(0.95)
 
@@ -77,10 +118,21 @@ def test_a_move_is_drawn_in_less_than_a_third_of_a_second(panel: Panel) -> None:
 
 
 def test_the_largest_model_is_drawn_too() -> None:
-    spec, site = ModelSpec.preset("gpt-1t"), Panel("gpt-175b", "frontier", PLAN).estimate().machine.site
+    spec, site = (
+        ModelSpec.preset("gpt-1t"),
+        Panel("gpt-175b", "frontier", PLAN).estimate().machine.site,
+    )
     machine = machine_of(site, published_calibration(site))
-    plan = Plan(tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=9600,
-                recompute="full", precision="bf16", compile=True)  # fmt: skip
+    plan = Plan(
+        tensor_parallel=8,
+        pipeline_parallel=64,
+        data_parallel=6,
+        zero_stage=1,
+        global_batch_size=9600,
+        recompute="full",
+        precision="bf16",
+        compile=True,
+    )
     taken = []
     for _ in range(3):
         begin = time.process_time()
@@ -89,16 +141,24 @@ def test_the_largest_model_is_drawn_too() -> None:
     assert min(taken) < 0.45
 
 
-def test_an_impossible_layout_is_answered_with_the_reason_and_the_next_possible_one_drawn(panel: Panel) -> None:
+def test_an_impossible_layout_is_answered_with_the_reason_and_the_next_possible_one_drawn(
+    panel: Panel,
+) -> None:
     panel.controls["tensor_parallel"].value = 7
-    assert panel.plan is None and "devices: 128 is no multiple of tensor x pipeline = 112" in panel.view.value
+    assert (
+        panel.plan is None
+        and "devices: 128 is no multiple of tensor x pipeline = 112" in panel.view.value
+    )
     panel.write()
     assert panel.text.value == ""
     panel.controls["tensor_parallel"].value = 4
     panel.controls["micro_batch_size"].value = 3
     assert "cannot be cut into micro-batches of 3" in panel.view.value
     panel.controls["micro_batch_size"].value = 1
-    assert panel.plan is not None and panel.plan.replace(engine="native", sequence_parallel=False) == PLAN
+    assert (
+        panel.plan is not None
+        and panel.plan.replace(engine="native", sequence_parallel=False) == PLAN
+    )
 
 
 def test_the_text_of_a_layout_is_python_that_makes_it(panel: Panel) -> None:

@@ -1,4 +1,6 @@
-"""The search: the same rules as Plan, the same numbers as the formulas, and answers that explain themselves."""
+"""The search: the same rules as Plan, the same numbers as the formulas, and answers that explain
+themselves.
+"""
 
 import contextlib
 import dataclasses
@@ -25,13 +27,21 @@ from kit.spec import ModelSpec
 
 FRONTIER = Site.load("frontier")
 SMALL = ModelSpec.llama(
-    name="small", num_layers=8, hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=768, vocab_size=4096,
+    name="small",
+    num_layers=8,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_hidden_size=768,
+    vocab_size=4096,
     sequence_length=128,
-)  # fmt: skip
+)
 
 
 def test_candidates_are_exactly_the_plans_that_pass():
-    """Every combination is tried on Plan itself; what it accepts must be there once, and nothing else."""
+    """Every combination is tried on Plan itself; what it accepts must be there once, and nothing
+    else.
+    """
     devices, batch = 16, 32
     accepted = {"native": set(), "deepspeed": set(), "neuron": set()}
     least_zero = {"native": 0, "deepspeed": 1, "neuron": 1}
@@ -40,21 +50,33 @@ def test_candidates_are_exactly_the_plans_that_pass():
         if devices % (t * p):
             continue
         replicas = devices // (t * p)
-        choices = itertools.product(range(1, 9), (1, 2, 4, 8, 16, 32), SCHEDULES, RECOMPUTE, range(4), (False, True))
+        choices = itertools.product(
+            range(1, 9), (1, 2, 4, 8, 16, 32), SCHEDULES, RECOMPUTE, range(4), (False, True)
+        )
         for v, micro, schedule, recompute, zero, sequence in choices:
             if p == 1 and schedule != "1f1b":
                 continue  # the same run under another name
             values = dict(
-                tensor_parallel=t, pipeline_parallel=p, data_parallel=replicas, virtual_stages=v, zero_stage=zero,
-                sequence_parallel=sequence, schedule=schedule, recompute=recompute, micro_batch_size=micro,
-                global_batch_size=batch, precision="bf16",
-            )  # fmt: skip
+                tensor_parallel=t,
+                pipeline_parallel=p,
+                data_parallel=replicas,
+                virtual_stages=v,
+                zero_stage=zero,
+                sequence_parallel=sequence,
+                schedule=schedule,
+                recompute=recompute,
+                micro_batch_size=micro,
+                global_batch_size=batch,
+                precision="bf16",
+            )
             try:
                 Plan(**values)
             except ConfigError:
                 continue
             for engine in accepted:
-                if (replicas == 1 and zero > least_zero[engine]) or (engine == "neuron" and not zero):
+                if (replicas == 1 and zero > least_zero[engine]) or (
+                    engine == "neuron" and not zero
+                ):
                     continue  # the same run under another name; another precision
                 with contextlib.suppress(ConfigError):
                     plan = Plan(**values, engine=engine)
@@ -64,16 +86,20 @@ def test_candidates_are_exactly_the_plans_that_pass():
         layouts = candidates(SMALL, devices, batch, engine=engine)
         found = [layouts.plan(i, engine) for i in range(len(layouts))]
         assert set(found) == plans and len(found) == len(plans) > 100
-    assert max(plan.tensor_parallel for plan in accepted["neuron"]) == 8 > SMALL.num_kv_heads, "heads are copied"
+    assert max(plan.tensor_parallel for plan in accepted["neuron"]) == 8 > SMALL.num_kv_heads, (
+        "heads are copied"
+    )
 
 
 @pytest.mark.parametrize(
     "model, devices, batch, engine",
     [
-        ("gpt-1t", 3072, 9600, "native"), ("gpt-175b", 1024, 10240, "deepspeed"), ("hlat-70b", 8192, 1024, "neuron"),
+        ("gpt-1t", 3072, 9600, "native"),
+        ("gpt-175b", 1024, 10240, "deepspeed"),
+        ("hlat-70b", 8192, 1024, "neuron"),
         ("demo", 8, 16, "native"),
     ],
-)  # fmt: skip
+)
 def test_random_candidates_pass_every_check(model, devices, batch, engine):
     rng = np.random.default_rng(2)
     spec = ModelSpec.preset(model)
@@ -90,17 +116,27 @@ def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():
     hybrid = offered - plans
     assert plans < offered and len(offered) == len(more) < 1.25 * len(few)
     assert {(plan.tensor_parallel, plan.shard_size) for plan in hybrid} == {(1, 8), (2, 4), (4, 2)}
-    assert all(plan.zero_stage == 3 and plan.data_parallel % plan.shard_size == 0 for plan in hybrid)
-    assert len(candidates(SMALL, 8, 32, node_devices=8)) == len(candidates(SMALL, 8, 32)), "one node: nothing to offer"
+    assert all(
+        plan.zero_stage == 3 and plan.data_parallel % plan.shard_size == 0 for plan in hybrid
+    )
+    assert len(candidates(SMALL, 8, 32, node_devices=8)) == len(candidates(SMALL, 8, 32)), (
+        "one node: nothing to offer"
+    )
     found = search(SMALL, Site.load("dgx-h100"), 16, 32, only={"zero_stage": [3]})
     row = next(found.row(int(i)) for i in found.order if found.plan(int(i)).shard_size)
     assert f"ZeRO3/{row['shard_size']} " in describe(row)
 
 
 def test_only_restricts_and_names_what_is_wrong():
-    layouts = candidates(SMALL, 16, 32, only={"schedule": "zbv", "tensor_parallel": [2], "pipeline_parallel": [2, 4]})
+    layouts = candidates(
+        SMALL, 16, 32, only={"schedule": "zbv", "tensor_parallel": [2], "pipeline_parallel": [2, 4]}
+    )
     plans = [layouts.plan(i) for i in range(len(layouts))]
-    assert {plan.schedule for plan in plans} == {"zbv"} and {plan.zero_stage for plan in plans} == {0, 1, 2}
+    assert {plan.schedule for plan in plans} == {"zbv"} and {plan.zero_stage for plan in plans} == {
+        0,
+        1,
+        2,
+    }
     with pytest.raises(ConfigError, match="search.only.tensor: unknown"):
         candidates(SMALL, 16, 32, only={"tensor": [1]})
     with pytest.raises(ConfigError, match="1f1b, interleaved|Allowed: gpipe"):
@@ -117,7 +153,9 @@ def test_numbers_are_those_of_the_formulas():
     expected = step_time(layouts, Hardware.of(FRONTIER), Coefficients()).total_s
     assert found.step_time_s[rows] == pytest.approx(expected, rel=1e-4)
     kernels = engine_kernels(FRONTIER.engine, FRONTIER.device)
-    assert found.used_bytes[rows] == pytest.approx(memory(layouts, kernels=kernels).used_bytes, rel=1e-5)
+    assert found.used_bytes[rows] == pytest.approx(
+        memory(layouts, kernels=kernels).used_bytes, rel=1e-5
+    )
 
 
 def test_best_is_the_fastest_within_the_risk():
@@ -151,9 +189,13 @@ def test_an_answer_explains_itself():
     assert all(first.simulated_s <= other.simulated_s for other in others)
     assert first.simulated_s == pytest.approx(first.row["step_time_s"], rel=0.15)
     assert sum(first.time_terms_s.values()) == pytest.approx(first.row["step_time_s"], rel=1e-4)
-    assert sum(first.memory_terms_bytes.values()) == pytest.approx(first.row["used_bytes"], rel=1e-4)
+    assert sum(first.memory_terms_bytes.values()) == pytest.approx(
+        first.row["used_bytes"], rel=1e-4
+    )
     assert first.binding.startswith(("memory: ", "computation: "))
-    assert first.nearest is not None and f"{first.nearest.run.step_time_s:.4g} s" in str(first.nearest)
+    assert first.nearest is not None and f"{first.nearest.run.step_time_s:.4g} s" in str(
+        first.nearest
+    )
     assert any("less memory" in text for text in first.changes)
     assert first.row["days"] == pytest.approx(3e11 / first.row["tokens_per_s"] / 86_400)
     first.plan.check(found.spec, 128)
@@ -168,7 +210,9 @@ def test_an_interval_is_written_as_people_read_it():
 
 def test_a_rate_above_the_ceiling_carries_a_warning():
     device = FRONTIER.device
-    slow = FRONTIER.replace(device=device.replace(matmul_flops_per_s={"bf16": {"value": 40e12, "source": "a test"}}))
+    slow = FRONTIER.replace(
+        device=device.replace(matmul_flops_per_s={"bf16": {"value": 40e12, "source": "a test"}})
+    )
     first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
     assert not any("no matrix product" in text for text in first.warnings)
     below = dataclasses.replace(first.search.machine, site=slow)
@@ -185,7 +229,8 @@ def test_report_is_what_the_command_prints():
     assert dict(report.chosen.facts())["limited by"] == data["answers"][0]["binding"]
     assert report.search.title.endswith("calibrated on 20 runs") and data["calibration_runs"] == 20
     assert (
-        "calibrated on 20 runs" in dict(report.chosen.facts())["times"] and "calibrated" in report.search._repr_html_()
+        "calibrated on 20 runs" in dict(report.chosen.facts())["times"]
+        and "calibrated" in report.search._repr_html_()
     )
     for answer, row in zip(report.answers, report.rows, strict=True):
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))

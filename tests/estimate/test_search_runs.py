@@ -1,4 +1,6 @@
-"""What a search returns is what the engine runs: plans of a search, unchanged, trained by real processes."""
+"""What a search returns is what the engine runs: plans of a search, unchanged, trained by real
+processes.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,10 @@ BATCH = 8
 def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
     """Returns the loss of the second step and the gradient norm of the first under each plan."""
     batch = torch.randint(
-        0, spec.vocab_size, (BATCH, spec.sequence_length + 1), generator=torch.Generator().manual_seed(0)
+        0,
+        spec.vocab_size,
+        (BATCH, spec.sequence_length + 1),
+        generator=torch.Generator().manual_seed(0),
     )
     results = []
     for plan in plans:
@@ -31,11 +36,17 @@ def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_plans_of_a_search_train_unchanged(llama_spec):
-    """A random candidate of each shape for four processes, in bf16 as they come, follow one process in fp32."""
+    """A random candidate of each shape for four processes, in bf16 as they come, follow one
+    process in fp32.
+    """
     layouts = candidates(llama_spec, 4, BATCH)
     drawn = [layouts.plan(int(i)) for i in np.random.default_rng(7).permutation(len(layouts))]
-    plans = list({(p.tensor_parallel, p.pipeline_parallel, p.data_parallel): p for p in drawn}.values())
+    plans = list(
+        {(p.tensor_parallel, p.pipeline_parallel, p.data_parallel): p for p in drawn}.values()
+    )
     assert len(plans) == 5, "TP2 or 1 with PP2, PP4, and DP"
-    [[(loss, norm)]] = run_ranks(1, two_steps, llama_spec, [Plan(global_batch_size=BATCH, micro_batch_size=BATCH)])
+    [[(loss, norm)]] = run_ranks(
+        1, two_steps, llama_spec, [Plan(global_batch_size=BATCH, micro_batch_size=BATCH)]
+    )
     for plan, result in zip(plans, run_ranks(4, two_steps, llama_spec, plans)[0], strict=True):
         assert result == pytest.approx((loss, norm), rel=0.02), plan

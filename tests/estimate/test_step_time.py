@@ -17,13 +17,25 @@ from kit.spec import ModelSpec
 
 SELENE = Hardware.of(Site.load("selene"))
 PERFECT = Coefficients(
-    **{name: (low if name.endswith(("_s", "edge", "contention", "sharing", "launches", "bytes")) else 1.0)
-       for name, (low, _) in BOUNDS.items()}
-)  # fmt: skip
+    **{
+        name: (
+            low
+            if name.endswith(("_s", "edge", "contention", "sharing", "launches", "bytes"))
+            else 1.0
+        )
+        for name, (low, _) in BOUNDS.items()
+    }
+)
 
 
 def plan(**changes):
-    base = dict(tensor_parallel=8, pipeline_parallel=8, data_parallel=2, global_batch_size=64, precision="bf16")
+    base = dict(
+        tensor_parallel=8,
+        pipeline_parallel=8,
+        data_parallel=2,
+        global_batch_size=64,
+        precision="bf16",
+    )
     return Plan(**{**base, **changes})
 
 
@@ -51,7 +63,9 @@ def test_no_layout_beats_the_matrix_product_ceiling_even_with_perfect_coefficien
 
 def test_price_is_devices_times_hours_and_unknown_without_a_price():
     trn1 = Hardware.of(Site.load("trn1.32xlarge"))
-    result = seconds(plan(tensor_parallel=8, pipeline_parallel=1, data_parallel=8), spec="hlat-7b", hardware=trn1)
+    result = seconds(
+        plan(tensor_parallel=8, pipeline_parallel=1, data_parallel=8), spec="hlat-7b", hardware=trn1
+    )
     assert result.price(1e9) == pytest.approx(result.days(1e9) * 24 * 64 * 21.5 / 32)
     assert np.isnan(seconds(plan()).price(1e9)).all()
 
@@ -79,11 +93,17 @@ def test_full_recomputation_costs_a_forward_pass():
 
 def test_a_block_that_is_not_compiled_is_recomputed_up_to_its_last_product():
     """Which takes 2 T h f FLOPs by hand; a Megatron block of the same shapes is run to its end."""
-    spec, alone = ModelSpec.preset("gpt-22b"), plan(tensor_parallel=1, pipeline_parallel=1, recompute="full")
-    ours, megatron = (
-        seconds(alone, spec=spec.name, coefficients=PERFECT, native=np.array([native])) for native in (True, False)
+    spec, alone = (
+        ModelSpec.preset("gpt-22b"),
+        plan(tensor_parallel=1, pipeline_parallel=1, recompute="full"),
     )
-    saved = (megatron.terms_s["recompute"] - ours.terms_s["recompute"]) / (alone.num_microbatches * spec.num_layers)
+    ours, megatron = (
+        seconds(alone, spec=spec.name, coefficients=PERFECT, native=np.array([native]))
+        for native in (True, False)
+    )
+    saved = (megatron.terms_s["recompute"] - ours.terms_s["recompute"]) / (
+        alone.num_microbatches * spec.num_layers
+    )
     product = 2 * spec.sequence_length * spec.hidden_size * spec.ffn_hidden_size
     assert saved == pytest.approx(product / float(SELENE.matmul_flops_per_s), rel=0.03)
 
@@ -114,19 +134,36 @@ def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
 
 
 def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
-    base = dict(tensor_parallel=1, pipeline_parallel=1, data_parallel=64, global_batch_size=256, zero_stage=3)
+    base = dict(
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        data_parallel=64,
+        global_batch_size=256,
+        zero_stage=3,
+    )
     spec = ModelSpec.preset("gpt-22b")
-    layouts = Layouts.of(spec, [plan(**base), plan(**base, shard_size=8), plan(**base, shard_size=64)])
+    layouts = Layouts.of(
+        spec, [plan(**base), plan(**base, shard_size=8), plan(**base, shard_size=64)]
+    )
     links = Links.of(layouts, SELENE, PERFECT)
-    assert links.shard_rate.tolist() == [links.data_rate[0], SELENE.node_bytes_per_s, links.data_rate[0]]
-    assert links.copy_rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), "eight devices share the node's ports"
+    assert links.shard_rate.tolist() == [
+        links.data_rate[0],
+        SELENE.node_bytes_per_s,
+        links.data_rate[0],
+    ]
+    assert links.copy_rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), (
+        "eight devices share the node's ports"
+    )
     flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
     assert inside < 0.9 * flat and whole == flat
 
-    # Once a step, weights cross nodes in 6 bytes and in 8 where each shard's gradients are summed across groups.
+    # Once a step, weights cross nodes in 6 bytes and in 8 where each shard's gradients are summed
+    # across groups.
     once = {**base, "zero_stage": 1, "global_batch_size": 64}
     flat, inside = (Layouts.of(spec, [plan(**once, **size)]) for size in ({}, {"shard_size": 8}))
-    flat_s, inside_s = (step_time(x, SELENE, PERFECT).terms_s["data_parallel"].item() for x in (flat, inside))
+    flat_s, inside_s = (
+        step_time(x, SELENE, PERFECT).terms_s["data_parallel"].item() for x in (flat, inside)
+    )
     assert inside_s > flat_s
 
 
@@ -134,7 +171,7 @@ def test_an_uneven_pipeline_is_slower_than_its_mean_stage():
     spec = ModelSpec.preset("gpt-1.4b").replace(num_layers=26)
     terms = step_time(
         Layouts.of(spec, [plan(tensor_parallel=1, pipeline_parallel=8)]), SELENE, Coefficients()
-    ).terms_s  # fmt: skip
+    ).terms_s
     assert terms["imbalance"] > 0.1 * terms["gemm"]
 
 
@@ -160,13 +197,18 @@ def test_links_never_exceed_the_machines_own():
 
 def test_pairs_of_gcds_have_a_faster_link_than_the_node():
     frontier = Hardware.of(Site.load("frontier"))
-    layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4)])
+    layouts = Layouts.of(
+        ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4)]
+    )
     rate = Links.of(layouts, frontier, PERFECT).tensor_rate
     assert rate == pytest.approx([200e9, 75e9], rel=0.01)
 
 
 def test_a_group_that_does_not_fill_a_node_loses_links_as_the_node_is_wired():
-    layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)])
+    layouts = Layouts.of(
+        ModelSpec.preset("gpt-22b"),
+        [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)],
+    )
     mesh = Links.of(layouts, SELENE, dataclasses.replace(PERFECT, node_sharing=1.0)).tensor_rate
     switch = Links.of(layouts, SELENE, PERFECT).tensor_rate
     assert mesh == pytest.approx(SELENE.near_bytes_per_s * np.array([1 / 4, 1 / 2, 1]))

@@ -1,4 +1,6 @@
-"""Terms of a step that few plans use: each moves the time or the memory by the amount that its formula says."""
+"""Terms of a step that few plans use: each moves the time or the memory by the amount that its
+formula says.
+"""
 
 import dataclasses
 import itertools
@@ -28,17 +30,37 @@ from kit.spec import ModelSpec
 H100 = Site.load("dgx-h100")
 C = Coefficients()
 LLAMA = ModelSpec.llama(
-    name="llama-8b", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14_336,
-    vocab_size=128_256, sequence_length=32_768,
-)  # fmt: skip
+    name="llama-8b",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14_336,
+    vocab_size=128_256,
+    sequence_length=32_768,
+)
 SMALL = LLAMA.replace(
-    name="small", num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=768, vocab_size=4096,
+    name="small",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_hidden_size=768,
+    vocab_size=4096,
     sequence_length=128,
-)  # fmt: skip
+)
 
 
 def plan(**changes):
-    return Plan(**{"tensor_parallel": 2, "precision": "bf16", "zero_stage": 1, "global_batch_size": 32, **changes})
+    return Plan(
+        **{
+            "tensor_parallel": 2,
+            "precision": "bf16",
+            "zero_stage": 1,
+            "global_batch_size": 32,
+            **changes,
+        }
+    )
 
 
 def timed(*plans, **kernels):
@@ -51,16 +73,22 @@ def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_ke
     time, links, x = timed(plan(), plan(context_parallel=2), plan(context_parallel=4))
     tokens = LLAMA.sequence_length / x.context_parallel
     kv = LLAMA.hidden_size * 8 / 32
-    blocks = (x.context_parallel - 1) * (4 * tokens * kv / 2 / links.context_rate + links.context_latency_s)
+    blocks = (x.context_parallel - 1) * (
+        4 * tokens * kv / 2 / links.context_rate + links.context_latency_s
+    )
     attention = time.layer.attention / 3.5
     assert time.layer.context_parallel == pytest.approx(3 * exposed(blocks, attention))
     assert time.terms_s["context_parallel"][0] == 0 < time.terms_s["context_parallel"][1]
-    assert attention == pytest.approx(attention[0] / x.context_parallel), "each rank has an equal part of a causal mask"
+    assert attention == pytest.approx(attention[0] / x.context_parallel), (
+        "each rank has an equal part of a causal mask"
+    )
     assert (np.diff(time.total_s) < 0).all(), "ranks more"
 
 
 def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
-    time, links, x = timed(*(plan(context_parallel=c, context_exchange="all_to_all") for c in (2, 4)))
+    time, links, x = timed(
+        *(plan(context_parallel=c, context_exchange="all_to_all") for c in (2, 4))
+    )
     tokens, c = LLAMA.sequence_length / x.context_parallel, x.context_parallel
     sent = (c - 1) / c * 2 * tokens * (2 * LLAMA.hidden_size + 2 * LLAMA.hidden_size * 8 / 32) / 2
     once = sent / links.context_rate + 2 * links.context_latency_s
@@ -72,7 +100,11 @@ def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
 def test_context_parallelism_divides_activations_and_logits_and_shards_states_over_its_ranks():
     one, two, ulysses = (
         memory_by_stage(Layouts.of(LLAMA, [plan(**changes)]))
-        for changes in ({}, {"context_parallel": 2}, {"context_parallel": 2, "context_exchange": "all_to_all"})
+        for changes in (
+            {},
+            {"context_parallel": 2},
+            {"context_parallel": 2, "context_exchange": "all_to_all"},
+        )
     )
     assert two.activations == pytest.approx(one.activations / 2)
     assert two.embedding_logits == pytest.approx(one.embedding_logits / 2)
@@ -86,24 +118,40 @@ def test_context_parallelism_divides_activations_and_logits_and_shards_states_ov
 
 
 def test_candidates_with_context_parallelism_are_exactly_the_plans_whose_shapes_divide():
-    asked = {"context_parallel": [1, 2, 4], "recompute": "none", "schedule": "1f1b", "micro_batch_size": 1}
+    asked = {
+        "context_parallel": [1, 2, 4],
+        "recompute": "none",
+        "schedule": "1f1b",
+        "micro_batch_size": 1,
+    }
     expected = set()
-    choices = itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4), EXCHANGES, range(4), (False, True))
+    choices = itertools.product(
+        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), EXCHANGES, range(4), (False, True)
+    )
     for t, c, p, exchange, zero, sequence in choices:
         r = 8 // (t * c * p)
         if t * c * p * r != 8 or (c * r == 1 and zero):
             continue
         try:
             made = Plan(
-                tensor_parallel=t, context_parallel=c, pipeline_parallel=p, data_parallel=r, context_exchange=exchange,
-                zero_stage=zero, sequence_parallel=sequence, global_batch_size=8, precision="bf16",
-            )  # fmt: skip
+                tensor_parallel=t,
+                context_parallel=c,
+                pipeline_parallel=p,
+                data_parallel=r,
+                context_exchange=exchange,
+                zero_stage=zero,
+                sequence_parallel=sequence,
+                global_batch_size=8,
+                precision="bf16",
+            )
             made.check_shapes(SMALL, 8)
         except ConfigError:
             continue
         expected.add(made)
     found = candidates(SMALL, 8, 8, only=asked)
-    assert {found.plan(i) for i in range(len(found))} == expected and len(found) == len(expected) > 50
+    assert {found.plan(i) for i in range(len(found))} == expected and len(found) == len(
+        expected
+    ) > 50
     assert (candidates(SMALL, 8, 8).context_parallel == 1).all(), "only where it is asked for"
     with pytest.raises(ConfigError, match="no layout of 8 devices is left by context_exchange"):
         candidates(SMALL, 8, 8, only={"context_exchange": "all_to_all"})
@@ -113,10 +161,15 @@ def test_a_search_with_context_parallelism_says_that_the_kit_does_not_train_it()
     found = search(LLAMA, H100, 16, 16, only={"context_parallel": [4]})
     answer = answers(found, 1)[0]
     assert answer.plan.num_devices == 16 and " CP4" in describe(answer.row)
-    assert any("context_parallel 4: the kit plans this, it does not train it" in text for text in answer.warnings)
+    assert any(
+        "context_parallel 4: the kit plans this, it does not train it" in text
+        for text in answer.warnings
+    )
     assert "context parallelism" in found.prediction(answer.index).untried
     assert answer.simulated_s == pytest.approx(answer.row["step_time_s"], rel=0.15)
-    with pytest.raises(ConfigError, match="context_parallel: 4 is not trained .* plans this, it does not train it"):
+    with pytest.raises(
+        ConfigError, match="context_parallel: 4 is not trained .* plans this, it does not train it"
+    ):
         answer.plan.check(LLAMA, 16)
 
 
@@ -128,20 +181,33 @@ def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memor
     assert narrow.layer.elementwise - wide.layer.elementwise == pytest.approx(4 * numbers / rate)
     assert 1.8 < float((wide.layer.gemm / narrow.layer.gemm)[0]) < 2
     assert narrow.layer.attention == wide.layer.attention
-    assert narrow.terms_s["embedding_logits"] == pytest.approx(wide.terms_s["embedding_logits"]), "logits stay in bf16"
-    unfused, plain = timed(plan(precision="fp8"), fused_norm=False)[0], timed(plan(), fused_norm=False)[0]
+    assert narrow.terms_s["embedding_logits"] == pytest.approx(wide.terms_s["embedding_logits"]), (
+        "logits stay in bf16"
+    )
+    unfused, plain = (
+        timed(plan(precision="fp8"), fused_norm=False)[0],
+        timed(plan(), fused_norm=False)[0],
+    )
     more = tokens * (2 * h + f / 2 + 2 * f / 2)
-    assert unfused.layer.elementwise - plain.layer.elementwise == pytest.approx(4 * (numbers + more) / rate)
+    assert unfused.layer.elementwise - plain.layer.elementwise == pytest.approx(
+        4 * (numbers + more) / rate
+    )
     faster = H100.device.peak_flops_per_s["fp8"].replace(value=3 * 989.4e12)
-    site = H100.replace(device=H100.device.replace(peak_flops_per_s=H100.device.peak_flops_per_s | {"fp8": faster}))
-    assert Hardware.of(site, "fp8").matmul_flops_per_s == pytest.approx(3 * Hardware.of(site).matmul_flops_per_s)
+    site = H100.replace(
+        device=H100.device.replace(peak_flops_per_s=H100.device.peak_flops_per_s | {"fp8": faster})
+    )
+    assert Hardware.of(site, "fp8").matmul_flops_per_s == pytest.approx(
+        3 * Hardware.of(site).matmul_flops_per_s
+    )
 
 
 def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
     report = plan_report("llama3-8b", site="dgx-h100", devices=16, batch=64, precision="fp8")
     chosen = report.chosen
     assert (
-        chosen.plan.precision == "fp8" and report.to_dict()["precision"] == "fp8" and " in fp8" in report.search.title
+        chosen.plan.precision == "fp8"
+        and report.to_dict()["precision"] == "fp8"
+        and " in fp8" in report.search.title
     )
     assert any("precision fp8: the kit plans this" in text for text in chosen.warnings)
     assert "number format below bf16" in report.search.prediction(chosen.index).untried
@@ -151,7 +217,9 @@ def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
         search(LLAMA, Site.load("selene"), 16, 16, precision="fp8")
 
 
-@pytest.mark.parametrize("schedule, v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    "schedule, v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+)
 @pytest.mark.parametrize("m", [1, 2, 3, 7])
 def test_fewer_micro_batches_than_stages_take_what_the_simulated_order_takes(schedule, v, m):
     p, sent = 8, 0.25
@@ -159,11 +227,13 @@ def test_fewer_micro_batches_than_stages_take_what_the_simulated_order_takes(sch
     third = 1 / v
     simulated = simulate(
         order, forward_s=third, backward_input_s=third, backward_weight_s=third, send_s=sent
-    ).makespan_s  # fmt: skip
+    ).makespan_s
     trips = exposed_trips(p, v, m, SCHEDULES.index(schedule), 0.7)
     bubble = 3 * (p - 1) / v + (v - 1) / v * (p - m) * 3
     assert simulated == pytest.approx(3 * m + bubble + 2 * v * sent * float(trips))
-    assert exposed_trips(p, v, 8, SCHEDULES.index(schedule), 0.7) == pytest.approx(8 * 0.7), "else as it is fitted"
+    assert exposed_trips(p, v, 8, SCHEDULES.index(schedule), 0.7) == pytest.approx(8 * 0.7), (
+        "else as it is fitted"
+    )
 
 
 def test_a_pipeline_with_few_micro_batches_waits_for_every_send_of_the_first():
@@ -174,34 +244,52 @@ def test_a_pipeline_with_few_micro_batches_waits_for_every_send_of_the_first():
         for factor in (0.5, 1.0)
     )
     few, many = slow["pipeline_send"] - fast["pipeline_send"]
-    assert few / many == pytest.approx(7 / (8 * C.pipeline_exposed)), "p - 1 waits, not m times a part"
+    assert few / many == pytest.approx(7 / (8 * C.pipeline_exposed)), (
+        "p - 1 waits, not m times a part"
+    )
     assert slow["bubble"][0] == pytest.approx(fast["bubble"][0])
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
 def test_a_mixture_of_experts_is_refused_by_name(tmp_path, key):
-    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     for file, table in (("config.json", config), ("spec.json", LLAMA.to_dict())):
         (tmp_path / file).write_text(json.dumps({**table, key: 8}))
-        with pytest.raises(ConfigError, match=f"{key}: 8 .* mixture of experts.* dense models only"):
+        with pytest.raises(
+            ConfigError, match=f"{key}: 8 .* mixture of experts.* dense models only"
+        ):
             plan_report(str(tmp_path / file), site="dgx-h100", devices=8, batch=8)
 
 
-def test_sharded_weights_of_fsdp2_expose_the_first_gather_the_last_scatter_and_what_layers_do_not_hide():
-    plans = [plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m) for m in (1, 4)]
+def test_sharded_weights_of_fsdp2_expose_the_first_gather_the_last_scatter_and_what_layers_do_not_hide():  # noqa: E501
+    plans = [
+        plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m)
+        for m in (1, 4)
+    ]
     time, links, x = timed(*plans)
     params = 32 * layer_params(x) + LLAMA.vocab_size * LLAMA.hidden_size
     gather = all_gather(2 * params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
     scatter = all_gather(4 * params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
     work = 32 * time.layer.total + C.microbatch_s
     seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
-    assert time.terms_s["data_parallel"] / C.factor == pytest.approx(x.num_microbatches * seen + scatter / 32)
+    assert time.terms_s["data_parallel"] / C.factor == pytest.approx(
+        x.num_microbatches * seen + scatter / 32
+    )
     half = timed(*plans, gathered_bytes=1.0)[0]
     gather = all_gather(params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
     seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
-    assert half.terms_s["data_parallel"] / C.factor == pytest.approx(x.num_microbatches * seen + scatter / 32)
+    assert half.terms_s["data_parallel"] / C.factor == pytest.approx(
+        x.num_microbatches * seen + scatter / 32
+    )
     other = timed(*plans, native=False)[0].terms_s["data_parallel"]
-    assert (other != time.terms_s["data_parallel"]).all(), "published rows keep the form that they were fitted with"
+    assert (other != time.terms_s["data_parallel"]).all(), (
+        "published rows keep the form that they were fitted with"
+    )
 
 
 def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_ones_less():
@@ -210,10 +298,17 @@ def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_one
         timed(plan(sequence_parallel=True, compile=is_compiled), native=native)
         for native, is_compiled in ((True, False), (False, False), (True, True))
     )
-    tokens, h, kv, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.hidden_size / 4, LLAMA.ffn_hidden_size
+    tokens, h, kv, f = (
+        LLAMA.sequence_length,
+        LLAMA.hidden_size,
+        LLAMA.hidden_size / 4,
+        LLAMA.ffn_hidden_size,
+    )
     more = tokens * (48 * (h + kv) + 4 * f) / 2 / rate
     assert eager.layer.elementwise - fused.layer.elementwise == pytest.approx(2.6 * more)
-    assert fused.layer.elementwise - compiled.layer.elementwise == pytest.approx(2.6 * tokens * 4 * h / 2 / rate)
+    assert fused.layer.elementwise - compiled.layer.elementwise == pytest.approx(
+        2.6 * tokens * 4 * h / 2 / rate
+    )
     gpt = Layouts.of(ModelSpec.preset("gpt-22b"), [plan()])
     plain = dataclasses.replace(gpt, native=np.array(False))
     times = [step_time(each, Hardware.of(H100), C).total_s for each in (gpt, plain)]
@@ -228,19 +323,29 @@ def test_a_search_in_single_precision_stays_in_it():
 
 
 def test_a_search_for_another_code_base_has_neither_the_kits_kernels_nor_its_zero_3():
-    ours, theirs = (search(LLAMA, H100, 16, 16, kernels=kernels).layouts for kernels in (None, MEGATRON))
-    assert np.all(ours.native) and np.any(ours.compiled) and not np.any(theirs.native) and not np.any(theirs.compiled)
+    ours, theirs = (
+        search(LLAMA, H100, 16, 16, kernels=kernels).layouts for kernels in (None, MEGATRON)
+    )
+    assert (
+        np.all(ours.native)
+        and np.any(ours.compiled)
+        and not np.any(theirs.native)
+        and not np.any(theirs.compiled)
+    )
 
 
 def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut_in_parts():
     spec, t = ModelSpec.preset("llama3-8b"), 8
     layouts = {
         (sp, on): Layouts.of(spec, [plan(tensor_parallel=t, sequence_parallel=sp)], overlap=on)
-        for sp in (False, True) for on in (False, True)
-    }  # fmt: skip
+        for sp in (False, True)
+        for on in (False, True)
+    }
     hardware = Hardware.of(H100)
     times = {key: step_time(x, hardware, C) for key, x in layouts.items()}
-    assert times[False, True].layer == times[False, False].layer, "sums without sequence parallelism cannot be cut"
+    assert times[False, True].layer == times[False, False].layer, (
+        "sums without sequence parallelism cannot be cut"
+    )
     plain, cut = times[True, False].layer, times[True, True].layer
     moved = np.sqrt((plain.gemm / 3) ** 2 - _products(layouts[True, False], hardware, 1) ** 2)
     gemm = np.hypot(_products(layouts[True, True], hardware, t), moved)
@@ -258,7 +363,15 @@ def _products(x, hardware, parts):
 
 
 def test_a_step_has_a_fixed_time_that_grows_with_the_logarithm_of_the_ranks():
-    plans = [plan(tensor_parallel=1, data_parallel=ranks, global_batch_size=8192) for ranks in (1, 2, 8, 16, 8192)]
-    overhead = timed(*plans)[0].terms_s["overhead"] / C.factor - 8192 / np.array([1, 2, 8, 16, 8192]) * C.microbatch_s
+    plans = [
+        plan(tensor_parallel=1, data_parallel=ranks, global_batch_size=8192)
+        for ranks in (1, 2, 8, 16, 8192)
+    ]
+    overhead = (
+        timed(*plans)[0].terms_s["overhead"] / C.factor
+        - 8192 / np.array([1, 2, 8, 16, 8192]) * C.microbatch_s
+    )
     node, network = 8 * C.node_latency_s, 8 * C.network_latency_s
-    assert overhead - C.step_s == pytest.approx([0, node, 3 * node, 3 * node + network, 3 * node + 10 * network])
+    assert overhead - C.step_s == pytest.approx(
+        [0, node, 3 * node, 3 * node + network, 3 * node + 10 * network]
+    )

@@ -1,4 +1,6 @@
-"""Hyperparameter search: failures, resuming, better than random, what mattered, and real runs as the objective."""
+"""Hyperparameter search: failures, resuming, better than random, what mattered, and real runs as
+the objective.
+"""
 
 import dataclasses
 import itertools
@@ -42,7 +44,11 @@ def objective(parameters):
 def estimated() -> EstimatedRate:
     site = Site.load("frontier")
     machine = Machine(
-        site=site, hardware=Hardware.of(site), calibration=calibrate([], site), kernels=KIT, reserve=RESERVE
+        site=site,
+        hardware=Hardware.of(site),
+        calibration=calibrate([], site),
+        kernels=KIT,
+        reserve=RESERVE,
     )
     return EstimatedRate(spec=ModelSpec.preset("gpt-22b"), machine=machine, devices_per_node=8)
 
@@ -50,10 +56,14 @@ def estimated() -> EstimatedRate:
 @pytest.fixture(scope="module")
 def space() -> dict[str, tuple]:
     return {
-        "pipeline_parallel": (1, 2, 4, 8), "tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 3, 4, 6, 8),
-        "num_microbatches": (4, 8, 16, 32), "zero_stage": (0, 1), "recompute": ("none", "selective", "full"),
+        "pipeline_parallel": (1, 2, 4, 8),
+        "tensor_parallel": (1, 2, 4, 8),
+        "micro_batch_size": (1, 2, 3, 4, 6, 8),
+        "num_microbatches": (4, 8, 16, 32),
+        "zero_stage": (0, 1),
+        "recompute": ("none", "selective", "full"),
         "num_nodes": (4,),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +77,9 @@ def test_failures_are_kept_and_the_whole_space_is_searched_once(sampler):
     seen = {tuple(trial.parameters.values()) for trial in trials.trials}
     assert len(trials.trials) == len(seen) == 32  # the space has no more
     failed = [trial for trial in trials.trials if trial.failure]
-    assert failed and all(trial.value is None and trial.failure == "out of memory" for trial in failed)
+    assert failed and all(
+        trial.value is None and trial.failure == "out of memory" for trial in failed
+    )
     assert np.isnan(trials.values).sum() == len(failed)
     expected = {}
     for choice in itertools.product(*SPACE.values()):
@@ -82,7 +94,11 @@ def test_failures_are_kept_and_the_whole_space_is_searched_once(sampler):
 
 @pytest.mark.parametrize("sampler", ["random", "optuna"])
 def test_a_killed_search_goes_on_as_if_it_had_not_been(sampler, tmp_path):
-    whole, storage, calls = tune(objective, SPACE, num_trials=18, sampler=sampler, seed=1), tmp_path / "search", []
+    whole, storage, calls = (
+        tune(objective, SPACE, num_trials=18, sampler=sampler, seed=1),
+        tmp_path / "search",
+        [],
+    )
 
     def counted(parameters, last=100):
         calls.append(parameters)
@@ -92,13 +108,17 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(sampler, tmp_path):
 
     options = {"space": SPACE, "num_trials": 18, "sampler": sampler, "seed": 1}
     killed = multiprocessing.get_context("fork").Process(
-        target=lambda: tune(lambda parameters: counted(parameters, last=12), **options, storage=storage)
+        target=lambda: tune(
+            lambda parameters: counted(parameters, last=12), **options, storage=storage
+        )
     )
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL and Trials.read(storage).trials == whole.trials[:11]
     assert tune(counted, **options, storage=storage) == whole == Trials.read(storage)
-    assert [trial.parameters for trial in whole.trials[11:]] == calls, "that at which it was killed is made again"
+    assert [trial.parameters for trial in whole.trials[11:]] == calls, (
+        "that at which it was killed is made again"
+    )
     assert tune(objective, **{**options, "seed": 2}) != whole
     with pytest.raises(ConfigError, match=r'holds another search: .*"seed": 1, .* not .*"seed": 2'):
         tune(objective, **{**options, "seed": 2}, storage=storage)
@@ -122,7 +142,14 @@ def test_a_file_that_holds_no_search_is_told(content, tmp_path):
 
 def test_a_search_killed_before_its_first_trial_is_begun_anew(tmp_path):
     (tmp_path / "search").touch()
-    assert len(tune(objective, SPACE, num_trials=2, sampler="random", storage=tmp_path / "search").trials) == 2
+    assert (
+        len(
+            tune(
+                objective, SPACE, num_trials=2, sampler="random", storage=tmp_path / "search"
+            ).trials
+        )
+        == 2
+    )
 
 
 def test_what_counts_as_a_failure():
@@ -135,7 +162,10 @@ def test_what_counts_as_a_failure():
     assert [trial.failure for trial in trials.trials] == ["no", "MemoryError", "crashed"]
     with pytest.raises(RunError, match="None of 3 trials succeeded"):
         _ = trials.best
-    assert "nan" in (tune(lambda _: math.nan, {"x": (1,)}, num_trials=1, sampler="random").trials[0].failure or "")
+    assert "nan" in (
+        tune(lambda _: math.nan, {"x": (1,)}, num_trials=1, sampler="random").trials[0].failure
+        or ""
+    )
     with pytest.raises(ZeroDivisionError):  # a fault of the program is not a failed trial
         tune(lambda _: 1 / 0, SPACE, num_trials=1, sampler="random")
 
@@ -162,11 +192,22 @@ def test_a_search_without_optuna_says_how_to_get_it(monkeypatch):
 
 
 def test_plan_of_a_trial():
-    parameters = {"pipeline_parallel": 4, "tensor_parallel": 8, "micro_batch_size": 5, "num_microbatches": 10,
-                  "zero_stage": 1, "num_nodes": 12}  # fmt: skip
+    parameters = {
+        "pipeline_parallel": 4,
+        "tensor_parallel": 8,
+        "micro_batch_size": 5,
+        "num_microbatches": 10,
+        "zero_stage": 1,
+        "num_nodes": 12,
+    }
     assert set(parameters) == set(FRONTIER_SPACE)
     plan = plan_of(parameters, devices_per_node=8, base=Plan(recompute="full"))
-    assert (plan.data_parallel, plan.global_batch_size, plan.num_microbatches, plan.recompute) == (3, 150, 10, "full")
+    assert (plan.data_parallel, plan.global_batch_size, plan.num_microbatches, plan.recompute) == (
+        3,
+        150,
+        10,
+        "full",
+    )
     with pytest.raises(ConfigError, match="128 devices do not divide 96"):
         plan_of({**parameters, "pipeline_parallel": 16}, devices_per_node=8)
     with pytest.raises(ConfigError, match="plan.tensor_paralel: unknown key"):
@@ -178,7 +219,9 @@ def test_grid_of_the_estimator_equals_single_trials(estimated, space, grid):
     failures = set()
     for index in np.random.default_rng(0).integers(grid.size, size=60):
         place = np.unravel_index(index, grid.shape)
-        parameters = {name: choices[i] for (name, choices), i in zip(space.items(), place, strict=True)}
+        parameters = {
+            name: choices[i] for (name, choices), i in zip(space.items(), place, strict=True)
+        }
         try:
             assert estimated(parameters) == pytest.approx(grid[place], rel=1e-9)
         except (TrialFailure, ConfigError) as error:
@@ -201,7 +244,10 @@ def _lookup(space, grid):
 def test_bayesian_search_is_better_than_random(space, grid):
     best, failed = {}, {}
     for sampler in ("optuna", "random"):
-        runs = [tune(_lookup(space, grid), space, num_trials=50, seed=seed, sampler=sampler) for seed in range(6)]
+        runs = [
+            tune(_lookup(space, grid), space, num_trials=50, seed=seed, sampler=sampler)
+            for seed in range(6)
+        ]
         best[sampler] = np.mean([trials.best.value for trials in runs]) / np.nanmax(grid)
         failed[sampler] = np.mean([np.isnan(trials.values).mean() for trials in runs])
     assert best["optuna"] > max(0.88, best["random"] + 0.04)
@@ -209,14 +255,26 @@ def test_bayesian_search_is_better_than_random(space, grid):
 
 
 def test_search_finds_a_way_where_nearly_everything_fails(estimated):
-    large = dataclasses.replace(estimated, spec=ModelSpec.preset("gpt-175b"), base=Plan(recompute="full"))
+    large = dataclasses.replace(
+        estimated, spec=ModelSpec.preset("gpt-175b"), base=Plan(recompute="full")
+    )
     grid = large.rates(FRONTIER_SPACE)
     assert np.isfinite(grid).mean() < 0.25
     best = {}
     for sampler in ("optuna", "random"):
-        runs = [tune(_lookup(FRONTIER_SPACE, grid), FRONTIER_SPACE, num_trials=50, seed=seed, sampler=sampler)
-                for seed in range(6)]  # fmt: skip
-        best[sampler] = np.mean(np.nan_to_num([trials.best_so_far[-1] for trials in runs])) / np.nanmax(grid)
+        runs = [
+            tune(
+                _lookup(FRONTIER_SPACE, grid),
+                FRONTIER_SPACE,
+                num_trials=50,
+                seed=seed,
+                sampler=sampler,
+            )
+            for seed in range(6)
+        ]
+        best[sampler] = np.mean(
+            np.nan_to_num([trials.best_so_far[-1] for trials in runs])
+        ) / np.nanmax(grid)
     assert best["optuna"] > best["random"] + 0.05
 
 
@@ -225,7 +283,11 @@ def test_what_matters_is_what_the_objective_is_made_of():
     trials = tune(lambda x: 3.0 * x["a"] + x["b"], space, num_trials=60, sampler="random")
     shares = sensitivity(trials)
     assert list(shares)[:2] == ["a", "b"] and sum(shares.values()) == pytest.approx(1)
-    assert shares["a"] == pytest.approx(0.9, abs=0.05) and shares["nothing"] < 0.02 and shares["one"] == 0
+    assert (
+        shares["a"] == pytest.approx(0.9, abs=0.05)
+        and shares["nothing"] < 0.02
+        and shares["one"] == 0
+    )
     failing = tune(_fails_from(3), space, num_trials=60, sampler="random")
     assert list(sensitivity(failing))[0] == "a", "a failure is as bad as the worst success"
 
@@ -253,23 +315,35 @@ def test_sensitivity_and_figures(space, grid):
     check_figure(figure)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == [row["parameter"].replace("_", " ") for row in rows]
-    assert [bar.get_width() / 100 for bar in figure.axes[0].patches] == [row["share of the variance"] for row in rows]
+    assert [bar.get_width() / 100 for bar in figure.axes[0].patches] == [
+        row["share of the variance"] for row in rows
+    ]
     figure, rows = trials_figure(trials, unit="tokens/s")
     check_figure(figure)
-    assert len(rows) == 60 and sum(row["failure"] is not None for row in rows) == np.isnan(trials.values).sum()
-    assert f"failed: {np.isnan(trials.values).sum()}" in figure.axes[1].get_yticklabels()[0].get_text()
+    assert (
+        len(rows) == 60
+        and sum(row["failure"] is not None for row in rows) == np.isnan(trials.values).sum()
+    )
+    assert (
+        f"failed: {np.isnan(trials.values).sum()}" in figure.axes[1].get_yticklabels()[0].get_text()
+    )
 
 
 @pytest.mark.thorough
 def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
     measured = MeasuredRate(
-        spec=llama_spec.replace(vocab_size=300), recipe=recipe, directory=tmp_path / "runs", timeout_s=60
+        spec=llama_spec.replace(vocab_size=300),
+        recipe=recipe,
+        directory=tmp_path / "runs",
+        timeout_s=60,
     )
     space = {"tensor_parallel": (1, 2, 4), "micro_batch_size": (2,), "num_microbatches": (2,)}
     trials = tune(measured, space, num_trials=3, sampler="random", storage=tmp_path / "search")
     failed = [trial for trial in trials.trials if trial.failure]
-    assert [trial.parameters["tensor_parallel"] for trial in failed] == [4], "two key/value heads, and two cores"
+    assert [trial.parameters["tensor_parallel"] for trial in failed] == [4], (
+        "two key/value heads, and two cores"
+    )
     assert (trials.values[~np.isnan(trials.values)] > 0).all()
     assert measured(trials.best.parameters) == trials.best.value  # read from its run, not run again
 

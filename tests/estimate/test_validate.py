@@ -1,4 +1,6 @@
-"""Validation: the targets that are met stay met, nothing of a held-out machine leaks, and any CSV can be scored."""
+"""Validation: the targets that are met stay met, nothing of a held-out machine leaks, and any
+CSV can be scored.
+"""
 
 import csv
 
@@ -28,7 +30,9 @@ def table():
 
 def test_every_published_target_is_met(table):
     # But for speed, which depends on what else the machine does: the README has it.
-    assert not [name for name, row in table.items() if row.ok is False and not name.startswith("Search: ")]
+    assert not [
+        name for name, row in table.items() if row.ok is False and not name.startswith("Search: ")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,10 +71,16 @@ def test_nothing_of_a_stranger_reaches_its_prior_or_its_scales(everything):
     by_name = {each.name: each for each in strangers.scored}
     lumi = by_name["LUMI"]
     left = {each.name for each in strangers._fitted_without(lumi)}
-    assert left.isdisjoint({"MI250X", "Jean Zay"}) and {"Selene", "trn1"} <= left, "same machine, same code base"
+    assert left.isdisjoint({"MI250X", "Jean Zay"}) and {"Selene", "trn1"} <= left, (
+        "same machine, same code base"
+    )
     assert {each.name for each in strangers.scored if each.knows(by_name["Eos"])} == {
-        "Selene", "KAIST multi-node", "KAIST single node", "H100", "Eos",
-    }  # fmt: skip
+        "Selene",
+        "KAIST multi-node",
+        "KAIST single node",
+        "H100",
+        "Eos",
+    }
     before = strangers.trial(by_name["trn1"], 1, lumi)
     for name in ("MI250X", "Jean Zay"):
         rows = next(each for each in strangers.fitted if each.name == name).rows
@@ -78,20 +88,28 @@ def test_nothing_of_a_stranger_reaches_its_prior_or_its_scales(everything):
     strangers._cache.clear()
     again = strangers.trial(by_name["trn1"], 1, lumi)
     assert (
-        before and again and np.array_equal(before.off, again.off) and np.array_equal(before.variance, again.variance)
+        before
+        and again
+        and np.array_equal(before.off, again.off)
+        and np.array_equal(before.variance, again.variance)
     )
 
 
 def test_scales_and_balances_ship_as_the_strangers_tell(everything):
     strangers = new_machine.Strangers.of(everything)
-    trials = [[trial for one in strangers.scored if (trial := strangers.trial(one, n))] for n in new_machine.COUNTS]
+    trials = [
+        [trial for one in strangers.scored if (trial := strangers.trial(one, n))]
+        for n in new_machine.COUNTS
+    ]
     assert new_machine.narrowest(trials) == interval.SCALES
     for name, known in new_machine.limits([each.rows for each in strangers.fitted]).items():
         assert interval.BALANCES[name] == pytest.approx(known, rel=0.01), name
 
 
 @pytest.mark.parametrize("count, limit", [(0, 0.15), (1, 0.10), (5, 0.07), (10, 0.065)])
-def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(everything, count, limit):
+def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(
+    everything, count, limit
+):
     errors = []
     for name in ("Selene", "KAIST multi-node", "Aleph Alpha", "Jean Zay", "GB200", "GB300"):
         machine = everything[name]
@@ -104,14 +122,18 @@ def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(every
 def test_table_says_how_many_rows_and_numbers(table):
     assert "24 rows" in table["Selene, each row held out: mean error"].note
     assert "1 number fitted" in table["Selene, each row held out: mean error"].note
-    assert "994 rows, 2 groups" in table["vTrain single node, hidden size held out: mean error"].note
+    assert (
+        "994 rows, 2 groups" in table["vTrain single node, hidden size held out: mean error"].note
+    )
 
 
 def test_coefficients_ship_as_the_population_of_the_published_machines(everything):
     learned = validate.population_without(everything, None)
     for name, mean, spread in zip(NAMES, np.exp(learned.mean), learned.spread, strict=True):
         assert getattr(Coefficients(), name) == pytest.approx(mean, rel=0.02), name
-        assert dict(zip(NAMES, Prior.default().spread, strict=True))[name] == pytest.approx(spread, abs=0.02), name
+        assert dict(zip(NAMES, Prior.default().spread, strict=True))[name] == pytest.approx(
+            spread, abs=0.02
+        ), name
 
 
 def test_population_starts_from_guesses_and_not_from_its_own_result():
@@ -164,7 +186,11 @@ def published_rows():
 
 
 def test_rows_of_a_new_machine_are_scored_better_after_calibration(tmp_path, published_rows):
-    rows = [row | dict(system="elsewhere") for row in published_rows if row["source"].startswith("Aleph Alpha")]
+    rows = [
+        row | dict(system="elsewhere")
+        for row in published_rows
+        if row["source"].startswith("Aleph Alpha")
+    ]
     file = write(tmp_path / "rows.csv", rows)
     scores = {}
     for count in (0, 10):
@@ -179,18 +205,25 @@ def test_a_machine_of_the_kit_starts_from_its_own_rows(tmp_path, published_rows)
     rows = [row for row in published_rows if row["system"] == "Selene"]
     table = {row.name: row for row in validate.validate(write(tmp_path / "rows.csv", rows[::3]))}
     assert "9 rows" in table["Selene: mean error"].note
-    assert "18 published rows of this machine" in table["Selene: mean error"].note, "without those that are scored"
+    assert "18 published rows of this machine" in table["Selene: mean error"].note, (
+        "without those that are scored"
+    )
     assert table["Selene: mean error"].value < 0.06
 
 
 def test_refused_rows_are_counted_and_the_rest_is_scored(tmp_path, published_rows):
     rows = [row for row in published_rows if row["system"] == "LUMI"]
-    bad, timeless = rows[0] | dict(global_batch="1023"), rows[0] | dict(seconds_per_iter="", tflops_per_gpu="", mfu="")
+    bad, timeless = (
+        rows[0] | dict(global_batch="1023"),
+        rows[0] | dict(seconds_per_iter="", tflops_per_gpu="", mfu=""),
+    )
     file = write(tmp_path / "rows.csv", [*rows, bad, timeless, timeless, rows[0] | dict(tp="")])
     table = {row.name: row for row in validate.validate(file, 2, seed=3)}
     assert table["rows refused"].value == 1 and "accumulation" in table["rows refused"].note
     left_out, line = table["rows left out"], len(rows) + 3
-    assert left_out.value == 3 and left_out.note.startswith(f"line {line} and 1 more: no seconds_per_iter"), left_out
+    assert left_out.value == 3 and left_out.note.startswith(
+        f"line {line} and 1 more: no seconds_per_iter"
+    ), left_out
     assert left_out.note.endswith(f"; line {line + 2}: no tp")
     assert "10 rows" in table["LUMI: mean error"].note
 

@@ -1,4 +1,6 @@
-"""A small real tokenizer, a random Llama, and a mirror of hand-made items, shared by the tests of this folder."""
+"""A small real tokenizer, a random Llama, and a mirror of hand-made items, shared by the tests
+of this folder.
+"""
 
 import json
 import pydoc_data.topics
@@ -29,8 +31,14 @@ from kit.spec import ModelSpec
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64
 SPEC = ModelSpec.llama(
-    name="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64, vocab_size=512, sequence_length=64,
-)  # fmt: skip
+    name="tiny",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=512,
+    sequence_length=64,
+)
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
 
 
@@ -65,9 +73,16 @@ def llama() -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=SEQUENCE_LENGTH, initializer_range=0.3, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQUENCE_LENGTH,
+        initializer_range=0.3,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -79,19 +94,38 @@ def write_rows() -> Callable[..., MirrorFile]:
 
 @pytest.fixture(scope="session")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mirror with 30 items each of PIQA, ARC-easy and BoolQ; some prompts are longer than the model."""
+    """A mirror with 30 items each of PIQA, ARC-easy and BoolQ; some prompts are longer than the
+    model.
+    """
     folder = tmp_path_factory.mktemp("evalsets")
     words = " ".join(TEXTS[0].split()[:60])
     piqa, arc, boolq = [], [], []
     for i in range(30):
         goal = f"Goal {i}: store {i % 7} jars" + (f" {words}" if i % 10 == 3 else "")
-        piqa.append({"goal": goal, "sol1": f"Put them on shelf {i}.", "sol2": "Leave them.", "label": i % 2})
-        choices = {"text": ["the sun", "a cat", f"{i} stones", "none of these"][: 3 + i % 2], "label": list("ABCD")}
+        piqa.append(
+            {"goal": goal, "sol1": f"Put them on shelf {i}.", "sol2": "Leave them.", "label": i % 2}
+        )
+        choices = {
+            "text": ["the sun", "a cat", f"{i} stones", "none of these"][: 3 + i % 2],
+            "label": list("ABCD"),
+        }
         choices["label"] = choices["label"][: len(choices["text"])]
-        arc.append({"id": f"q{i}", "question": f"What warms planet {i}?", "choices": choices, "answerKey": "A"})
+        arc.append(
+            {
+                "id": f"q{i}",
+                "question": f"What warms planet {i}?",
+                "choices": choices,
+                "answerKey": "A",
+            }
+        )
         passage = f"Rivers -- River {i} is {i * 3} km long."
-        boolq.append({"question": f"is river {i} long", "passage": passage, "idx": i, "label": i % 2})
-    entries = [_write_rows(folder, name, rows) for name, rows in (("piqa", piqa), ("arc_easy", arc), ("boolq", boolq))]
+        boolq.append(
+            {"question": f"is river {i} long", "passage": passage, "idx": i, "label": i % 2}
+        )
+    entries = [
+        _write_rows(folder, name, rows)
+        for name, rows in (("piqa", piqa), ("arc_easy", arc), ("boolq", boolq))
+    ]
     Manifest().with_files(entries).write(folder / "manifest.json")
     return folder
 
@@ -102,7 +136,9 @@ def _write_rows(folder: Path, task: str, rows: list[dict], split: str | None = N
     file.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     path = str(file.relative_to(folder))
-    return MirrorFile(path=path, items=len(rows), sha256=file_sha256(file), source="test", licence="none")
+    return MirrorFile(
+        path=path, items=len(rows), sha256=file_sha256(file), source="test", licence="none"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -123,11 +159,17 @@ def tiny_decoder() -> Decoder:
 def run(tmp_path: Path, tiny_decoder: Decoder, heldout_file: Path, save_checkpoint) -> Run:
     """A run with one complete checkpoint, of step 3."""
     dataset = build_dataset(
-        tmp_path / "data", sources=heldout_file, vocab_size=400, validation_fraction=0.3, progress=False
+        tmp_path / "data",
+        sources=heldout_file,
+        vocab_size=400,
+        validation_fraction=0.3,
+        progress=False,
     )
     assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
     plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
-    run = Run.create(tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    run = Run.create(
+        tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop")
+    )
     save_checkpoint(run, tiny_decoder, 3)
     return run
 
@@ -142,8 +184,15 @@ def save_checkpoint() -> Callable[[Run, Decoder, int], None]:
         state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
         files = {file.name: file.stat().st_size for file in folder.iterdir()}
         CheckpointManifest(
-            step=step, attempt=1, samples=4 * step, tokens=4 * step * 64, seed=1234, time=0.0, spec=SPEC,
-            plan=run.plan, files=files,
-        ).write(folder / "manifest.json")  # fmt: skip
+            step=step,
+            attempt=1,
+            samples=4 * step,
+            tokens=4 * step * 64,
+            seed=1234,
+            time=0.0,
+            spec=SPEC,
+            plan=run.plan,
+            files=files,
+        ).write(folder / "manifest.json")
 
     return save

@@ -1,7 +1,9 @@
-"""Items of real benchmarks, and what models answer. `python -m tests.evaluate.real_items` pins SmolLM2's answers.
+"""Items of real benchmarks, and what models answer. `python -m tests.evaluate.real_items` pins
+SmolLM2's answers.
 
-The pinned file holds numbers of items, not their texts, except for sentences of BLiMP (CC-BY 4.0, Warstadt et al. 2020,
-arXiv 1912.00582, github.com/alexwarstadt/blimp): one pair of each of its terms.
+The pinned file holds numbers of items, not their texts, except for sentences of BLiMP (CC-BY 4.0,
+Warstadt et al. 2020, arXiv 1912.00582, github.com/alexwarstadt/blimp): one pair of each of its
+terms.
 """
 
 import functools
@@ -27,26 +29,39 @@ def task_of(name: str) -> Any:
 
 
 def answers(lm: Any, task_name: str, items: list[int] | None = None) -> list[tuple[float, bool]]:
-    """Returns log-likelihood and greedy choice of each continuation of some items of a benchmark (default: eight)."""
+    """Returns log-likelihood and greedy choice of each continuation of some items of a benchmark
+    (default: eight).
+    """
     task = task_of(task_name)
     if items is None:
         items = choose_items(task_name, len(task.eval_docs), ITEMS, seed=1234)
     with quiet():
         found: Any = evaluate(
-            lm, {"tasks": {task_name: task}}, samples={task_name: items}, log_samples=True, bootstrap_iters=0
+            lm,
+            {"tasks": {task_name: task}},
+            samples={task_name: items},
+            log_samples=True,
+            bootstrap_iters=0,
         )
-    return [tuple(response[0]) for sample in found["samples"][task_name] for response in sample["resps"]]
+    return [
+        tuple(response[0]) for sample in found["samples"][task_name] for response in sample["resps"]
+    ]
 
 
 def sentence_answers(lm: Any, sentences: list[str]) -> list[tuple[float, bool]]:
     """Returns the same for whole sentences, as BLiMP scores them."""
-    requests = [Instance(request_type="loglikelihood", doc={}, arguments=("", text), idx=0) for text in sentences]
+    requests = [
+        Instance(request_type="loglikelihood", doc={}, arguments=("", text), idx=0)
+        for text in sentences
+    ]
     with quiet():
         return lm.loglikelihood(requests, disable_tqdm=True)
 
 
 def main() -> None:
-    """Writes the file again, from the sentences that it holds and the items that the mirror holds."""
+    """Writes the file again, from the sentences that it holds and the items that the mirror
+    holds.
+    """
     from kit.convert.smollm2 import load_smollm2
     from kit.evaluate.adapter import DecoderLM
 
@@ -56,7 +71,10 @@ def main() -> None:
     tasks = {name: [round(value, 4) for value, _ in answers(lm, name)] for name in TASKS}
     pairs = old["blimp"]["pairs"]
     scores = sentence_answers(lm, [text for pair in pairs for text in pair])
-    old |= {"tasks": tasks, "blimp": {"pairs": pairs, "log_likelihoods": [round(value, 4) for value, _ in scores]}}
+    old |= {
+        "tasks": tasks,
+        "blimp": {"pairs": pairs, "log_likelihoods": [round(value, 4) for value, _ in scores]},
+    }
     PINNED.write_text(json.dumps(old, indent=1) + "\n")
 
 

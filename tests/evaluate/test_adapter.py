@@ -29,7 +29,9 @@ def reference(llama: Any, tokenizer: BytePairTokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     inner = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     model: Any = huggingface.HFLM
     return model(pretrained=llama, tokenizer=wrapped, max_length=SEQUENCE_LENGTH, batch_size=7)
 
@@ -61,7 +63,9 @@ def test_log_likelihoods_equal_those_of_the_harness(name, reference, decoder_lm,
     for (value, greedy), (expected_value, expected_greedy) in zip(found, expected, strict=True):
         assert value == pytest.approx(expected_value, abs=1e-4)
         assert greedy == expected_greedy
-    assert len({round(value, 3) for value, _ in found}) > 30, "the items must differ for this to mean anything"
+    assert len({round(value, 3) for value, _ in found}) > 30, (
+        "the items must differ for this to mean anything"
+    )
 
 
 def test_prompts_of_the_comparison_are_truncated(decoder_lm, mirror):
@@ -69,7 +73,9 @@ def test_prompts_of_the_comparison_are_truncated(decoder_lm, mirror):
     assert decoder_lm.num_truncated == 6  # three items with a long goal, two choices each
 
 
-def test_rolling_log_likelihoods_equal_those_of_the_harness(reference, decoder_lm, mirror, heldout_file):
+def test_rolling_log_likelihoods_equal_those_of_the_harness(
+    reference, decoder_lm, mirror, heldout_file
+):
     task = load_task("heldout", mirror=mirror, heldout_file=heldout_file).task
     expected, found = responses(reference, "heldout", task), responses(decoder_lm, "heldout", task)
     assert len(found) == 13
@@ -87,7 +93,9 @@ def test_generations_equal_those_of_the_harness(reference, decoder_lm):
             "doc_to_text": "prompt",
             "doc_to_target": "prompt",
             "generation_kwargs": {"until": ["e", "zz"], "max_gen_toks": 12},
-            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+            "metric_list": [
+                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+            ],
             "num_fewshot": 0,
         }
     )
@@ -102,7 +110,9 @@ def _dataset(prompts: list[str]) -> Any:
     return datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
 
 
-def test_batches_and_parts_do_not_change_scores(decoder, tokenizer, decoder_lm, mirror, monkeypatch):
+def test_batches_and_parts_do_not_change_scores(
+    decoder, tokenizer, decoder_lm, mirror, monkeypatch
+):
     single = DecoderLM(decoder, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=1)
     task = load_task("arc_easy", mirror=mirror).task
     many = responses(decoder_lm, "arc_easy", task)
@@ -111,7 +121,9 @@ def test_batches_and_parts_do_not_change_scores(decoder, tokenizer, decoder_lm, 
     assert [value for value, _ in one] == pytest.approx([value for value, _ in many], abs=1e-4)
 
 
-def test_one_token_answers_share_a_row_and_batches_keep_their_budget(decoder, tokenizer, monkeypatch):
+def test_one_token_answers_share_a_row_and_batches_keep_their_budget(
+    decoder, tokenizer, monkeypatch
+):
     shapes, hidden = [], decoder.hidden
 
     def recorded(tokens_BT: torch.Tensor, past: Any = None) -> torch.Tensor:
@@ -120,7 +132,9 @@ def test_one_token_answers_share_a_row_and_batches_keep_their_budget(decoder, to
 
     monkeypatch.setattr(decoder, "hidden", recorded)
     lm = DecoderLM(decoder, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=100)
-    scores = lm._loglikelihood_tokens([(("", ""), [1, 2, 3], [token]) for token in range(tokenizer.vocab_size)])
+    scores = lm._loglikelihood_tokens(
+        [(("", ""), [1, 2, 3], [token]) for token in range(tokenizer.vocab_size)]
+    )
     assert shapes == [(1, 3)]
     assert math.fsum(math.exp(value) for value, _ in scores) == pytest.approx(1, abs=1e-4)
     assert sum(greedy for _, greedy in scores) == 1
@@ -129,8 +143,12 @@ def test_one_token_answers_share_a_row_and_batches_keep_their_budget(decoder, to
     assert all(rows * length <= 100 for rows, length in shapes)
     assert sum(rows * length for rows, length in shapes) >= sum(3 + i + 1 for i in range(20))
     shapes.clear()
-    lm._loglikelihood_tokens([(("", ""), list(range(1, 31)), [40 + i, 50 + i, 7]) for i in range(8)])
-    assert sum(rows * length for rows, length in shapes) == 30 + 8 * 2, "what continuations share is run once"
+    lm._loglikelihood_tokens(
+        [(("", ""), list(range(1, 31)), [40 + i, 50 + i, 7]) for i in range(8)]
+    )
+    assert sum(rows * length for rows, length in shapes) == 30 + 8 * 2, (
+        "what continuations share is run once"
+    )
 
 
 def test_a_continuation_longer_than_the_model_is_scored_in_windows(decoder_lm):
@@ -138,13 +156,19 @@ def test_a_continuation_longer_than_the_model_is_scored_in_windows(decoder_lm):
     start = decoder_lm.prefix_token_id
     ((whole, _),) = decoder_lm._loglikelihood_tokens([(("", ""), [start], tokens)])
     ((head, _),) = decoder_lm._loglikelihood_tokens([(("", ""), [start], tokens[:64])])
-    ((middle, _),) = decoder_lm._loglikelihood_tokens([(("", ""), [start, *tokens[:64]], tokens[64:128])])
-    ((tail, _),) = decoder_lm._loglikelihood_tokens([(("", ""), [start, *tokens[:128]], tokens[128:])])
+    ((middle, _),) = decoder_lm._loglikelihood_tokens(
+        [(("", ""), [start, *tokens[:64]], tokens[64:128])]
+    )
+    ((tail, _),) = decoder_lm._loglikelihood_tokens(
+        [(("", ""), [start, *tokens[:128]], tokens[128:])]
+    )
     assert whole == pytest.approx(head + middle + tail, abs=1e-3)
 
 
 def test_a_gpt_decoder_is_scored(tokenizer, mirror):
-    spec = ModelSpec.gpt(name="tiny", num_layers=2, hidden_size=32, num_heads=4, vocab_size=512, sequence_length=64)
+    spec = ModelSpec.gpt(
+        name="tiny", num_layers=2, hidden_size=32, num_heads=4, vocab_size=512, sequence_length=64
+    )
     lm = DecoderLM(build_decoder(spec).eval(), tokenizer, sequence_length=64)
     scores = responses(lm, "boolq", load_task("boolq", mirror=mirror).task)
     surprise = math.log(512)  # per token: an untrained model knows nothing
@@ -153,14 +177,20 @@ def test_a_gpt_decoder_is_scored(tokenizer, mirror):
 
 
 def test_a_sequence_longer_than_the_model_is_refused(tokenizer):
-    spec = ModelSpec.gpt(name="tiny", num_layers=1, hidden_size=32, num_heads=4, vocab_size=512, sequence_length=64)
+    spec = ModelSpec.gpt(
+        name="tiny", num_layers=1, hidden_size=32, num_heads=4, vocab_size=512, sequence_length=64
+    )
     with pytest.raises(ConfigError, match="sequence_length: the model cannot run 65 tokens"):
         DecoderLM(build_decoder(spec), tokenizer, sequence_length=65)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tokenizer):
-    spec = ModelSpec.gpt(name="tiny", num_layers=1, hidden_size=32, num_heads=4, vocab_size=399, sequence_length=64)
-    with pytest.raises(ConfigError, match="tokenizer: it has 400 tokens but the model has 399 logits"):
+    spec = ModelSpec.gpt(
+        name="tiny", num_layers=1, hidden_size=32, num_heads=4, vocab_size=399, sequence_length=64
+    )
+    with pytest.raises(
+        ConfigError, match="tokenizer: it has 400 tokens but the model has 399 logits"
+    ):
         DecoderLM(build_decoder(spec), tokenizer, sequence_length=64)
 
 

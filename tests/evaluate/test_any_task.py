@@ -1,7 +1,9 @@
-"""Any task of the harness, with data from a folder of the user or the hub's cache; and bits per byte of right answers.
+"""Any task of the harness, with data from a folder of the user or the hub's cache; and bits per
+byte of right answers.
 
-The data is real for BLiMP: items 1 and 501 of each of its 67 parts (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582,
-github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are the hub's, its items are made for this test.
+The data is real for BLiMP: items 1 and 501 of each of its 67 parts (CC-BY 4.0, Warstadt et al.
+2020, arXiv 1912.00582, github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are the hub's, its
+items are made for this test.
 """
 
 import json
@@ -28,19 +30,31 @@ from kit.evaluate.report import ANSWER_BITS, EvalReport
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC
 
-BLIMP = [json.loads(line) for line in (Path(__file__).parent / "data" / "blimp.jsonl").read_text().splitlines()]
+BLIMP = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "blimp.jsonl").read_text().splitlines()
+]
 SCIQ = [
-    {"question": f"What warms planet {i}?", "distractor1": "moon", "distractor2": "a cat", "distractor3": "rain",
-     "correct_answer": "the sün" if i % 2 else "sun", "support": f"Planet {i} has a sun."}
+    {
+        "question": f"What warms planet {i}?",
+        "distractor1": "moon",
+        "distractor2": "a cat",
+        "distractor3": "rain",
+        "correct_answer": "the sün" if i % 2 else "sun",
+        "support": f"Planet {i} has a sun.",
+    }
     for i in range(8)
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
 def empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    for module in (datasets.config, huggingface_hub.constants):  # for the harness, which asks the hub first
+    for module in (
+        datasets.config,
+        huggingface_hub.constants,
+    ):  # for the harness, which asks the hub first
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
 
@@ -53,15 +67,24 @@ def model(tmp_path: Path, tokenizer) -> Path:
 
 @pytest.fixture
 def task_data(tmp_path: Path) -> Path:
-    """Copies of two repositories as the hub's: configurations in folders with a card, and parquet without."""
+    """Copies of two repositories as the hub's: configurations in folders with a card, and
+    parquet without.
+    """
     folder = tmp_path / "task data"
     card = ["---", "configs:"]
     for name in dict.fromkeys(row["UID"] for row in BLIMP):
         write_jsonl(folder / "nyu-mll" / "blimp" / name / "train-00000-of-00001.jsonl", blimp(name))
-        card += [f"- config_name: {name}", "  data_files:", "  - split: train", f"    path: {name}/train-*"]
+        card += [
+            f"- config_name: {name}",
+            "  data_files:",
+            "  - split: train",
+            f"    path: {name}/train-*",
+        ]
     (folder / "nyu-mll" / "blimp" / "README.md").write_text("\n".join([*card, "---", ""]))
     for split, rows in (("train", SCIQ[:2]), ("validation", SCIQ[2:3]), ("test", SCIQ[3:])):
-        write_parquet(folder / "allenai" / "sciq" / "data" / f"{split}-00000-of-00001.parquet", rows)
+        write_parquet(
+            folder / "allenai" / "sciq" / "data" / f"{split}-00000-of-00001.parquet", rows
+        )
     return folder
 
 
@@ -79,46 +102,72 @@ def write_parquet(file: Path, rows: list[dict]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
-def test_a_task_equals_the_harness_on_the_same_folder(model, task_data, tmp_path, monkeypatch, no_network):
-    report = equal_the_harness(model, {"sciq": ["acc", "acc_norm"]}, task_data, tmp_path, monkeypatch)
+def test_a_task_equals_the_harness_on_the_same_folder(
+    model, task_data, tmp_path, monkeypatch, no_network
+):
+    report = equal_the_harness(
+        model, {"sciq": ["acc", "acc_norm"]}, task_data, tmp_path, monkeypatch
+    )
     assert report["sciq"].num_items == 5
     assert report["sciq"].data[0].path.startswith("allenai/sciq/data/")
 
 
-@pytest.mark.thorough  # its 67 parts take longest to be read; another group is scored in test_suites.py
-def test_a_group_equals_the_harness_on_the_same_folder(model, task_data, tmp_path, monkeypatch, no_network):
+# its 67 parts take longest to be read; another group is scored in test_suites.py
+@pytest.mark.thorough
+def test_a_group_equals_the_harness_on_the_same_folder(
+    model, task_data, tmp_path, monkeypatch, no_network
+):
     report = equal_the_harness(model, {"blimp": ["acc"]}, task_data, tmp_path, monkeypatch)
     assert report["blimp"].num_items == 134 and len(report["blimp"].data) == 67
 
 
-def equal_the_harness(model, tasks: dict[str, list[str]], task_data, tmp_path, monkeypatch) -> EvalReport:
+def equal_the_harness(
+    model, tasks: dict[str, list[str]], task_data, tmp_path, monkeypatch
+) -> EvalReport:
     """Returns our report of tasks, whose metrics were found to be lm-eval's own."""
     from lm_eval.evaluator import simple_evaluate
 
     report = evaluate_folder(
         model, (*tasks,), task_data=task_data, mirror=tmp_path / "none", out=tmp_path / "ours.json"
     )
-    monkeypatch.chdir(task_data)  # where `datasets` takes a folder of a repository's name for the repository
+    monkeypatch.chdir(
+        task_data
+    )  # where `datasets` takes a folder of a repository's name for the repository
     arguments = f"pretrained={model},dtype=float32,max_length=256"
-    theirs: Any = simple_evaluate(model="hf", model_args=arguments, tasks=list(tasks), device="cpu", bootstrap_iters=0,
-                                  task_manager=task_manager(everything=True), verbosity="ERROR")  # fmt: skip
+    theirs: Any = simple_evaluate(
+        model="hf",
+        model_args=arguments,
+        tasks=list(tasks),
+        device="cpu",
+        bootstrap_iters=0,
+        task_manager=task_manager(everything=True),
+        verbosity="ERROR",
+    )
     assert sum(samples["effective"] for samples in theirs["n-samples"].values()) == sum(
         report[name].num_items for name in tasks
     )
     for name, metrics in tasks.items():
         for metric in metrics:
-            assert report[name].metric(metric).value == pytest.approx(theirs["results"][name][f"{metric},none"])
+            assert report[name].metric(metric).value == pytest.approx(
+                theirs["results"][name][f"{metric},none"]
+            )
         bits = plain_bits(model, theirs["samples"], name)
-        assert report[name].metric(ANSWER_BITS).value == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+        assert report[name].metric(ANSWER_BITS).value == pytest.approx(
+            sum(bits) / len(bits), rel=1e-5
+        )
     assert {source.origin for score in report.scores for source in score.data} == {"folder"}
     return report
 
 
 def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
-    """Returns -log2 p(right answer) per byte, item by item, of transformers' model, from the harness's own prompts."""
+    """Returns -log2 p(right answer) per byte, item by item, of transformers' model, from the
+    harness's own prompts.
+    """
     tokenizer, llama = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
     found = []
-    for sample in [sample for task, items in samples.items() if task.startswith(name) for sample in items]:
+    for sample in [
+        sample for task, items in samples.items() if task.startswith(name) for sample in items
+    ]:
         prompt, answer = sample["arguments"][sample["target"]]
         context = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
         whole = tokenizer.encode(prompt + answer) if prompt else context + tokenizer.encode(answer)
@@ -131,7 +180,9 @@ def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
 
 
 def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, tmp_path, mirror):
-    """BLiMP's own repository has data/NAME.jsonl; others write SPLIT.jsonl into a folder of the configuration."""
+    """BLiMP's own repository has data/NAME.jsonl; others write SPLIT.jsonl into a folder of the
+    configuration.
+    """
     own = tmp_path / "own"
     write_jsonl(own / "adjunct_island.jsonl", blimp("adjunct_island"))
     write_jsonl(own / "nyu-mll" / "blimp" / "causative" / "train.jsonl", blimp("causative"))
@@ -147,7 +198,8 @@ def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, 
     write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ[:1])
     (own / "allenai" / "sciq" / "test.jsonl").rename(own / "allenai" / "sciq" / "valid.jsonl")
     with pytest.raises(
-        DataError, match=r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but"
+        DataError,
+        match=r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but",
     ):
         load_task("sciq", mirror=mirror, task_data=own)
     (own / "nyu-mll" / "blimp" / "README.md").write_text("of an older kind, with a script\n")
@@ -168,7 +220,10 @@ def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, mirror, p
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         path = place.format(port=server.getsockname()[1], outside=tmp_path / "out" / "x.jsonl")
-        card = f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: {path}\n---\n"
+        card = (
+            "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path:"
+            f" {path}\n---\n"
+        )
         (copy / "README.md").write_text(card)
         with pytest.raises(DataError, match=r"sciq: asks for .*; only what is below .* is read"):
             load_task("sciq", mirror=mirror, task_data=task_data)
@@ -181,10 +236,13 @@ def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, mirror):
     copy = task_data / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
     columns = "".join(
-        f"  - name: {name}\n    dtype: {'image' if name == 'question' else 'string'}\n" for name in SCIQ[0]
+        f"  - name: {name}\n    dtype: {'image' if name == 'question' else 'string'}\n"
+        for name in SCIQ[0]
     )
     facts = f"dataset_info:\n  features:\n{columns}"
-    (copy / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: test.jsonl\n{facts}---\n")
+    (copy / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files: test.jsonl\n{facts}---\n"
+    )
     with pytest.raises(DataError, match="sciq: holds pictures or sound"):
         load_task("sciq", mirror=mirror, task_data=task_data)
 
@@ -208,7 +266,10 @@ def test_a_copy_in_the_cache_of_the_hub_is_enough(task_data, mirror, empty_hub_c
 
 
 def test_what_is_missing_is_said_with_its_exact_name(mirror, tmp_path, no_network):
-    message = r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): .* `hf download nyu-mll/blimp --repo-type"
+    message = (
+        r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): .* `hf download"
+        r" nyu-mll/blimp --repo-type"
+    )
     with pytest.raises(DataError, match=message):
         load_task("blimp", mirror=mirror, task_data=tmp_path)
     with pytest.raises(ConfigError, match="task_data: .*nowhere is no folder"):
@@ -227,10 +288,15 @@ def test_names_are_the_harness_s(mirror):
 def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, mirror, monkeypatch):
     row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
     write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
-    with pytest.raises(ConfigError, match="mbpp: runs programs that the model wrote.* humaneval only"):
+    with pytest.raises(
+        ConfigError, match="mbpp: runs programs that the model wrote.* humaneval only"
+    ):
         load_task("mbpp", mirror=mirror, task_data=tmp_path)
     manager = task_manager(everything=True)
     group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
     monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
-    with pytest.raises(ConfigError, match="pythia: this group has no score of its own. Give its tasks: arc_easy, piqa"):
+    with pytest.raises(
+        ConfigError,
+        match="pythia: this group has no score of its own. Give its tasks: arc_easy, piqa",
+    ):
         load_task("pythia", mirror=mirror)

@@ -14,20 +14,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def kit(*arguments: str) -> str:
-    found = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False)
+    found = CliRunner().invoke(
+        app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False
+    )
     return found.stdout
 
 
 def test_scores_are_printed_and_kept(run, mirror):
-    text = kit("eval", run.directory, "--tasks", "heldout,piqa", "--limit", "10", "--mirror", mirror)
+    text = kit(
+        "eval", run.directory, "--tasks", "heldout,piqa", "--limit", "10", "--mirror", mirror
+    )
     assert text.startswith("run, step 3, 768 training tokens") and "partial: 10 of 30 items" in text
-    report = EvalReport.from_json(kit("eval", run.directory, "--tasks", "piqa", "--mirror", mirror, "--json"))
+    report = EvalReport.from_json(
+        kit("eval", run.directory, "--tasks", "piqa", "--mirror", mirror, "--json")
+    )
     assert not report["piqa"].partial
     assert (run.directory / "eval" / "step_00000003.json").exists()
 
 
 def test_without_benchmark_data_what_needs_none_is_scored(run, tmp_path, no_network, monkeypatch):
-    """As on a machine of a first user, whose home is empty; a task that was asked for by name is missed."""
+    """As on a machine of a first user, whose home is empty; a task that was asked for by name is
+    missed.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     report = EvalReport.from_json(kit("eval", run.directory, "--json"))
     assert [score.task for score in report.scores] == ["heldout"]
@@ -47,7 +55,9 @@ def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, m
 
 
 def test_following_prints_a_line_for_each_checkpoint(run, mirror):
-    line = json.loads(kit("eval", run.directory, "--tasks", "piqa", "--follow", "--mirror", mirror, "--json"))
+    line = json.loads(
+        kit("eval", run.directory, "--tasks", "piqa", "--follow", "--mirror", mirror, "--json")
+    )
     assert (line["step"], line["scored"]) == (3, True) and line["seconds"] > 0
 
 
@@ -79,7 +89,9 @@ def test_a_wrong_request_is_refused(run, mirror, arguments, message):
     assert not (run.directory / "eval").exists()
 
 
-@pytest.mark.parametrize("option", [("--step", "3"), ("--suite", "smoke"), ("--follow",), ("--out", "a.json")])
+@pytest.mark.parametrize(
+    "option", [("--step", "3"), ("--suite", "smoke"), ("--follow",), ("--out", "a.json")]
+)
 def test_fetching_takes_no_option_of_scoring(mirror, option):
     with pytest.raises(ConfigError, match=f"{option[0]}: `kit eval data` fetches"):
         kit("eval", "data", "--mirror", mirror, *option)

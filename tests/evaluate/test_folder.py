@@ -1,4 +1,6 @@
-"""`kit eval FOLDER`: a Hugging Face folder is scored as it lies, and its report is kept beside it, never in it."""
+"""`kit eval FOLDER`: a Hugging Face folder is scored as it lies, and its report is kept beside
+it, never in it.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ from kit.evaluate.folder import FolderTokenizer
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is"
+)  # saving without a process group is meant
 
 
 @pytest.fixture
@@ -31,16 +35,22 @@ def folder(tmp_path: Path, tiny_decoder, tokenizer) -> Path:
 
 
 def kit(*arguments) -> str:
-    found = CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False, standalone_mode=False)
+    found = CliRunner().invoke(
+        app, ["eval", *map(str, arguments)], catch_exceptions=False, standalone_mode=False
+    )
     return found.stdout
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_tokenizer_that_begins_texts_does_so_as_in_the_harness(tmp_path, llama, tokenizer, adds_bos):
+def test_a_tokenizer_that_begins_texts_does_so_as_in_the_harness(
+    tmp_path, llama, tokenizer, adds_bos
+):
     """As Llama-2's does: before prompts, rolling texts and what is to be continued."""
     inner, bos = Tokenizer.from_str(tokenizer.data.decode()), "\u0100"
     if adds_bos:
-        inner.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))])
+        inner.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
+        )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token=bos, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
@@ -50,17 +60,27 @@ def test_a_tokenizer_that_begins_texts_does_so_as_in_the_harness(tmp_path, llama
     inner = load_tokenizer(tmp_path)
     found = FolderTokenizer(tmp_path, inner)
     ours = DecoderLM(import_hugging_face(tmp_path).decoder(), found, sequence_length=64)
-    assert found.encode("def a") == theirs.tok_encode("def a") and (found.sha256 != inner.sha256) == adds_bos
+    assert (
+        found.encode("def a") == theirs.tok_encode("def a")
+        and (found.sha256 != inner.sha256) == adds_bos
+    )
     pairs = [("import os", " def f(x):"), ("", "import os"), ("return ", "x"), ("a" * 200, " b")]
     asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     for (value, greedy), (expected, expected_greedy) in zip(
         ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True
     ):
         assert value == pytest.approx(expected, abs=1e-4) and greedy == expected_greedy
-    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ("import os", "def f(x): return x " * 20)]
-    assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), abs=1e-3)
+    rolling = [
+        Instance("loglikelihood_rolling", {}, (text,), 0)
+        for text in ("import os", "def f(x): return x " * 20)
+    ]
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(
+        theirs.loglikelihood_rolling(rolling), abs=1e-3
+    )
     wanted = {"until": ["zz"], "max_gen_toks": 12}
-    asked = [Instance("generate_until", {}, (text, wanted), 0) for text in ("import os", "def f(x):")]
+    asked = [
+        Instance("generate_until", {}, (text, wanted), 0) for text in ("import os", "def f(x):")
+    ]
     assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
@@ -70,30 +90,48 @@ def test_a_folder_is_scored_and_the_report_lies_beside_it(folder, mirror, tokeni
     report = EvalReport.read(folder.parent / "tiny.eval.json")
     assert f"Kept in {folder.parent / 'tiny.eval.json'}" in text
     expected = evaluate_model(
-        import_hugging_face(folder).decoder(), tokenizer, SPEC.sequence_length, ("piqa",), mirror=mirror
+        import_hugging_face(folder).decoder(),
+        tokenizer,
+        SPEC.sequence_length,
+        ("piqa",),
+        mirror=mirror,
     )
     assert report["piqa"].metrics == expected["piqa"].metrics and report.name == "tiny"
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, "nothing is written into the folder"
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, (
+        "nothing is written into the folder"
+    )
 
     out = folder.parent / "scores" / "mine.json"
-    found = EvalReport.from_json(kit(folder, "--tasks", "arc_easy", "--mirror", mirror, "--out", out, "--json"))
+    found = EvalReport.from_json(
+        kit(folder, "--tasks", "arc_easy", "--mirror", mirror, "--out", out, "--json")
+    )
     assert out.exists() and found["arc_easy"].num_items == 30
     kit(folder, "--tasks", "arc_easy", "--limit", 5, "--mirror", mirror)
-    assert [score.task for score in EvalReport.read(folder.parent / "tiny.eval.json").scores] == ["piqa", "arc_easy"]
+    assert [score.task for score in EvalReport.read(folder.parent / "tiny.eval.json").scores] == [
+        "piqa",
+        "arc_easy",
+    ]
 
 
 def test_scores_of_other_weights_are_not_mixed(folder, mirror, tokenizer):
     kit(folder, "--tasks", "piqa", "--limit", 5, "--mirror", mirror)
     folder.rename(folder.with_name("old"))
     export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match=r"tiny.eval.json: its scores are of other weights.*--out"):
+    with pytest.raises(
+        ConfigError, match=r"tiny.eval.json: its scores are of other weights.*--out"
+    ):
         kit(folder, "--tasks", "piqa", "--limit", 5, "--mirror", mirror)
 
 
 def test_where_its_user_may_not_write_out_is_asked_for_before_the_work(folder, mirror, monkeypatch):
-    """Somebody else's folder, and somebody else's scores in a folder where all may write, as /tmp is."""
+    """Somebody else's folder, and somebody else's scores in a folder where all may write, as
+    /tmp is.
+    """
     kit(folder, "--tasks", "piqa", "--limit", 2, "--mirror", mirror)
-    monkeypatch.setattr("kit.convert.hugging_face.import_hugging_face", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "kit.convert.hugging_face.import_hugging_face",
+        lambda *_: pytest.fail("the model was loaded"),
+    )
     with monkeypatch.context() as patched:
         patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
         with pytest.raises(ConfigError, match="tiny.eval.json: Permission denied. .*--out FILE"):
@@ -125,7 +163,9 @@ def test_a_folder_is_held_to_the_checks_of_an_import(folder, run, mirror):
     with pytest.raises(ConfigError, match="is a folder. Give a file"):
         kit(folder, "--tasks", "piqa", "--mirror", mirror, "--out", folder.parent)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "rope_parameters": {"rope_type": "yarn"}})
+    )
     with pytest.raises(ConfigError, match="config.rope_parameters"):
         kit(folder, "--tasks", "piqa", "--mirror", mirror)
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,6 @@
-"""Scores while training: each checkpoint once, what they cost, and the curves that the views show."""
+"""Scores while training: each checkpoint once, what they cost, and the curves that the views
+show.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -11,7 +13,15 @@ from typer.testing import CliRunner
 
 from kit.commands.app import app
 from kit.errors import ConfigError
-from kit.evaluate import EvalReport, Metric, Options, TaskScore, check_request, evaluate, report_file
+from kit.evaluate import (
+    EvalReport,
+    Metric,
+    Options,
+    TaskScore,
+    check_request,
+    evaluate,
+    report_file,
+)
 from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
 from kit.evaluate.follow import follow_run, has_scores
 from kit.evaluate.jobs import eval_job
@@ -20,21 +30,27 @@ from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.pictures import check_figure
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is"
+)  # saving without a process group is meant
 
 
 def follow(run, mirror, **options) -> list:
     return list(follow_run(run, ("heldout", "piqa"), mirror=mirror, limit=10, poll_s=0, **options))
 
 
-def test_each_checkpoint_is_scored_once_and_told_with_its_cost(run, mirror, tiny_decoder, save_checkpoint):
+def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
+    run, mirror, tiny_decoder, save_checkpoint
+):
     save_checkpoint(run, tiny_decoder, 6)
     first, second = follow(run, mirror)
     assert (first.step, second.step, first.scored, second.scored) == (3, 6, True, True)
     assert first.said.startswith("heldout bits_per_byte ") and "piqa acc_norm" in first.said
     assert ", partial" in first.line() and first.seconds > 0
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
-    assert 0 < sum(score.seconds for score in report.scores) <= report.seconds <= 1.05 * second.seconds
+    assert (
+        0 < sum(score.seconds for score in report.scores) <= report.seconds <= 1.05 * second.seconds
+    )
     assert report.attempt == 1
     assert follow(run, mirror) == [], "started again, it passes over what is there"
 
@@ -54,7 +70,9 @@ def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended(
     assert [found.step for found in follow(run, mirror, idle=train)] == [3, 6]
 
 
-def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(run, mirror, tiny_decoder, save_checkpoint):
+def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(
+    run, mirror, tiny_decoder, save_checkpoint
+):
     save_checkpoint(run, tiny_decoder, 6)
     for shard in run.checkpoints.path(3).glob("*.distcp"):
         shard.write_bytes(b"")
@@ -64,7 +82,9 @@ def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(run, mir
 
 
 @pytest.mark.parametrize("tasks", [("heldout", "piqa"), "smoke"])
-def test_what_could_not_be_scored_is_tried_again_when_its_data_arrives(run, mirror, tmp_path, monkeypatch, tasks):
+def test_what_could_not_be_scored_is_tried_again_when_its_data_arrives(
+    run, mirror, tmp_path, monkeypatch, tasks
+):
     own, aside = tmp_path / "evalsets", tmp_path / "piqa.parquet"
     shutil.copytree(mirror, own)
     place = own / BENCHMARKS["piqa"].path
@@ -72,7 +92,9 @@ def test_what_could_not_be_scored_is_tried_again_when_its_data_arrives(run, mirr
     looks = iter([False, False, True, True, True])
     monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: next(looks))
     arrivals = iter([lambda: None, lambda: aside.rename(place)])
-    first, second = follow_run(run, tasks, mirror=own, limit=5, poll_s=0, idle=lambda seconds: next(arrivals)())
+    first, second = follow_run(
+        run, tasks, mirror=own, limit=5, poll_s=0, idle=lambda seconds: next(arrivals)()
+    )
     assert "piqa" not in first.said.split("not scored")[0] and "piqa acc_norm" in second.said
     place.rename(aside)
     report_file(run, 3).unlink()
@@ -95,22 +117,36 @@ def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, mirror):
     assert not (run.directory / "eval").exists()
 
 
-@pytest.mark.thorough  # tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
-def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(run, mirror):
+# tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
+@pytest.mark.thorough
+def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(
+    run, mirror
+):
     list(follow_run(run, ("piqa",), submit=True, mirror=mirror, limit=5, poll_s=0, idle=interrupt))
     (found,) = list(follow_run(run, ("heldout",), submit=True, mirror=mirror, poll_s=0.2))
     assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
-    assert {curve.task: curve.step.tolist() for curve in eval_curve(run)} == {"piqa": [3], "heldout": [3]}
+    assert {curve.task: curve.step.tolist() for curve in eval_curve(run)} == {
+        "piqa": [3],
+        "heldout": [3],
+    }
 
 
 def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monkeypatch):
     """Each option differs from its default here, so that one more cannot be forgotten."""
     given = Options(
-        limit=5, seed=7, num_fewshot=2, mirror=tmp_path / "my mirror", download=True, batch_tokens=100,
-        untrusted_code="limits", precision="bf16", devices=2, task_data=tmp_path,
-    )  # fmt: skip
+        limit=5,
+        seed=7,
+        num_fewshot=2,
+        mirror=tmp_path / "my mirror",
+        download=True,
+        batch_tokens=100,
+        untrusted_code="limits",
+        precision="bf16",
+        devices=2,
+        task_data=tmp_path,
+    )
     assert all(getattr(given, field.name) != field.default for field in dataclasses.fields(given))
     job = eval_job(run, 3, "smoke", given)
     assert job.argv[1:4] == ("-m", "kit", "eval") and job.num_processes == 2
@@ -130,9 +166,16 @@ def interrupt(seconds: float) -> None:
 
 
 PIQA = TaskScore(
-    task="piqa", metrics=(Metric(name="acc", value=0.5),), num_items=30, total_items=30, num_fewshot=5,
-    task_version="1.0", harness_version=importlib.metadata.version("lm_eval"), data=(), seconds=1.0,
-)  # fmt: skip
+    task="piqa",
+    metrics=(Metric(name="acc", value=0.5),),
+    num_items=30,
+    total_items=30,
+    num_fewshot=5,
+    task_version="1.0",
+    harness_version=importlib.metadata.version("lm_eval"),
+    data=(),
+    seconds=1.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +212,24 @@ PIQA = TaskScore(
             False,
         ),
         ({"harness_version": "0.4.0"}, {"shots": 5}, {}, False),
-        ({"data": (DataSource(origin="mirror", path="a.parquet", sha256="00"),)}, {"shots": 5}, {}, False),
-        ({"data": (DataSource(origin="corpus", path="validation.jsonl", sha256="00"),)}, {"shots": 5}, {}, False),
-        ({"data": (DataSource(origin="mirror", path="gone.parquet", sha256="00"),)}, {"shots": 5}, {}, True),
+        (
+            {"data": (DataSource(origin="mirror", path="a.parquet", sha256="00"),)},
+            {"shots": 5},
+            {},
+            False,
+        ),
+        (
+            {"data": (DataSource(origin="corpus", path="validation.jsonl", sha256="00"),)},
+            {"shots": 5},
+            {},
+            False,
+        ),
+        (
+            {"data": (DataSource(origin="mirror", path="gone.parquet", sha256="00"),)},
+            {"shots": 5},
+            {},
+            True,
+        ),
     ],
 )
 def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
@@ -182,7 +240,10 @@ def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
     digest = run.dataset().info.tokenizer_sha256
     report = EvalReport(name="run", step=3, attempt=1, tokenizer_sha256=digest, scores=(score,))
     report.write(report_file(run, 3))
-    requests, chosen = [TaskRequest(task="piqa", **request_)], Options.of({"mirror": tmp_path, **options})
+    requests, chosen = (
+        [TaskRequest(task="piqa", **request_)],
+        Options.of({"mirror": tmp_path, **options}),
+    )
     assert has_scores(run, 3, requests, chosen) is enough
     for other in ({"tokenizer_sha256": "00"}, {"attempt": 2}):
         report.replace(**other).write(report_file(run, 3))
@@ -195,7 +256,9 @@ def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run,
     EvalReport.read(file).replace(attempt=9).write(file)
     evaluate(run, 3, ("arc_easy",), mirror=mirror, limit=5)
     assert [score.task for score in EvalReport.read(file).scores] == ["arc_easy"]
-    assert [score.task for score in EvalReport.read(file.with_name(f"attempt_09.{file.name}")).scores] == ["piqa"]
+    assert [
+        score.task for score in EvalReport.read(file.with_name(f"attempt_09.{file.name}")).scores
+    ] == ["piqa"]
     assert [report.attempt for report in eval_reports(run)] == [1]
 
 
@@ -204,7 +267,12 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
     follow(run, mirror)
     evaluate(run, 6, ("piqa",), mirror=mirror)
     bits, piqa = eval_curve(run)
-    assert (bits.task, bits.metric, piqa.task, piqa.metric) == ("heldout", "bits_per_byte", "piqa", "acc_norm")
+    assert (bits.task, bits.metric, piqa.task, piqa.metric) == (
+        "heldout",
+        "bits_per_byte",
+        "piqa",
+        "acc_norm",
+    )
     assert piqa.step.tolist() == [3, 6] and piqa.tokens.tolist() == [768, 1536]
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
     assert piqa.score[1] == report["piqa"].metric("acc_norm").value
@@ -215,10 +283,17 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
 
     figure, table = eval_figure(run)
     check_figure(figure)
-    assert len(figure.axes) == 3 and len(table) == 6  # accuracy, bits per byte of its answers, and of the text
+    assert (
+        len(figure.axes) == 3 and len(table) == 6
+    )  # accuracy, bits per byte of its answers, and of the text
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
-    assert {"task": "piqa", "metric": "answer_bits_per_byte", "step": 6}.items() <= table[-1].items()
-    assert table[-1]["score"] == report["piqa"].metric("answer_bits_per_byte").value and table[-1]["low"] > 0
+    assert {"task": "piqa", "metric": "answer_bits_per_byte", "step": 6}.items() <= table[
+        -1
+    ].items()
+    assert (
+        table[-1]["score"] == report["piqa"].metric("answer_bits_per_byte").value
+        and table[-1]["low"] > 0
+    )
     with_scores, _ = run_figure(run)
     assert len(with_scores.axes) == 3
     check_figure(with_scores)
@@ -234,7 +309,9 @@ def test_new_scores_are_followed_once(run, mirror):
     follow(run, mirror)
     ((attempt, step, values),) = follower.read()
     assert (attempt, step) == (1, 3)
-    assert {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"} <= set(values)
+    assert {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"} <= set(
+        values
+    )
     assert follower.read() == [] and ScoreFollower(run, follower.seen).read() == []
     evaluate(run, 3, ("arc_easy",), mirror=mirror)
     ((_, _, more),) = follower.read()

@@ -12,7 +12,9 @@ CPU = torch.device("cpu")
 
 
 def sequences(count: int) -> dict[tuple[int, ...], int]:
-    """Sequences of which many begin alike, some are the beginning of others, and the last tokens asked for."""
+    """Sequences of which many begin alike, some are the beginning of others, and the last tokens
+    asked for.
+    """
     draw = random.Random(0)
     found: dict[tuple[int, ...], int] = {}
     stems = [tuple(draw.choices(range(9), k=draw.randint(1, 8))) for _ in range(5)]
@@ -35,7 +37,9 @@ def test_each_sequence_is_a_path_and_no_beginning_is_held_twice() -> None:
         for sequence, places in row.places.items():
             assert len(places) == asked[sequence]
             assert tuple(path(row, places[-1])) == sequence
-            assert [row.positions[place] for place in places] == list(range(len(sequence)))[-len(places) :]
+            assert [row.positions[place] for place in places] == list(range(len(sequence)))[
+                -len(places) :
+            ]
     beginnings = {sequence[:length] for sequence in asked for length in range(1, len(sequence) + 1)}
     held = sum(len(row.tokens) for row in rows)
     assert held < 1.05 * len(beginnings) + 16 * len(rows), "a row repeats at most one path"
@@ -53,7 +57,9 @@ def test_rows_and_batches_keep_their_length(longest: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama_spec", "gpt_spec"])
-def test_hidden_states_equal_those_of_the_sequence_alone(family: str, request: pytest.FixtureRequest) -> None:
+def test_hidden_states_equal_those_of_the_sequence_alone(
+    family: str, request: pytest.FixtureRequest
+) -> None:
     decoder = build_decoder(request.getfixturevalue(family).replace(init_std=0.2)).eval()
     rows = pack(sequences(60), longest=40)
     tokens_BT, past = tensors(rows, CPU)

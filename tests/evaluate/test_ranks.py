@@ -25,13 +25,26 @@ from tests.workers import run_ranks
 
 SPECS = {
     "llama": ModelSpec.llama(
-        name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=64, vocab_size=402,
-        sequence_length=64, init_std=0.3,
+        name="tiny",
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=64,
+        vocab_size=402,
+        sequence_length=64,
+        init_std=0.3,
     ),
     "gpt": ModelSpec.gpt(
-        name="tiny", num_layers=2, hidden_size=32, num_heads=4, vocab_size=402, sequence_length=64, init_std=0.3
+        name="tiny",
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        vocab_size=402,
+        sequence_length=64,
+        init_std=0.3,
     ),
-}  # fmt: skip
+}
 
 
 def run_of(spec: ModelSpec, directory: Path) -> Run:
@@ -44,7 +57,7 @@ def run_of(spec: ModelSpec, directory: Path) -> Run:
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
     manifest = Manifest(
         step=3, attempt=1, samples=1, tokens=64, seed=0, time=0.0, spec=spec, plan=plan, files=files
-    )  # fmt: skip
+    )
     manifest.write(folder / "manifest.json")
     return run
 
@@ -56,15 +69,23 @@ def results(lm: DecoderLM) -> dict[str, Any]:
         return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 
     contexts = [f"Question {i}: why is number {i % 7} odd?\nAnswer:" for i in range(6)]
-    pairs = [(context, f" because of {word}") for context in contexts for word in ("it", "the module", "seven")]
+    pairs = [
+        (context, f" because of {word}")
+        for context in contexts
+        for word in ("it", "the module", "seven")
+    ]
     greedy = {"until": ["e"], "max_gen_toks": 6}
     sampled = {**greedy, "do_sample": True, "temperature": 0.9}
     scored = lm.loglikelihood(requests("loglikelihood", pairs))
     return {
         "scores": [value for value, _ in scored],
         "greedy choices": [choice for _, choice in scored],
-        "rolling": lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text * 9,) for text in contexts[:2]])),
-        "texts": lm.generate_until(requests("generate_until", [(text, greedy) for text in contexts])),
+        "rolling": lm.loglikelihood_rolling(
+            requests("loglikelihood_rolling", [(text * 9,) for text in contexts[:2]])
+        ),
+        "texts": lm.generate_until(
+            requests("generate_until", [(text, greedy) for text in contexts])
+        ),
         "samples": lm.generate_until(requests("generate_until", [(contexts[0], sampled)] * 4)),
     }
 
@@ -73,11 +94,15 @@ def on_rank(run: Run, tokenizer: Any, plan: Plan) -> tuple[dict[str, Any], int]:
     share = load_on_ranks(run_weights(run), plan, torch.device("cpu"))
     calls, hidden = [], share.model.hidden
     share.model.hidden = lambda *inputs: calls.append(1) or hidden(*inputs)  # type: ignore[method-assign]
-    lm = DecoderLM(share.model, tokenizer, sequence_length=64, batch_tokens=256, group=share.replicas)
+    lm = DecoderLM(
+        share.model, tokenizer, sequence_length=64, batch_tokens=256, group=share.replicas
+    )
     return results(lm), len(calls)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is"
+)  # saving without a process group is meant
 @pytest.mark.parametrize(
     ("family", "tensor", "stages", "replicas"),
     [
@@ -96,8 +121,11 @@ def test_ranks_equal_one_process(
     alone = DecoderLM(load_model(run), tokenizer, sequence_length=64, batch_tokens=256)
     expected = results(alone)
     plan = Plan(
-        tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=replicas, global_batch_size=replicas
-    )  # fmt: skip
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        data_parallel=replicas,
+        global_batch_size=replicas,
+    )
     found = run_ranks(plan.num_devices, on_rank, run, tokenizer, plan)
     for answer, calls in found:
         assert answer["scores"] == pytest.approx(expected["scores"], abs=1e-4)
@@ -130,7 +158,9 @@ def test_a_rank_reads_and_holds_its_share_only_in_the_precision_asked_for(tmp_pa
     plan = Plan(tensor_parallel=2, pipeline_parallel=2, precision="bf16")
     found = run_ranks(4, held, run, plan)
     assert all(dtypes == {torch.bfloat16} for dtypes, _, _ in found)
-    assert all(size < 0.4 * 2 * spec.num_params for _, size, _ in found)  # a tied embedding is on both stages
+    assert all(
+        size < 0.4 * 2 * spec.num_params for _, size, _ in found
+    )  # a tied embedding is on both stages
     assert {name[:8] for name in found[0][2]} == {"embeddin", "layers.0"}
     assert {name[:8] for name in found[3][2]} == {"layers.1", "norm.wei", "norm.bia", "embeddin"}
 
@@ -159,16 +189,23 @@ def refusal(run: Run, plan: Plan, damaged: str) -> str:
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     plan, recipe = Plan(), Recipe(data="none", num_steps=3)
-    empty = Run.create(tmp_path / "new", spec=SPECS["gpt"], plan=plan, recipe=recipe, site=Site.load("laptop"))
+    empty = Run.create(
+        tmp_path / "new", spec=SPECS["gpt"], plan=plan, recipe=recipe, site=Site.load("laptop")
+    )
     with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
         run_weights(empty)
 
 
 def test_torch_is_seeded_by_nothing_here() -> None:
-    """Sampling must not touch the global generator, which belongs to whoever trains in this process."""
+    """Sampling must not touch the global generator, which belongs to whoever trains in this
+    process.
+    """
     before = torch.get_rng_state()
     from kit.evaluate.generation import Generation, choose, prompt_random
 
-    choose(torch.randn(2, 5, generator=torch.Generator()), Generation(stops=(), max_new_tokens=1, temperature=1.0),
-           [prompt_random(0, (1,), i) for i in range(2)])  # fmt: skip
+    choose(
+        torch.randn(2, 5, generator=torch.Generator()),
+        Generation(stops=(), max_new_tokens=1, temperature=1.0),
+        [prompt_random(0, (1,), i) for i in range(2)],
+    )
     assert torch.equal(before, torch.get_rng_state())

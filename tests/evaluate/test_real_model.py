@@ -1,4 +1,6 @@
-"""A real pretrained model on real items: pinned log-likelihoods, and equality with the harness's own model."""
+"""A real pretrained model on real items: pinned log-likelihoods, and equality with the harness's
+own model.
+"""
 
 import json
 from pathlib import Path
@@ -19,9 +21,11 @@ from tests.evaluate.real_items import PINNED, TASKS, answers, sentence_answers
 
 pytestmark = [pytest.mark.download, pytest.mark.slow]
 EQUAL = 1e-4
-"""Nats by which an item of ours may differ from the harness's own model, in fp32 on the same machine."""
+"""Nats by which an item of ours may differ from the harness's own model, in fp32 on the same
+machine."""
 FP32_SUM = 2**-22
-"""Relative: the harness's model sums in fp32, so that it cannot tell thousands of nats apart any better."""
+"""Relative: the harness's model sums in fp32, so that it cannot tell thousands of nats apart any
+better."""
 SAME_FILE = 5e-3
 """Nats by which another processor's rounding may move an item from the pinned numbers."""
 
@@ -39,7 +43,9 @@ def smollm2() -> tuple[Decoder, BytePairTokenizer]:
 def of_smollm2(smollm2) -> dict[str, list[tuple[float, bool]]]:
     """What our model says of all items, by task, and of BLiMP's sentences."""
     lm = ours(*smollm2)
-    return {name: answers(lm, name) for name in TASKS} | {"blimp": sentence_answers(lm, sentences())}
+    return {name: answers(lm, name) for name in TASKS} | {
+        "blimp": sentence_answers(lm, sentences())
+    }
 
 
 def sentences() -> list[str]:
@@ -57,19 +63,32 @@ def theirs(decoder: Decoder, tokenizer: BytePairTokenizer, folder: Path) -> Any:
 
     export_hugging_face(decoder, folder, tokenizer=tokenizer)
     end = tokenizer.decode([tokenizer.eos_id])
-    wrapped = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end
+    )
     model: Any = huggingface.HFLM
     length = decoder.spec.sequence_length
     return model(
-        pretrained=str(folder), tokenizer=wrapped, dtype="float32", device="cpu", batch_size=8, max_length=length
+        pretrained=str(folder),
+        tokenizer=wrapped,
+        dtype="float32",
+        device="cpu",
+        batch_size=8,
+        max_length=length,
     )
 
 
-def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bool]], tolerance: float) -> None:
+def assert_equal(
+    found: list[tuple[float, bool]], expected: list[tuple[float, bool]], tolerance: float
+) -> None:
     assert len(found) == len(expected) > 10
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=tolerance, rel=FP32_SUM)
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], abs=tolerance, rel=FP32_SUM
+    )
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert len({round(value, 2) for value, _ in found}) > 0.8 * len(found), "items must differ to mean anything"
+    assert len({round(value, 2) for value, _ in found}) > 0.8 * len(found), (
+        "items must differ to mean anything"
+    )
 
 
 @pytest.mark.thorough
@@ -102,10 +121,18 @@ def test_smollm2_equals_the_harness_on_every_item(smollm2, of_smollm2, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_small_models_equal_the_harness_on_every_item(family: str, tokenizer, tmp_path: Path) -> None:
+def test_small_models_equal_the_harness_on_every_item(
+    family: str, tokenizer, tmp_path: Path
+) -> None:
     demo = ModelSpec.preset("demo").replace(init_std=0.1)
     gpt = ModelSpec.gpt(
-        name="demo-gpt", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256, init_std=0.1
+        name="demo-gpt",
+        num_layers=4,
+        hidden_size=128,
+        num_heads=4,
+        vocab_size=4096,
+        sequence_length=256,
+        init_std=0.1,
     )
     decoder = build_decoder(demo if family == "llama" else gpt).eval()
     reference, lm = theirs(decoder, tokenizer, tmp_path / "model"), ours(decoder, tokenizer)

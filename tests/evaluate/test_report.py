@@ -8,7 +8,9 @@ from kit.evaluate.report import EvalReport, Metric, TaskScore, wilson
 from kit.evaluate.resolver import DataSource
 
 
-def score(task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0) -> TaskScore:
+def score(
+    task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0
+) -> TaskScore:
     return TaskScore(
         task=task,
         metrics=(Metric.of("acc", value, 0.01, items), Metric.of("likelihood", -1.0, None, items)),
@@ -20,13 +22,19 @@ def score(task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: i
         chance=0.5,
         task_version="1.0",
         harness_version="0.4.13",
-        data=(DataSource(origin="mirror", path="baber/piqa/default/validation.parquet", sha256="ab" * 32),),
+        data=(
+            DataSource(
+                origin="mirror", path="baber/piqa/default/validation.parquet", sha256="ab" * 32
+            ),
+        ),
         seconds=1.25,
     )
 
 
 def report(*scores: TaskScore) -> EvalReport:
-    return EvalReport(name="<demo>", step=100, tokens_seen=51200, tokenizer_sha256="cd" * 32, scores=scores)
+    return EvalReport(
+        name="<demo>", step=100, tokens_seen=51200, tokenizer_sha256="cd" * 32, scores=scores
+    )
 
 
 def test_a_report_survives_json():
@@ -62,12 +70,19 @@ def test_rows_show_error_chance_shots_version_and_data():
         "data": "mirror:baber/piqa/default/validation.parquet abababab",
         "seconds": "1.2",
     }
-    assert (likelihood["value"], likelihood["95 % interval"], likelihood["chance"]) == ("-1.0000", "", "")
+    assert (likelihood["value"], likelihood["95 % interval"], likelihood["chance"]) == (
+        "-1.0000",
+        "",
+        "",
+    )
 
 
 def test_no_right_answer_of_five_is_not_certainty():
     none, all_right = (Metric.of("acc,none", value, 0.0, 5) for value in (0.0, 1.0))
-    assert none.text(4) == "0.0000 (0.0000 to 0.4345)" and all_right.text(4) == "1.0000 (0.5655 to 1.0000)"
+    assert (
+        none.text(4) == "0.0000 (0.0000 to 0.4345)"
+        and all_right.text(4) == "1.0000 (0.5655 to 1.0000)"
+    )
     assert none.stderr == 0.0, "the harness's own is kept beside it"
     assert Metric.of("likelihood_diff,none", 2.0, 0.5, 5).interval(2) == "1.02 to 2.98", (
         "no share: 1.96 standard errors"
@@ -87,7 +102,11 @@ def test_the_interval_holds_every_share_that_is_within_two_of_its_own_errors(num
 
 
 def test_tables_have_a_title_and_escape_text():
-    assert report(score()).to_text().startswith("<demo>, step 100, 51,200 training tokens\ntask  metric")
+    assert (
+        report(score())
+        .to_text()
+        .startswith("<demo>, step 100, 51,200 training tokens\ntask  metric")
+    )
     assert "&lt;demo&gt;, step 100" in report(score())._repr_html_()
     assert "(no scores)" in report().to_text()
 
@@ -97,7 +116,11 @@ def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
     assert max(map(len, found.to_text().splitlines())) > 100, "a pipe gets one line a row"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    for text in (found.to_text(), *(table.to_text() for table in TABLES.values()), compare(report()).to_text()):
+    for text in (
+        found.to_text(),
+        *(table.to_text() for table in TABLES.values()),
+        compare(report()).to_text(),
+    ):
         assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
     assert "data mirror:" in found.to_text() and "measured here" in compare(report()).to_text()
 
@@ -113,8 +136,11 @@ def test_scores_of_other_tasks_are_kept(tmp_path):
     report(score(value=0.6), score(shots=5), score("heldout")).write_merged(file)
     merged = EvalReport.read(file)
     assert [(s.task, s.num_fewshot) for s in merged.scores] == [
-        ("piqa", 0), ("arc_easy", 0), ("piqa", 5), ("heldout", 0),
-    ]  # fmt: skip
+        ("piqa", 0),
+        ("arc_easy", 0),
+        ("piqa", 5),
+        ("heldout", 0),
+    ]
     assert merged["piqa"].metric("acc").value == 0.6
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 

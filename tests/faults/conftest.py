@@ -1,4 +1,7 @@
-"""What goes wrong in training, done to real runs. `--kills 100` is the full form (`make faults`)."""
+"""What goes wrong in training, done to real runs.
+
+`--kills 100` is the full form (`make faults`).
+"""
 
 from collections.abc import Callable
 
@@ -26,8 +29,13 @@ def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
     """Returns a function that makes a run directory; its keywords change recipe and plan."""
 
     def prepared(name: str, plan: Plan = DP2, **changes) -> Run:
-        return Run.create(tmp_path / name, spec=spec, plan=plan, recipe=recipe.replace(**changes),
-                          site=Site.load("laptop"))  # fmt: skip
+        return Run.create(
+            tmp_path / name,
+            spec=spec,
+            plan=plan,
+            recipe=recipe.replace(**changes),
+            site=Site.load("laptop"),
+        )
 
     return prepared
 
@@ -36,7 +44,12 @@ def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
 def with_checkpoints(tmp_path_factory, spec, recipe) -> Run:
     """A finished run with checkpoints of steps 10, 20 and 30."""
     short = recipe.replace(num_steps=30, checkpoint_every=10, keep_last=3)
-    run = Run.create(tmp_path_factory.mktemp("runs") / "run", spec=spec, plan=DP2, recipe=short,
-                     site=Site.load("laptop"))  # fmt: skip
+    run = Run.create(
+        tmp_path_factory.mktemp("runs") / "run",
+        spec=spec,
+        plan=DP2,
+        recipe=short,
+        site=Site.load("laptop"),
+    )
     finished(run)
     return run

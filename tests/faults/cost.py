@@ -11,14 +11,20 @@ DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=
 ROWS: list[Row] = []
 
 
-def cost(name: str, value: float, unit: str, *, at_most: float | None = None, note: str = "") -> None:
+def cost(
+    name: str, value: float, unit: str, *, at_most: float | None = None, note: str = ""
+) -> None:
     ROWS.append(row(name, round(value, 2), unit, at_most=at_most, note=note))
-    slack = 3 if unit == "s" else 1  # the row tells a missed target; a busy machine alone must not fail the test
+    slack = (
+        3 if unit == "s" else 1
+    )  # the row tells a missed target; a busy machine alone must not fail the test
     assert at_most is None or value <= slack * at_most, (name, value, note)
 
 
 def weights(run: Run) -> dict[str, np.ndarray]:
-    return {name: parameter.detach().numpy() for name, parameter in load_model(run).named_parameters()}
+    return {
+        name: parameter.detach().numpy() for name, parameter in load_model(run).named_parameters()
+    }
 
 
 def assert_same(ours: Run, theirs: Run) -> None:

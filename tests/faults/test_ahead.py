@@ -1,4 +1,5 @@
-"""A device that works on a step while the next is launched: the same rows, and bad steps answered one step late.
+"""A device that works on a step while the next is launched: the same rows, and bad steps answered
+one step late.
 
 The CPU plays the GPU: its ranks launch a step before they read what the one before gave.
 """
@@ -68,12 +69,19 @@ def test_results_read_late_are_the_same_and_all_there(prepare):
     straight, late = prepare("straight", **SETTINGS), prepare("late", **SETTINGS)
     finished(straight)
     log = finished(late, 1, ahead()).log()
-    assert "launched 6, finished 4" in log and "launched 8, finished 7" in log, "late but before a validation"
+    assert "launched 6, finished 4" in log and "launched 8, finished 7" in log, (
+        "late but before a validation"
+    )
     assert "launched 11, finished 10" in log, "late but before a checkpoint"
     assert_same(late, straight)
-    told = [[(row["step"], row.get("validation_loss")) for row in rows(run)] for run in (straight, late)]
+    told = [
+        [(row["step"], row.get("validation_loss")) for row in rows(run)] for run in (straight, late)
+    ]
     assert told[0] == told[1] and told[1][6][1] is not None
-    assert [row["step"] for row in rows(late) if row.get("checkpoint_s")] == [11, 21], "what a save costs the next step"
+    assert [row["step"] for row in rows(late) if row.get("checkpoint_s")] == [
+        11,
+        21,
+    ], "what a save costs the next step"
 
 
 @pytest.mark.thorough
@@ -87,15 +95,22 @@ def test_a_killed_run_whose_results_are_read_late_ends_as_an_unbroken_one(prepar
     assert_same(killed, straight)
 
 
-@pytest.mark.parametrize(("step", "launched"), [(10, 10), (13, 14)], ids=["at a checkpoint", "between"])
+@pytest.mark.parametrize(
+    ("step", "launched"), [(10, 10), (13, 14)], ids=["at a checkpoint", "between"]
+)
 def test_bad_step_is_answered_one_step_late_but_before_a_checkpoint(prepare, step, launched):
     run = prepare("bad", ALONE, num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, ahead(poison(step, rank=0)))
     assert attempt.wait() == [os.EX_CONFIG]
     assert f"stopped at step {step}: the gradient norm is nan" in attempt.log()
-    assert f"launched {launched}," in attempt.log() and f"launched {launched + 1}," not in attempt.log()
+    assert (
+        f"launched {launched}," in attempt.log()
+        and f"launched {launched + 1}," not in attempt.log()
+    )
     told = rows(run)
-    assert [row["step"] for row in told] == list(range(1, step + 1)), "nobody reads the step that came after"
+    assert [row["step"] for row in told] == list(range(1, step + 1)), (
+        "nobody reads the step that came after"
+    )
     assert math.isnan(told[-1]["grad_norm"]) and run.checkpoints.steps()[-1] == (step - 1) // 5 * 5
 
 
@@ -113,8 +128,12 @@ def test_failing_launch_loses_no_finished_step(prepare):
     assert [row["step"] for row in rows(run)] == list(range(1, 8))
 
 
-@pytest.mark.parametrize(("every_s", "steps"), [(1e9, loop.ASKED_STEPS), (0.0, 1)], ids=["now and then", "slow steps"])
-def test_requests_are_looked_for_by_all_ranks_at_the_same_steps_and_answered(prepare, every_s, steps):
+@pytest.mark.parametrize(
+    ("every_s", "steps"), [(1e9, loop.ASKED_STEPS), (0.0, 1)], ids=["now and then", "slow steps"]
+)
+def test_requests_are_looked_for_by_all_ranks_at_the_same_steps_and_answered(
+    prepare, every_s, steps
+):
     run = prepare("asked", num_steps=100_000, checkpoint_every=None)
 
     def counted(_: int) -> None:
@@ -134,10 +153,21 @@ def test_requests_are_looked_for_by_all_ranks_at_the_same_steps_and_answered(pre
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0]
     looks = [int(step) for step in re.findall(r"look for stop after step (\d+)", attempt.log())]
-    assert looks == [1, *range(2, looks[-1] + 1, steps)], "of the first step, which may compile, nothing is known"
+    assert looks == [
+        1,
+        *range(2, looks[-1] + 1, steps),
+    ], "of the first step, which may compile, nothing is known"
     stopped, state = read_taken(run.directory, "stop"), read_state(run.directory)
-    assert taken is not None and stopped is not None and run.checkpoints.steps() == [taken.step, stopped.step]
-    assert state is not None and state.state is JobState.STOPPING and state.step == stopped.step == looks[-1]
+    assert (
+        taken is not None
+        and stopped is not None
+        and run.checkpoints.steps() == [taken.step, stopped.step]
+    )
+    assert (
+        state is not None
+        and state.state is JobState.STOPPING
+        and state.step == stopped.step == looks[-1]
+    )
 
 
 def test_data_that_cannot_be_read_is_told_when_its_turn_comes(prepare):

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def overworked(here: int) -> None:
-    """A sabotage: rank 1 computes 0.2 s longer than the other. They tell of each step, not once a second."""
+    """A sabotage: rank 1 computes 0.2 s longer than the other.
+
+    They tell of each step, not once a second.
+    """
     loop.HEARTBEAT_EVERY_S = 0.0
     forward_backward = NativeEngine._forward_backward
 
@@ -51,7 +54,13 @@ def test_slow_rank_is_named_though_all_wait_for_it(prepare):
         time.sleep(0.02)
     attempt.kill()
     assert start is not None and slowest.rank == 1
-    cost("slow rank: named after", time.monotonic() - start, "s", at_most=60, note=str(slowest).partition(" takes ")[2])
+    cost(
+        "slow rank: named after",
+        time.monotonic() - start,
+        "s",
+        at_most=60,
+        note=str(slowest).partition(" takes ")[2],
+    )
 
 
 def gathered(here: int) -> None:
@@ -60,23 +69,35 @@ def gathered(here: int) -> None:
 
 
 def test_many_ranks_are_heard_without_files_of_their_own(prepare, monkeypatch):
-    """Without a keeper rank 0 gathers them; with one they tell it, and it has only to read its socket."""
+    """Without a keeper rank 0 gathers them; with one they tell it, and it has only to read its
+    socket.
+    """
     run = prepare("gathered", num_steps=12)
     finished(run, 1, gathered)
     beats = read_rank_heartbeats(run.directory, 1)
-    assert [(beat.rank, beat.step) for beat in beats] == [(0, 12), (1, 12)] and all(beat.work_s for beat in beats)
-    assert all(len(beat.parts_s) == 5 and beat.own_s and 0 < beat.own_s < 10 for beat in beats), "what its steps are"
+    assert [(beat.rank, beat.step) for beat in beats] == [(0, 12), (1, 12)] and all(
+        beat.work_s for beat in beats
+    )
+    assert all(len(beat.parts_s) == 5 and beat.own_s and 0 < beat.own_s < 10 for beat in beats), (
+        "what its steps are"
+    )
     assert [file.name for file in (run.directory / "ranks").iterdir()] == ["all.jsonl"]
     monkeypatch.setenv("KIT_SUPERVISOR", "127.0.0.1:9:token")
     line = Line(is_leader=True)
     run = prepare("told", num_steps=12)
     try:
-        finished(run, 1, lambda rank: os.environ.update({PLACE: line.place, "KIT_RUN_DIR": str(run.directory)}))
+        finished(
+            run,
+            1,
+            lambda rank: os.environ.update({PLACE: line.place, "KIT_RUN_DIR": str(run.directory)}),
+        )
         line.receive()
     finally:
         line.socket.close()
         line.ear.close()
-    assert sorted(line.ranks) == [0, 1] and all(b'"step":12,' in beat for beat in line.ranks.values())
+    assert sorted(line.ranks) == [0, 1] and all(
+        b'"step":12,' in beat for beat in line.ranks.values()
+    )
     assert not (run.directory / "ranks").exists()
 
 
@@ -95,10 +116,16 @@ def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
     attempt.kill()
     assert attempt.codes[0] == 1
     last = attempt.log().strip().splitlines()[-1]
-    assert re.fullmatch(r"Hung: no step for \d+ s after step \d+: rank 1 no longer answers\.", last), attempt.log()
+    assert re.fullmatch(
+        r"Hung: no step for \d+ s after step \d+: rank 1 no longer answers\.", last
+    ), attempt.log()
     assert "Current thread" in attempt.log() or "Thread 0x" in attempt.log()
     cost(
-        "hung rank: attempt ended, rank named", took, "s", at_most=60, note=f"hung_after_s {run.recipe.hung_after_s:g}"
+        "hung rank: attempt ended, rank named",
+        took,
+        "s",
+        at_most=60,
+        note=f"hung_after_s {run.recipe.hung_after_s:g}",
     )
     again = run.recipe.replace(num_steps=run.metrics().summary()["step"] + 5)
     again.write(run.directory / "recipe.json")
@@ -118,7 +145,8 @@ def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
 
 
 def starved(_: int) -> None:
-    """A sabotage: from the third step on this process may have 64 MB more than it has now, and needs gigabytes.
+    """A sabotage: from the third step on this process may have 64 MB more than it has now, and
+    needs gigabytes.
 
     So many that the memory which it has inherited, freed by other tests, is too small as well.
     """
@@ -129,7 +157,9 @@ def starved(_: int) -> None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-            self.plan = self.engine.plan = self.plan.replace(micro_batch_size=2**17, global_batch_size=2**18)
+            self.plan = self.engine.plan = self.plan.replace(
+                micro_batch_size=2**17, global_batch_size=2**18
+            )
         return one_step(self)
 
     Trainer._launch_step = limited
@@ -140,16 +170,29 @@ def test_out_of_memory_gives_the_planners_advice(prepare):
     attempt = Attempt(run, 1, starved)
     start = time.monotonic()
     codes = attempt.wait()
-    last = [attempt.log(rank).strip().splitlines()[-1] for rank in (0, 1) if codes[rank] == os.EX_CONFIG]
+    last = [
+        attempt.log(rank).strip().splitlines()[-1] for rank in (0, 1) if codes[rank] == os.EX_CONFIG
+    ]
     assert last, attempt.log()
     assert last[0].startswith("Out of memory. Estimated need of a device: ")
-    assert "--set plan.micro_batch_size=2" in last[0] and f"`kit resume {run.directory} --set" in last[0]
-    cost("out of memory: ended with the planner's advice", time.monotonic() - start, "s", at_most=60)
+    assert (
+        "--set plan.micro_batch_size=2" in last[0]
+        and f"`kit resume {run.directory} --set" in last[0]
+    )
+    cost(
+        "out of memory: ended with the planner's advice", time.monotonic() - start, "s", at_most=60
+    )
 
 
 def test_advice_counts_what_each_change_would_need():
     spec = ModelSpec.preset("gpt-22b")
-    plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64, precision="bf16")
+    plan = Plan(
+        tensor_parallel=2,
+        data_parallel=4,
+        micro_batch_size=4,
+        global_batch_size=64,
+        precision="bf16",
+    )
     now, *options = estimated(spec, plan, [{}, *changes(spec, plan)], Site.load("frontier").device)
     assert {"micro_batch_size": 2} in [option.changes for option in options]
     assert all(option.used_bytes < now.used_bytes for option in options)

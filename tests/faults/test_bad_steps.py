@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 ALONE = kit.Plan(micro_batch_size=8, global_batch_size=8)
-"""For the many steps that a spike needs before it: what it is among several ranks, the other faults show."""
+"""For the many steps that a spike needs before it: what it is among several ranks, the other
+faults show."""
 
 
 def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], None]:
@@ -57,7 +58,9 @@ def garble(*steps: int) -> Callable[[int], None]:
         def garbled(self, samples, first):
             tokens = batch(self, samples, first)
             if samples is self.samples and first // self.plan.global_batch_size + 1 in steps:
-                return torch.randint(0, 300, tokens.shape, generator=torch.Generator().manual_seed(first))
+                return torch.randint(
+                    0, 300, tokens.shape, generator=torch.Generator().manual_seed(first)
+                )
             return tokens
 
         Trainer._batch = garbled
@@ -70,13 +73,25 @@ def test_gradient_that_is_not_finite_stops_before_anything_is_overwritten(prepar
     run = prepare("stopped", num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, poison(10, rank=1, value=value))
     assert attempt.wait() == [os.EX_CONFIG] * 2
-    assert run.checkpoints.steps() == [5], "the checkpoint that is due at the bad step is not written"
+    assert run.checkpoints.steps() == [5], (
+        "the checkpoint that is due at the bad step is not written"
+    )
     metrics = run.metrics()
-    assert metrics["step"].tolist() == list(range(1, 11)) and not math.isfinite(metrics["grad_norm"][-1])
-    assert re.search(r"RunError: stopped at step 10: the gradient norm is (nan|inf)\. The checkpoint of step 5 is from",
-                     attempt.log())  # fmt: skip
-    cost(f"{value} gradient, stop: steps lost beyond the last checkpoint", 0 if run.checkpoints.steps() == [5] else 5,
-         "", at_most=0, note="stopped at step 10, checkpoint of step 5 intact")  # fmt: skip
+    assert metrics["step"].tolist() == list(range(1, 11)) and not math.isfinite(
+        metrics["grad_norm"][-1]
+    )
+    assert re.search(
+        r"RunError: stopped at step 10: the gradient norm is (nan|inf)\. The checkpoint of step 5"
+        r" is from",
+        attempt.log(),
+    )
+    cost(
+        f"{value} gradient, stop: steps lost beyond the last checkpoint",
+        0 if run.checkpoints.steps() == [5] else 5,
+        "",
+        at_most=0,
+        note="stopped at step 10, checkpoint of step 5 intact",
+    )
 
 
 LAYOUTS = {
@@ -94,8 +109,13 @@ SHORT = {"num_steps": 8, "warmup_steps": 2, "checkpoint_every": None, "on_nan": 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, spec, recipe) -> kit.Run:
     """A run that drops the update of step 4, by a fault of its first rank."""
-    run = kit.Run.create(tmp_path_factory.mktemp("runs") / "reference", spec=spec, plan=LAYOUTS["DP2"],
-                         recipe=recipe.replace(**SHORT), site=kit.Site.load("laptop"))  # fmt: skip
+    run = kit.Run.create(
+        tmp_path_factory.mktemp("runs") / "reference",
+        spec=spec,
+        plan=LAYOUTS["DP2"],
+        recipe=recipe.replace(**SHORT),
+        site=kit.Site.load("laptop"),
+    )
     finished(run, 1, poison(4, rank=0))
     return run
 
@@ -106,7 +126,8 @@ def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, referen
     finished(run, 1, poison(4, rank=1))
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
-    # Without sharing, each replica has a norm of its own, and the metrics hold that of rank 0, which saw no fault.
+    # Without sharing, each replica has a norm of its own, and the metrics hold that of rank 0,
+    # which saw no fault.
     assert layout == "DP2" or not math.isfinite(rows[3]["grad_norm"])
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert run.checkpoints.manifest(8).skipped == 1
@@ -118,12 +139,20 @@ def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, referen
 
 @pytest.mark.parametrize(
     ("answer", "steps", "sabotage"),
-    [("skip", {"on_nan": "skip"}, poison(13, rank=0)), ("roll back", {"on_nan": "roll_back"}, poison(13, rank=0)),
-     ("skip", {"on_spike": "skip"}, garble(102, 103)), ("roll back", {"on_spike": "roll_back"}, garble(102))],
+    [
+        ("skip", {"on_nan": "skip"}, poison(13, rank=0)),
+        ("roll back", {"on_nan": "roll_back"}, poison(13, rank=0)),
+        ("skip", {"on_spike": "skip"}, garble(102, 103)),
+        ("roll back", {"on_spike": "roll_back"}, garble(102)),
+    ],
     ids=["nan-skip", "nan-roll_back", "spike-skip", "spike-roll_back"],
-)  # fmt: skip
-def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(prepare, answer, steps, sabotage):
-    """The second run ends right after the fault, and goes on from a checkpoint before it or after it."""
+)
+def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
+    prepare, answer, steps, sabotage
+):
+    """The second run ends right after the fault, and goes on from a checkpoint before it or
+    after it.
+    """
     last, cut = (30, 14) if "on_nan" in steps else (110, 104)
     settings = {"checkpoint_every": 10 if "on_nan" in steps else 50, "decay_steps": last, **steps}
     plan = DP2 if "on_nan" in steps else ALONE
@@ -135,16 +164,24 @@ def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
     attempt.kill()
     finished(broken, 2, sabotage)
     assert_same(broken, straight)
-    rows = [json.loads(line) for line in (straight.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (straight.directory / "metrics.jsonl").read_text().splitlines()
+    ]
     dropped = sum(row.get("skipped", 0) for row in rows)
     expected = {"nan skip": 1, "nan roll back": 3, "spike skip": 2, "spike roll back": 2}
     expected = expected[f"{'nan' if 'on_nan' in steps else 'spike'} {answer}"]
     manifest = straight.checkpoints.manifest(last)
     assert manifest.skipped == dropped == expected
-    assert manifest.samples == last * straight.plan.global_batch_size, "every batch is accounted for"
+    assert manifest.samples == last * straight.plan.global_batch_size, (
+        "every batch is accounted for"
+    )
     what = "NaN" if "on_nan" in steps else "loss spike"
-    cost(f"{what}, {answer}: updates dropped", dropped, "",
-         note="recorded in metrics and manifest; killed after it and resumed, bit for bit the same")  # fmt: skip
+    cost(
+        f"{what}, {answer}: updates dropped",
+        dropped,
+        "",
+        note="recorded in metrics and manifest; killed after it and resumed, bit for bit the same",
+    )
 
 
 def test_skipping_without_end_stops(prepare):
@@ -159,8 +196,15 @@ def test_skipping_without_end_stops(prepare):
     assert "10 bad steps in a row" in attempt.log() and run.metrics()["step"][-1] == 16
 
 
-def test_answers_that_an_engine_cannot_give_are_refused_before_anything_starts(spec, recipe, tmp_path):
+def test_answers_that_an_engine_cannot_give_are_refused_before_anything_starts(
+    spec, recipe, tmp_path
+):
     plan = DP2.replace(engine="deepspeed")
-    with pytest.raises(ConfigError, match="recipe.on_spike: 'roll_back' is not allowed with plan.engine 'deepspeed'"):
-        kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe.replace(on_spike="roll_back"))
+    with pytest.raises(
+        ConfigError,
+        match="recipe.on_spike: 'roll_back' is not allowed with plan.engine 'deepspeed'",
+    ):
+        kit.launch(
+            tmp_path / "run", spec=spec, plan=plan, recipe=recipe.replace(on_spike="roll_back")
+        )
     assert not (tmp_path / "run").exists()

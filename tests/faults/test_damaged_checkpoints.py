@@ -42,9 +42,16 @@ def damaged(with_checkpoints, tmp_path) -> Run:
 
 @pytest.mark.parametrize(
     ("damage", "which"),
-    [(torn, "*.distcp"), (bit_flipped, "*.distcp"), (bit_flipped, ".metadata"), (bit_flipped, "manifest.json")],
+    [
+        (torn, "*.distcp"),
+        (bit_flipped, "*.distcp"),
+        (bit_flipped, ".metadata"),
+        (bit_flipped, "manifest.json"),
+    ],
 )
-def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(with_checkpoints, damaged, damage, which):
+def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(
+    with_checkpoints, damaged, damage, which
+):
     folder = damaged.checkpoints.path(20)
     damage(min(folder.glob(which)))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -62,7 +69,13 @@ def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(with_checkp
     assert [(alert.kind, alert.level) for alert in alerts] == [("checkpoint", "error")]
     lost = sum(map(len, before.values())) - sum(map(len, kept.values()))
     name = f"checkpoint {damage.__name__.replace('_', ' ')} ({which}): bytes lost"
-    cost(name, lost, "", at_most=0, note="found by size or checksum, kept aside, the one before is used, said so")
+    cost(
+        name,
+        lost,
+        "",
+        at_most=0,
+        note="found by size or checksum, kept aside, the one before is used, said so",
+    )
 
 
 def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
@@ -100,6 +113,10 @@ def test_verification_is_fast(tmp_path):
     start = time.perf_counter()
     assert checksum(file) == zlib.crc32(file.read_bytes())
     rate = file.stat().st_size / (time.perf_counter() - start) / 1e6
-    cost("verification of a checkpoint, each rank", rate, "MB/s",
-         note="CRC-32, file in the page cache; ranks read side by side; a core that others use too")  # fmt: skip
+    cost(
+        "verification of a checkpoint, each rank",
+        rate,
+        "MB/s",
+        note="CRC-32, file in the page cache; ranks read side by side; a core that others use too",
+    )
     assert rate > 50

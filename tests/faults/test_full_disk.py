@@ -1,4 +1,6 @@
-"""A disk that is full under the whole run directory: for a while, for good, and when a rank is killed meanwhile."""
+"""A disk that is full under the whole run directory: for a while, for good, and when a rank is
+killed meanwhile.
+"""
 
 import json
 import os
@@ -25,20 +27,31 @@ SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3}
 
 @pytest.fixture
 def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
-    """Returns a function that makes a run on a file system of its own, of 16 MB; its keywords change the recipe."""
+    """Returns a function that makes a run on a file system of its own, of 16 MB; its keywords
+    change the recipe.
+    """
     disk = mount_memory("size=16m")
 
     def prepared(**changes) -> Run:
-        return Run.create(disk / "run", spec=spec, plan=DP2, recipe=recipe.replace(**{**SETTINGS, **changes}),
-                          site=Site.load("laptop"))  # fmt: skip
+        return Run.create(
+            disk / "run",
+            spec=spec,
+            plan=DP2,
+            recipe=recipe.replace(**{**SETTINGS, **changes}),
+            site=Site.load("laptop"),
+        )
 
     return prepared
 
 
-def full_between(run: Run, full_at: int, then: Callable[[Trainer, Path], None]) -> Callable[[int], None]:
-    """Returns a sabotage: the disk is full from the launch of a step on, and `then` is asked before each that follows.
+def full_between(
+    run: Run, full_at: int, then: Callable[[Trainer, Path], None]
+) -> Callable[[int], None]:
+    """Returns a sabotage: the disk is full from the launch of a step on, and `then` is asked before
+    each that follows.
 
-    Each rank beats at each step, and says something; rank 0 has a warning to tell, and a request to take.
+    Each rank beats at each step, and says something; rank 0 has a warning to tell, and a request to
+    take.
     """
     filler = run.directory.parent / "filler"
 
@@ -66,12 +79,17 @@ def full_between(run: Run, full_at: int, then: Callable[[Trainer, Path], None]) 
 
 def free_at(step: int) -> Callable[[Trainer, Path], None]:
     """Returns what frees the disk before the launch of a step."""
-    return lambda trainer, filler: filler.unlink(missing_ok=True) if trainer.step + 1 == step else None
+    return lambda trainer, filler: (
+        filler.unlink(missing_ok=True) if trainer.step + 1 == step else None
+    )
 
 
 def lines(run: Run) -> list[int]:
     """Returns the steps of all lines of the metrics, in their order."""
-    return [json.loads(line)["step"] for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"]
+        for line in (run.directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpoints):
@@ -82,11 +100,18 @@ def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpo
     taken = read_taken(run.directory, "checkpoint")
     assert taken is not None and taken.step == 18, "a request waits for room"
     assert run.checkpoints.steps() == [18, 20, 30]
-    cost("disk full under the run for 6 steps: steps lost", 30 - len(run.metrics()["step"]), "", at_most=0,
-         note="rows wait in memory; bit for bit as if unbroken")  # fmt: skip
+    cost(
+        "disk full under the run for 6 steps: steps lost",
+        30 - len(run.metrics()["step"]),
+        "",
+        at_most=0,
+        note="rows wait in memory; bit for bit as if unbroken",
+    )
 
 
-def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(prepare_small, with_checkpoints):
+def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(
+    prepare_small, with_checkpoints
+):
     run = prepare_small(checkpoint_every=None)
 
     def free_for_the_checkpoint(trainer: Trainer, filler: Path) -> None:
@@ -98,7 +123,9 @@ def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(
     assert_same(run, with_checkpoints)
 
 
-def test_rows_that_wait_when_a_rank_is_killed_are_lost_as_its_steps_are(prepare_small, with_checkpoints):
+def test_rows_that_wait_when_a_rank_is_killed_are_lost_as_its_steps_are(
+    prepare_small, with_checkpoints
+):
     run = prepare_small()
 
     def kill_at_18(trainer: Trainer, filler: Path) -> None:
@@ -134,26 +161,49 @@ def on_step(state):
 """Fills the disk once, when the checkpoint before is complete."""
 
 
-def test_disk_that_stays_full_ends_the_run_aloud_and_resume_goes_on(prepare_small, with_checkpoints, tmp_path):
+def test_disk_that_stays_full_ends_the_run_aloud_and_resume_goes_on(
+    prepare_small, with_checkpoints, tmp_path
+):
     """The whole way once: supervisor, status and the user's commands."""
     run, filler = prepare_small(), tmp_path / "mounted-0" / "filler"
     hook = tmp_path / "hook.py"
     saved = run.checkpoints.path(10) / "manifest.json"
-    hook.write_text(HOOK.format(mark=str(tmp_path / "filled"), filler=str(filler), saved=str(saved)))
-    run = kit.launch(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe.replace(hook=str(hook)))
+    hook.write_text(
+        HOOK.format(mark=str(tmp_path / "filled"), filler=str(filler), saved=str(saved))
+    )
+    run = kit.launch(
+        run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe.replace(hook=str(hook))
+    )
     status = run.job.wait(120)
     report = read_exit(run.directory)
-    assert status.state is JobState.FAILED and "; No space left on device; the disk is full: " in status.reason, status
+    assert (
+        status.state is JobState.FAILED
+        and "; No space left on device; the disk is full: " in status.reason
+    ), status
     assert report is not None and (report.attempt, report.rc) == (1, os.EX_CONFIG)
-    assert "ended with code 78" in report.reason and report.reason.endswith("No space left on device")
-    assert read_history(run.directory)[-1].state is JobState.FAILED and last_attempt(run.directory) == 1
-    assert run.checkpoints.steps() == [10] and not list((run.directory / "logs").glob("attempt_02*"))
+    assert "ended with code 78" in report.reason and report.reason.endswith(
+        "No space left on device"
+    )
+    assert (
+        read_history(run.directory)[-1].state is JobState.FAILED
+        and last_attempt(run.directory) == 1
+    )
+    assert run.checkpoints.steps() == [10] and not list(
+        (run.directory / "logs").glob("attempt_02*")
+    )
     with pytest.raises((RunError, JobError), match="no space left"):
         kit.resume(run.directory)
-    assert read_exit(run.directory) == report and last_attempt(run.directory) == 1, "nothing was begun"
+    assert read_exit(run.directory) == report and last_attempt(run.directory) == 1, (
+        "nothing was begun"
+    )
     since = (tmp_path / "filled").stat().st_mtime
-    cost("disk full under the run for good: failed and said so", report.time - since, "s", at_most=60,
-         note=status.reason.replace(f"{tmp_path}/mounted-0/", ""))  # fmt: skip
+    cost(
+        "disk full under the run for good: failed and said so",
+        report.time - since,
+        "s",
+        at_most=60,
+        note=status.reason.replace(f"{tmp_path}/mounted-0/", ""),
+    )
     filler.unlink()
     kit.resume(run.directory)
     status = run.job.wait(120)

@@ -39,7 +39,9 @@ class Toll:
 
 @dataclasses.dataclass
 class Moment:
-    """When an attempt is killed: inside the write of a checkpoint, after some more steps, or while it still starts."""
+    """When an attempt is killed: inside the write of a checkpoint, after some more steps, or
+    while it still starts.
+    """
 
     writes: int | None
     """Whole checkpoints to let pass before one is hit; None: any moment."""
@@ -50,8 +52,13 @@ class Moment:
 
     @classmethod
     def drawn(cls, draw: random.Random) -> "Moment":
-        writes, steps = (draw.choice([0, 1, 1, 2]) if draw.random() < 0.5 else None), draw.choice([0, *range(50)])
-        return cls(writes=writes, steps=steps, start_s=draw.uniform(0, 1), later_s=draw.uniform(0, 0.01))
+        writes, steps = (
+            (draw.choice([0, 1, 1, 2]) if draw.random() < 0.5 else None),
+            draw.choice([0, *range(50)]),
+        )
+        return cls(
+            writes=writes, steps=steps, start_s=draw.uniform(0, 1), later_s=draw.uniform(0, 0.01)
+        )
 
     def has_come(self, run: Run, size: int, before: list[int], elapsed_s: float) -> bool:
         if self.writes is not None:
@@ -71,7 +78,9 @@ def contents(run: Run, steps: list[int]) -> dict[Path, int]:
 
 
 def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) -> bool:
-    """Runs one attempt, kills it at a random moment or in mid-write, and returns whether it had finished."""
+    """Runs one attempt, kills it at a random moment or in mid-write, and returns whether it had
+    finished.
+    """
     metrics = run.directory / "metrics.jsonl"
     steps, before = run.checkpoints.steps(), metrics.read_bytes() if metrics.exists() else b""
     kept = contents(run, steps)
@@ -96,12 +105,24 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
     resumed = attempt.resumed_from()
     if steps and resumed is not None:
         toll.steps_lost += max(0, steps[-1] - resumed)
-    toll.bytes_lost += len(before) - len(os.path.commonprefix([before, metrics.read_bytes() if before else b""]))
-    changed = [file for file, value in kept.items() if file.exists() and zlib.crc32(file.read_bytes()) != value]
+    toll.bytes_lost += len(before) - len(
+        os.path.commonprefix([before, metrics.read_bytes() if before else b""])
+    )
+    changed = [
+        file
+        for file, value in kept.items()
+        if file.exists() and zlib.crc32(file.read_bytes()) != value
+    ]
     toll.bytes_lost += sum(map(size_of, changed))
     if not over:
-        recorded = [json.loads(line)["step"] for line in metrics.read_bytes().split(b"\n")[:-1]] if recovered else []
-        toll.steps_repeated.append(max(0, max(recorded, default=0) - max(run.checkpoints.steps(), default=0)))
+        recorded = (
+            [json.loads(line)["step"] for line in metrics.read_bytes().split(b"\n")[:-1]]
+            if recovered
+            else []
+        )
+        toll.steps_repeated.append(
+            max(0, max(recorded, default=0) - max(run.checkpoints.steps(), default=0))
+        )
     return over
 
 
@@ -121,17 +142,32 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, request):
         shutil.rmtree(run.directory)
     every = unbroken.recipe.checkpoint_every
     note = (
-        f"{toll.kills} kills of 2 ranks, {toll.in_writes} of them inside a checkpoint write; {name + 1} runs, each bit "
+        f"{toll.kills} kills of 2 ranks, {toll.in_writes} of them inside a checkpoint write;"
+        f" {name + 1} runs, each bit "
     )
-    cost("SIGKILL: steps lost beyond the last complete checkpoint", toll.steps_lost, "", at_most=0,
-         note=note + "for bit as if unbroken")  # fmt: skip
+    cost(
+        "SIGKILL: steps lost beyond the last complete checkpoint",
+        toll.steps_lost,
+        "",
+        at_most=0,
+        note=note + "for bit as if unbroken",
+    )
     cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, "", at_most=0)
     assert every is not None
     # One checkpoint may be due and another still on its way to the disk.
-    cost("SIGKILL: most steps to repeat", max(toll.steps_repeated), "", at_most=2 * every,
-         note=f"a checkpoint every {every} steps")  # fmt: skip
-    cost("SIGKILL: seconds to the next step, median", statistics.median(toll.recovery_s), "s",
-         note=f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch")  # fmt: skip
+    cost(
+        "SIGKILL: most steps to repeat",
+        max(toll.steps_repeated),
+        "",
+        at_most=2 * every,
+        note=f"a checkpoint every {every} steps",
+    )
+    cost(
+        "SIGKILL: seconds to the next step, median",
+        statistics.median(toll.recovery_s),
+        "s",
+        note=f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch",
+    )
 
 
 def test_killed_and_resumed_with_everything(prepare):
@@ -151,8 +187,13 @@ def test_killed_and_resumed_with_everything(prepare):
     while (again.metrics().summary().get("attempt") or 0) < 2:
         assert time.monotonic() - start < 120, again.job.logs()
         time.sleep(0.05)
-    cost("SIGKILL of the supervisor: `kit resume` to the next step", time.monotonic() - start, "s", at_most=60,
-         note="start of Python and torch included")  # fmt: skip
+    cost(
+        "SIGKILL of the supervisor: `kit resume` to the next step",
+        time.monotonic() - start,
+        "s",
+        at_most=60,
+        note="start of Python and torch included",
+    )
     again.job.cancel()
     again.job.wait(timeout_s=30)
     assert f"resumed from step {newest}" in again.job.logs()

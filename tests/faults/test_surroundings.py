@@ -60,35 +60,54 @@ def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
         assert time.monotonic() - start < 60 and not attempt.is_over(), attempt.log()
         time.sleep(0.05)
     attempt.kill()
-    cost("clock set back two hours: longest silence of the heartbeats", (time.monotonic() - start) / 4, "s", at_most=10,
-         note="metrics in order, step times as before, nothing judged hung")  # fmt: skip
+    cost(
+        "clock set back two hours: longest silence of the heartbeats",
+        (time.monotonic() - start) / 4,
+        "s",
+        at_most=10,
+        note="metrics in order, step times as before, nothing judged hung",
+    )
 
 
 def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_memory):
     read_only = mount_memory("ro,size=1m")  # root may write to a directory that is only marked so
     start = time.monotonic()
-    with pytest.raises(RunError, match="run cannot be written: Read-only file system. Use another run directory"):
+    with pytest.raises(
+        RunError, match="run cannot be written: Read-only file system. Use another run directory"
+    ):
         kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
-    cost("read-only directory: refused", time.monotonic() - start, "s", at_most=5, note="before anything starts")
+    cost(
+        "read-only directory: refused",
+        time.monotonic() - start,
+        "s",
+        at_most=5,
+        note="before anything starts",
+    )
 
 
-def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(prepare, tmp_path, spec, recipe):
+def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
+    prepare, tmp_path, spec, recipe
+):
     """The loser asks for another plan, which must not reach the winner's files."""
     directory = tmp_path / "twice"
     (tmp_path / "spec.json").write_text(spec.to_json())
     (tmp_path / "recipe.json").write_text(recipe.replace(num_steps=100_000).to_json())
     code = (
-        "import sys, kit; from kit.recipe import Recipe; from kit.spec import ModelSpec; from pathlib import Path\n"
-        "here = Path(sys.argv[1]); plan = kit.Plan(global_batch_size=int(sys.argv[2]))\n"
-        "sys.stdin.readline()\n"
-        "run = kit.launch(here / 'twice', spec=ModelSpec.read(here / 'spec.json'), plan=plan,\n"
-        "                 recipe=Recipe.read(here / 'recipe.json'))\n"
+        "import sys, kit; from kit.recipe import Recipe; from kit.spec import ModelSpec; from"
+        " pathlib import Path\nhere = Path(sys.argv[1]); plan ="
+        " kit.Plan(global_batch_size=int(sys.argv[2]))\nsys.stdin.readline()\nrun = kit.launch(here"
+        " / 'twice', spec=ModelSpec.read(here / 'spec.json'), plan=plan,\n                "
+        " recipe=Recipe.read(here / 'recipe.json'))\n"
     )
     launches = {
-        batch: subprocess.Popen([sys.executable, "-c", code, str(tmp_path), batch], stdin=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True)
+        batch: subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), batch],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for batch in ("8", "16")
-    }  # fmt: skip
+    }
     time.sleep(1.0)
     start = time.monotonic()
     for launch in launches.values():
@@ -102,7 +121,10 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(prep
     assert "is being launched by another process" in loser or "is in use: attempt 1" in loser
     assert Run.open(directory).plan.global_batch_size == int(won[0])
     cost(
-        "two launches of one directory at once: one wins, the other is told", time.monotonic() - start, "s", at_most=60
+        "two launches of one directory at once: one wins, the other is told",
+        time.monotonic() - start,
+        "s",
+        at_most=60,
     )
     job = Run.open(directory).job
     job.cancel()
@@ -115,7 +137,9 @@ def test_launch_into_a_live_directory_changes_no_file(prepare):
     update_state(run.directory, attempt=1, process=Process.current())
     before = (run.directory / "plan.json").read_bytes()
     with pytest.raises(JobError, match="is in use: attempt 1"):
-        kit.launch(run.directory, spec=run.spec, plan=DP2.replace(micro_batch_size=4), recipe=run.recipe)
+        kit.launch(
+            run.directory, spec=run.spec, plan=DP2.replace(micro_batch_size=4), recipe=run.recipe
+        )
     attempt.kill()
     assert (run.directory / "plan.json").read_bytes() == before
 
@@ -129,7 +153,9 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     beaten = (run.directory / "state.json").stat().st_ino
     while (run.directory / "state.json").stat().st_ino == beaten:
         time.sleep(0.001)
-    run.directory.rename(run.directory.with_name("aside"))  # just after a heartbeat: no rank is caught in the middle
+    run.directory.rename(
+        run.directory.with_name("aside")
+    )  # just after a heartbeat: no rank is caught in the middle
     if replaced:
         run.directory.mkdir()
     start = time.monotonic()
@@ -139,7 +165,12 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     said = "".join(log.read_text() for log in logs)
     assert ("is another directory now" if replaced else "was deleted or renamed") in said
     assert not list(run.directory.glob("*")) and run.directory.exists() == replaced
-    cost("run directory deleted: ranks ended by themselves", time.monotonic() - start, "s", at_most=30)
+    cost(
+        "run directory deleted: ranks ended by themselves",
+        time.monotonic() - start,
+        "s",
+        at_most=30,
+    )
 
 
 def test_orphan_of_an_older_attempt_ends_and_writes_nothing(prepare):

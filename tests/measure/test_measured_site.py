@@ -31,28 +31,47 @@ def test_measured_site_survives_its_file(tmp_path: Path) -> None:
 def test_a_peak_is_measured_until_two_rounds_agree() -> None:
     rates = iter([2e10, 9e10, 5e10, 10e10, 9.9e10, 1.0])
     peak = measure_peak("fp32", lambda: next(rates))
-    assert peak.value == 10e10 and is_settled(peak) and "5 rounds" in peak.source and "busy" not in peak.source
+    assert (
+        peak.value == 10e10
+        and is_settled(peak)
+        and "5 rounds" in peak.source
+        and "busy" not in peak.source
+    )
     assert next(rates) == 1.0
-    ever_faster = itertools.accumulate(itertools.repeat(1.1), initial=1e10, func=lambda rate, by: rate * by)
+    ever_faster = itertools.accumulate(
+        itertools.repeat(1.1), initial=1e10, func=lambda rate, by: rate * by
+    )
     doubtful = measure_peak("fp32", lambda: next(ever_faster))
-    assert not is_settled(doubtful) and "too busy" in doubtful.source and doubtful.error == pytest.approx(1 - 1 / 1.1)
+    assert (
+        not is_settled(doubtful)
+        and "too busy" in doubtful.source
+        and doubtful.error == pytest.approx(1 - 1 / 1.1)
+    )
 
 
 def test_a_runs_peak_is_measured_again(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=30, state=JobState.DONE)
     true = run.metrics().mfu()
     busy = Fact(value=1e9, source="measured", error=0.4)
-    with pytest.raises(RunError, match=r"too busy to measure its fp32 peak: rounds differ by 40%.*Nothing was changed"):
+    with pytest.raises(
+        RunError,
+        match=r"too busy to measure its fp32 peak: rounds differ by 40%.*Nothing was changed",
+    ):
         remeasure(run, lambda dtype: busy)
     assert Run.open(run.directory).site == run.site
     run.site.with_measured_peak("fp32", 1e8, "a slip").write(run.directory / "site.json")
     slip = Run.open(run.directory)
     assert slip.metrics().mfu() is None
     found = remeasure(slip, lambda dtype: busy.replace(value=4e11, error=0.01))
-    assert {dtype: (old and old.value, new.value) for dtype, (old, new) in found.items()} == {"fp32": (1e8, 4e11)}
+    assert {dtype: (old and old.value, new.value) for dtype, (old, new) in found.items()} == {
+        "fp32": (1e8, 4e11)
+    }
     mfu = Run.open(run.directory).metrics().mfu()
     assert true is not None and mfu is not None and mfu[-1] == pytest.approx(true[-1] / 2)
-    assert "measured again, 0.4 TFLOP/s a device: it was 0.0001" in (run.directory / "alerts.jsonl").read_text()
+    assert (
+        "measured again, 0.4 TFLOP/s a device: it was 0.0001"
+        in (run.directory / "alerts.jsonl").read_text()
+    )
     say(run, JobState.DONE, process=dead_process().replace(host="elsewhere"))
     with pytest.raises(ConfigError, match="trained on elsewhere"):
         remeasure(run, lambda dtype: busy)
@@ -67,6 +86,14 @@ def test_other_machines_are_refused() -> None:
 
 
 def test_rates_count_the_slowest_link() -> None:
-    assert bus_factor("all_reduce", 4) == 1.5 and bus_factor("all_gather", 4) == 0.75 and bus_factor("send", 2) == 1
-    rows = [{"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": rate} for rate in (1.0, 3.0, 2.0)]
-    assert best_rates([*rows, {"operation": "send", "ranks": 2, "bus_bytes_per_s": 9.0}]) == {2: 3.0}
+    assert (
+        bus_factor("all_reduce", 4) == 1.5
+        and bus_factor("all_gather", 4) == 0.75
+        and bus_factor("send", 2) == 1
+    )
+    rows = [
+        {"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": rate} for rate in (1.0, 3.0, 2.0)
+    ]
+    assert best_rates([*rows, {"operation": "send", "ranks": 2, "bus_bytes_per_s": 9.0}]) == {
+        2: 3.0
+    }

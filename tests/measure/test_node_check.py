@@ -1,4 +1,6 @@
-"""The check of nodes at the start of a job finds the one that is slow, on real processes that stand for nodes."""
+"""The check of nodes at the start of a job finds the one that is slow, on real processes that
+stand for nodes.
+"""
 
 import os
 import time
@@ -25,7 +27,9 @@ def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
     send = torch.distributed.batch_isend_irecv
 
     def slow_send(operations):
-        time.sleep(0.5 if node in slow_link else 0.05)  # all take long enough for a busy machine to change little
+        time.sleep(
+            0.5 if node in slow_link else 0.05
+        )  # all take long enough for a busy machine to change little
         return send(operations)
 
     if slow_link:
@@ -46,7 +50,9 @@ def test_healthy_nodes_are_measured_and_none_is_blamed():
     report = run_ranks(4, check_with_fault, 2)[0]
     assert (report.num_ranks, len(report.nodes)) == (4, 2)
     assert report.slow == []
-    assert report.all_reduce_bytes_per_s > 1e6 and all(node.bytes_per_s > 1e6 for node in report.nodes)
+    assert report.all_reduce_bytes_per_s > 1e6 and all(
+        node.bytes_per_s > 1e6 for node in report.nodes
+    )
 
 
 def real_check(directory):
@@ -66,7 +72,9 @@ def test_measurements_become_a_site(tmp_path: Path):
 
 
 def test_two_nodes_give_no_majority():
-    nodes = tuple(NodeRate(node=f"node{i}", matmul_flops_per_s=rate) for i, rate in enumerate((1e9, 1e12)))
+    nodes = tuple(
+        NodeRate(node=f"node{i}", matmul_flops_per_s=rate) for i, rate in enumerate((1e9, 1e12))
+    )
     assert NodeReport(dtype="fp32", num_ranks=2, nodes=nodes).slow == []
 
 
@@ -77,7 +85,10 @@ def test_every_node_speaks_with_both_neighbours_and_once_a_round(num_nodes):
         talking = [node for pair in pairs for node in pair]
         assert len(talking) == len(set(talking))
     partners = {
-        node: {a + b - node for pairs in rounds for a, b in pairs if node in (a, b)} for node in range(num_nodes)
+        node: {a + b - node for pairs in rounds for a, b in pairs if node in (a, b)}
+        for node in range(num_nodes)
     }
-    ring = {node: {(node + 1) % num_nodes, (node - 1) % num_nodes} - {node} for node in range(num_nodes)}
+    ring = {
+        node: {(node + 1) % num_nodes, (node - 1) % num_nodes} - {node} for node in range(num_nodes)
+    }
     assert partners == ring

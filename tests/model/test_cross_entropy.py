@@ -13,35 +13,49 @@ from kit.plan import logits_at_once
 N, H, V = 50, 16, 300
 
 
-@pytest.fixture(params=[1, 7 * V, N * V, 10**9], ids=["1 row", "7 rows and a rest", "all rows", "more"])
+@pytest.fixture(
+    params=[1, 7 * V, N * V, 10**9], ids=["1 row", "7 rows and a rest", "all rows", "more"]
+)
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kit.model.cross_entropy.logits_at_once", lambda _memory: request.param)
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x_NH, weight_VH = (torch.randn(n, H, generator=generator).to(dtype).requires_grad_() for n in (N, V))
+    x_NH, weight_VH = (
+        torch.randn(n, H, generator=generator).to(dtype).requires_grad_() for n in (N, V)
+    )
     return x_NH, weight_VH, torch.randint(V, (N,), generator=generator)
 
 
 @pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
+)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_equals_all_logits_at_once(dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch) -> None:
-    monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)  # what would be compiled
+def test_equals_all_logits_at_once(
+    dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        "kit.model.cross_entropy._compiled_softmax", lambda: _softmax
+    )  # what would be compiled
     x_NH, weight_VH, targets_N = inputs(dtype)
     expected = F.cross_entropy(F.linear(x_NH, weight_VH).float(), targets_N)
     gradients = torch.autograd.grad(3 * expected, (x_NH, weight_VH))
     found = chunked_cross_entropy(x_NH, weight_VH, targets_N, compiled=compiled)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(torch.autograd.grad(3 * found, (x_NH, weight_VH)), gradients, strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(3 * found, (x_NH, weight_VH)), gradients, strict=True
+    ):
         assert mine.dtype == theirs.dtype
         assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
 
 def test_only_one_backward_pass() -> None:
-    """Its gradients are scaled in place, so a second pass must not return something else in silence."""
+    """Its gradients are scaled in place, so a second pass must not return something else in
+    silence.
+    """
     x_NH, weight_VH, targets_N = inputs(torch.float32)
     loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     loss.backward(retain_graph=True)
@@ -54,7 +68,9 @@ def test_no_gradients_are_made_for_validation() -> None:
     with torch.no_grad():
         loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     assert loss.grad_fn is None
-    assert loss.item() == pytest.approx(F.cross_entropy(x_NH @ weight_VH.T, targets_N).item(), rel=1e-6)
+    assert loss.item() == pytest.approx(
+        F.cross_entropy(x_NH @ weight_VH.T, targets_N).item(), rel=1e-6
+    )
 
 
 def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
@@ -62,16 +78,28 @@ def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
     decoder, tokens = build_decoder(spec), torch.randint(spec.vocab_size, (2, 9))
     found = torch.autograd.grad(decoder(tokens[:, :-1], tokens[:, 1:]), list(decoder.parameters()))
     logits = decoder(tokens[:, :-1]).flatten(0, 1)
-    expected = torch.autograd.grad(F.cross_entropy(logits, tokens[:, 1:].flatten()), list(decoder.parameters()))
+    expected = torch.autograd.grad(
+        F.cross_entropy(logits, tokens[:, 1:].flatten()), list(decoder.parameters())
+    )
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_a_chunk_is_a_small_part_of_a_devices_memory() -> None:
-    """A fraction of the passes over the weight on a large GPU, and never more than a sixteenth of its memory."""
-    assert [logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in (None, 2, 16, 40, 64, 80, 288)] == [
-        25, 25, 26, 27, 28, 28, 28,
-    ]  # fmt: skip
+    """A fraction of the passes over the weight on a large GPU, and never more than a sixteenth
+    of its memory.
+    """
+    assert [
+        logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in (None, 2, 16, 40, 64, 80, 288)
+    ] == [
+        25,
+        25,
+        26,
+        27,
+        28,
+        28,
+        28,
+    ]
     assert all(10 * logits_at_once(gb * 1e9) <= gb * 1e9 / 16 for gb in range(6, 300))
     device = Site.load("dgx-h100").device
     assert engine_kernels("native", device).chunk_logits == logits_at_once(80e9)

@@ -12,11 +12,17 @@ def test_logits_equal_transformers_llama():
     spec = ModelSpec.preset("demo").replace(init_std=0.1)
     decoder = randomise_norms(build_decoder(spec))
     config = transformers.LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_hidden_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
-        max_position_embeddings=spec.sequence_length, rms_norm_eps=spec.norm_eps, tie_word_embeddings=False,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.ffn_hidden_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.sequence_length,
+        rms_norm_eps=spec.norm_eps,
+        tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-    )  # fmt: skip
+    )
     reference = transformers.LlamaForCausalLM(config)
     reference.load_state_dict(to_theirs(spec, decoder.named_parameters()))
     assert_same_logits(decoder, reference)
@@ -24,20 +30,37 @@ def test_logits_equal_transformers_llama():
 
 def test_logits_equal_transformers_gpt2():
     spec = ModelSpec.gpt(
-        name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=500, sequence_length=64,
-        activation="gelu_tanh", init_std=0.1,
-    )  # fmt: skip
+        name="tiny",
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        vocab_size=500,
+        sequence_length=64,
+        activation="gelu_tanh",
+        init_std=0.1,
+    )
     decoder = randomise_norms(build_decoder(spec))
     config = transformers.GPT2Config(
-        vocab_size=500, n_positions=64, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=500,
+        n_positions=64,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     reference = transformers.GPT2LMHeadModel(config)
-    reference.load_state_dict(to_theirs(spec, decoder.named_parameters()), strict=False)  # lm_head is tied
+    reference.load_state_dict(
+        to_theirs(spec, decoder.named_parameters()), strict=False
+    )  # lm_head is tied
     assert_same_logits(decoder, reference)
 
 
 def randomise_norms(decoder: Decoder) -> Decoder:
-    """Gives norms and biases values other than 1 and 0, so that a swap of two of them would show."""
+    """Gives norms and biases values other than 1 and 0, so that a swap of two of them would
+    show.
+    """
     with torch.no_grad():
         for parameter in decoder.parameters():
             if parameter.ndim == 1:
@@ -56,7 +79,10 @@ def assert_same_logits(decoder: Decoder, reference) -> None:
 def test_initial_weights_follow_the_spec():
     spec = ModelSpec.preset("demo")
     weights = dict(build_decoder(spec, seed=7).named_parameters())
-    plain, scaled = weights["layers.1.attention.query.weight"], weights["layers.1.feed_forward.down.weight"]
+    plain, scaled = (
+        weights["layers.1.attention.query.weight"],
+        weights["layers.1.feed_forward.down.weight"],
+    )
     assert plain.std().item() == pytest.approx(0.02, rel=0.05)
     assert scaled.std().item() == pytest.approx(0.02 / (2 * spec.num_layers) ** 0.5, rel=0.05)
     assert (weights["norm.weight"] == 1).all()
@@ -84,7 +110,9 @@ def test_rotation_keeps_length_and_depends_on_distance_only(llama_spec):
     turned = rotate(q, table)
     torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
     products = turned[0, 0] @ turned[0, 0].T
-    torch.testing.assert_close(products.diagonal(3), products.diagonal(3)[:1].expand(13), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        products.diagonal(3), products.diagonal(3)[:1].expand(13), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -93,12 +121,16 @@ def test_recomputation_changes_memory_not_gradients(recompute, llama_spec):
     gradients, saved = {}, {}
     for kind in ("none", recompute):
         decoder, sizes = build_decoder(llama_spec, recompute=kind), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
+        ):
             loss = decoder(tokens).square().mean()
         loss.backward()
         gradients[kind] = [parameter.grad for parameter in decoder.parameters()]
         saved[kind] = sum(sizes)
-    assert all(torch.equal(a, b) for a, b in zip(gradients["none"], gradients[recompute], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(gradients["none"], gradients[recompute], strict=True)
+    )
     if recompute == "full":
         assert saved["full"] < 0.5 * saved["none"]
 
@@ -112,6 +144,9 @@ def test_one_trillion_parameters_on_the_meta_device():
 
 def test_parts_of_a_model_name_weights_alike(llama_spec):
     whole = set(dict(Decoder(llama_spec).named_parameters()))
-    parts = [set(dict(Decoder(llama_spec, layers=layers).named_parameters())) for layers in (range(0, 2), range(2, 4))]
+    parts = [
+        set(dict(Decoder(llama_spec, layers=layers).named_parameters()))
+        for layers in (range(0, 2), range(2, 4))
+    ]
     assert parts[0] | parts[1] == whole
     assert not parts[0] & parts[1]

@@ -23,11 +23,20 @@ TOKENS = 4096
 
 
 def recorded_run(
-    directory: Path, *, steps: int = 400, planned: int = 1000, ranks: int = 1, second_attempt_at: int | None = None,
-    spike_at: int | None = None, state: JobState = JobState.RUNNING, pipeline: int = 1,
-) -> Run:  # fmt: skip
+    directory: Path,
+    *,
+    steps: int = 400,
+    planned: int = 1000,
+    ranks: int = 1,
+    second_attempt_at: int | None = None,
+    spike_at: int | None = None,
+    state: JobState = JobState.RUNNING,
+    pipeline: int = 1,
+) -> Run:
     """Returns a run whose job is this very process, so that it counts as alive."""
-    plan = Plan(global_batch_size=4 * ranks, data_parallel=ranks // pipeline, pipeline_parallel=pipeline)
+    plan = Plan(
+        global_batch_size=4 * ranks, data_parallel=ranks // pipeline, pipeline_parallel=pipeline
+    )
     run = Run.create(
         directory,
         spec=ModelSpec.preset("demo"),
@@ -44,27 +53,47 @@ def recorded_run(
         stream.writelines(rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at))
     log = log_path(run.directory, attempts, 0)
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("".join(f"step {step} of {planned}: all is well\n" for step in range(1, steps + 1)))
+    log.write_text(
+        "".join(f"step {step} of {planned}: all is well\n" for step in range(1, steps + 1))
+    )
     (run.directory / "ranks").mkdir(exist_ok=True)
     say(run, state, attempts, steps)
     return run
 
 
-def rows(first: int, last: int, *, spike_at: int | None = None, second_attempt_at: int | None = None) -> list[str]:
+def rows(
+    first: int, last: int, *, spike_at: int | None = None, second_attempt_at: int | None = None
+) -> list[str]:
     """Returns lines of metrics.jsonl for steps `first` to `last`."""
     random = np.random.default_rng(first)
     noise = random.normal(size=(last - first + 1, 3))
     return [
-        json.dumps({
-            "step": step, "attempt": 1 + (second_attempt_at is not None and step >= second_attempt_at),
-            "time": 1.7e9 + 1.02 * step, "step_time_s": 1 + 0.02 * abs(noise[step - first, 0]), "tokens": TOKENS,
-            "loss": 1.9 + 9 * (1 + step / 30) ** -0.45 + 0.04 * noise[step - first, 1] + 4 * (step == spike_at),
-            "grad_norm": 0.35 + 1.5 * (1 + step / 300) ** -0.6 + 0.05 * abs(noise[step - first, 2]),
-            "learning_rate": 1.5e-4 * (1 + math.cos(3 * step / max(last, 1000))), "memory_bytes": 6 * 2**30,
-            **({"validation_loss": 2.0 + 9 * (1 + step / 30) ** -0.45} if step % 50 == 0 else {}),
-        }) + "\n"
+        json.dumps(
+            {
+                "step": step,
+                "attempt": 1 + (second_attempt_at is not None and step >= second_attempt_at),
+                "time": 1.7e9 + 1.02 * step,
+                "step_time_s": 1 + 0.02 * abs(noise[step - first, 0]),
+                "tokens": TOKENS,
+                "loss": 1.9
+                + 9 * (1 + step / 30) ** -0.45
+                + 0.04 * noise[step - first, 1]
+                + 4 * (step == spike_at),
+                "grad_norm": 0.35
+                + 1.5 * (1 + step / 300) ** -0.6
+                + 0.05 * abs(noise[step - first, 2]),
+                "learning_rate": 1.5e-4 * (1 + math.cos(3 * step / max(last, 1000))),
+                "memory_bytes": 6 * 2**30,
+                **(
+                    {"validation_loss": 2.0 + 9 * (1 + step / 30) ** -0.45}
+                    if step % 50 == 0
+                    else {}
+                ),
+            }
+        )
+        + "\n"
         for step in range(first, last + 1)
-    ]  # fmt: skip
+    ]
 
 
 def add_rows(run: Run, first: int, last: int) -> None:
@@ -73,12 +102,18 @@ def add_rows(run: Run, first: int, last: int) -> None:
         stream.writelines(rows(first, last))
 
 
-def say(run: Run, state: JobState, attempt: int = 1, step: int = 0, process: Process | None = None) -> None:
+def say(
+    run: Run, state: JobState, attempt: int = 1, step: int = 0, process: Process | None = None
+) -> None:
     """Writes the state of a job that has just given a sign of life."""
     RunState(
-        state=state, attempt=attempt, step=step, heartbeat=time.time(), step_time_s=1.0,
+        state=state,
+        attempt=attempt,
+        step=step,
+        heartbeat=time.time(),
+        step_time_s=1.0,
         process=process or Process.current(),
-    ).write(run.directory / "state.json")  # fmt: skip
+    ).write(run.directory / "state.json")
 
 
 def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1) -> None:
@@ -86,9 +121,15 @@ def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1)
     for rank in range(run.plan.num_devices):
         time_s = 1.0 + 0.01 * math.sin(rank * 7 + step) + 0.4 * (rank == slow_rank)
         heartbeat = RankHeartbeat(
-            rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=time_s, host=os.uname().nodename,
-            parts_s=(0.01, 1.4, 0.06, 0.03, 1.5 - time_s), own_s=time_s,
-        )  # fmt: skip
+            rank=rank,
+            attempt=attempt,
+            step=step,
+            time=time.time(),
+            step_time_s=time_s,
+            host=os.uname().nodename,
+            parts_s=(0.01, 1.4, 0.06, 0.03, 1.5 - time_s),
+            own_s=time_s,
+        )
         tell(run.directory, heartbeat)
 
 

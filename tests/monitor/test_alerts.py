@@ -58,7 +58,13 @@ def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_pat
     run = recorded_run(tmp_path / "run", steps=30)
     for step in range(31, 40):
         skipped = min(step - 30, 5)
-        append(run, step, skipped_steps=skipped, loss_scale=2.0 ** (16 - skipped), grad_norm=[0.4, math.inf][step < 36])
+        append(
+            run,
+            step,
+            skipped_steps=skipped,
+            loss_scale=2.0 ** (16 - skipped),
+            grad_norm=[0.4, math.inf][step < 36],
+        )
     assert kinds(Dashboard(run)) == []
     append(run, 40, skipped_steps=5, loss_scale=1.0, grad_norm=math.inf)
     assert kinds(Dashboard(run)) == ["loss_scale", "nan"], "which was not skipped"
@@ -95,7 +101,11 @@ def test_alerts_are_kept_once_whoever_watches(tmp_path: Path) -> None:
     assert kinds(Dashboard(run)) == ["spike"], "a kernel that comes later"
     assert len((run.directory / "alerts.jsonl").read_text().splitlines()) == 1
     alert = first.watchman.log.alerts[0]
-    assert (alert.step, alert.attempt, alert.level) == (700, 1, "warning") and "median" in alert.message
+    assert (alert.step, alert.attempt, alert.level) == (
+        700,
+        1,
+        "warning",
+    ) and "median" in alert.message
 
 
 def test_the_log_survives_torn_lines_and_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
@@ -125,16 +135,24 @@ def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:
     seen = Seen(time=alerts.time.time() - 20, status={})
     seen.write(run.directory / SEEN)
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 20)
-    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] == "20 s", "nobody knows: a login node was lost"
+    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] == "20 s", (
+        "nobody knows: a login node was lost"
+    )
     seen.replace(time=alerts.time.time()).write(run.directory / SEEN)
-    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] is None, "steps may be on their way"
+    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] is None, (
+        "steps may be on their way"
+    )
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 40)
     assert kinds(dashboard) == ["stall"]
 
 
 @pytest.mark.parametrize("state", [JobState.RUNNING, JobState.DONE])
-@pytest.mark.parametrize(("peak", "expected"), [(1e9, "so no MFU or HFU is given"), (4.6e10, "than real runs reach")])
-def test_a_peak_that_cannot_be_true(tmp_path: Path, peak: float, expected: str, state: JobState) -> None:
+@pytest.mark.parametrize(
+    ("peak", "expected"), [(1e9, "so no MFU or HFU is given"), (4.6e10, "than real runs reach")]
+)
+def test_a_peak_that_cannot_be_true(
+    tmp_path: Path, peak: float, expected: str, state: JobState
+) -> None:
     run = recorded_run(tmp_path / "a run", steps=200, state=state)
     run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
     dashboard = Dashboard(Run.open(run.directory))
@@ -144,7 +162,9 @@ def test_a_peak_that_cannot_be_true(tmp_path: Path, peak: float, expected: str, 
     run.site.write(run.directory / "site.json")
     dashboard.look()
     dashboard.read()
-    assert dashboard.facts()["mfu"] == pytest.approx(np.median(run.metrics().mfu()[-20:])), "a corrected peak is read"
+    assert dashboard.facts()["mfu"] == pytest.approx(np.median(run.metrics().mfu()[-20:])), (
+        "a corrected peak is read"
+    )
 
 
 def test_falling_mfu(tmp_path: Path) -> None:
@@ -171,6 +191,8 @@ def test_a_slow_rank_is_named_once_it_is_sure(tmp_path: Path) -> None:
 def test_memory_disk_and_checkpoint(tmp_path: Path, monkeypatch) -> None:
     run = recorded_run(tmp_path / "run", steps=100)
     run.recipe.replace(checkpoint_every=20).write(run.directory / "recipe.json")
-    monkeypatch.setattr(alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(
+        alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})()
+    )
     append(run, 101, memory_bytes=2**60)
     assert sorted(kinds(Dashboard(Run.open(run.directory)))) == ["checkpoint", "disk", "memory"]

@@ -29,7 +29,9 @@ def line(step: int, attempt: int = 1, **values: object) -> str:
 
 
 def plainly(file: Path) -> tuple[list[dict], int]:
-    """Returns what a file holds by the rule, line by line, and how many lines were torn or foreign."""
+    """Returns what a file holds by the rule, line by line, and how many lines were torn or
+    foreign.
+    """
     rows, skipped = [], 0
     for text in file.read_bytes().splitlines():
         try:
@@ -49,7 +51,9 @@ def plainly(file: Path) -> tuple[list[dict], int]:
 
 def same_as_metrics(columns: Columns) -> None:
     rows, skipped = plainly(columns.file)
-    metrics = Metrics.read(columns.file, spec=ModelSpec.preset("demo"), plans={}, site=Site.load("laptop"))
+    metrics = Metrics.read(
+        columns.file, spec=ModelSpec.preset("demo"), plans={}, site=Site.load("laptop")
+    )
     for name in ("step", "attempt", "loss", "time"):
         expected = np.array([float(row.get(name, np.nan)) for row in rows])
         np.testing.assert_array_equal(columns[name], expected, err_msg=name)
@@ -57,12 +61,16 @@ def same_as_metrics(columns: Columns) -> None:
     assert columns.skipped_lines == metrics.skipped_lines == skipped
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=40),
     cuts=st.lists(st.integers(1, 400), max_size=6),
 )
-def test_any_order_of_attempts_and_steps_read_in_any_pieces_gives_what_metrics_reads(tmp_path, rows, cuts) -> None:
+def test_any_order_of_attempts_and_steps_read_in_any_pieces_gives_what_metrics_reads(
+    tmp_path, rows, cuts
+) -> None:
     file = tmp_path / "metrics.jsonl"
     text = "".join(line(step, attempt, loss=i) for i, (step, attempt) in enumerate(rows)).encode()
     file.write_bytes(b"")
@@ -80,10 +88,20 @@ def test_any_order_of_attempts_and_steps_read_in_any_pieces_gives_what_metrics_r
 
 def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    foreign = ['{"step": 3, "att\n', "[1, 2]\n", "\n", '{"step": null, "attempt": 1}\n', "\x00\x00\n", '"text"\n',
-               '{"step": 1e400, "attempt": 1}\n', '{"attempt": 1}\n',
-               '{"step": 5, "attempt": 1}{"step": 6, "attempt": 1}\n']  # fmt: skip
-    file.write_text(line(1) + "".join(foreign) + line(2, loss="high") + line(3, loss=float("nan")) + line(4))
+    foreign = [
+        '{"step": 3, "att\n',
+        "[1, 2]\n",
+        "\n",
+        '{"step": null, "attempt": 1}\n',
+        "\x00\x00\n",
+        '"text"\n',
+        '{"step": 1e400, "attempt": 1}\n',
+        '{"attempt": 1}\n',
+        '{"step": 5, "attempt": 1}{"step": 6, "attempt": 1}\n',
+    ]
+    file.write_text(
+        line(1) + "".join(foreign) + line(2, loss="high") + line(3, loss=float("nan")) + line(4)
+    )
     columns = Columns(file).read_all()
     assert columns["step"].tolist() == [1, 2, 3, 4]
     assert columns.skipped_lines == len(foreign)
@@ -117,7 +135,9 @@ def test_a_cut_replaced_or_removed_file(tmp_path: Path) -> None:
     assert len(columns.read_all()) == 49, "what was read stays"
     file.write_text(line(1))
     assert len(columns.read_all()) == 1 and columns.revision > revision
-    file.write_text("".join(line(step, loss=1.0) for step in range(1, 99)))  # longer, and another file
+    file.write_text(
+        "".join(line(step, loss=1.0) for step in range(1, 99))
+    )  # longer, and another file
     assert len(columns.read_all()) == 98 and (columns["loss"] == 1).all()
 
 
@@ -130,7 +150,9 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path) -> None:
     assert columns["step"].tolist() == [1, 2] and columns.skipped_lines >= 1
 
 
-def test_the_cache_gives_the_same_columns_and_a_wrong_one_is_ignored(tmp_path: Path, monkeypatch) -> None:
+def test_the_cache_gives_the_same_columns_and_a_wrong_one_is_ignored(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(columns_module, "CACHE_FROM_ROWS", 100)
     file, cache = tmp_path / "metrics.jsonl", tmp_path / "monitor" / "columns.bin"
     file.write_text("".join(line(step) for step in range(1, 300)) + "foreign\n")
@@ -152,10 +174,16 @@ def test_the_cache_gives_the_same_columns_and_a_wrong_one_is_ignored(tmp_path: P
     assert Columns(file, cache).read_all()["step"].tolist() == [7]
 
 
-def test_many_rows_take_the_fast_way_and_come_back_from_the_cache(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(columns_module, "_parse_slowly", lambda text: pytest.fail("the slow parser was used"))
+def test_many_rows_take_the_fast_way_and_come_back_from_the_cache(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        columns_module, "_parse_slowly", lambda text: pytest.fail("the slow parser was used")
+    )
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000)))
+    file.write_text(
+        "".join(f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000))
+    )
     columns = Columns(file, tmp_path / "columns.bin").read_all()
     assert len(columns) == 200_000 and columns.save_cache()
     again = Columns(file, tmp_path / "columns.bin")
@@ -180,7 +208,11 @@ def test_the_average_is_exact_however_it_was_fed(values, decay, cut) -> None:
     for got, value in zip(result, values, strict=True):
         if np.isfinite(value):
             total, weight = decay * total + value, decay * weight + 1
-        assert np.isnan(got) if not weight else got == pytest.approx(total / weight, rel=1e-9, abs=1e-9)
+        assert (
+            np.isnan(got)
+            if not weight
+            else got == pytest.approx(total / weight, rel=1e-9, abs=1e-9)
+        )
 
 
 def test_the_recurrence_over_many_blocks() -> None:
@@ -208,7 +240,9 @@ def test_no_spike_is_lost_in_a_window(log: bool) -> None:
 
 def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(line(step, time=1e9 + step - 100 * (step > 20)) for step in range(1, 31)))
+    file.write_text(
+        "".join(line(step, time=1e9 + step - 100 * (step > 20)) for step in range(1, 31))
+    )
     columns = Columns(file).read_all()
     curves = Curves(columns, {1: (1e-4, 1e-4), 2: (2e-4, 2e-4)}.__getitem__, smoothing=0.5)
     curves.update()
@@ -218,7 +252,9 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
         stream.write(line(11, attempt=2, loss=1.0))
     columns.read_all()
     curves.update()
-    x, values = curves.window(("loss", "mfu"), axis="tokens", width=100, start=None, end=None, log=False)
+    x, values = curves.window(
+        ("loss", "mfu"), axis="tokens", width=100, start=None, end=None, log=False
+    )
     assert len(x) == 11 and x[-1] == 11 * 1024
     assert values.shape == (6, 11) and values[0, -1] == 1.0
     assert values[4].tolist() == pytest.approx([0.2048] * 10 + [0.4096])
@@ -231,5 +267,7 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
 def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
     curves = Curves(Columns(tmp_path / "absent").read_all(), lambda attempt: (1.0, 1.0))
     curves.update()
-    x, values = curves.window(("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True)
+    x, values = curves.window(
+        ("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True
+    )
     assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 22

@@ -1,4 +1,6 @@
-"""Whether a run is as fast as it should be: the sentence, and which part of a step is named for a slow one."""
+"""Whether a run is as fast as it should be: the sentence, and which part of a step is named for
+a slow one.
+"""
 
 import dataclasses
 import json
@@ -30,18 +32,33 @@ SITE = "selene"
 LAYOUTS = {
     "one node": Plan(tensor_parallel=8, micro_batch_size=4, global_batch_size=64, precision="bf16"),
     "pipeline": Plan(
-        tensor_parallel=8, pipeline_parallel=4, micro_batch_size=2, global_batch_size=128, precision="bf16"
+        tensor_parallel=8,
+        pipeline_parallel=4,
+        micro_batch_size=2,
+        global_batch_size=128,
+        precision="bf16",
     ),
-    "wide": Plan(data_parallel=64, zero_stage=1, micro_batch_size=1, global_batch_size=64, precision="bf16"),
+    "wide": Plan(
+        data_parallel=64, zero_stage=1, micro_batch_size=1, global_batch_size=64, precision="bf16"
+    ),
 }
 
 
 def recorded(folder: Path, plan: Plan, seconds: float, steps: int = 30, **parts: Any) -> Run:
     """Returns a run whose steps took so long, the first twice."""
     spec = ModelSpec.preset("gpt-1.4b")
-    run = Run.create(folder, spec=spec, plan=plan, recipe=Recipe(data="data", num_steps=100), site=Site.load(SITE))
+    run = Run.create(
+        folder,
+        spec=spec,
+        plan=plan,
+        recipe=Recipe(data="data", num_steps=100),
+        site=Site.load(SITE),
+    )
     run.plan.write(run.directory / "plan.attempt_01.json")
-    rows = [row(step, step_time_s=seconds * (2 if step == 1 else 1), **parts) for step in range(1, steps + 1)]
+    rows = [
+        row(step, step_time_s=seconds * (2 if step == 1 else 1), **parts)
+        for step in range(1, steps + 1)
+    ]
     (run.directory / "metrics.jsonl").write_text(lines(rows))
     return run
 
@@ -49,7 +66,9 @@ def recorded(folder: Path, plan: Plan, seconds: float, steps: int = 30, **parts:
 def estimate(plan: Plan, **speeds: Any) -> Prediction:
     """Returns the estimate on the site with some of its numbers multiplied."""
     hardware = Hardware.of(Site.load(SITE), "bf16")
-    hardware = dataclasses.replace(hardware, **{name: getattr(hardware, name) * by for name, by in speeds.items()})
+    hardware = dataclasses.replace(
+        hardware, **{name: getattr(hardware, name) * by for name, by in speeds.items()}
+    )
     layouts = Layouts.of(ModelSpec.preset("gpt-1.4b"), [plan])
     return published_calibration(Site.load(SITE)).predict(layouts, hardware)
 
@@ -64,7 +83,9 @@ def test_as_expected(tmp_path, plan):
     found = pace(recorded(tmp_path / "run", plan, estimated(plan)))
     assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
     assert found.parts_s == {}, "of metrics that do not tell"
-    assert "calibrated on" in found.verdict and found.slow_part is None and found.nearest is not None
+    assert (
+        "calibrated on" in found.verdict and found.slow_part is None and found.nearest is not None
+    )
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
 
 
@@ -74,13 +95,17 @@ def test_a_slow_run_is_told_with_the_part_of_a_step_that_is_slow(tmp_path, layou
     slow = estimate(plan, matmul_flops_per_s=0.3, attention_flops_per_s=0.3)
     seconds = {name: float(np.ravel(value)[0]) for name, value in slow.step_time.terms_s.items()}
     total_s = float(np.ravel(slow.total_s)[0])
-    parts: dict[str, Any] = {column: sum(seconds[term] for term in terms) for column, terms in MEASURED.values()}
+    parts: dict[str, Any] = {
+        column: sum(seconds[term] for term in terms) for column, terms in MEASURED.values()
+    }
     parts["forward_backward_s"] += parts["waiting_s"]
     found = pace(recorded(tmp_path / "run", plan, total_s, **parts))
     assert found.verdict.startswith("slower than expected by") and found.slow_part == PASSES
     assert f"Most of it: {PASSES}, " in found.verdict
     mute = pace(recorded(tmp_path / "mute", plan, total_s))
-    assert mute.slow_part is None and mute.verdict.endswith("runs)"), "nothing that was not measured is guessed"
+    assert mute.slow_part is None and mute.verdict.endswith("runs)"), (
+        "nothing that was not measured is guessed"
+    )
 
 
 def test_what_the_start_of_the_job_measured_is_told_beside_what_its_site_states(tmp_path):
@@ -91,10 +116,14 @@ def test_what_the_start_of_the_job_measured_is_told_beside_what_its_site_states(
     assert stated is not None
     seen = run.site.replace(
         device=run.site.device.replace(matmul_flops_per_s={"bf16": peak}),
-        links=run.site.links.replace(inter_node_bytes_per_s=Fact(value=0.1 * stated.value, source="node check")),
+        links=run.site.links.replace(
+            inter_node_bytes_per_s=Fact(value=0.1 * stated.value, source="node check")
+        ),
     )
     seen.write(run.directory / "measured_site.json")
-    assert pace(run).node_check == pytest.approx({"the network between nodes": 0.1}), "the products are as stated"
+    assert pace(run).node_check == pytest.approx({"the network between nodes": 0.1}), (
+        "the products are as stated"
+    )
     told = CliRunner().invoke(app, ["status", str(run.directory), "--why"]).output
     assert "the network between nodes 10% of the site file's numbers" in " ".join(told.split())
 
@@ -102,22 +131,37 @@ def test_what_the_start_of_the_job_measured_is_told_beside_what_its_site_states(
 def test_one_answer_has_the_verdict_and_where_the_time_went(tmp_path):
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, estimated(plan))
-    words = " ".join(CliRunner().invoke(app, ["status", str(run.directory), "--why"]).output.split())
+    words = " ".join(
+        CliRunner().invoke(app, ["status", str(run.directory), "--why"]).output.split()
+    )
     for wanted in ("as expected", "nearest measured run", "where the time should go", "productive"):
         assert wanted in words
-    told = json.loads(CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"]).output)
+    told = json.loads(
+        CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"]).output
+    )
     assert set(told) == {"pace", "goodput"} and told["pace"]["verdict"] == pace(run).verdict
-    assert told["goodput"]["parts"][0]["part"] == "productive" and told["goodput"]["attempts"][0]["devices"] == 8
+    assert (
+        told["goodput"]["parts"][0]["part"] == "productive"
+        and told["goodput"]["attempts"][0]["devices"] == 8
+    )
 
 
 def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp_path):
-    code = "import sys, kit.monitor.dashboard, kit.monitor.text; print('kit.estimate' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["False"]
+    code = (
+        "import sys, kit.monitor.dashboard, kit.monitor.text; print('kit.estimate' in sys.modules)"
+    )
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    ).stdout.split() == ["False"]
     run = recorded(tmp_path / "run", LAYOUTS["wide"], 1.0, steps=6)
     outlook = Outlook(run)
     assert outlook.facts()["verdict"] == "" and outlook.facts()["band"] is None
     outlook.refresh(wait=True)
-    assert outlook.verdict.startswith("expected: ") and "too few steps" in outlook.verdict and outlook.band
+    assert (
+        outlook.verdict.startswith("expected: ")
+        and "too few steps" in outlook.verdict
+        and outlook.band
+    )
     low, high = outlook.band.step_time_s
     tokens = run.plan.global_batch_size * run.spec.sequence_length
     assert outlook.band.tokens_per_s == pytest.approx((tokens / high, tokens / low))

@@ -18,11 +18,19 @@ NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
-def test_each_step_once_as_the_newest_attempt_left_it(run: Run, tmp_path: Path, format: str) -> None:
+def test_each_step_once_as_the_newest_attempt_left_it(
+    run: Run, tmp_path: Path, format: str
+) -> None:
     file = tmp_path / f"table.{format}"
     assert export(run, file, format=format) == 40
-    empty_is_null = csv.ConvertOptions(null_values=[""])  # by default pyarrow reads "nan" as one too
-    table = csv.read_csv(file, convert_options=empty_is_null) if format == "csv" else parquet.read_table(file)
+    empty_is_null = csv.ConvertOptions(
+        null_values=[""]
+    )  # by default pyarrow reads "nan" as one too
+    table = (
+        csv.read_csv(file, convert_options=empty_is_null)
+        if format == "csv"
+        else parquet.read_table(file)
+    )
     assert table["step"].to_pylist() == list(range(1, 41))
     assert table["attempt"].to_pylist() == [1] * 20 + [2] * 20
     assert table["total_tokens"].to_pylist()[-1] == 40 * 2048
@@ -42,25 +50,38 @@ def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_pa
     file = tmp_path / "table.parquet"
     assert export(run, file, format="parquet", every_attempt=True) == 51
     table = parquet.read_table(file)
-    assert table["note"].to_pylist()[-1] == json.dumps("an own column") and table["loss"].to_pylist()[-1] is None
+    assert (
+        table["note"].to_pylist()[-1] == json.dumps("an own column")
+        and table["loss"].to_pylist()[-1] is None
+    )
     facts = json.loads(table.schema.metadata[b"kit"])
-    assert facts["model_flops_per_token"] == run.spec.flops_per_token() and facts["devices_by_attempt"] == {
+    assert facts["model_flops_per_token"] == run.spec.flops_per_token() and facts[
+        "devices_by_attempt"
+    ] == {
         "1": 1,
         "2": 1,
     }
 
 
 def test_no_cell_of_a_csv_is_a_formula(run: Run, tmp_path: Path) -> None:
-    """A spreadsheet computes a cell that begins with = + - or @ and is no number; HYPERLINK and DDE reach out of it."""
+    """A spreadsheet computes a cell that begins with = + - or @ and is no number; HYPERLINK and
+    DDE reach out of it.
+    """
     names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
-    row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5} | {name: name for name in names} | {"big": -(2**70)}
+    row = (
+        {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5}
+        | {name: name for name in names}
+        | {"big": -(2**70)}
+    )
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps(row) + "\n")
     export(run, tmp_path / "table.csv", format="csv")
     with (tmp_path / "table.csv").open(newline="") as stream:
         cells = [cell for line in reader(stream) for cell in line]
     assert "'=HYPERLINK(1)" in cells and "plain" in cells and "-2.5" in cells
-    assert not [cell for cell in cells if cell[:1] in "=+-@\t\r" and cell and not NUMBER.fullmatch(cell)]
+    assert not [
+        cell for cell in cells if cell[:1] in "=+-@\t\r" and cell and not NUMBER.fullmatch(cell)
+    ]
 
 
 def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:
@@ -73,7 +94,9 @@ def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="folder that exists"):
         export(run, tmp_path / "no" / "table.csv", format="csv")
     assert file.read_text() == "precious" and export(run, file, format="csv", overwrite=True) == 40
-    assert [found.name for found in tmp_path.iterdir() if "precious" in found.name] == ["precious.csv"]
+    assert [found.name for found in tmp_path.iterdir() if "precious" in found.name] == [
+        "precious.csv"
+    ]
 
 
 def test_run_without_steps_gives_an_empty_table(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Import of trainers that tell of a step in one line. The lines are public ones, cited where they stand."""
+"""Import of trainers that tell of a step in one line.
+
+The lines are public ones, cited where they stand.
+"""
 
 from pathlib import Path
 
@@ -78,7 +81,8 @@ completed step: 15109, seconds: 2.166, TFLOP/s: 36.739, loss: 2.191
 Completed eval step 9
 eval metrics after step: 15109, loss=9.420, total_weights=75264.0
 """
-"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two from its documentation, with this step."""
+"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two from its documentation, with this
+step."""
 TRAINER_STATE = """\
 {
   "best_metric": null,
@@ -137,7 +141,9 @@ def imported(tmp_path: Path, text: str, **options) -> tuple[ImportReport, Run]:
     (tmp_path / "log").write_text(text)
     spec, changes = ModelSpec.preset("demo"), {"plan": PLAN | options.pop("plan", {})}
     out = tmp_path / "run"
-    report = import_log(tmp_path / "log", out, site=Site.load("frontier"), spec=spec, changes=changes, **options)
+    report = import_log(
+        tmp_path / "log", out, site=Site.load("frontier"), spec=spec, changes=changes, **options
+    )
     return report, Run.open(out)
 
 
@@ -148,13 +154,25 @@ def imported(tmp_path: Path, text: str, **options) -> tuple[ImportReport, Run]:
         (RANKS, "torchtitan", [4, 5], [7.62585, 7.07623]),
         (NEMO, "nemo", [29, 30, 31], [2.778, 2.782, 2.709]),
         (NEMO_MEMORY, "nemo", [50], [11.96]),
-        (NANOGPT, "nanogpt", [1, *range(2, 32)], [4.2648, *[3.2202] * 10, *[2.7697] * 10, *[2.6104] * 10]),
+        (
+            NANOGPT,
+            "nanogpt",
+            [1, *range(2, 32)],
+            [4.2648, *[3.2202] * 10, *[2.7697] * 10, *[2.6104] * 10],
+        ),
         (MAXTEXT, "maxtext", [2, 3, 4], [12.979, 12.98, 12.979]),
         (OLD_MAXTEXT, "maxtext", [15108, 15109, 15110], [2.191, 2.173, 2.191]),
-        (TRAINER_STATE, "hf-trainer", [*range(1, 1501)], [*[1.1409] * 500, *[0.6419] * 500, *[0.5212] * 500]),
+        (
+            TRAINER_STATE,
+            "hf-trainer",
+            [*range(1, 1501)],
+            [*[1.1409] * 500, *[0.6419] * 500, *[0.5212] * 500],
+        ),
     ],
 )
-def test_the_format_is_found_out(tmp_path: Path, text: str, format: str, steps: list[int], losses: list[float]) -> None:
+def test_the_format_is_found_out(
+    tmp_path: Path, text: str, format: str, steps: list[int], losses: list[float]
+) -> None:
     report, run = imported(tmp_path, text)
     metrics = run.metrics()
     assert (report.format, report.attempts, report.skipped_lines) == (format, 1, 0)
@@ -163,24 +181,35 @@ def test_the_format_is_found_out(tmp_path: Path, text: str, format: str, steps: 
 
 def test_torchtitan_tells_times_memory_and_settings(tmp_path: Path) -> None:
     told = (  # as in torchtitan/train.py
-        "[rank0]:[titan] 2026-05-18 16:04:30,838 - root - INFO - Trainer is initialized with local batch size 8, "
-        "global batch size 64, gradient accumulation steps 1, sequence length 2048, total steps 10000 (warmup 2)\n"
-        "[rank0]:[titan] 2026-05-18 16:04:30,838 - root - INFO - Training starts at step 1\n"
+        "[rank0]:[titan] 2026-05-18 16:04:30,838 - root - INFO - Trainer is initialized with local"
+        " batch size 8, global batch size 64, gradient accumulation steps 1, sequence length 2048,"
+        " total steps 10000 (warmup 2)\n[rank0]:[titan] 2026-05-18 16:04:30,838 - root - INFO -"
+        " Training starts at step 1\n"
     )
-    held_out = "[rank0]:[titan] 2026-05-18 16:04:50,000 - root - INFO - validate step: 17  loss:  3.5  memory: 9GiB(6%)"
+    held_out = (
+        "[rank0]:[titan] 2026-05-18 16:04:50,000 - root - INFO - validate step: 17  loss:  3.5 "
+        " memory: 9GiB(6%)"
+    )
     other_rank = TORCHTITAN.replace("rank0", "rank1").replace("3.", "4.")
     coloured = TORCHTITAN.replace("loss:", "\x1b[32mloss:").replace("tps:", "\x1b[34mtps:")
     report, run = imported(
-        tmp_path, told + coloured + other_rank + held_out + "  tps: 9\n", plan={"global_batch_size": 64}
+        tmp_path,
+        told + coloured + other_rank + held_out + "  tps: 9\n",
+        plan={"global_batch_size": 64},
     )
     metrics = run.metrics()
     assert report.attempts == 1 and metrics["loss"].tolist() == [3.24405, 3.1068, 3.05047, 3.14459]
-    assert metrics["step_time_s"].tolist() == pytest.approx([1.118, 1.118, 1.1195, 1.1213], abs=1e-3)
+    assert metrics["step_time_s"].tolist() == pytest.approx(
+        [1.118, 1.118, 1.1195, 1.1213], abs=1e-3
+    )
     assert metrics["grad_norm"][0] == 0.8319 and metrics["memory_bytes"][0] == int(9.46 * 2**30)
     assert set(metrics["tokens"]) == {64 * 2048} and run.recipe.num_steps == 10000
     assert metrics["validation_loss"][-1] == 3.5
     resumed = (
-        told + TORCHTITAN + told.replace("step 1", "step 16") + TORCHTITAN.partition("step: 15")[2].partition("\n")[2]
+        told
+        + TORCHTITAN
+        + told.replace("step 1", "step 16")
+        + TORCHTITAN.partition("step: 15")[2].partition("\n")[2]
     )
     assert imported(tmp_path, resumed)[0].attempts == 2
 
@@ -196,11 +225,20 @@ def test_one_torchtitan_line_for_ten_steps(tmp_path: Path) -> None:
 
 
 def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:
-    """Returns for each line of a healthy run, 20,000 steps, its step, that step's loss and the mean since the last."""
+    """Returns for each line of a healthy run, 20,000 steps, its step, that step's loss and the
+    mean since the last.
+    """
     steps = np.arange(1, 20_001)
-    losses = (1.8 + 9 * steps**-0.35) * (1 + 0.015 * np.random.default_rng(seed).normal(size=20_000))
+    losses = (1.8 + 9 * steps**-0.35) * (
+        1 + 0.015 * np.random.default_rng(seed).normal(size=20_000)
+    )
     return list(
-        zip(steps[every - 1 :: every], losses[every - 1 :: every], losses.reshape(-1, every).mean(1), strict=True)
+        zip(
+            steps[every - 1 :: every],
+            losses[every - 1 :: every],
+            losses.reshape(-1, every).mean(1),
+            strict=True,
+        )
     )
 
 
@@ -210,16 +248,24 @@ STAMPED = "[titan] 2026-05-18 16:04:47,456 - root - INFO - "
 @pytest.mark.parametrize(
     ("every", "form", "values"),
     [
-        (10, STAMPED + "step: {0}  loss:  {1:.5f}  memory:  9.46GiB(64.99%)  tps: 7\n", "the last step's values"),
+        (
+            10,
+            STAMPED + "step: {0}  loss:  {1:.5f}  memory:  9.46GiB(64.99%)  tps: 7\n",
+            "the last step's values",
+        ),
         (50, "iter {0}: loss {1:.4f}, time 893.76ms, mfu 16.68%\n", "the last step's values"),
         (200, '    {{\n      "loss": {2:.4f},\n      "step": {0}\n    }},\n', "the line's means"),
     ],
 )
-def test_a_line_for_many_steps_makes_no_alarm(tmp_path: Path, every: int, form: str, values: str) -> None:
+def test_a_line_for_many_steps_makes_no_alarm(
+    tmp_path: Path, every: int, form: str, values: str
+) -> None:
     text = "".join(form.format(*line) for line in healthy(every, seed=every))
     report, run = imported(tmp_path, ('  "log_history": [\n' if "{{" in form else "") + text)
     assert len(run.metrics()) > 19_900 and recorded_alerts(run) == []
-    assert f"one line stands for {every} steps; each of them is recorded with {values}" in report.notes
+    assert (
+        f"one line stands for {every} steps; each of them is recorded with {values}" in report.notes
+    )
 
 
 def test_nanogpt_evaluates_within_the_time_of_a_step(tmp_path: Path) -> None:
@@ -227,12 +273,16 @@ def test_nanogpt_evaluates_within_the_time_of_a_step(tmp_path: Path) -> None:
     metrics = run.metrics()
     at = {int(step): i for i, step in enumerate(metrics["step"])}
     assert metrics["validation_loss"][at[3001]] == 4.0427 and metrics["step_time_s"][at[3001]] < 2
-    assert metrics["step_time_s"][at[2991]] == pytest.approx(1.09665) and np.isnan(metrics["loss"][at[3011]])
+    assert metrics["step_time_s"][at[2991]] == pytest.approx(1.09665) and np.isnan(
+        metrics["loss"][at[3011]]
+    )
 
 
 def test_nemo_tells_batch_times_memory_and_a_held_out_loss_once(tmp_path: Path) -> None:
     report, run = imported(
-        tmp_path, NEMO + NEMO.splitlines()[-1] + "\n" + NEMO[:60] + "\n", plan={"global_batch_size": 32}
+        tmp_path,
+        NEMO + NEMO.splitlines()[-1] + "\n" + NEMO[:60] + "\n",
+        plan={"global_batch_size": 32},
     )
     metrics = run.metrics()
     assert (report.attempts, report.skipped_lines) == (1, 1) and run.recipe.num_steps == 100
@@ -253,9 +303,14 @@ def test_held_out_losses_between_lines_keep_their_step(tmp_path: Path) -> None:
 
 def test_a_pattern_for_others(tmp_path: Path) -> None:
     text = (
-        "".join(f"0: it {i}/90 | {1.5 - i / 100:.2f} nats | 0.{i}0 s | lr 3e-4\n" for i in range(1, 6)) + "it 9 torn\n"
+        "".join(
+            f"0: it {i}/90 | {1.5 - i / 100:.2f} nats | 0.{i}0 s | lr 3e-4\n" for i in range(1, 6)
+        )
+        + "it 9 torn\n"
     )
-    pattern = r"it (?P<step>\d+)/(?P<total_steps>\d+) \| (?P<loss>\S+) nats \| (?P<step_time_s>\S+) s"
+    pattern = (
+        r"it (?P<step>\d+)/(?P<total_steps>\d+) \| (?P<loss>\S+) nats \| (?P<step_time_s>\S+) s"
+    )
     report, run = imported(tmp_path, text, pattern=pattern)
     assert (report.format, report.steps, run.recipe.num_steps) == ("pattern", 5, 90)
     assert run.metrics()["step_time_s"].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
@@ -266,14 +321,29 @@ def test_a_pattern_for_others(tmp_path: Path) -> None:
     [
         (NANOGPT, {"pattern": "(?P<step>"}, ConfigError, "no regular expression"),
         (NANOGPT, {"pattern": r"(?P<step>\d+)"}, ConfigError, "'loss' is missing. For example"),
-        (NANOGPT, {"pattern": r"(?P<step>\d+)(?P<loss>x)(?P<los>x)"}, ConfigError, "Did you mean 'loss'"),
+        (
+            NANOGPT,
+            {"pattern": r"(?P<step>\d+)(?P<loss>x)(?P<los>x)"},
+            ConfigError,
+            "Did you mean 'loss'",
+        ),
         (NANOGPT, {"pattern": r"(?P<step>x)(?P<loss>x)"}, DataError, "as a pattern log does"),
-        (NANOGPT, {"pattern": r"(?P<step>\d+)(?P<loss>x)", "format": "nxdt"}, ConfigError, "Give one of them"),
-        (NANOGPT, {"format": "torchtitan"}, DataError, "as a torchtitan log does. Formats: megatron"),
+        (
+            NANOGPT,
+            {"pattern": r"(?P<step>\d+)(?P<loss>x)", "format": "nxdt"},
+            ConfigError,
+            "Give one of them",
+        ),
+        (
+            NANOGPT,
+            {"format": "torchtitan"},
+            DataError,
+            "as a torchtitan log does. Formats: megatron",
+        ),
         (TRAINER_STATE, {"follow": True}, ConfigError, "does not grow"),
         ("hello\n", {}, DataError, "a log of a known format does"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told_and_nothing_is_written(tmp_path, text, options, error, message) -> None:
     with pytest.raises(error, match=message):
         imported(tmp_path, text, **options)
@@ -295,6 +365,11 @@ def test_the_command_finds_out_and_lists(tmp_path: Path) -> None:
         *plan,
     ]
     shown = CliRunner().invoke(app, words)
-    assert shown.exit_code == 0 and "maxtext: 3 steps in 1 attempt from 4 lines." in " ".join(shown.output.split())
+    assert shown.exit_code == 0 and "maxtext: 3 steps in 1 attempt from 4 lines." in " ".join(
+        shown.output.split()
+    )
     told = CliRunner().invoke(app, ["import", "--help"], env={"COLUMNS": "80"}).output
-    assert all(name in told for name in ("torchtitan", "nanogpt", "maxtext", "hf-trainer", "--pattern", r"\d+"))
+    assert all(
+        name in told
+        for name in ("torchtitan", "nanogpt", "maxtext", "hf-trainer", "--pattern", r"\d+")
+    )

@@ -1,4 +1,7 @@
-"""The ledger of a job's time, on a made history whose truth is known. Real runs: tests/faults and tests/cluster."""
+"""The ledger of a job's time, on a made history whose truth is known.
+
+Real runs: tests/faults and tests/cluster.
+"""
 
 import json
 
@@ -21,17 +24,23 @@ from tests.monitor.steps import lines, row
 
 def happened(run: Run, attempt: int, at: float, state: JobState, **fields) -> None:
     with (run.directory / "history.jsonl").open("a") as stream:
-        stream.write(json.dumps(Event(time=at, attempt=attempt, state=state, **fields).to_dict()) + "\n")
+        stream.write(
+            json.dumps(Event(time=at, attempt=attempt, state=state, **fields).to_dict()) + "\n"
+        )
 
 
-def step(run: Run, number: int, attempt: int, ended: float, took: float = 1.0, **more: float) -> None:
+def step(
+    run: Run, number: int, attempt: int, ended: float, took: float = 1.0, **more: float
+) -> None:
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write(lines([row(number, attempt, time=ended, step_time_s=took, **more)]))
 
 
 @pytest.fixture
 def told(run: Run) -> Run:
-    """Queued 10 s, started in 5 s, ten steps and a pause of 2 s, silent for 7 s; 20 s later six, two of them again."""
+    """Queued 10 s, started in 5 s, ten steps and a pause of 2 s, silent for 7 s; 20 s later six,
+    two of them again.
+    """
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 0.0, JobState.QUEUED)
     happened(run, 1, 10.0, JobState.STARTING)
@@ -49,10 +58,18 @@ def told(run: Run) -> Run:
 
 def test_every_second_has_its_place(told):
     found = ledger(told)
-    assert {part: value for part, value in found.seconds.items() if value} == pytest.approx({
-        "waiting": 10 + 20, "start-up": 5 + 5, "first step": 2, "between steps": 2, "lost": 7, "repeated": 2,
-        "productive": 8 + 6, "ending": 1,
-    })  # fmt: skip
+    assert {part: value for part, value in found.seconds.items() if value} == pytest.approx(
+        {
+            "waiting": 10 + 20,
+            "start-up": 5 + 5,
+            "first step": 2,
+            "between steps": 2,
+            "lost": 7,
+            "repeated": 2,
+            "productive": 8 + 6,
+            "ending": 1,
+        }
+    )
     assert found.wall_s == pytest.approx(68) and found.idle_s == 0
     assert found.goodput == pytest.approx(14 / 38), "no node is held while it waits"
 
@@ -78,8 +95,12 @@ def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
 def test_nobody_was_left_to_say_that_it_ended(told):
     """The supervisor was killed with its ranks, and the scheduler started the job again."""
     events = (told.directory / "history.jsonl").read_text().splitlines(keepends=True)
-    (told.directory / "history.jsonl").write_text("".join(line for line in events if "requeued" not in line))
-    assert ledger(told).seconds["lost"] == pytest.approx(27) and ledger(told).wall_s == pytest.approx(68)
+    (told.directory / "history.jsonl").write_text(
+        "".join(line for line in events if "requeued" not in line)
+    )
+    assert ledger(told).seconds["lost"] == pytest.approx(27) and ledger(
+        told
+    ).wall_s == pytest.approx(68)
 
 
 def test_prices_and_devices_of_each_attempt(told):
@@ -95,50 +116,86 @@ def test_prices_and_devices_of_each_attempt(told):
     found = ledger(Run.open(told.directory))
     rows = {row["part"]: row for row in found.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
-    assert rows["productive"]["usd"] == pytest.approx((1 * 8 + 2 * 6) / 100), "a cent a second for 1 node, then for 2"
+    assert rows["productive"]["usd"] == pytest.approx((1 * 8 + 2 * 6) / 100), (
+        "a cent a second for 1 node, then for 2"
+    )
     assert rows["waiting"]["usd"] == 0 and found.usd == pytest.approx((1 * 26 + 2 * 12) / 100)
     assert rows["productive"]["kwh"] == pytest.approx(0.5 * (8 + 8 * 6) / 3600)
     assert found.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
 
 
 def test_dashboard_and_ledger_tell_the_same_cost_of_whole_nodes(tmp_path):
-    """An hour on 16 nodes, half of it validation, then an hour on 4 of the 32 devices of one; 21.50 USD a node-hour."""
+    """An hour on 16 nodes, half of it validation, then an hour on 4 of the 32 devices of one;
+    21.50 USD a node-hour.
+    """
     site = Site.load("trn1.32xlarge")
-    plans = {1: Plan(data_parallel=16 * 32, global_batch_size=512), 2: Plan(data_parallel=4, global_batch_size=512)}
+    plans = {
+        1: Plan(data_parallel=16 * 32, global_batch_size=512),
+        2: Plan(data_parallel=4, global_batch_size=512),
+    }
     recipe = Recipe(data="x", num_steps=1000)
-    run = Run.create(tmp_path / "run", spec=ModelSpec.preset("demo"), plan=plans[2], recipe=recipe, site=site)
+    run = Run.create(
+        tmp_path / "run", spec=ModelSpec.preset("demo"), plan=plans[2], recipe=recipe, site=site
+    )
     for attempt, plan in plans.items():
         plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
         begin = 1e9 + 3600 * attempt
         happened(run, attempt, begin, JobState.STARTING)
         for number in range(1, 11):
             took, after = (180, 180) if attempt == 1 else (360, 0)
-            step(run, 10 * attempt + number, attempt, begin + 360 * number - after, took, validation_loss=3.0)
+            step(
+                run,
+                10 * attempt + number,
+                attempt,
+                begin + 360 * number - after,
+                took,
+                validation_loss=3.0,
+            )
         happened(run, attempt, begin + 3600, JobState.STOPPING)
         happened(run, attempt, begin + 3600, JobState.DONE, reason="stopped")
-    JobSpec(name="run", run_dir=str(run.directory), argv=("true",), num_processes=4).write(run.directory / "job.json")
+    JobSpec(name="run", run_dir=str(run.directory), argv=("true",), num_processes=4).write(
+        run.directory / "job.json"
+    )
     dashboard = Dashboard(run)
     dashboard.read()
     dashboard.outlook.refresh(wait=True)
     assert ledger(run).usd == pytest.approx(17 * 21.50)
     assert dashboard.facts()["cost"]["value"] == pytest.approx(17 * 21.50)
     told = CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"]).output
-    assert sum(part["usd"] for part in json.loads(told)["goodput"]["parts"]) == pytest.approx(17 * 21.50)
+    assert sum(part["usd"] for part in json.loads(told)["goodput"]["parts"]) == pytest.approx(
+        17 * 21.50
+    )
 
 
 def test_the_command(told, run):
     result = CliRunner().invoke(app, ["status", str(told.directory), "--why"])
     words = " ".join(result.output.split())
-    assert result.exit_code == 0 and "36.8% of the device-hours of a run count" in words, "14 of 38 s"
+    assert result.exit_code == 0 and "36.8% of the device-hours of a run count" in words, (
+        "14 of 38 s"
+    )
     assert "shares are of all time, waiting too" in words and "20.6%" in words, "14 of 68 s"
-    assert "30.8%" in words and "50.0%" in words, "8 of 26 s and 6 of 12: as the heading, attempt by attempt"
-    assert "node3 fell silent" in result.output and "first step" in result.output and "in no part" not in words
+    assert "30.8%" in words and "50.0%" in words, (
+        "8 of 26 s and 6 of 12: as the heading, attempt by attempt"
+    )
+    assert (
+        "node3 fell silent" in result.output
+        and "first step" in result.output
+        and "in no part" not in words
+    )
     assert "has fewer than 10 steps" in words, "of its speed"
-    found = json.loads(CliRunner().invoke(app, ["status", str(told.directory), "--why", "--json"]).output)
+    found = json.loads(
+        CliRunner().invoke(app, ["status", str(told.directory), "--why", "--json"]).output
+    )
     assert sum(part["seconds"] for part in found["goodput"]["parts"]) == pytest.approx(68)
-    assert found["goodput"]["share"] == pytest.approx(14 / 38) and "fewer than 10 steps" in found["pace"]["verdict"]
+    assert (
+        found["goodput"]["share"] == pytest.approx(14 / 38)
+        and "fewer than 10 steps" in found["pace"]["verdict"]
+    )
     happened(told, 3, 1068.0, JobState.QUEUED)
-    assert "17 min between attempts" in CliRunner().invoke(app, ["status", str(told.directory), "--why"]).output
+    assert (
+        "17 min between attempts"
+        in CliRunner().invoke(app, ["status", str(told.directory), "--why"]).output
+    )
 
 
 def test_a_run_without_an_attempt_is_refused(run):

@@ -18,17 +18,30 @@ def kit(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess:
 
 def test_import_then_runs_then_export_and_compare(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(frontier())
-    options = ("--format", "megatron", "--site", "frontier", "--out", tmp_path / "runs" / "old", "--json")
+    options = (
+        "--format",
+        "megatron",
+        "--site",
+        "frontier",
+        "--out",
+        tmp_path / "runs" / "old",
+        "--json",
+    )
     answer = kit("import", "train.log", *options, folder=tmp_path)
     assert answer.returncode == 0 and json.loads(answer.stdout)["steps"] == 5
     make(tmp_path / "runs" / "new")
     rows = json.loads(kit("runs", "runs", "--json", folder=tmp_path).stdout)
-    assert [(row["run"], row["state"]) for row in rows] == [("new", "not started"), ("old", "imported")]
+    assert [(row["run"], row["state"]) for row in rows] == [
+        ("new", "not started"),
+        ("old", "imported"),
+    ]
     shown = kit("runs", "runs", folder=tmp_path).stdout
     assert "not started" in shown and "imported" in shown
     answer = kit("export", "runs/old", "--format", "csv", "--json", folder=tmp_path)
     assert json.loads(answer.stdout)["rows"] == 5 and (tmp_path / "runs/old/export.csv").is_file()
-    answer = kit("runs", "runs", "--compare", "old", "--compare", "new", "--out", "both.png", folder=tmp_path)
+    answer = kit(
+        "runs", "runs", "--compare", "old", "--compare", "new", "--out", "both.png", folder=tmp_path
+    )
     assert answer.returncode == 0 and (tmp_path / "both.png").stat().st_size > 10_000
 
 
@@ -36,7 +49,9 @@ def test_sink_says_what_it_has_copied(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     make(tmp_path / "run")
     answer = kit("sink", "run", "--to", "tensorboard", "--no-follow", "--json", folder=tmp_path)
-    assert json.loads(answer.stdout)["rows"] == 40 and list((tmp_path / "run/tensorboard/attempt_01").iterdir())
+    assert json.loads(answer.stdout)["rows"] == 40 and list(
+        (tmp_path / "run/tensorboard/attempt_01").iterdir()
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,13 +61,23 @@ def test_sink_says_what_it_has_copied(tmp_path: Path) -> None:
         (("runs", ".", "--compare", "none"), "no such run below"),
         (("export", "run", "--format", "xls"), "format: 'xls' is unknown"),
         (("sink", "run", "--to", "wandbb"), "Did you mean 'wandb'?"),
-        (("import", "none.log", "--format", "nxdt", "--out", "out", "--site", "lumi"), "cannot be read"),
-        (("import", "none.log", "--format", "nxdt", "--out", "out", "--site", "lumni"), "Did you mean 'lumi'?"),
+        (
+            ("import", "none.log", "--format", "nxdt", "--out", "out", "--site", "lumi"),
+            "cannot be read",
+        ),
+        (
+            ("import", "none.log", "--format", "nxdt", "--out", "out", "--site", "lumni"),
+            "Did you mean 'lumi'?",
+        ),
     ],
 )
 def test_mistake_is_one_sentence(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
     answer = kit(*arguments, folder=tmp_path)
-    assert answer.returncode == 1 and message in " ".join(answer.stderr.split()) and "Traceback" not in answer.stderr
+    assert (
+        answer.returncode == 1
+        and message in " ".join(answer.stderr.split())
+        and "Traceback" not in answer.stderr
+    )
     assert sorted(tmp_path.rglob("*")) == before and run.directory.is_dir()

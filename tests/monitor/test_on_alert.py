@@ -31,7 +31,9 @@ def run(tmp_path: Path) -> Run:
 
 
 def _alert(message: str, kind: str = "guard", step: int = 300) -> Alert:
-    return Alert(kind=kind, level="error", message=message, attempt=1, step=step, time=time.time() + 1)
+    return Alert(
+        kind=kind, level="error", message=message, attempt=1, step=step, time=time.time() + 1
+    )
 
 
 def _lose_a_loss(run: Run, step: int) -> None:
@@ -50,7 +52,11 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> 
         dashboard.read()
         dashboard.look()
         on_alert.tell()
-        return [json.loads(line)["kind"] for line in told.read_text().splitlines()] if told.exists() else []
+        return (
+            [json.loads(line)["kind"] for line in told.read_text().splitlines()]
+            if told.exists()
+            else []
+        )
 
     assert look() == [], "the spike was there before"
     _lose_a_loss(run, 301)
@@ -100,7 +106,9 @@ def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path) 
         ("echo \\u0000", "on_alert: it could not be run (embedded null byte)"),
     ],
 )
-def test_a_command_that_fails_is_an_alert_of_its_own(config, run, command, why, monkeypatch) -> None:
+def test_a_command_that_fails_is_an_alert_of_its_own(
+    config, run, command, why, monkeypatch
+) -> None:
     monkeypatch.setattr(on_alert, "LIMIT_S", 0.3)
     config.write_text(f'on_alert = "{command}"')
     caller, started = OnAlert(run, AlertLog(run.directory / "alerts.jsonl")), time.monotonic()

@@ -1,4 +1,6 @@
-"""Requests as every viewer sees them: who asked does not matter, nor whether somebody looked at that moment."""
+"""Requests as every viewer sees them: who asked does not matter, nor whether somebody looked at
+that moment.
+"""
 
 import json
 import time
@@ -31,7 +33,11 @@ def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> N
     assert take_request(run.directory, "checkpoint", step=120)
     for viewer in (first, Actions(run)):
         told = viewer.report(run.job.status())["checkpoint"]
-        assert told["asked_at"] == pytest.approx(time.time(), abs=5) and told["taken_at"] and not told["done_at"]
+        assert (
+            told["asked_at"] == pytest.approx(time.time(), abs=5)
+            and told["taken_at"]
+            and not told["done_at"]
+        )
     _checkpoint(run, 120)
     told = first.report(run.job.status())["checkpoint"]
     assert told["done_at"] and told["note"] == "saved at step 120"
@@ -43,13 +49,21 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None
     asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
     _checkpoint(run, 120)
     (run.checkpoints.path(120) / "manifest.json").write_text(json.dumps({"time": asked + 25}))
-    assert [Actions(run).report(run.job.status())["checkpoint"]["done_at"] for _ in range(3)] == [asked + 25] * 3
+    assert [Actions(run).report(run.job.status())["checkpoint"]["done_at"] for _ in range(3)] == [
+        asked + 25
+    ] * 3
     ask(run.directory, "stop")
     take_request(run.directory, "stop", step=121)
     (run.directory / "history.jsonl").write_text(
-        "".join(json.dumps(Event(time=asked + more, attempt=1, state=state).to_dict()) + "\n"
-                for more, state in ((-9, JobState.RUNNING), (30, JobState.STOPPING), (40, JobState.DONE)))
-    )  # fmt: skip
+        "".join(
+            json.dumps(Event(time=asked + more, attempt=1, state=state).to_dict()) + "\n"
+            for more, state in (
+                (-9, JobState.RUNNING),
+                (30, JobState.STOPPING),
+                (40, JobState.DONE),
+            )
+        )
+    )
     status = run.job.status().replace(state=JobState.DONE)
     assert [Actions(run).report(status)["stop"]["done_at"] for _ in range(3)] == [asked + 40] * 3
 
@@ -64,7 +78,9 @@ def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
     _checkpoint(run, 120)
     assert viewer.report(run.job.status())["checkpoint"]["note"] == "saved at step 120"
     ask(run.directory, "checkpoint")
-    assert viewer.report(run.job.status())["checkpoint"]["done_at"] is None, "a second request is a new one"
+    assert viewer.report(run.job.status())["checkpoint"]["done_at"] is None, (
+        "a second request is a new one"
+    )
 
 
 def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
@@ -73,4 +89,7 @@ def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
     take_request(run.directory, "stop", step=120)
     assert viewer.report(run.job.status())["stop"]["done_at"] is None
     say(run, JobState.DONE, step=120)
-    assert viewer.report(run.job.status().replace(state=JobState.DONE))["stop"]["note"] == "the job has ended"
+    assert (
+        viewer.report(run.job.status().replace(state=JobState.DONE))["stop"]["note"]
+        == "the job has ended"
+    )

@@ -1,4 +1,6 @@
-"""A loss that rises and does not come back: found in 400 steps or eight lines, and not where a healthy run looks so."""
+"""A loss that rises and does not come back: found in 400 steps or eight lines, and not where a
+healthy run looks so.
+"""
 
 import json
 
@@ -17,11 +19,15 @@ from tests.monitor.recorded import TOKENS, recorded_run
 STEPS = np.arange(6000)
 HEALTHY = 1.9 + 9 * (1 + STEPS / 30) ** -0.45
 LATER = np.maximum(0, STEPS - 3000)
-WARMED_AGAIN = np.where(LATER > 0, np.minimum(1e-4 + 2e-4 * LATER / 300, 3e-4), 3e-4 - 2e-4 * STEPS / 3000)
+WARMED_AGAIN = np.where(
+    LATER > 0, np.minimum(1e-4 + 2e-4 * LATER / 300, 3e-4), 3e-4 - 2e-4 * STEPS / 3000
+)
 PLATEAU = np.full(len(STEPS), 2.5)
 
 
-def rises(losses: np.ndarray, rates: np.ndarray | None = None, new_data: tuple[int, ...] = ()) -> list[Rise]:
+def rises(
+    losses: np.ndarray, rates: np.ndarray | None = None, new_data: tuple[int, ...] = ()
+) -> list[Rise]:
     return Rises().look(losses, np.full(len(losses), np.nan) if rates is None else rates, new_data)
 
 
@@ -37,7 +43,13 @@ def noisy(losses: np.ndarray, deviation: float, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("slope", "deviation", "within"),
-    [(0.03, 0.01, 550), (0.01, 0.002, 650), (0.01, 0.01, 750), (0.01, 0.03, 1100), (0.005, 0.01, 1000)],
+    [
+        (0.03, 0.01, 550),
+        (0.01, 0.002, 650),
+        (0.01, 0.01, 750),
+        (0.01, 0.03, 1100),
+        (0.005, 0.01, 1000),
+    ],
 )
 def test_a_creeping_rise_is_found_once(slope: float, deviation: float, within: int) -> None:
     """Slopes in 100 steps and deviations of a step, both relative to the loss."""
@@ -45,11 +57,14 @@ def test_a_creeping_rise_is_found_once(slope: float, deviation: float, within: i
     for seed in range(10):
         (found,) = rises(noisy(risen, deviation, seed))
         assert 3400 <= found.row <= 3000 + within and found.low_row < 3100
-        assert found.low == pytest.approx(HEALTHY[3000], rel=0.015) and found.level > 1.015 * found.low
+        assert (
+            found.low == pytest.approx(HEALTHY[3000], rel=0.015) and found.level > 1.015 * found.low
+        )
 
 
 @pytest.mark.parametrize(
-    ("every", "means", "within"), [(1, True, 450), (10, False, 450), (50, True, 450), (200, True, 400)]
+    ("every", "means", "within"),
+    [(1, True, 450), (10, False, 450), (50, True, 450), (200, True, 400)],
 )
 def test_a_jump_that_stays_is_found_within_400_steps(every: int, means: bool, within: int) -> None:
     for seed in range(5):
@@ -72,7 +87,9 @@ def test_a_jump_that_stays_is_found_within_400_steps(every: int, means: bool, wi
         np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),  # a decay at the end
     ],
 )
-def test_healthy_curves_and_what_comes_back_are_no_rise(losses: np.ndarray, deviation: float) -> None:
+def test_healthy_curves_and_what_comes_back_are_no_rise(
+    losses: np.ndarray, deviation: float
+) -> None:
     assert not [rise for seed in range(5) for rise in rises(noisy(losses, deviation, seed))]
 
 
@@ -83,14 +100,20 @@ def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
     assert rises(warmed) and not rises(warmed, WARMED_AGAIN)
     blown = noisy(np.where(LATER > 0, HEALTHY + 0.001 * LATER, HEALTHY), 0.01, 0)
     assert rises(blown, np.minimum(STEPS, 5000) * 1e-7), "the first warm-up explains nothing"
-    second = np.where(STEPS < 500, 3e-4 * (1 - STEPS / 500), np.minimum((STEPS - 499) / 300, 1) * 1e-4)
+    second = np.where(
+        STEPS < 500, 3e-4 * (1 - STEPS / 500), np.minimum((STEPS - 499) / 300, 1) * 1e-4
+    )
     assert rises(blown, second), "nor one that was over long before"
 
 
 @pytest.mark.parametrize("every", [1, 10, 50, 200])
 @pytest.mark.parametrize("means", [True, False])
-def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every: int, means: bool) -> None:
-    """20,000 steps; a line for many was taken for as many equal losses, and the next one stood out."""
+def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(
+    every: int, means: bool
+) -> None:
+    """20,000 steps; a line for many was taken for as many equal losses, and the next one stood
+    out.
+    """
     steps = np.arange(1, 20_001)
     for seed in range(3):
         for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):
@@ -141,7 +164,8 @@ def test_a_new_mix_that_the_recipe_tells_of_is_no_alert(tmp_path) -> None:
         with (run.directory / "metrics.jsonl").open("a") as stream:
             row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
             stream.writelines(
-                json.dumps(row | {"step": 2001 + i, "loss": loss}) + "\n" for i, loss in enumerate(losses)
+                json.dumps(row | {"step": 2001 + i, "loss": loss}) + "\n"
+                for i, loss in enumerate(losses)
             )
         kinds = [alert.kind for alert in recorded_alerts(Run.open(run.directory))]
         assert ("rise" in kinds) != known

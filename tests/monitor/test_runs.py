@@ -24,7 +24,14 @@ from tests.pictures import check_figure
 LAPTOP = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
 
 
-def make(directory: Path, *, steps: int = 40, step_time_s: float = 0.5, spec: ModelSpec | None = None, **plan) -> Run:
+def make(
+    directory: Path,
+    *,
+    steps: int = 40,
+    step_time_s: float = 0.5,
+    spec: ModelSpec | None = None,
+    **plan,
+) -> Run:
     """Returns a run with recorded steps and no job."""
     run = Run.create(
         directory,
@@ -40,7 +47,9 @@ def make(directory: Path, *, steps: int = 40, step_time_s: float = 0.5, spec: Mo
 
 
 def submit(run: Run, *argv: str) -> cluster.Job:
-    return cluster.local.submit(JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1))
+    return cluster.local.submit(
+        JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1)
+    )
 
 
 def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path) -> None:
@@ -51,35 +60,57 @@ def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path)
     (remote.directory / "job.json").write_text(
         JobSpec(name="r", run_dir=str(remote.directory), argv=("x",), num_processes=1).to_json()
     )
-    update_state(remote.directory, attempt=1, state=JobState.RUNNING, step=40, heartbeat=time.time() - 300)
+    update_state(
+        remote.directory, attempt=1, state=JobState.RUNNING, step=40, heartbeat=time.time() - 300
+    )
     table = runs_table(tmp_path)
     states = {row["run"]: row["state"] for row in table.rows}
-    assert states == {"group/done": "done", "group/failed": "failed", "new": "not started", "remote": "stalled"}
+    assert states == {
+        "group/done": "done",
+        "group/failed": "failed",
+        "new": "not started",
+        "remote": "stalled",
+    }
     assert table.settings == ["plan.data_parallel", "plan.micro_batch_size"]
     new = next(row for row in table.to_dicts() if row["run"] == "new")
     assert (new["step"], new["num_steps"], new["plan.data_parallel"]) == (40, 80, 2)
-    assert new["loss"] == pytest.approx(6.0) and new["tokens_per_s"] == pytest.approx(4096) and 0 < new["mfu"] < 1
+    assert (
+        new["loss"] == pytest.approx(6.0)
+        and new["tokens_per_s"] == pytest.approx(4096)
+        and 0 < new["mfu"] < 1
+    )
 
 
 def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
     make(tmp_path / "here")
     assert "heard" not in runs_table(tmp_path).columns
     there = make(tmp_path / "there").directory
-    Mirror(login="far", python="python", source="/", directory="/run", seal="of another").write(there / "login.json")
+    Mirror(login="far", python="python", source="/", directory="/run", seal="of another").write(
+        there / "login.json"
+    )
     status = JobStatus(state=JobState.RUNNING, reason="step 40", attempt=1)
     Seen(time=time.time() - 7300, status=status.to_dict()).write(there / "login_seen.json")
     JobSpec(name="r", run_dir=str(there), argv=("x",), num_processes=1).write(there / "job.json")
     table = runs_table(tmp_path)
     here, far = table.to_dicts()
-    assert (here["heard"], far["heard"], far["state"]) == (None, "2 h ago", "running") and 7300 <= far["heard_s"] < 7400
-    assert "<th>as of</th>" in table._repr_html_() and "somebody else made this mirror" in far["reason"]
+    assert (here["heard"], far["heard"], far["state"]) == (
+        None,
+        "2 h ago",
+        "running",
+    ) and 7300 <= far["heard_s"] < 7400
+    assert (
+        "<th>as of</th>" in table._repr_html_()
+        and "somebody else made this mirror" in far["reason"]
+    )
 
 
 def test_name_of_a_model_stands_for_its_shapes(tmp_path: Path) -> None:
     make(tmp_path / "a")
     make(tmp_path / "b", spec=ModelSpec.preset("gpt2-xl"))
     assert runs_table(tmp_path).settings == ["spec.name"]
-    make(tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2))  # the same name, another shape
+    make(
+        tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2)
+    )  # the same name, another shape
     assert {"spec.name", "spec.num_layers"} <= set(runs_table(tmp_path).settings)
 
 
@@ -95,7 +126,9 @@ def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(
     gone = tmp_path / "gone"
     monkeypatch.setattr("kit.monitor.runs.find_runs", lambda folder: [*find_runs(folder), gone])
     rows = {row["run"]: row for row in runs_table(tmp_path).rows}
-    assert rows["damaged"]["state"] == "unreadable" and "not valid JSON" in rows["damaged"]["reason"]
+    assert (
+        rows["damaged"]["state"] == "unreadable" and "not valid JSON" in rows["damaged"]["reason"]
+    )
     assert rows["half"]["state"] == "unreadable" and "recipe.json" in rows["half"]["reason"]
     assert rows["gone"]["reason"] == "deleted while it was looked at"
     assert rows["metrics"]["step"] == 0 and rows["good"]["step"] == 40
@@ -113,12 +146,17 @@ def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path: Path) -> Non
     assert math.isnan(row["loss"]) and row["tokens_per_s"] == 4096
 
 
-def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(
+    tmp_path: Path,
+) -> None:
     run = make(tmp_path / "run", steps=5000)
     file = run.directory / "metrics.jsonl"
     assert file.stat().st_size > 5 * TAIL_BYTES
     with file.open("a") as stream:
-        stream.write('{"step": 4001, "attempt": 2, "loss": 1.5, "tokens": 2048, "step_time_s": 1.0}\n{"step": 4002, "a')
+        stream.write(
+            '{"step": 4001, "attempt": 2, "loss": 1.5, "tokens": 2048, "step_time_s":'
+            ' 1.0}\n{"step": 4002, "a'
+        )
     row = runs_table(tmp_path).rows[0]
     assert (row["step"], row["attempt"], row["loss"], row["tokens_per_s"]) == (4001, 2, 1.5, 2048)
 
@@ -154,4 +192,6 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
 
 
 def test_a_lost_loss_is_told_in_words() -> None:
-    assert [show("loss", value) for value in (math.nan, math.inf, None, 2.0)] == ["not finite"] * 2 + ["–", "2.0000"]
+    assert [show("loss", value) for value in (math.nan, math.inf, None, 2.0)] == [
+        "not finite"
+    ] * 2 + ["–", "2.0000"]

@@ -1,4 +1,6 @@
-"""Sinks: real wandb offline files and real TensorBoard event files, read back with their own packages."""
+"""Sinks: real wandb offline files and real TensorBoard event files, read back with their own
+packages.
+"""
 
 import json
 import math
@@ -27,11 +29,17 @@ def _wandb_history(folder: Path) -> dict[str, list[dict]]:
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     # wandb says that a run is finished a moment before the last block of its file is written.
     assert eventually(
-        lambda: all(any(record.HasField("exit") for record in _wandb_records(file)) for file in files), 20
+        lambda: all(
+            any(record.HasField("exit") for record in _wandb_records(file)) for file in files
+        ),
+        20,
     )
     return {
         file.stem: [
-            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            }
             for record in _wandb_records(file)
             if record.HasField("history")
         ]
@@ -50,13 +58,18 @@ def _wandb_records(file: Path) -> list[Any]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Returns the records of a LevelDB log, the container of wandb's files: blocks of 32 KiB after 7 bytes."""
+    """Returns the records of a LevelDB log, the container of wandb's files: blocks of 32 KiB
+    after 7 bytes.
+    """
     found, part, position = [], b"", 7
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
         if position + 7 + length > len(data):  # not yet written to its end
             break
         part += data[position + 7 : position + 7 + length]
@@ -87,10 +100,17 @@ def test_wandb_keeps_every_step_of_every_attempt(run: Run, offline: None) -> Non
     report = copy_metrics(run, "wandb", follow=False)
     assert (report.rows, report.attempts, report.skipped_lines) == (50, (1, 2), 3)
     first, second = _wandb_history(run.directory / "wandb").values()
-    assert [row["step"] for row in first] == list(STEPS[1]) and [row["step"] for row in second] == list(STEPS[2])
-    assert [row["_step"] for row in second] == list(range(20)), "wandb's own step only counts, so it drops nothing"
+    assert [row["step"] for row in first] == list(STEPS[1]) and [
+        row["step"] for row in second
+    ] == list(STEPS[2])
+    assert [row["_step"] for row in second] == list(range(20)), (
+        "wandb's own step only counts, so it drops nothing"
+    )
     assert math.isnan(first[4]["loss"]) and first[5]["grad_norm"] == math.inf
-    assert first[0]["tokens_per_s"] == pytest.approx(4096) and first[0]["mfu"] < first[0]["hfu"] + 1e-12
+    assert (
+        first[0]["tokens_per_s"] == pytest.approx(4096)
+        and first[0]["mfu"] < first[0]["hfu"] + 1e-12
+    )
 
 
 def test_wandb_sink_started_again_sends_the_rest_as_a_second_part(run: Run, offline: None) -> None:
@@ -108,24 +128,42 @@ def test_wandb_gets_the_scores_of_checkpoints_once(run: Run, offline: None) -> N
     copy_metrics(run, "wandb", follow=False)
     first, _ = _wandb_history(run.directory / "wandb").values()
     (scores,) = [row for row in first if "eval/piqa/acc" in row]
-    assert (scores["step"], scores["eval/piqa/acc"], scores["eval/piqa/acc_stderr"]) == (20, 0.5, 0.01)
+    assert (scores["step"], scores["eval/piqa/acc"], scores["eval/piqa/acc_stderr"]) == (
+        20,
+        0.5,
+        0.01,
+    )
     _write_scores(run, step=30, value=0.6)
     copy_metrics(run, "wandb", follow=False)
     history = _wandb_history(run.directory / "wandb")
-    found = [(row["step"], row["eval/piqa/acc"]) for rows in history.values() for row in rows if "eval/piqa/acc" in row]
+    found = [
+        (row["step"], row["eval/piqa/acc"])
+        for rows in history.values()
+        for row in rows
+        if "eval/piqa/acc" in row
+    ]
     assert sorted(found) == [(20, 0.5), (30, 0.6)]
 
 
 def _write_scores(run: Run, *, step: int, value: float) -> None:
     score = TaskScore(
-        task="piqa", metrics=(Metric(name="acc", value=value, stderr=0.01),), num_items=10, total_items=10,
-        num_fewshot=0, task_version="1", harness_version="0.4.13", data=(), seconds=1.0,
-    )  # fmt: skip
+        task="piqa",
+        metrics=(Metric(name="acc", value=value, stderr=0.01),),
+        num_items=10,
+        total_items=10,
+        num_fewshot=0,
+        task_version="1",
+        harness_version="0.4.13",
+        data=(),
+        seconds=1.0,
+    )
     report = EvalReport(name=run.name, step=step, attempt=1, tokenizer_sha256="00", scores=(score,))
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
-def test_wandb_mode_of_the_user_that_does_not_exist_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_mode_of_the_user_that_does_not_exist_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(ConfigError, match="Did you mean 'online'"):
         copy_metrics(run, "wandb", follow=False)
@@ -141,12 +179,19 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
         stream.write(lines([row(41, 2, validation_loss=6.0)]))
     assert copy_metrics(run, "tensorboard", follow=False).rows == 1
     for attempt, steps in STEPS.items():
-        events = EventAccumulator(str(run.directory / "tensorboard" / f"attempt_{attempt:02d}"), {"scalars": 0})
+        events = EventAccumulator(
+            str(run.directory / "tensorboard" / f"attempt_{attempt:02d}"), {"scalars": 0}
+        )
         events.Reload()
         loss = events.Scalars("loss")
         assert [event.step for event in loss] == [*steps, *([41] if attempt == 2 else [])]
-        assert loss[0].value == pytest.approx(8 - steps[0] / 20) and loss[0].wall_time == 1e9 + steps[0]
-        assert {"grad_norm", "learning_rate", "tokens_per_s", "mfu", "hfu"} <= set(events.Tags()["scalars"])
+        assert (
+            loss[0].value == pytest.approx(8 - steps[0] / 20)
+            and loss[0].wall_time == 1e9 + steps[0]
+        )
+        assert {"grad_norm", "learning_rate", "tokens_per_s", "mfu", "hfu"} <= set(
+            events.Tags()["scalars"]
+        )
     assert [event.value for event in events.Scalars("validation_loss")] == [6.0]
 
 
@@ -165,7 +210,9 @@ def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
     assert report.rows == 50 + next(added) - 41, "the steps written while it looked are all there"
 
 
-def test_missing_package_is_one_sentence_and_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_one_sentence_and_starts_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[tensorboard\]'"):
@@ -173,19 +220,26 @@ def test_missing_package_is_one_sentence_and_starts_nothing(run: Run, monkeypatc
     assert not (run.directory / "tensorboard").exists()
 
 
-# TensorBoard's own writer thread complains when its folder goes; the sink ends in order all the same.
+# TensorBoard's own writer thread complains when its folder goes; the sink ends in order all the
+# same.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("to", ["wandb", "tensorboard"])
-def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(run: Run, to: str, offline: None) -> None:
+def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(
+    run: Run, to: str, offline: None
+) -> None:
     import shutil
 
     pytest.importorskip(to)
-    (run.directory / "job.json").write_text("{}")  # damaged: its state cannot be told, so the sink goes on
+    (run.directory / "job.json").write_text(
+        "{}"
+    )  # damaged: its state cannot be told, so the sink goes on
     report = copy_metrics(run, to, poll_s=0, idle=lambda _: shutil.rmtree(run.directory))
     assert report.rows == 50 and "was deleted" in report.end and not run.directory.exists()
 
 
-def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(tmp_path: Path) -> None:
+def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(file)
     assert list(follower.parts()) == []
@@ -195,7 +249,9 @@ def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(tm
     file.write_text(line + lines([row(2, 1)]))
     assert [row["step"] for rows in follower.parts() for row in rows] == [1, 2]
     file.write_text(lines([row(7, 2)]))
-    assert [row["step"] for rows in follower.parts() for row in rows] == [7] and follower.skipped_lines == 0
+    assert [row["step"] for rows in follower.parts() for row in rows] == [
+        7
+    ] and follower.skipped_lines == 0
 
 
 def test_line_without_end_neither_fills_memory_nor_stops_the_follower(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The slow rank: noise names nobody, however loud, and a rank that is slower than it claims to allow is found."""
+"""The slow rank: noise names nobody, however loud, and a rank that is slower than it claims to
+allow is found.
+"""
 
 import math
 
@@ -11,7 +13,9 @@ WINDOWS = 400
 
 
 def times(ranks: int, samples: int, spread: float, memory: float, seed: int) -> np.ndarray:
-    """Returns step times [rank, sample] of equal ranks: lognormal noise, which remembers a share `memory`."""
+    """Returns step times [rank, sample] of equal ranks: lognormal noise, which remembers a share
+    `memory`.
+    """
     random = np.random.default_rng(seed)
     noise = random.normal(size=(ranks, samples))
     for i in range(1, samples):
@@ -26,7 +30,9 @@ def chance(times: np.ndarray) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 64])
-@pytest.mark.parametrize(("spread", "memory"), [(0.02, 0.0), (0.2, 0.0), (0.5, 0.0), (0.2, 0.7), (0.5, 0.7)])
+@pytest.mark.parametrize(
+    ("spread", "memory"), [(0.02, 0.0), (0.2, 0.0), (0.5, 0.0), (0.2, 0.7), (0.5, 0.7)]
+)
 def test_noise_names_nobody(ranks: int, spread: float, memory: float) -> None:
     for seed in range(WINDOWS):
         samples = (MIN_SAMPLES, SAMPLES)[seed % 2]
@@ -45,7 +51,8 @@ def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(r
 
 
 @pytest.mark.parametrize(
-    ("ratio", "spread", "samples"), [(1.4, 0.01, MIN_SAMPLES), (1.25, 0.02, SAMPLES), (1.5, 0.1, SAMPLES), (3, 0.1, 48)]
+    ("ratio", "spread", "samples"),
+    [(1.4, 0.01, MIN_SAMPLES), (1.25, 0.02, SAMPLES), (1.5, 0.1, SAMPLES), (3, 0.1, 48)],
 )
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_a_real_straggler_is_found(ranks: int, ratio: float, spread: float, samples: int) -> None:

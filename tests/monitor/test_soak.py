@@ -1,4 +1,6 @@
-"""A day of a run in a minute, and what befalls files in a day: memory and pictures stay as small as they were."""
+"""A day of a run in a minute, and what befalls files in a day: memory and pictures stay as small
+as they were.
+"""
 
 import ctypes
 import gc
@@ -42,7 +44,9 @@ class Clock:
 
 
 class Day:
-    """The job of a run, as its files see it: steps, states, heartbeats, log lines, attempts, a clock set back."""
+    """The job of a run, as its files see it: steps, states, heartbeats, log lines, attempts, a
+    clock set back.
+    """
 
     def __init__(self, run: Run, clock: Clock) -> None:
         self.run, self.clock, self.attempt, self.step = run, clock, 1, 0
@@ -66,31 +70,56 @@ class Day:
         self.clock.elapsed += TICK_STEPS * STEP_S
 
     def line(self) -> str:
-        loss = 1.9 + 9 * (1 + self.step / 200) ** -0.45 + 0.04 * self.random.normal() + 4 * (self.step in SPIKES)
-        shift = -3600 if 6 <= self.clock.elapsed / 3600 < 9 else 0  # a clock set back for three hours
-        return json.dumps({
-            "step": self.step, "attempt": self.attempt, "time": self.clock.time() + shift, "step_time_s": STEP_S,
-            "tokens": TOKENS, "loss": float("nan") if self.step in LOST_STEPS else loss, "grad_norm": 0.4,
-            "learning_rate": 1e-4, "memory_bytes": 6 * 2**30,
-        })  # fmt: skip
+        loss = (
+            1.9
+            + 9 * (1 + self.step / 200) ** -0.45
+            + 0.04 * self.random.normal()
+            + 4 * (self.step in SPIKES)
+        )
+        shift = (
+            -3600 if 6 <= self.clock.elapsed / 3600 < 9 else 0
+        )  # a clock set back for three hours
+        return json.dumps(
+            {
+                "step": self.step,
+                "attempt": self.attempt,
+                "time": self.clock.time() + shift,
+                "step_time_s": STEP_S,
+                "tokens": TOKENS,
+                "loss": float("nan") if self.step in LOST_STEPS else loss,
+                "grad_norm": 0.4,
+                "learning_rate": 1e-4,
+                "memory_bytes": 6 * 2**30,
+            }
+        )
 
     def say(self) -> None:
         RunState(
-            state=JobState.RUNNING, attempt=self.attempt, step=self.step, heartbeat=self.clock.time(),
-            step_time_s=STEP_S, process=Process.current(),
-        ).write(self.run.directory / "state.json")  # fmt: skip
+            state=JobState.RUNNING,
+            attempt=self.attempt,
+            step=self.step,
+            heartbeat=self.clock.time(),
+            step_time_s=STEP_S,
+            process=Process.current(),
+        ).write(self.run.directory / "state.json")
         slow = SLOW_HOURS[0] <= self.clock.elapsed / 3600 < SLOW_HOURS[1]
         for rank in range(RANKS):
             time_s = STEP_S * (1 + 0.01 * (rank % 3) + 0.4 * (slow and rank == SLOW_RANK))
             heartbeat = RankHeartbeat(
-                rank=rank, attempt=self.attempt, step=self.step, time=self.clock.time(), step_time_s=time_s
+                rank=rank,
+                attempt=self.attempt,
+                step=self.step,
+                time=self.clock.time(),
+                step_time_s=time_s,
             )
             file = self.run.directory / "ranks" / f"rank_{rank:05d}.json"
             file.write_text(json.dumps(heartbeat.to_dict()))
 
 
 def _resident_bytes() -> int:
-    """Returns what this process holds: without what it has freed, which other tests of it have left in pieces."""
+    """Returns what this process holds: without what it has freed, which other tests of it have
+    left in pieces.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -100,7 +129,12 @@ def _resident_bytes() -> int:
 @pytest.mark.timeout(900)
 def test_a_day_costs_no_more_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    for module in ("kit.monitor.alerts", "kit.monitor.dashboard", "kit.monitor.actions", "cluster.status"):
+    for module in (
+        "kit.monitor.alerts",
+        "kit.monitor.dashboard",
+        "kit.monitor.actions",
+        "cluster.status",
+    ):
         monkeypatch.setattr(f"{module}.time", clock)
     run = recorded_run(tmp_path / "run", steps=1, planned=10**6, ranks=RANKS)
     day, sizes, resident, files = Day(run, clock), [], [], []
@@ -114,19 +148,29 @@ def test_a_day_costs_no_more_at_its_end(tmp_path: Path, monkeypatch: pytest.Monk
             day.say()
             dashboard.look()
             shown = [dashboard.facts(), dashboard.alerts()]
-            sizes[-1] += len(json.dumps(shown, allow_nan=False)) + len(dashboard.heat()) + len(dashboard.log())
+            sizes[-1] += (
+                len(json.dumps(shown, allow_nan=False))
+                + len(dashboard.heat())
+                + len(dashboard.log())
+            )
         if tick % (3600 // TICK_STEPS) == 0:
             resident.append(_resident_bytes())
             files.append(len(os.listdir("/proc/self/fd")))
     steps = HOURS * 3600 - sum(RESUMED.values())
     assert len(dashboard.columns) == steps and sorted(dashboard.columns.first_steps) == [1, 2, 3]
-    assert (np.diff(dashboard.curves["time"]) >= 0).all(), "a clock that is set back does not turn time around"
+    assert (np.diff(dashboard.curves["time"]) >= 0).all(), (
+        "a clock that is set back does not turn time around"
+    )
     _check_alerts(dashboard)
     rows_bytes = 30 * 8 * 2 * steps  # columns and curves, in arrays that double
-    assert resident[-1] - resident[4] < rows_bytes + 20e6, f"resident, MB: {[round(r / 1e6) for r in resident]}"
+    assert resident[-1] - resident[4] < rows_bytes + 20e6, (
+        f"resident, MB: {[round(r / 1e6) for r in resident]}"
+    )
     assert files[-1] <= files[1] + 1, "no file stays open"
     hour = 3600 // TICK_STEPS
-    assert max(sizes[-hour:]) < 1.3 * max(sizes[hour : 2 * hour]), "a late picture is no larger than an early one"
+    assert max(sizes[-hour:]) < 1.3 * max(sizes[hour : 2 * hour]), (
+        "a late picture is no larger than an early one"
+    )
     assert max(sizes) < 300e3
 
 
@@ -137,7 +181,11 @@ def _check_alerts(dashboard: Dashboard) -> None:
     slow = [alert for alert in alerts if alert.kind == "straggler"]
     assert slow and all(f"rank {SLOW_RANK}" in alert.message for alert in slow)
     assert len(slow) <= 2 + 6 * (SLOW_HOURS[1] - SLOW_HOURS[0]), "said again only after ten minutes"
-    assert {alert.kind for alert in alerts} == {"nan", "spike", "straggler"}, "and no false alarm in a whole day"
+    assert {alert.kind for alert in alerts} == {
+        "nan",
+        "spike",
+        "straggler",
+    }, "and no false alarm in a whole day"
     assert len(dashboard.alerts()) <= ALERTS_SHOWN
 
 
@@ -211,7 +259,12 @@ def _everything(dashboard: Dashboard) -> dict:
     while dashboard.read():
         pass
     dashboard.look()
-    dashboard.frame(View(axis="time", log_x=True)), dashboard.heat(), dashboard.alerts(), dashboard.log()
+    (
+        dashboard.frame(View(axis="time", log_x=True)),
+        dashboard.heat(),
+        dashboard.alerts(),
+        dashboard.log(),
+    )
     return json.loads(json.dumps(dashboard.facts(), allow_nan=False))
 
 
@@ -220,10 +273,17 @@ def test_clocks_that_jump_neither_hide_steps_nor_turn_time_around(tmp_path: Path
     file = run.directory / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows:
-        row["time"] += {30: 1e9, 31: -1e9, 32: float("nan")}.get(row["step"], -7200 if row["step"] > 60 else 0)
+        row["time"] += {30: 1e9, 31: -1e9, 32: float("nan")}.get(
+            row["step"], -7200 if row["step"] > 60 else 0
+        )
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    state = RunState(state=JobState.RUNNING, attempt=1, step=100, heartbeat=time.time() + 3600,
-                     process=Process.current())  # fmt: skip
+    state = RunState(
+        state=JobState.RUNNING,
+        attempt=1,
+        step=100,
+        heartbeat=time.time() + 3600,
+        process=Process.current(),
+    )
     state.write(run.directory / "state.json")
     dashboard = Dashboard(run)
     facts = _everything(dashboard)

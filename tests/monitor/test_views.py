@@ -60,7 +60,11 @@ def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run: Run) -> No
     curve = curve_html(run, {"unigram <i>": 6.62})
     page = view_html(run, curve)
     assert "a &lt;b&gt; run" in page and "<b> run" not in page
-    assert curve in page and page.count("<img ") == 2 and "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
+    assert (
+        curve in page
+        and page.count("<img ") == 2
+        and "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
+    )
     figure = loss_figure(run.metrics(), 80, baselines={"unigram <i>": 6.62})
     [axis] = figure.axes
     assert axis.get_xlim() == (0, 80), "the whole planned length"
@@ -82,21 +86,33 @@ def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
     figure = loss_figure(run.metrics(), 80)
     raw = np.asarray(figure.axes[0].get_lines()[0].get_ydata(), dtype=float)
     assert raw[np.isfinite(raw)].tolist() == [loss for loss in losses if math.isfinite(loss)]
-    assert np.isfinite(figure.axes[0].get_ylim()).all(), "steps before the divergence keep their scale"
+    assert np.isfinite(figure.axes[0].get_ylim()).all(), (
+        "steps before the divergence keep their scale"
+    )
 
 
-def test_following_draws_at_the_end_and_not_at_every_look(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_draws_at_the_end_and_not_at_every_look(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn, shown, looks, ended = [], [], [], run.job.status()
     monkeypatch.setattr(live, "curve_html", lambda *_: drawn.append(1) or f"curve {len(drawn)}")
-    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data))
-    monkeypatch.setattr("IPython.display.DisplayHandle.update", lambda _, data, **__: shown.append(data))
+    monkeypatch.setattr(
+        "IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data)
+    )
+    monkeypatch.setattr(
+        "IPython.display.DisplayHandle.update", lambda _, data, **__: shown.append(data)
+    )
 
     def status(_: cluster.Job) -> JobStatus:
         looks.append(1)
-        return dataclasses.replace(ended, state=JobState.RUNNING if len(looks) < 20 else JobState.DONE)
+        return dataclasses.replace(
+            ended, state=JobState.RUNNING if len(looks) < 20 else JobState.DONE
+        )
 
     monkeypatch.setattr(cluster.Job, "status", status)
-    with ThreadPoolExecutor(1) as own_thread:  # a browser test before this one leaves a loop running in the main thread
+    with ThreadPoolExecutor(
+        1
+    ) as own_thread:  # a browser test before this one leaves a loop running in the main thread
         followed = own_thread.submit(asyncio.run, live.follow(run, refresh_s=0.0)).result(60)
     assert followed.state is JobState.DONE
     assert len(drawn) == 2 and len(shown) > 3
@@ -130,7 +146,10 @@ def test_average_skips_what_is_not_finite_and_goes_on(bad: float) -> None:
 
 
 def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run: Run) -> None:
-    _spoil(run, {10: {"loss": float("nan")}, 11: {"loss": float("inf")}, 30: {"step_time_s": float("nan")}})
+    _spoil(
+        run,
+        {10: {"loss": float("nan")}, 11: {"loss": float("inf")}, 30: {"step_time_s": float("nan")}},
+    )
     figure, table = run_figure(run)
     assert np.isfinite(table["loss_ema"]).sum() == 38 and np.isfinite(table["loss_ema"][-1])
     loss, speed = figure.axes

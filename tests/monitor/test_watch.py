@@ -43,7 +43,9 @@ def _screen(run: Run, width: int) -> list[str]:
 
 
 def _command(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
 
 
 def _lose_a_loss(run: Run, step: int) -> None:
@@ -56,7 +58,12 @@ def _lose_a_loss(run: Run, step: int) -> None:
 def test_curve_falls_and_marks_what_is_not_finite() -> None:
     lines = curve(np.linspace(8, 4, 400), 40, height=4)
     heights = [sum(line[9 + column] != " " for line in lines) for column in range(40)]
-    assert len(lines) == 4 and heights == sorted(heights, reverse=True) and heights[0] == 4 and heights[-1] == 1
+    assert (
+        len(lines) == 4
+        and heights == sorted(heights, reverse=True)
+        and heights[0] == 4
+        and heights[-1] == 1
+    )
     assert [line[:9].strip() for line in lines] == ["7.955", "", "", "4.045"]
     values = np.where(np.arange(400) == 201, np.nan, np.linspace(8, 4, 400))
     assert [line[9 + 20] for line in curve(values, 40, height=4)] == [" ", " ", " ", "?"]
@@ -71,7 +78,15 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
     lines = _screen(run, width)
     words = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= width
-    for wanted in ("● running", "400 / 1,000", "MFU", "HFU", "?", "nan: loss is not finite", "checkpoint: asked"):
+    for wanted in (
+        "● running",
+        "400 / 1,000",
+        "MFU",
+        "HFU",
+        "?",
+        "nan: loss is not finite",
+        "checkpoint: asked",
+    ):
         assert wanted in words
     if width == 80:
         assert len(lines) <= 20, "one look, no scrolling"
@@ -80,23 +95,46 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
 def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
     _lose_a_loss(run, 390)
     for step in range(10, 200, 20):
-        AlertLog(run.directory / "alerts.jsonl").add([Alert(kind="spike", level="warning", message="loss spike 9 " * 9,
-                                                            attempt=1, step=step * 60, time=1.0)])  # fmt: skip
+        AlertLog(run.directory / "alerts.jsonl").add(
+            [
+                Alert(
+                    kind="spike",
+                    level="warning",
+                    message="loss spike 9 " * 9,
+                    attempt=1,
+                    step=step * 60,
+                    time=1.0,
+                )
+            ]
+        )
     for height in (16, 30, 50):
         screen = io.StringIO()
-        say(run, JobState.DONE, attempt=2, step=400, process=dead_process())  # so that it is shown once
-        watch(run, console=Console(file=screen, width=80, height=height, force_terminal=True, highlight=False))
+        say(
+            run, JobState.DONE, attempt=2, step=400, process=dead_process()
+        )  # so that it is shown once
+        watch(
+            run,
+            console=Console(
+                file=screen, width=80, height=height, force_terminal=True, highlight=False
+            ),
+        )
         last = screen.getvalue().rpartition("● lost")[2].rstrip()
         assert height - 3 <= last.count("\n") < height and "nan: loss is not finite" in last, height
 
 
-def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not a word for hours would look like a hang."""
     now, screen = [0.0], io.StringIO()
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
+    )
     monkeypatch.setattr(terminal, "time", clock)
     console = terminal.PlainConsole(file=screen)
-    terminal.keep_drawing(lambda: f"{now[0]:.0f} s", console, every_s=10.0, over=lambda: now[0] >= 40)
+    terminal.keep_drawing(
+        lambda: f"{now[0]:.0f} s", console, every_s=10.0, over=lambda: now[0] >= 40
+    )
     assert screen.getvalue() == "0 s\n30 s\n40 s\n"
 
 
@@ -116,7 +154,9 @@ def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
     folder = run.checkpoints.path(400)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-    assert any("checkpoint: asked" in line and "saved at step 400" in line for line in _screen(run, 80))
+    assert any(
+        "checkpoint: asked" in line and "saved at step 400" in line for line in _screen(run, 80)
+    )
 
 
 @pytest.fixture
@@ -135,7 +175,9 @@ READERS = {
     "figure": lambda run: run_figure(run)[1],
     "compare": lambda run: next(iter(compare_figure([run])[1].values())),
     "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
-    "sink": lambda run: scalars(run, [{"step": 1, "attempt": 1, "tokens": 4096, "step_time_s": 1, "loss": 1}])[0],
+    "sink": lambda run: scalars(
+        run, [{"step": 1, "attempt": 1, "tokens": 4096, "step_time_s": 1, "loss": 1}]
+    )[0],
     "dashboard": lambda run: (dashboard := Dashboard(run)).read() or dashboard.facts(),
     "notebook": lambda run: {"loss": 1, "text": view_html(run, curve_html(run))},
 }
@@ -155,29 +197,38 @@ def test_a_speed_above_the_peak_is_not_printed(too_fast: Run) -> None:
 def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
     screen = io.StringIO()
     thread = threading.Thread(
-        target=watch, args=(run,), kwargs={"console": Console(file=screen, width=80, force_terminal=True)}
+        target=watch,
+        args=(run,),
+        kwargs={"console": Console(file=screen, width=80, force_terminal=True)},
     )
     thread.start()
     time.sleep(0.5)
     assert thread.is_alive(), "as long as the job runs"
     write_exit(
-        run.directory, ExitReport(attempt=2, rc=3, reason="rank 0 ended with code 3", host="h", time=time.time())
+        run.directory,
+        ExitReport(attempt=2, rc=3, reason="rank 0 ended with code 3", host="h", time=time.time()),
     )
     thread.join(20)
     assert not thread.is_alive()
     last = screen.getvalue().rpartition("run  ")[2]
-    assert "rank 0 ended with code 3" in last and "step 400 of 1000: all is well" in last, "with the end of its log"
+    assert "rank 0 ended with code 3" in last and "step 400 of 1000: all is well" in last, (
+        "with the end of its log"
+    )
 
 
 def test_watch_outlives_the_directory(run: Run) -> None:
     screen = io.StringIO()
-    thread = threading.Thread(target=watch, args=(run,), kwargs={"console": Console(file=screen, width=120)})
+    thread = threading.Thread(
+        target=watch, args=(run,), kwargs={"console": Console(file=screen, width=120)}
+    )
     thread.start()
     time.sleep(0.5)
     shutil.rmtree(run.directory)
     thread.join(20)
     assert not thread.is_alive()
-    assert "was removed" in screen.getvalue() and "400 / 1,000" in screen.getvalue(), "with what was read before"
+    assert "was removed" in screen.getvalue() and "400 / 1,000" in screen.getvalue(), (
+        "with what was read before"
+    )
 
 
 def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
@@ -192,8 +243,12 @@ def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
 
 def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) -> None:
     log = AlertLog(run.directory / "alerts.jsonl")
-    told = [Alert(kind="spike", level="warning", message=f"jump {step}", attempt=1, step=step, time=step)
-            for step in range(0, 13 * 60, 60)]  # fmt: skip
+    told = [
+        Alert(
+            kind="spike", level="warning", message=f"jump {step}", attempt=1, step=step, time=step
+        )
+        for step in range(0, 13 * 60, 60)
+    ]
     log.add(told)
     lines = _command("status", run.directory).stdout.splitlines()
     shown = [line.rpartition(" ")[2] for line in lines if "spike: jump" in line]
@@ -212,11 +267,21 @@ def test_a_job_fails_once_however_late_one_looks() -> None:
 
 def test_buttons_as_commands(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
-    job = JobSpec(name="sleeper", run_dir=str(run.directory), argv=("sleep", "60"), num_processes=1, grace_s=2.0)
+    job = JobSpec(
+        name="sleeper",
+        run_dir=str(run.directory),
+        argv=("sleep", "60"),
+        num_processes=1,
+        grace_s=2.0,
+    )
     say(run, JobState.DONE, process=dead_process())
     cluster.local.submit(job)
-    assert "Asked at" in _command("checkpoint", run.directory).stdout and read_asked(run.directory, "checkpoint")
-    assert "Asked at" in _command("stop", run.directory).stdout and read_asked(run.directory, "stop")
+    assert "Asked at" in _command("checkpoint", run.directory).stdout and read_asked(
+        run.directory, "checkpoint"
+    )
+    assert "Asked at" in _command("stop", run.directory).stdout and read_asked(
+        run.directory, "stop"
+    )
     assert "kit resume" in _command("stop", "--now", run.directory).stdout
     assert run.job.wait(20).state is JobState.FAILED
     for command in ("stop", "checkpoint"):

@@ -45,7 +45,9 @@ def until(condition, limit_s: float = 30.0) -> None:
 
 def unpack(widget: Monitor) -> tuple[np.ndarray, np.ndarray]:
     n = widget.frame["n"]
-    return np.frombuffer(widget.window, "<f8", n), np.frombuffer(widget.window, "<f4", offset=8 * n).reshape(-1, n)
+    return np.frombuffer(widget.window, "<f8", n), np.frombuffer(
+        widget.window, "<f4", offset=8 * n
+    ).reshape(-1, n)
 
 
 # Of uPlot 1.6.32, whose npm package has the integrity
@@ -76,16 +78,27 @@ def test_new_steps_reach_the_view_within_half_a_second(show, tmp_path: Path) -> 
 
 def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
-    widget._on_message(widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}, [])
+    widget._on_message(
+        widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}, []
+    )
     assert widget.frame["heard"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
     widget._on_message(widget, {"type": "smoothing", "value": 0.0}, [])
     _, values = unpack(widget)
     np.testing.assert_array_equal(values[0], values[2])
-    nonsense = [None, 3, {}, {"type": "view", "start": "a", "end": [], "width": 1e99, "axis": 7}, {"type": "smoothing"},
-                {"type": "smoothing", "value": 1.0}, {"type": "smoothing", "value": float("nan")},
-                {"type": "log", "rank": "x"},
-                {"type": "action", "name": "rm"}, {"type": "drawn", "duration_s": None},
-                {"type": "view", "start": 5, "end": 2}, {"type": "view", "width": float("inf")}]  # fmt: skip
+    nonsense = [
+        None,
+        3,
+        {},
+        {"type": "view", "start": "a", "end": [], "width": 1e99, "axis": 7},
+        {"type": "smoothing"},
+        {"type": "smoothing", "value": 1.0},
+        {"type": "smoothing", "value": float("nan")},
+        {"type": "log", "rank": "x"},
+        {"type": "action", "name": "rm"},
+        {"type": "drawn", "duration_s": None},
+        {"type": "view", "start": 5, "end": 2},
+        {"type": "view", "width": float("inf")},
+    ]
     for message in nonsense:
         widget._on_message(widget, message, [])
         assert widget.failure == ""
@@ -130,23 +143,32 @@ def test_a_removed_directory_keeps_the_last_picture(show, tmp_path: Path) -> Non
     assert widget.frame["rows"] == 400 and widget.failure == ""
 
 
-def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path: Path, monkeypatch) -> None:
+def test_the_picture_rides_along_and_what_is_sent_is_json(
+    show, tmp_path: Path, monkeypatch
+) -> None:
     run = recorded_run(tmp_path / "run", steps=300)
     widget = show(run, baselines={"published": 2.0})
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
-    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data))
+    monkeypatch.setattr(
+        "IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data)
+    )
     widget._ipython_display_()
     view, picture = shown
     assert view["text/plain"] == "run: running, step 300 of 1000"
     assert "application/vnd.jupyter.widget-view+json" in view and "image/png" not in view
-    assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG") and widget.model_id in picture["text/html"]
+    assert (
+        base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
+        and widget.model_id in picture["text/html"]
+    )
     assert len(json.dumps([view, picture])) < 260_000, "two drawings and a picture"
     for value in (widget.frame, widget.facts, widget.alerts):
         json.dumps(value, allow_nan=False)
 
 
-def test_a_fault_of_the_view_is_said_in_the_view_and_ends_nothing(show, tmp_path: Path, monkeypatch) -> None:
+def test_a_fault_of_the_view_is_said_in_the_view_and_ends_nothing(
+    show, tmp_path: Path, monkeypatch
+) -> None:
     run = recorded_run(tmp_path / "run", steps=20)
     widget = show(run)
 
@@ -177,9 +199,14 @@ def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
     until(lambda: not any(thread.is_alive() for thread in before[-2:]))
 
 
-def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path: Path, monkeypatch) -> None:
+def test_a_cell_that_runs_again_replaces_its_view_and_no_other(
+    show, tmp_path: Path, monkeypatch
+) -> None:
     run, parent = recorded_run(tmp_path / "run"), {}
-    monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: types.SimpleNamespace(get_parent=lambda: parent))
+    monkeypatch.setattr(
+        "IPython.core.getipython.get_ipython",
+        lambda: types.SimpleNamespace(get_parent=lambda: parent),
+    )
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
     monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda *_, **__: None)
 
@@ -216,28 +243,44 @@ def test_facts_of_the_last_step(tmp_path: Path) -> None:
     assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
     assert facts["hfu"] == pytest.approx(float(np.median(metrics.hfu()[-20:])))
     assert facts["tokens"] == metrics.total_tokens[-1] and facts["tokens_left"] == 900 * 4096
-    assert facts["eta_s"] == pytest.approx(900 * 1.02), "from the end of one step to that of the next"
+    assert facts["eta_s"] == pytest.approx(900 * 1.02), (
+        "from the end of one step to that of the next"
+    )
 
 
 def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
-    """After 200 of 400 steps of 36 s, with 360 s of validation after each tenth, as much is left: 4 hours."""
+    """After 200 of 400 steps of 36 s, with 360 s of validation after each tenth, as much is
+    left: 4 hours.
+    """
     run = recorded_run(tmp_path / "run", steps=200, planned=400)
-    taken = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    taken = [
+        json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
     def told(attempt: int, set_back_s: float = 0.0) -> list[float]:
         for row in taken:
             step = row["step"]
             wall = 36 * step + 360 * ((step - 1) // 10) - set_back_s * (step > 100)
-            row |= {"attempt": 1 if step < attempt else 2, "time": 1.7e9 + wall, "step_time_s": 36.0}
+            row |= {
+                "attempt": 1 if step < attempt else 2,
+                "time": 1.7e9 + wall,
+                "step_time_s": 36.0,
+            }
             row["time"] += 1e5 * (row["attempt"] == 2)  # a day between the two attempts
-        (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in taken))
+        (run.directory / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in taken)
+        )
         dashboard = Dashboard(run)
         dashboard.read()
         return [dashboard.facts()["eta_s"], status_row(run)["eta_s"]]
 
     assert told(attempt=1000) == pytest.approx([4 * 3600] * 2, rel=0.03)
-    assert told(attempt=41) == pytest.approx([4 * 3600] * 2, rel=0.03), "of the newest attempt alone"
-    assert told(attempt=200) == [200 * 36] * 2, "one step of an attempt says nothing of what comes between two"
+    assert told(attempt=41) == pytest.approx([4 * 3600] * 2, rel=0.03), (
+        "of the newest attempt alone"
+    )
+    assert told(attempt=200) == [200 * 36] * 2, (
+        "one step of an attempt says nothing of what comes between two"
+    )
     assert told(attempt=1000, set_back_s=1e6) == [200 * 36] * 2
 
 
@@ -247,5 +290,8 @@ def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None
     assert kit.monitor.Monitor is Monitor
     with pytest.raises(AttributeError, match="no attribute 'Montor'"):
         kit.monitor.Montor  # noqa: B018
-    code = "import sys, kit.monitor; sys.exit(bool({'anywidget', 'rich', 'numpy', 'torch'} & set(sys.modules)))"
+    code = (
+        "import sys, kit.monitor; sys.exit(bool({'anywidget', 'rich', 'numpy', 'torch'} &"
+        " set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,6 @@
-"""The sheets of claims: all of them are computed, and the pages in the gallery say what is computed."""
+"""The sheets of claims: all of them are computed, and the pages in the gallery say what is
+computed.
+"""
 
 import pytest
 
@@ -19,27 +21,57 @@ def lines(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("paper", list(TITLES))
 def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None:
     made, kept = lines(page(paper)), lines((GALLERY / f"claims_{paper}.md").read_text())
-    assert list(made) == list(kept) == ["claim", *(claim.claim for claim in claims(paper))], "make gallery"
+    assert list(made) == list(kept) == ["claim", *(claim.claim for claim in claims(paper))], (
+        "make gallery"
+    )
     for claim in claims(paper):
         verdict = made[claim.claim][5]
-        assert (verdict == "**cannot be tried here**") == (claim.figure in ("", *OF_STUDIES)), claim.claim
-        assert claim.figure in OF_STUDIES or kept[claim.claim][5] == verdict, f"{claim.claim}: make gallery"
+        assert (verdict == "**cannot be tried here**") == (claim.figure in ("", *OF_STUDIES)), (
+            claim.claim
+        )
+        assert claim.figure in OF_STUDIES or kept[claim.claim][5] == verdict, (
+            f"{claim.claim}: make gallery"
+        )
         assert claim.fact or claim.source, "says where it can be looked up"
         assert claim.note or verdict == "**holds**", "says why it is missed or cannot be tried"
 
 
 def test_a_claim_holds_where_the_interval_meets_the_last_digit_and_is_missed_elsewhere() -> None:
-    claim = Claim(paper="frontier", claim="c", where="abstract", fact=("throughput_percent", "22B"), figure="f",
-                  at={"x": "22B"})  # fmt: skip
-    for ends, verdict in (((38.0, 39.0), "holds"), ((38.384, 50.0), "holds"), ((38.39, 50.0), "missed")):
-        assert checked(claim, [{"x": "22B", "y": 40.0, "low": ends[0], "high": ends[1]}])[1] == verdict
+    claim = Claim(
+        paper="frontier",
+        claim="c",
+        where="abstract",
+        fact=("throughput_percent", "22B"),
+        figure="f",
+        at={"x": "22B"},
+    )
+    for ends, verdict in (
+        ((38.0, 39.0), "holds"),
+        ((38.384, 50.0), "holds"),
+        ((38.39, 50.0), "missed"),
+    ):
+        assert (
+            checked(claim, [{"x": "22B", "y": 40.0, "low": ends[0], "high": ends[1]}])[1] == verdict
+        )
     assert checked(claim, None) == (None, "cannot be tried here")
     with pytest.raises(ConfigError, match="f has no row with"):
         checked(claim, [{"x": "1T", "y": 1.0}])
 
 
 def test_a_claim_may_be_of_what_beats_all_others() -> None:
-    best = Claim(paper="hlat", claim="c", where="Table", figure="f", at={"x": "a"}, less={"of": 1}, at_least=0.1)
-    rows = [{"x": "a", "of": 1, "y": "3.5 ± 0.2"}, {"x": "b", "of": 1, "y": 1.0}, {"x": "c", "of": 1, "y": 3.0}]
+    best = Claim(
+        paper="hlat",
+        claim="c",
+        where="Table",
+        figure="f",
+        at={"x": "a"},
+        less={"of": 1},
+        at_least=0.1,
+    )
+    rows = [
+        {"x": "a", "of": 1, "y": "3.5 ± 0.2"},
+        {"x": "b", "of": 1, "y": 1.0},
+        {"x": "c", "of": 1, "y": 3.0},
+    ]
     found, verdict = checked(best, rows)
     assert found is not None and found.value == pytest.approx(0.5) and verdict == "holds"

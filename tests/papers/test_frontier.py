@@ -1,4 +1,6 @@
-"""The Frontier figures: layers and sources of each, numbers with tolerances, the paper's relations on the model."""
+"""The Frontier figures: layers and sources of each, numbers with tolerances, the paper's
+relations on the model.
+"""
 
 import csv
 import json
@@ -23,7 +25,13 @@ from kit.spec import ModelSpec
 from tests.papers.recorded import cluster_run, demo_study, imported_run
 from tests.pictures import check_figure
 
-PIPELINE_RATES = {(1, 2, 1): 1000.0, (1, 2, 2): 1300.0, (1, 2, 4): 1600.0, (1, 2, 8): 1800.0, (2, 1, 4): 900.0}
+PIPELINE_RATES = {
+    (1, 2, 1): 1000.0,
+    (1, 2, 2): 1300.0,
+    (1, 2, 4): 1600.0,
+    (1, 2, 8): 1800.0,
+    (2, 1, 4): 900.0,
+}
 """A machine on which the paper's observations hold: half the time is bubble at one micro-batch."""
 WITHOUT_RUNS = {"frontier-search", "frontier-sensitivity"}
 """Their measured layer is a search, not runs."""
@@ -31,11 +39,17 @@ WITHOUT_RUNS = {"frontier-search", "frontier-sensitivity"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on a cluster, an imported log of another, and a folder with the demo-scale study and its search."""
+    """A run on a cluster, an imported log of another, and a folder with the demo-scale study and
+    its search.
+    """
     folder = tmp_path_factory.mktemp("paper")
     study = demo_study(folder / "demo", PIPELINE_RATES)
     tune(_two_ranks, SPACE, num_trials=8, sampler="random", storage=study / SEARCH)
-    return [cluster_run(folder / "cluster").directory, imported_run(folder / "imported").directory, study]
+    return [
+        cluster_run(folder / "cluster").directory,
+        imported_run(folder / "imported").directory,
+        study,
+    ]
 
 
 def _two_ranks(parameters: dict) -> float:
@@ -71,16 +85,31 @@ def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path
 TABLES = {"frontier-recipes", "frontier-observations"}
 
 
-@pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS - TABLES - {"frontier-strong-scaling"}))
-def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(name: str, runs: list[Path]) -> None:
+@pytest.mark.parametrize(
+    "name", sorted(set(FRONTIER) - WITHOUT_RUNS - TABLES - {"frontier-strong-scaling"})
+)
+def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(
+    name: str, runs: list[Path]
+) -> None:
     figure, rows = FRONTIER[name].draw(runs[:2])
     drawn = values(rows, layer="measured", scale="cluster")
-    assert [row["run"] for row in drawn] == (["cluster"] if "memory" in name else [drawn[0]["run"], drawn[1]["run"]])
+    assert [row["run"] for row in drawn] == (
+        ["cluster"] if "memory" in name else [drawn[0]["run"], drawn[1]["run"]]
+    )
     assert len(figure.left_out) == ("memory" in name), "the log tells no memory"
-    assert all("imported is not drawn. Drawn here: runs of a cluster" in text for text in figure.left_out)
-    legends = [text.get_text() for axis in figure.axes if axis.get_legend() for text in axis.get_legend().get_texts()]
+    assert all(
+        "imported is not drawn. Drawn here: runs of a cluster" in text for text in figure.left_out
+    )
+    legends = [
+        text.get_text()
+        for axis in figure.axes
+        if axis.get_legend()
+        for text in axis.get_legend().get_texts()
+    ]
     legends += [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-    assert set(legends) & {row["series"] for row in drawn} or name == "frontier-cost", "and are named in a legend"
+    assert set(legends) & {row["series"] for row in drawn} or name == "frontier-cost", (
+        "and are named in a legend"
+    )
     if name == "frontier-tensor-parallel":
         assert [row["x"] for row in drawn] == [4, 4]
         log, own = sorted(row["y"] for row in drawn)
@@ -100,7 +129,11 @@ def test_runs_that_do_not_scale_are_told_and_those_that_do_have_a_panel_with_the
     figure, rows = strong.draw([*runs, other])
     drawn = values(rows, layer="measured", scale="cluster")
     assert [(row["run"], row["x"]) for row in drawn] == [("cluster", 128), ("twice", 256)]
-    [panel] = [axis for axis in figure.axes if axis.get_title(loc="left") == "your runs: tokens/s per device"]
+    [panel] = [
+        axis
+        for axis in figure.axes
+        if axis.get_title(loc="left") == "your runs: tokens/s per device"
+    ]
     assert [text.get_text() for text in panel.get_legend().get_texts()] == ["175B, batch 640"]
     assert [text.split(" is not")[0] for text in figure.left_out] == [str(runs[1])]
     check_figure(figure)
@@ -147,10 +180,15 @@ def test_observations_hold_on_the_model() -> None:
 def test_observations_are_told_from_measured_runs(runs: list[Path], tmp_path: Path) -> None:
     found = {relation.claim: relation for relation in measured_relations(runs)}
     assert {claim: round(relation.value, 2) for claim, relation in found.items()} == {
-        "III.1": 0.45, "III.2": 1.8, "III.3": 0.8, "III.4": 1.12
-    }  # fmt: skip
+        "III.1": 0.45,
+        "III.2": 1.8,
+        "III.3": 0.8,
+        "III.4": 1.12,
+    }
     assert {relation.verdict for relation in found.values()} == {"holds"}
-    contrary = demo_study(tmp_path / "contrary", {(2, 1, 4): 4000.0, (1, 2, 8): 500.0, (1, 2, 1): 1000.0})
+    contrary = demo_study(
+        tmp_path / "contrary", {(2, 1, 4): 4000.0, (1, 2, 8): 500.0, (1, 2, 1): 1000.0}
+    )
     assert {r.claim: r.verdict for r in measured_relations([contrary])}["III.1"] == "fails"
     assert {r.claim: r.verdict for r in measured_relations([contrary])}["III.2"] == "fails"
     assert measured_relations(runs[:1]) == []
@@ -169,11 +207,18 @@ def test_weak_scaling_is_inside_the_interval_and_strong_scaling_is_told_as_misse
     for model, x, published in (("175B", 1024, 89.0), ("1T", 3072, 87.0)):
         [row] = values(rows, layer="modelled", series=model, x=float(x))
         inside = row["low"] <= published <= row["high"]
-        assert not inside, "at the remembered batch of 8,000 the model is more hopeful than the paper"
-        assert f"{model} (paper {published:.0f}, model {row['y']:.3g})" in figure.caption.partition("MISSED: ")[2]
+        assert not inside, (
+            "at the remembered batch of 8,000 the model is more hopeful than the paper"
+        )
+        assert (
+            f"{model} (paper {published:.0f}, model {row['y']:.3g})"
+            in figure.caption.partition("MISSED: ")[2]
+        )
         assert row["low"] - published < 3
         layer = batch_layer(model)
-        assert 1000 < np.interp(published, layer.y, layer.x) < 4000, "but it gives the paper's number at a smaller one"
+        assert 1000 < np.interp(published, layer.y, layer.x) < 4000, (
+            "but it gives the paper's number at a smaller one"
+        )
 
 
 def test_strong_scaling_of_lumi_is_inside_the_interval() -> None:
@@ -186,32 +231,48 @@ def test_strong_scaling_of_lumi_is_inside_the_interval() -> None:
 def test_memory_against_the_logs() -> None:
     per_stage = -np.diff(frontier_stages()[1].dynamic[1:15]) / 2**20
     log = np.array([fact.number for fact in facts()["stage_peak_mib"]])
-    assert per_stage == pytest.approx(-np.diff(log[1:15]), abs=1), "one micro-batch less on each next stage"
+    assert per_stage == pytest.approx(-np.diff(log[1:15]), abs=1), (
+        "one micro-batch less on each next stage"
+    )
     for fact in facts()["lumi_allocated_mib"]:
         assert lumi_bytes(int(fact.x)) / 2**20 == pytest.approx(fact.number, rel=0.02)
     figure, rows = paper_figure("frontier-memory").draw()
     table = {(row["model"], row["bytes"]): row["TB"] for row in rows if "bytes" in row}
-    assert table["1T", 14.0] == pytest.approx(14, rel=0.02) and table["22B", 24.0] == pytest.approx(0.53, rel=0.02)
-    assert "9.0 bytes a parameter in the log, 9.1 modelled" in paper_figure("frontier-stage-memory").draw()[0].caption
+    assert table["1T", 14.0] == pytest.approx(14, rel=0.02) and table["22B", 24.0] == pytest.approx(
+        0.53, rel=0.02
+    )
+    assert (
+        "9.0 bytes a parameter in the log, 9.1 modelled"
+        in paper_figure("frontier-stage-memory").draw()[0].caption
+    )
 
 
 def test_layers_are_bound_by_computation_and_fused_attention_helps() -> None:
     ridge = 191.5e12 / 1.6e12
     for name, preset in MODELS.items():
         spec, plan = ModelSpec.preset(preset), recipe_plan(name)
-        assert ridge < layer_intensity(spec, plan, flash_attention=False) < layer_intensity(spec, plan)
+        assert (
+            ridge < layer_intensity(spec, plan, flash_attention=False) < layer_intensity(spec, plan)
+        )
     gains = {row["model"]: row for row in flash_gains()}
-    assert gains["22B"]["y"] > gains["175B"]["y"] > gains["1T"]["y"] > 0, "wider layers spend less in attention"
+    assert gains["22B"]["y"] > gains["175B"]["y"] > gains["1T"]["y"] > 0, (
+        "wider layers spend less in attention"
+    )
     assert gains["22B"]["low"] > 0
 
 
 def test_attention_is_timed_here_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontier_demo, "LENGTHS", (64, 128))
     rows = frontier_demo.demo_attention(tmp_path)
-    assert [(row["kernel"], row["sequence_length"]) for row in rows[:2]] == [("fused", 64), ("scores written out", 64)]
+    assert [(row["kernel"], row["sequence_length"]) for row in rows[:2]] == [
+        ("fused", 64),
+        ("scores written out", 64),
+    ]
     assert all(second > 0 for row in rows for second in row["seconds"])
     assert frontier_demo.demo_attention(tmp_path) == rows, "kept, not measured again"
-    _, drawn = paper_figure("frontier-flash-attention").draw([tmp_path, cluster_run(tmp_path / "run").directory])
+    _, drawn = paper_figure("frontier-flash-attention").draw(
+        [tmp_path, cluster_run(tmp_path / "run").directory]
+    )
     assert len(values(drawn, layer="measured", scale="demo")) == 4
 
 
@@ -228,7 +289,9 @@ def test_cost_of_a_trillion_parameters() -> None:
     [published] = values(rows, panel="days", layer="published")
     [modelled] = values(rows, panel="days", layer="modelled", x=3072.0)
     assert published["y"] == pytest.approx(10_057, rel=0.001), "at 61.2 TFLOP/s with recomputation"
-    assert ("MISSED: 3,072" in figure.caption) == (not modelled["low"] <= published["y"] <= modelled["high"])
+    assert ("MISSED: 3,072" in figure.caption) == (
+        not modelled["low"] <= published["y"] <= modelled["high"]
+    )
     assert modelled["y"] == pytest.approx(published["y"], rel=0.2)
     assert any("121 million exaFLOP, as in the abstract (120)" in note for note in figure.notes)
 
@@ -237,14 +300,21 @@ def test_commands_draw_a_figure_and_list_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: list[Path]
 ) -> None:
     file = tmp_path / "memory.svg"
-    app(["figure", "frontier-memory", "--out", str(file), "--run", str(runs[0]), "--json"], standalone_mode=False)
+    app(
+        ["figure", "frontier-memory", "--out", str(file), "--run", str(runs[0]), "--json"],
+        standalone_mode=False,
+    )
     rows = json.loads(capsys.readouterr().out)
     assert values(rows, layer="measured") and file.stat().st_size > 10_000
     with file.with_suffix(".csv").open(newline="") as stream:
-        assert [row["source"] for row in csv.DictReader(stream)] == [row.get("source", "") for row in rows]
+        assert [row["source"] for row in csv.DictReader(stream)] == [
+            row.get("source", "") for row in rows
+        ]
     app(["figures", "--json"], standalone_mode=False)
     assert set(FRONTIER) <= set(json.loads(capsys.readouterr().out))
     with pytest.raises(ConfigError, match="--out FOLDER"):
         app(["figures", "--run", str(runs[0])], standalone_mode=False)
-    with pytest.raises(ConfigError, match="'frontier-memroy' is unknown. Did you mean 'frontier-memory'"):
+    with pytest.raises(
+        ConfigError, match="'frontier-memroy' is unknown. Did you mean 'frontier-memory'"
+    ):
         paper_figure("frontier-memroy")

@@ -1,4 +1,6 @@
-"""The HLAT figures: layers and sources of each, the paper's relations on the model, and the studies at demo scale."""
+"""The HLAT figures: layers and sources of each, the paper's relations on the model, and the
+studies at demo scale.
+"""
 
 import json
 import math
@@ -13,9 +15,26 @@ from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.papers import HLAT, hlat_demo, hlat_small, paper_figure
-from kit.papers.hlat_cost import accelerator_ratio, cost_draws, cost_per_tokens, cost_percent, relations, size_ratio
+from kit.papers.hlat_cost import (
+    accelerator_ratio,
+    cost_draws,
+    cost_per_tokens,
+    cost_percent,
+    relations,
+    size_ratio,
+)
 from kit.papers.hlat_demo import PRECISION, PRECISION_RECIPE, SPIKE_RECIPE, SPIKES
-from kit.papers.hlat_model import MODELS, P4D, TRN1, benchmarks, facts, left_out, other_a100, plan_of, trn1_risk
+from kit.papers.hlat_model import (
+    MODELS,
+    P4D,
+    TRN1,
+    benchmarks,
+    facts,
+    left_out,
+    other_a100,
+    plan_of,
+    trn1_risk,
+)
 from kit.papers.hlat_recipes import floor_step, last_step, recipe
 from kit.papers.hlat_scores import end_points
 from kit.papers.hlat_small import (
@@ -43,15 +62,27 @@ def values(rows: list[dict], **wanted: object) -> list[dict]:
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
-def score(task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm") -> TaskScore:
+def score(
+    task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm"
+) -> TaskScore:
     return TaskScore(
-        task=task, metrics=(Metric.of(metric, value, 0.05, items),), num_items=items, total_items=100,
-        num_fewshot=shots, chance=0.5, task_version="1", harness_version="0.4", data=(), seconds=1.0,
-    )  # fmt: skip
+        task=task,
+        metrics=(Metric.of(metric, value, 0.05, items),),
+        num_items=items,
+        total_items=100,
+        num_fewshot=shots,
+        chance=0.5,
+        task_version="1",
+        harness_version="0.4",
+        data=(),
+        seconds=1.0,
+    )
 
 
 def scored(run, *scores: TaskScore, step: int) -> None:
-    report = EvalReport(name=run.name, step=step, tokens_seen=step * 2048, tokenizer_sha256="00", scores=scores)
+    report = EvalReport(
+        name=run.name, step=step, tokens_seen=step * 2048, tokenizer_sha256="00", scores=scores
+    )
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
@@ -59,20 +90,45 @@ def scored(run, *scores: TaskScore, step: int) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
     folder = tmp_path_factory.mktemp("hlat")
-    plan = Plan(tensor_parallel=8, data_parallel=64, zero_stage=1, global_batch_size=1024, precision="bf16")
-    trn1 = record(folder / "trn1", ModelSpec.preset("hlat-7b"), plan, Site.load(TRN1), 16 * 24_000.0)
-    scored(trn1, score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc"), step=8)
+    plan = Plan(
+        tensor_parallel=8, data_parallel=64, zero_stage=1, global_batch_size=1024, precision="bf16"
+    )
+    trn1 = record(
+        folder / "trn1", ModelSpec.preset("hlat-7b"), plan, Site.load(TRN1), 16 * 24_000.0
+    )
+    scored(
+        trn1, score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc"), step=8
+    )
     demo = folder / "study"
     run = record(demo / "llama-demo", ModelSpec.preset("demo"), Plan(), Site.load("laptop"), 1000.0)
     for step in (4, 8):
-        scored(run, score("piqa", 0.5 + step / 100), score("heldout", 3 - step / 10, metric="bits_per_byte"), step=step)
+        scored(
+            run,
+            score("piqa", 0.5 + step / 100),
+            score("heldout", 3 - step / 10, metric="bits_per_byte"),
+            step=step,
+        )
     rows = {"step": 0, "grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
     arms = {
-        name: [rows | {"step": s, "loss": 9.0 if out else 6.0, "stands_out": out,
-                       "validation_loss": v if s % 10 == 0 else None}
-               for s in range(1, 151) for out in [s == 81 and name != "no spike"]]
-        for name, v in (("no spike", 5.0), ("nothing", 5.9), ("skip", 5.1), ("roll back", 5.2), ("lower rate", 5.4))
-    }  # fmt: skip
+        name: [
+            rows
+            | {
+                "step": s,
+                "loss": 9.0 if out else 6.0,
+                "stands_out": out,
+                "validation_loss": v if s % 10 == 0 else None,
+            }
+            for s in range(1, 151)
+            for out in [s == 81 and name != "no spike"]
+        ]
+        for name, v in (
+            ("no spike", 5.0),
+            ("nothing", 5.9),
+            ("skip", 5.1),
+            ("roll back", 5.2),
+            ("lower rate", 5.4),
+        )
+    }
     (demo / SPIKES).write_text(json.dumps(arms))
     (demo / PRECISION).write_text(json.dumps({p.name: arms["skip"] for p in PRECISIONS}))
     return [trn1.directory, demo]
@@ -80,7 +136,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small model with as many words as the tiny dataset has: most of its time goes into logits."""
+    """The small model with as many words as the tiny dataset has: most of its time goes into
+    logits.
+    """
     monkeypatch.setattr(hlat_small, "SPEC", hlat_small.SPEC.replace(vocab_size=320))
 
 
@@ -120,8 +178,12 @@ def test_own_runs_appear(runs: list[Path]) -> None:
     made = [row["made"] for row in paper_figure("hlat-quality").draw(runs)[1]]
     assert made[:2] == ["measured", "measured, demo scale"] and made.count("published") == 12
     _, scores = paper_figure("hlat-scores-7b").draw(runs)
-    assert values(scores, scale="cluster", panel="reading")[0]["y"] == 60, "in the panel of its column"
-    assert [row["y"] for row in values(scores, scale="demo", panel="here: piqa, acc norm")] == pytest.approx([54, 58])
+    assert values(scores, scale="cluster", panel="reading")[0]["y"] == 60, (
+        "in the panel of its column"
+    )
+    assert [
+        row["y"] for row in values(scores, scale="demo", panel="here: piqa, acc norm")
+    ] == pytest.approx([54, 58])
 
 
 def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
@@ -129,7 +191,9 @@ def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
     [cost] = values(paper_figure("hlat-cost").draw(own)[1], layer="measured")
     [rate] = values(paper_figure("hlat-throughput").draw(own)[1], layer="measured")
     assert rate["y"] == pytest.approx(1024 * 4096 / 11 / 16) and cost["x"] == 16
-    assert cost["y"] * rate["y"] == pytest.approx(100 * 21.5 / 3600 * 4e6 / np.median(cost_draws(P4D, "7B")[1][:, 0]))
+    assert cost["y"] * rate["y"] == pytest.approx(
+        100 * 21.5 / 3600 * 4e6 / np.median(cost_draws(P4D, "7B")[1][:, 0])
+    )
     loss = values(paper_figure("hlat-loss").draw(own)[1], series="my-log", scale="cluster")
     assert [row["y"] for row in loss[:2]] == [11.15, 11.05]
     assert values(paper_figure("hlat-learning-rate").draw(own)[1], series="my-log", scale="cluster")
@@ -179,12 +243,16 @@ def test_data_of_the_last_stage_adds_up() -> None:
 
 
 def test_cost_is_the_paper_s_formula() -> None:
-    assert cost_per_tokens(16 * 21.50, 16 * 25_933) == pytest.approx(0.921, abs=0.001), "SDK 2.20 of AWS's tables"
+    assert cost_per_tokens(16 * 21.50, 16 * 25_933) == pytest.approx(0.921, abs=0.001), (
+        "SDK 2.20 of AWS's tables"
+    )
     assert cost_per_tokens(32 * 21.50, 32 * 2_286) == pytest.approx(10.45, abs=0.01)
 
 
 def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
-    assert len(benchmarks()) == len(left_out()) == 11 and all("AWS Neuron" in run.source for run in benchmarks())
+    assert len(benchmarks()) == len(left_out()) == 11 and all(
+        "AWS Neuron" in run.source for run in benchmarks()
+    )
     assert 0.05 < np.mean(np.abs(list(left_out().values()))) < 0.15
     assert len(other_a100()) == 7 and not any("Selene" in name for name in other_a100())
 
@@ -192,7 +260,9 @@ def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
 def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> None:
     small, price = Plan(data_parallel=4, global_batch_size=512), Site.load(TRN1).price_per_node_hour
     run = record(tmp_path / "run", ModelSpec.preset("demo"), small, Site.load(TRN1), 1e4)
-    small.replace(data_parallel=512).write(run.directory / "plan.attempt_01.json")  # 16 nodes, then part of one
+    small.replace(data_parallel=512).write(
+        run.directory / "plan.attempt_01.json"
+    )  # 16 nodes, then part of one
     small.write(run.directory / "plan.attempt_02.json")
     file = run.directory / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -210,20 +280,43 @@ def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> N
     for claim, relation in found.items():
         assert relation.low < relation.value < relation.high
         missed = claim.startswith("trn1 over p4d, 70B")
-        assert (relation.verdict == "fails") == missed, f"{claim}: {relation.low:.2f} to {relation.high:.2f}"
+        assert (relation.verdict == "fails") == missed, (
+            f"{claim}: {relation.low:.2f} to {relation.high:.2f}"
+        )
     figure, rows = paper_figure("hlat-cost").draw()
-    assert "13 of 17 modelled ratios" in figure.caption and "MISSED: trn1 over p4d, 70B" in figure.caption
+    assert (
+        "13 of 17 modelled ratios" in figure.caption
+        and "MISSED: trn1 over p4d, 70B" in figure.caption
+    )
     assert values(rows, panel="trn1 over p4d", layer="published")[0]["y"] == 0.6
-    points = [row["y"] for row in values(rows, panel="70B over 7B", layer="published") if row["x"] == 32.0]
-    assert sorted(points) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05), "of AWS's own tables"
+    points = [
+        row["y"] for row in values(rows, panel="70B over 7B", layer="published") if row["x"] == 32.0
+    ]
+    assert sorted(points) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05), (
+        "of AWS's own tables"
+    )
     assert accelerator_ratio("7B").y[0] < 1 and 8 < size_ratio(TRN1).y.mean() < 13
 
 
 def test_70b_runs_out_of_memory_at_four_nodes() -> None:
     for machine in (TRN1, P4D):
-        assert plan_of(machine, "70B", 4) is None and plan_of(machine, "70B", 8) and plan_of(machine, "7B", 4)
-    used, risk = trn1_risk("70B", Plan(tensor_parallel=32, pipeline_parallel=4, zero_stage=1, sequence_parallel=True,
-                                       recompute="selective", precision="bf16", global_batch_size=1024))  # fmt: skip
+        assert (
+            plan_of(machine, "70B", 4) is None
+            and plan_of(machine, "70B", 8)
+            and plan_of(machine, "7B", 4)
+        )
+    used, risk = trn1_risk(
+        "70B",
+        Plan(
+            tensor_parallel=32,
+            pipeline_parallel=4,
+            zero_stage=1,
+            sequence_parallel=True,
+            recompute="selective",
+            precision="bf16",
+            global_batch_size=1024,
+        ),
+    )
     assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and a note says how near"
     figure, rows = paper_figure("hlat-cost").draw()
     assert any(f"risk {risk:.0%}" in note for note in figure.notes)
@@ -245,39 +338,58 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
         rounded = round_stochastically(x, generator)
         assert rounded.dtype == torch.bfloat16
         near = x[:1].bfloat16().float()
-        assert set(rounded.float().unique().tolist()) >= {near.item()} and len(rounded.unique()) == 2
+        assert (
+            set(rounded.float().unique().tolist()) >= {near.item()} and len(rounded.unique()) == 2
+        )
         assert rounded.float().mean().item() == pytest.approx(number, rel=1e-4)
         assert abs(near.item() / number - 1) > 2e-4
     exact = torch.tensor([1.0, -2.5, 0.0, 3.0e38])
-    assert torch.equal(round_stochastically(exact, generator)[:3].float(), exact[:3]), "what bf16 can hold stays"
+    assert torch.equal(round_stochastically(exact, generator)[:3].float(), exact[:3]), (
+        "what bf16 can hold stays"
+    )
 
 
 def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) -> None:
     short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
-    ends = {precision.name: train_in(tiny_dataset, short, precision)[-1] for precision in PRECISIONS}
+    ends = {
+        precision.name: train_in(tiny_dataset, short, precision)[-1] for precision in PRECISIONS
+    }
     losses = [row["loss"] for row in ends.values()]
-    assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, "alike so early, and never the same numbers"
+    assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, (
+        "alike so early, and never the same numbers"
+    )
     for precision in PRECISIONS:
         training = SmallTraining(tiny_dataset, short, precision)
         training.gradients(training.batch(1))
         training.update(1e-3)
         weights, moments = [*training.stored.parameters()], [*training.adamw.state.values()]
-        stored = [*weights, *(moment[name] for moment in moments for name in ("exp_avg", "exp_avg_sq"))]
+        stored = [
+            *weights,
+            *(moment[name] for moment in moments for name in ("exp_avg", "exp_avg_sq")),
+        ]
         fits = [torch.equal(tensor.to(torch.bfloat16).float(), tensor) for tensor in stored]
         assert len(fits) == 3 * len(weights) and all(fits) == (precision.stored is torch.bfloat16)
 
 
-def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset, small_vocabulary, monkeypatch) -> None:
+def test_a_spike_is_seen_and_each_answer_does_what_it_says(
+    tiny_dataset, small_vocabulary, monkeypatch
+) -> None:
     garbled, short = range(60, 66), SPIKE_RECIPE.replace(num_steps=70)
     monkeypatch.setattr(hlat_small, "GARBLED", garbled)
     arms = train_with_spike(tiny_dataset, short, ANSWERS)
     assert not any(row["stands_out"] for row in arms["no spike"])
     assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(garbled)
     assert all(row["applied"] for row in arms["nothing"])
-    assert arms["lower rate"][-1]["learning_rate"] == pytest.approx(0.3 * arms["nothing"][-1]["learning_rate"])
-    after = {answer: rows[garbled.stop - 1]["loss"] for answer, rows in arms.items()}  # the first text after the spike
+    assert arms["lower rate"][-1]["learning_rate"] == pytest.approx(
+        0.3 * arms["nothing"][-1]["learning_rate"]
+    )
+    after = {
+        answer: rows[garbled.stop - 1]["loss"] for answer, rows in arms.items()
+    }  # the first text after the spike
     assert after["skip"] < after["nothing"] and after["roll back"] < after["nothing"]
-    assert last_losses(arms)["skip"] == arms["skip"][-1]["validation_loss"] and set(worst_after(arms)) == set(ANSWERS)
+    assert last_losses(arms)["skip"] == arms["skip"][-1]["validation_loss"] and set(
+        worst_after(arms)
+    ) == set(ANSWERS)
     assert stands_out(9.0, [6.0, 6.1] * 20) and not stands_out(6.2, [6.0, 6.1] * 20)
     assert not stands_out(9.0, [6.0] * 5)
 
@@ -293,7 +405,9 @@ def test_studies_are_made_once_and_kept(
     assert len(values(rows, panel="held out")) == 8
 
 
-def test_command_draws_and_a_missing_study_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_draws_and_a_missing_study_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "mix.svg"
     app(["figure", "hlat-data-mix", "--out", str(file), "--json"], standalone_mode=False)
     assert len(json.loads(capsys.readouterr().out)) == 3 and file.stat().st_size > 5_000

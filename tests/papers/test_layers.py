@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from kit.errors import ConfigError, RunError
-from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, note_load, opened, table
+from kit.papers.layers import (
+    DATA,
+    LOAD,
+    Facts,
+    Layer,
+    hfu_percent,
+    measured,
+    note_load,
+    opened,
+    table,
+)
 from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
 from kit.show.style import new_figure
@@ -16,7 +26,10 @@ from tests.papers.recorded import cluster_run, demo_study
 @pytest.mark.parametrize("name", [file.stem for file in DATA.glob("*.csv")])
 def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
     facts = Facts.load(name)
-    assert all(fact.source and fact.known in ("read", "quoted", "derived", "remembered") for fact in facts.facts)
+    assert all(
+        fact.source and fact.known in ("read", "quoted", "derived", "remembered")
+        for fact in facts.facts
+    )
     pairs = [(fact.series, fact.x) for fact in facts.facts]
     assert len(set(pairs)) == len(pairs), "each fact once"
     for fact in facts.facts:
@@ -55,7 +68,10 @@ def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
         draw(right, found[1:])
         with pytest.raises(ConfigError, match="do not belong in one panel"):
             draw(right, found)
-    assert [[text.get_text() for text in axis.texts] for axis in (left, right)] == [["demo scale"], []]
+    assert [[text.get_text() for text in axis.texts] for axis in (left, right)] == [
+        ["demo scale"],
+        [],
+    ]
 
 
 def test_caption_and_table_name_every_layer() -> None:
@@ -99,5 +115,7 @@ def test_a_log_is_not_a_run(tmp_path: Path) -> None:
 )
 def test_verdicts_look_at_the_interval(interval: tuple[float, float], verdict: str) -> None:
     low, high = interval
-    relation = Relation(claim="x", layer="modelled", value=1, low=low, high=high, expected="below 1", at_most=1)
+    relation = Relation(
+        claim="x", layer="modelled", value=1, low=low, high=high, expected="below 1", at_most=1
+    )
     assert relation.verdict == relation.row()["verdict"] == verdict

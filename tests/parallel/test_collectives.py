@@ -1,4 +1,6 @@
-"""How often ranks talk in one step: what is gathered twice, or computed again with its sums, costs every step."""
+"""How often ranks talk in one step: what is gathered twice, or computed again with its sums,
+costs every step.
+"""
 
 import warnings
 
@@ -13,7 +15,9 @@ LAYERS = 4
 
 @pytest.mark.parametrize("zero_stage, gathers", [(1, LAYERS + 2), (3, 2 * LAYERS + 2)])
 def test_each_weight_is_gathered_when_it_is_needed(zero_stage, gathers, llama_spec):
-    """Blocks twice a micro-batch under ZeRO 3, but embedding and output once: their backward pass needs no other."""
+    """Blocks twice a micro-batch under ZeRO 3, but embedding and output once: their backward
+    pass needs no other.
+    """
     plan = {"data_parallel": 2, "zero_stage": zero_stage, "micro_batch_size": 4}
     counts = run_ranks(2, collectives, llama_spec, make_plan(plan))[0]
     assert counts["_allgather_base_"] == gathers
@@ -30,7 +34,9 @@ def test_tied_weights_are_gathered_once(gpt_spec):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spec):
-    """What is recomputed selectively holds no sum over ranks; computed again whole, a block has two more."""
+    """What is recomputed selectively holds no sum over ranks; computed again whole, a block has
+    two more.
+    """
     layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel, "micro_batch_size": 8}
     none, selective = (
         run_ranks(2, collectives, llama_spec, make_plan({**layout, "recompute": mode}))[0]

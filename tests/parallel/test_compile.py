@@ -1,4 +1,6 @@
-"""Compiled blocks must train as eager ones do, whatever is recomputed and however the model is cut."""
+"""Compiled blocks must train as eager ones do, whatever is recomputed and however the model is
+cut.
+"""
 
 import functools
 import warnings
@@ -12,7 +14,11 @@ from tests.workers import run_ranks
 LAYOUTS = {
     "recompute full": {"recompute": "full"},
     "TP2": {"tensor_parallel": 2},
-    "TP2 + SP, recompute full": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "TP2 + SP, recompute full": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+    },
     "DP2, ZeRO 3, recompute full": {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
 }
 
@@ -24,7 +30,8 @@ def test_compiled_llama_equals_eager(layout, llama_spec, native_run):
     ranks = run_ranks(plan.num_devices, compiled, spec, plan)
     found = differences([trained for trained, _ in ranks], native_run(spec))
     assert max(found.values()) <= TOLERANCE, found
-    # One graph for training and one without gradients, and the loss's: no block, no step compiled its own.
+    # One graph for training and one without gradients, and the loss's: no block, no step compiled
+    # its own.
     graphs = 2 if plan.tensor_parallel > 1 else 3
     assert [found for _, found in ranks] == [graphs] * len(ranks)
 
@@ -32,8 +39,8 @@ def test_compiled_llama_equals_eager(layout, llama_spec, native_run):
 def compiled(spec, plan):
     """Returns what this rank says of the steps, and how many graphs were compiled.
 
-    The tracing and the graphs of both passes are those of a GPU; only no kernels are written, which would cost minutes
-    of C++.
+    The tracing and the graphs of both passes are those of a GPU; only no kernels are written, which
+    would cost minutes of C++.
     """
     from torch._dynamo.utils import counters
 

@@ -1,4 +1,6 @@
-"""The DeepSpeed engine trains as the native one on one process does, and takes over its checkpoints and back."""
+"""The DeepSpeed engine trains as the native one on one process does, and takes over its
+checkpoints and back.
+"""
 
 import json
 import os
@@ -33,7 +35,17 @@ from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from tests import parity
-from tests.parity import CPU, RECIPE, TOLERANCE, batches, check_bf16, differences, fit, some_thorough, train
+from tests.parity import (
+    CPU,
+    RECIPE,
+    TOLERANCE,
+    batches,
+    check_bf16,
+    differences,
+    fit,
+    some_thorough,
+    train,
+)
 from tests.workers import run_ranks, start_training
 
 ALL = {**parity.ALL, "zero_stage": 1}
@@ -66,10 +78,14 @@ def make_plan(changes: dict) -> Plan:
 
 
 def compare(layout: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE) -> dict[str, float]:
-    """Returns the largest relative differences of a layout's loss, gradient norm and validation loss."""
+    """Returns the largest relative differences of a layout's loss, gradient norm and validation
+    loss.
+    """
     plan = make_plan(layout)
     spec = fit(spec, plan)
-    return differences(run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe))
+    return differences(
+        run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,7 +101,8 @@ def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, nat
 
 
 @pytest.mark.parametrize(
-    "layout", some_thorough([name for name in LAYOUTS if "ZeRO 0" not in name], {*LAYOUTS} - {*IN_BF16})
+    "layout",
+    some_thorough([name for name in LAYOUTS if "ZeRO 0" not in name], {*LAYOUTS} - {*IN_BF16}),
 )
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
     check_bf16({"zero_stage": 1, **LAYOUTS[layout]}, "deepspeed", llama_spec, one_process)
@@ -98,7 +115,9 @@ def test_fp16_with_a_scaled_loss_follows_fp32(layout, llama_spec, native_run):
 
 
 def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, float], float]]:
-    """Returns gradient norm, scaling and a sum over the weights of four steps, the first with far too large a scale."""
+    """Returns gradient norm, scaling and a sum over the weights of four steps, the first with
+    far too large a scale.
+    """
     config = deepspeed_config(plan, RECIPE)
     config["fp16"] |= {"initial_scale_power": 30, "hysteresis": 1}
     engine = DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
@@ -113,23 +132,32 @@ def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, fl
 def test_steps_that_overflow_in_fp16_are_skipped_counted_and_scaled_down(llama_spec):
     plan = make_plan({"zero_stage": 1, "precision": "fp16"})
     steps = run_ranks(1, steps_in_fp16, fit(llama_spec, plan), plan)[0]
-    assert [scaling["loss_scale"] for _, scaling, _ in steps] == [2.0**power for power in (29, 28, 27, 26)]
+    assert [scaling["loss_scale"] for _, scaling, _ in steps] == [
+        2.0**power for power in (29, 28, 27, 26)
+    ]
     assert [scaling["skipped_steps"] for _, scaling, _ in steps] == [1, 2, 3, 4]
-    assert all(norm == float("inf") for norm, _, _ in steps) and len({weights for _, _, weights in steps}) == 1
+    assert (
+        all(norm == float("inf") for norm, _, _ in steps)
+        and len({weights for _, _, weights in steps}) == 1
+    )
 
 
 def test_fp16_is_deepspeeds_alone():
     for engine in ("native", "neuron"):
-        with pytest.raises(ConfigError, match=f"plan.precision: 'fp16' is not allowed with engine '{engine}': only"):
+        with pytest.raises(
+            ConfigError, match=f"plan.precision: 'fp16' is not allowed with engine '{engine}': only"
+        ):
             Plan(precision="fp16", engine=engine)
 
 
 def test_norms_are_told_without_clipping_too(llama_spec, native_run):
-    found = compare(LAYOUTS["DP2, ZeRO 1"], llama_spec, native_run, RECIPE.replace(gradient_clip=None))
+    found = compare(
+        LAYOUTS["DP2, ZeRO 1"], llama_spec, native_run, RECIPE.replace(gradient_clip=None)
+    )
     assert max(found.values()) <= TOLERANCE, found
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[float, float]]:
@@ -137,23 +165,33 @@ def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[f
     mine = batches(spec, plan, engine.data_rank)
     steps = [engine.train_step(samples, 1e-3) for samples in mine[:5]]
     writer = CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=2, keep_every=None)
-    writer.start(engine.state_dict(), {"step": 5, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan})
+    writer.start(
+        engine.state_dict(),
+        {"step": 5, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan},
+    )
     writer.finish()
     return steps
 
 
-def load_and_train(spec: ModelSpec, plan: Plan, directory: Path) -> tuple[float, list[tuple[float, float]]]:
+def load_and_train(
+    spec: ModelSpec, plan: Plan, directory: Path
+) -> tuple[float, list[tuple[float, float]]]:
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=False)
     engine.restore_optimizer(5)
     checkpoints = Checkpoints(directory)
     CheckpointTensors(checkpoints, checkpoints.describe(5), spec).fill_all(engine.state_dict())
     engine.after_load()
     mine = batches(spec, plan, engine.data_rank)
-    return engine.validation_loss(mine[5]), [engine.train_step(samples, 1e-3) for samples in mine[5:]]
+    return engine.validation_loss(mine[5]), [
+        engine.train_step(samples, 1e-3) for samples in mine[5:]
+    ]
 
 
 MOVES = {
-    "native to ZeRO 1": (("native", {"pipeline_parallel": 2}), ("deepspeed", LAYOUTS["DP2, ZeRO 1"])),
+    "native to ZeRO 1": (
+        ("native", {"pipeline_parallel": 2}),
+        ("deepspeed", LAYOUTS["DP2, ZeRO 1"]),
+    ),
     "ZeRO 1 to native": (("deepspeed", LAYOUTS["DP2, ZeRO 1"]), ("native", {"tensor_parallel": 2})),
     "native 3D to ZeRO 3": (("native", ALL), ("deepspeed", LAYOUTS["DP2, ZeRO 3"])),
     "ZeRO 3 to 3D": (("deepspeed", LAYOUTS["DP2, ZeRO 3"]), ("deepspeed", ALL)),
@@ -173,7 +211,7 @@ def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_r
         assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
 
 
-# Start ---------------------------------------------------------------------------------------------------------
+# Start --------------------------------------------------------------------------------------------
 
 
 def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
@@ -189,37 +227,55 @@ def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
 def test_another_batch_in_the_configuration_is_refused(layout, llama_spec):
     """As in the 175B run on Frontier whose speed was printed four times too high."""
     plan = make_plan({**LAYOUTS[layout], "micro_batch_size": 1})
-    tampered = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": plan.num_microbatches // 4}
+    tampered = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": plan.num_microbatches // 4,
+    }
     for message in run_ranks(plan.num_devices, start_with, llama_spec, plan, tampered):
         assert "plan.micro_batch_size: the plan says 1, but DeepSpeed reports 4" in message
 
 
 def test_each_batch_number_is_compared():
     plan = make_plan({})
-    with pytest.raises(ConfigError, match="plan.global_batch_size: the plan says 8, but DeepSpeed reports 32"):
+    with pytest.raises(
+        ConfigError, match="plan.global_batch_size: the plan says 8, but DeepSpeed reports 32"
+    ):
         check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 32})
     check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 8})
 
 
 def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
-    """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait for ever, silently."""
-    for extension in ("deepspeed_shm_comm", "py311_cpu/deepspeed_shm_comm", "py312_cpu/deepspeed_shm_comm"):
+    """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait for
+    ever, silently.
+    """
+    for extension in (
+        "deepspeed_shm_comm",
+        "py311_cpu/deepspeed_shm_comm",
+        "py312_cpu/deepspeed_shm_comm",
+    ):
         (tmp_path / extension).mkdir(parents=True, exist_ok=True)
         (tmp_path / extension / "lock").touch()
     code = (
-        "import torch, torch.distributed as dist\n"
-        "from kit.engines.deepspeed.engine import DeepSpeedEngine\n"
-        "from kit.engines.process_group import leave\n"
-        "from kit.plan import Plan; from kit.recipe import Recipe; from kit.spec import ModelSpec\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        f"spec = ModelSpec.from_json({llama_spec.to_json()!r})\n"
-        "plan = Plan(engine='deepspeed', zero_stage=2)\n"
-        "engine = DeepSpeedEngine(spec, plan, Recipe(data='none', num_steps=1), torch.device('cpu'))\n"
-        "print(engine.train_step(torch.zeros(1, 17, dtype=torch.int64), 1e-3)[0] > 0)\n"
-        "leave(0)\n"
+        "import torch, torch.distributed as dist\nfrom kit.engines.deepspeed.engine import"
+        " DeepSpeedEngine\nfrom kit.engines.process_group import leave\nfrom kit.plan import Plan;"
+        " from kit.recipe import Recipe; from kit.spec import"
+        " ModelSpec\ndist.init_process_group('gloo', store=dist.HashStore(), rank=0,"
+        f" world_size=1)\nspec = ModelSpec.from_json({llama_spec.to_json()!r})\nplan ="
+        " Plan(engine='deepspeed', zero_stage=2)\nengine = DeepSpeedEngine(spec, plan,"
+        " Recipe(data='none', num_steps=1),"
+        " torch.device('cpu'))\nprint(engine.train_step(torch.zeros(1, 17, dtype=torch.int64),"
+        " 1e-3)[0] > 0)\nleave(0)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "DS_ACCELERATOR")}
-    environment |= {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path / "nothing"), "LOCAL_RANK": "0"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CC", "CXX", "DS_ACCELERATOR")
+    }
+    environment |= {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "PATH": str(tmp_path / "nothing"),
+        "LOCAL_RANK": "0",
+    }
     for program in ("cc", "c++", "gcc", "g++"):
         assert shutil.which(program, path=environment["PATH"]) is None
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]
@@ -228,15 +284,21 @@ def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
     assert done.stderr == ""
 
 
-# Plans and words -----------------------------------------------------------------------------------------------
+# Plans and words ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pipeline_parallel": 2, "zero_stage": 2}, "plan.zero_stage: 2 is not allowed with engine 'deepspeed'"),
+        (
+            {"pipeline_parallel": 2, "zero_stage": 2},
+            "plan.zero_stage: 2 is not allowed with engine 'deepspeed'",
+        ),
         ({"pipeline_parallel": 2, "schedule": "gpipe"}, "its pipeline runs 1F1B only"),
-        ({"tensor_parallel": 2, "sequence_parallel": True}, "plan.sequence_parallel: True is not allowed with engine"),
+        (
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            "plan.sequence_parallel: True is not allowed with engine",
+        ),
         ({"precision": "bf16"}, "use zero_stage 1, also with one replica"),
         ({"zero_stage": 3, "recompute": "selective"}, "not with zero_stage 3; use 'full'"),
     ],
@@ -252,25 +314,37 @@ def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path
     with pytest.raises(MissingPackageError, match="needs deepspeed, which is not installed"):
         kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
     monkeypatch.setattr("importlib.metadata.version", Mock(return_value="0.12.3"))
-    with pytest.raises(DeepSpeedError, match="needs DeepSpeed 0.19: version 0.12.3 is installed. Run: pip install"):
+    with pytest.raises(
+        DeepSpeedError, match="needs DeepSpeed 0.19: version 0.12.3 is installed. Run: pip install"
+    ):
         kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
     (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text('raise RuntimeError("undefined symbol: deepspeed_op")')
+    (tmp_path / "deepspeed" / "__init__.py").write_text(
+        'raise RuntimeError("undefined symbol: deepspeed_op")'
+    )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-m", "kit.engines.deepspeed.probe"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install" in done.stderr
+    assert (
+        "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install"
+        in done.stderr
+    )
 
 
 def test_a_notebook_shows_the_message_alone(capsys):
     from IPython.core.interactiveshell import InteractiveShell
 
-    code = "from kit.engines.deepspeed.package import DeepSpeedError; raise DeepSpeedError('it is too old')"
+    code = (
+        "from kit.engines.deepspeed.package import DeepSpeedError; raise DeepSpeedError('it is too"
+        " old')"
+    )
     InteractiveShell(history_manager=None).run_cell(code)
     shown = capsys.readouterr().out
     assert "DeepSpeedError: plan.engine 'deepspeed' needs DeepSpeed 0.19: it is too old" in shown
@@ -279,15 +353,31 @@ def test_a_notebook_shows_the_message_alone(capsys):
 
 def test_frontier_175b_in_the_words_of_both():
     """The layout of the 175B run in the authors' launch scripts."""
-    plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
-                recompute="full", precision="bf16", engine="deepspeed")  # fmt: skip
+    plan = Plan(
+        tensor_parallel=4,
+        pipeline_parallel=16,
+        data_parallel=2,
+        zero_stage=1,
+        global_batch_size=640,
+        recompute="full",
+        precision="bf16",
+        engine="deepspeed",
+    )
     recipe = RECIPE.replace(learning_rate=6e-5, min_learning_rate=6e-6)
     config = deepspeed_config(plan, recipe)
     assert config["train_batch_size"] == 640 == 2 * 1 * config["gradient_accumulation_steps"]
     line = " ".join(megatron_arguments(ModelSpec.preset("gpt-175b"), plan, recipe))
-    for part in ("--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 16", "--num-layers 96",
-                 "--micro-batch-size 1", "--global-batch-size 640", "--zero-stage 1", "--checkpoint-activations",
-                 "--bf16", "--lr 6e-05"):  # fmt: skip
+    for part in (
+        "--tensor-model-parallel-size 4",
+        "--pipeline-model-parallel-size 16",
+        "--num-layers 96",
+        "--micro-batch-size 1",
+        "--global-batch-size 640",
+        "--zero-stage 1",
+        "--checkpoint-activations",
+        "--bf16",
+        "--lr 6e-05",
+    ):
         assert part in line
     with pytest.raises(ConfigError, match="is no GPT with tied embeddings"):
         megatron_arguments(ModelSpec.preset("hlat-7b"), plan, recipe)
@@ -295,22 +385,32 @@ def test_frontier_175b_in_the_words_of_both():
 
 def test_the_command_line_shows_both(gpt_spec, tmp_path, capsys):
     plan = make_plan({"pipeline_parallel": 2, "zero_stage": 1})
-    kit.Run.create(tmp_path / "run", spec=gpt_spec, plan=plan, recipe=RECIPE, site=kit.Site.load("laptop"))
+    kit.Run.create(
+        tmp_path / "run", spec=gpt_spec, plan=plan, recipe=RECIPE, site=kit.Site.load("laptop")
+    )
     show_engine(tmp_path / "run")
     config, _, line = capsys.readouterr().out.partition("pretrain_gpt.py")
     assert json.loads(config) == deepspeed_config(plan, RECIPE)
     assert "--pipeline-model-parallel-size 2" in line and "--clip-grad 0.5" in line
 
 
-# A job ---------------------------------------------------------------------------------------------------------
+# A job --------------------------------------------------------------------------------------------
 
 
-def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tiny_dataset, tmp_path):
+def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(
+    llama_spec, tiny_dataset, tmp_path
+):
     spec = llama_spec.replace(vocab_size=300)
-    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3)
-    plan = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed")
+    recipe = Recipe(
+        data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3
+    )
+    plan = Plan(
+        data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed"
+    )
     alone = Plan(micro_batch_size=8, global_batch_size=8)
-    native = kit.Run.create(tmp_path / "native", spec=spec, plan=alone, recipe=recipe, site=kit.Site.load("laptop"))
+    native = kit.Run.create(
+        tmp_path / "native", spec=spec, plan=alone, recipe=recipe, site=kit.Site.load("laptop")
+    )
     unbroken = start_training(native.directory)[0].wait()
     assert unbroken.returncode == 0, unbroken.stderr
     run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe)

@@ -1,4 +1,6 @@
-"""Attention that ends where a document does: each document as if it were alone, on one process and on several."""
+"""Attention that ends where a document does: each document as if it were alone, on one process
+and on several.
+"""
 
 from functools import partial
 
@@ -21,7 +23,9 @@ END = 0
 
 
 class PlainVarlen:
-    """torch's own operator, registered for CPUs, where it has no kernel: scores of each sequence written out."""
+    """torch's own operator, registered for CPUs, where it has no kernel: scores of each sequence
+    written out.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -35,7 +39,20 @@ class PlainVarlen:
             hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
             yield slice(first, last), scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
-    def forward(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *rest):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal,
+        scale,
+        window_size,
+        *rest,
+    ):
         self.calls += 1
         longest = int(cu_seq_q.diff().max())
         assert cu_seq_q[-1] == len(query) and longest <= max_q == max_k and scale is None
@@ -46,7 +63,23 @@ class PlainVarlen:
         logsumexp = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
         return out, logsumexp, torch.zeros(2, dtype=torch.uint64)
 
-    def backward(self, grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, causal, rng, scale, window):
+    def backward(
+        self,
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        causal,
+        rng,
+        scale,
+        window,
+    ):
         grads = [torch.empty_like(x) for x in (query, key, value)]
         groups, root = query.shape[1] // key.shape[1], query.shape[-1] ** 0.5
         for place, p in self.scores(query, key, cu_q, window):
@@ -60,13 +93,18 @@ class PlainVarlen:
 
 
 PLAIN = PlainVarlen()
-for operator, plain in ((varlen._varlen_attn, PLAIN.forward), (varlen._varlen_attn_backward, PLAIN.backward)):
+for operator, plain in (
+    (varlen._varlen_attn, PLAIN.forward),
+    (varlen._varlen_attn_backward, PLAIN.backward),
+):
     operator.register_kernel("cpu")(plain)  # type: ignore[attr-defined]
 
 
 def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(1, spec.vocab_size, (1, length), generator=generator) for length in lengths]
+    texts = [
+        torch.randint(1, spec.vocab_size, (1, length), generator=generator) for length in lengths
+    ]
     for text in texts:
         text[0, -1] = END
     return texts
@@ -75,7 +113,9 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("kernel", [False, True], ids=["mask", "kernel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_document_as_if_alone(llama_spec, recompute, kernel):
-    """Its logits and its gradients: rotary positions are relative, so where it begins changes nothing."""
+    """Its logits and its gradients: rotary positions are relative, so where it begins changes
+    nothing.
+    """
     spec = llama_spec.replace(tied_embeddings=False)
     texts = documents(spec, (5, 1, 7, 3))
     decoder = build_decoder(spec, recompute=recompute)
@@ -87,13 +127,17 @@ def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     before = PLAIN.calls
     together = decoder(torch.cat(texts, dim=1))
     together.square().sum().backward()
-    calls = {"none": 1, "selective": 1, "full": 2}[recompute] * spec.num_layers  # a policy keeps what it gave
+    calls = {"none": 1, "selective": 1, "full": 2}[
+        recompute
+    ] * spec.num_layers  # a policy keeps what it gave
     assert PLAIN.calls - before == (calls if kernel else 0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(decoder.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
     decoder.within_documents = None
-    assert (decoder(torch.cat(texts, dim=1)) - alone).abs().max() > 1e-3, "without the mask they see each other"
+    assert (decoder(torch.cat(texts, dim=1)) - alone).abs().max() > 1e-3, (
+        "without the mask they see each other"
+    )
 
 
 def test_documents_begin_after_an_end_and_with_each_row():
@@ -122,7 +166,10 @@ def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, 
     if masked:
         engine.mask_documents(END)
     whole = torch.randint(
-        0, 9, (plan.global_batch_size, spec.sequence_length + 1), generator=torch.Generator().manual_seed(0)
+        0,
+        9,
+        (plan.global_batch_size, spec.sequence_length + 1),
+        generator=torch.Generator().manual_seed(0),
     )
     share = plan.global_batch_size // plan.data_parallel
     return [engine.train_step(whole[engine.data_rank * share :][:share], 1e-3) for _ in range(3)]
@@ -132,8 +179,10 @@ def test_layouts_agree(llama_spec):
     spec = llama_spec.replace(num_layers=2)
     one = run_ranks(1, three_steps, spec, make_plan({}), True)[0]
     assert abs(one[0][0] - run_ranks(1, three_steps, spec, make_plan({}), False)[0][0][0]) > 1e-4
-    for changes in ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
-                    {"data_parallel": 2, "zero_stage": 3, "recompute": "full"}):  # fmt: skip
+    for changes in (
+        {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
+        {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
+    ):
         for found in run_ranks(2, three_steps, spec, make_plan(changes), True):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(one), rtol=1e-5, atol=0)
 

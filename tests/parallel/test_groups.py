@@ -1,4 +1,6 @@
-"""Process groups: how many connections and calls they take, and what is said when a rank does not come."""
+"""Process groups: how many connections and calls they take, and what is said when a rank does
+not come.
+"""
 
 import datetime
 import os
@@ -20,20 +22,36 @@ from tests.benchmarks.groups import join_lazily, use
 from tests.parity import build, make_plan
 from tests.workers import become_rank, free_port, run_ranks
 
-GPT_1T = Plan(tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=384)
+GPT_1T = Plan(
+    tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=384
+)
 
 
 def test_ranks_join_without_a_full_mesh() -> None:
     seen = run_ranks(32, use, 2, start=join_lazily)
-    assert max(rank["descriptors"] for rank in seen[1:]) < 32, "fewer than one for each other rank, with two groups"
+    assert max(rank["descriptors"] for rank in seen[1:]) < 32, (
+        "fewer than one for each other rank, with two groups"
+    )
     assert seen[0]["descriptors"] < 32 + 40, "rank 0 has the store, to which all come"
-    assert {rank["reads_to_join"] for rank in seen} == {0} and max(rank["reads"] for rank in seen) < 32
+    assert {rank["reads_to_join"] for rank in seen} == {0} and max(
+        rank["reads"] for rank in seen
+    ) < 32
 
 
 def listening() -> list[str]:
-    """Returns the addresses at which somebody waits for connections to the ranks' port, as the kernel writes them."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{int(os.environ['MASTER_PORT']):04X}")]
+    """Returns the addresses at which somebody waits for connections to the ranks' port, as the
+    kernel writes them.
+    """
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        row[1]
+        for row in rows
+        if row[3] == "0A" and row[1].endswith(f":{int(os.environ['MASTER_PORT']):04X}")
+    ]
 
 
 def test_the_store_of_ranks_of_one_machine_listens_to_no_network() -> None:
@@ -110,7 +128,9 @@ def test_groups_of_3072_ranks_without_a_device() -> None:
 
 
 def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
-    """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would ask for each group."""
+    """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would
+    ask for each group.
+    """
     from kit.engines.deepspeed.layers import Layers
 
     world: Any = dist.group.WORLD

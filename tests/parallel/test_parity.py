@@ -39,7 +39,11 @@ LAYOUTS = {
     "DP2, ZeRO 1": {"data_parallel": 2, "zero_stage": 1},
     "DP2, ZeRO 2": {"data_parallel": 2, "zero_stage": 2},
     "DP2, ZeRO 3": {"data_parallel": 2, "zero_stage": 3},
-    "DP4, ZeRO 3, recompute selective": {"data_parallel": 4, "zero_stage": 3, "recompute": "selective"},
+    "DP4, ZeRO 3, recompute selective": {
+        "data_parallel": 4,
+        "zero_stage": 3,
+        "recompute": "selective",
+    },
     "DP4, ZeRO 1 over 2": {"data_parallel": 4, "zero_stage": 1, "shard_size": 2},
     "DP4, ZeRO 2 over 2": {"data_parallel": 4, "zero_stage": 2, "shard_size": 2},
     "DP4, ZeRO 3 over 2": {"data_parallel": 4, "zero_stage": 3, "shard_size": 2},
@@ -58,18 +62,33 @@ LAYOUTS = {
     "TP2 x DP4, SP, ZeRO 3 over 2": {**SP, "data_parallel": 4, "zero_stage": 3, "shard_size": 2},
     "TP2 x PP2 x DP2, SP, ZeRO 2, ZBV": {**ALL, **ZBV, "sequence_parallel": True, "zero_stage": 2},
 }
-GPT_LAYOUTS = ("TP2 + SP", "DP2, ZeRO 3", "PP2, 1F1B", "PP2, ZBV", "TP2 x PP2 x DP2", "TP2 x PP2 x DP2, SP, ZeRO 1")
+GPT_LAYOUTS = (
+    "TP2 + SP",
+    "DP2, ZeRO 3",
+    "PP2, 1F1B",
+    "PP2, ZBV",
+    "TP2 x PP2 x DP2",
+    "TP2 x PP2 x DP2, SP, ZeRO 1",
+)
 EIGHT = tuple(name for name, changes in LAYOUTS.items() if make_plan(changes).num_devices == 8)
 IN_FP32 = ("TP2 x PP2 x DP2, ZeRO 3, interleaved",)
 IN_BF16 = (
-    "TP2 + SP, recompute full", "DP2, ZeRO 1", "DP2, ZeRO 2", "DP2, ZeRO 3", "DP4, ZeRO 3 over 2", "PP2, interleaved",
-    "PP2, ZBV", "PP2 x DP2, ZeRO 3",
-)  # fmt: skip
+    "TP2 + SP, recompute full",
+    "DP2, ZeRO 1",
+    "DP2, ZeRO 2",
+    "DP2, ZeRO 3",
+    "DP4, ZeRO 3 over 2",
+    "PP2, interleaved",
+    "PP2, ZBV",
+    "PP2 x DP2, ZeRO 3",
+)
 """What `make test` trains of the layouts of eight ranks, and in bf16; `make faults` trains all."""
 
 
 def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
-    """Returns the largest relative differences of a layout's loss, gradient norm and validation loss."""
+    """Returns the largest relative differences of a layout's loss, gradient norm and validation
+    loss.
+    """
     plan = make_plan(layout)
     spec = fit(spec, plan)
     return differences(run_ranks(plan.num_devices, train, spec, plan), native_run(spec))
@@ -95,7 +114,9 @@ def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_proce
 
 def test_copies_of_a_shard_are_summed_once_a_step(llama_spec):
     """However many micro-batches there are, of which each reduces inside its group under ZeRO 3."""
-    plans = [make_plan({**LAYOUTS["DP4, ZeRO 3 over 2"], "global_batch_size": size}) for size in (4, 16)]
+    plans = [
+        make_plan({**LAYOUTS["DP4, ZeRO 3 over 2"], "global_batch_size": size}) for size in (4, 16)
+    ]
     few, many = run_ranks(4, _sums_over_copies, llama_spec, plans)[0]
     assert few == many > 0
 

@@ -1,4 +1,6 @@
-"""Saving as often as Daly's equation says: nothing near it is better, and a simulation of failures agrees."""
+"""Saving as often as Daly's equation says: nothing near it is better, and a simulation of
+failures agrees.
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ def test_the_best_interval_is_the_best(job):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_simulated_job_is_as_slow(job):
-    """Work of many intervals, each repeated until no failure falls into it; a restart may fail too."""
+    """Work of many intervals, each repeated until no failure falls into it; a restart may fail
+    too.
+    """
     rng, interval = np.random.default_rng(0), job.best_interval_s()
     spent, intervals = 0.0, 20_000
     for _ in range(intervals):
@@ -40,13 +44,18 @@ def test_saves_that_take_longer_than_failures_let_are_no_more_frequent():
 
 
 @pytest.mark.parametrize(
-    ("between_failures_s", "write_s"), [(3.16 * 3600, 0), (3.16 * 3600, 300), (3.16 * 3600, 900), (3600, 300)]
+    ("between_failures_s", "write_s"),
+    [(3.16 * 3600, 0), (3.16 * 3600, 300), (3.16 * 3600, 900), (3600, 300)],
 )
 def test_a_save_counts_only_when_it_has_been_written(between_failures_s, write_s):
-    """Attempts of random length, each of which keeps the steps before its newest save that is whole."""
+    """Attempts of random length, each of which keeps the steps before its newest save that is
+    whole.
+    """
     job = Goodput(between_failures_s=between_failures_s, save_s=5, restart_s=200, write_s=write_s)
     interval = job.best_interval_s()
     lasted = np.random.default_rng(0).exponential(between_failures_s, 100_000)
-    written = np.maximum(lasted - job.restart_s - write_s, 0) // (interval + job.save_s)  # saves whole before the end
+    written = np.maximum(lasted - job.restart_s - write_s, 0) // (
+        interval + job.save_s
+    )  # saves whole before the end
     assert job.at(interval) == pytest.approx(written.sum() * interval / lasted.sum(), abs=0.005)
     assert interval >= write_s, "one is written at a time"

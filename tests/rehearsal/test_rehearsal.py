@@ -59,17 +59,30 @@ def test_70b_on_8192_cores_fits():
     packed = site.replace(slurm=site.slurm.replace(broadcast=archive))
     found = rehearse(spec, plan.replace(global_batch_size=1024), RECIPE, packed)
     assert plan.num_devices == 8192 and found.fits, found.title
-    assert "not known" in {row[3] for row in found.rows}, "what FSx gives depends on what is ordered"
+    assert "not known" in {row[3] for row in found.rows}, (
+        "what FSx gives depends on what is ordered"
+    )
     costs = [row for row in found.rows if row[0] == "failures"]
-    assert [row[1] for row in costs] == ["mean time between failures", "what they cost"] and costs[1][2] == "not known"
-    assert "give site.storage.read_bytes_per_s" in costs[1][-1], "rates that nobody has stated are not zeros"
+    assert [row[1] for row in costs] == ["mean time between failures", "what they cost"] and costs[
+        1
+    ][2] == "not known"
+    assert "give site.storage.read_bytes_per_s" in costs[1][-1], (
+        "rates that nobody has stated are not zeros"
+    )
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["counts"][-1]["value"] is None
 
 
-@pytest.mark.parametrize("name", ["frontier-22b", "frontier-175b", "frontier-1t", "hlat-7b", "hlat-70b"])
+@pytest.mark.parametrize(
+    "name", ["frontier-22b", "frontier-175b", "frontier-1t", "hlat-7b", "hlat-70b"]
+)
 def test_what_the_papers_have_trained_fits_in_memory(name):
     spec, plan = of(name)
-    found = rehearse(spec, plan, RECIPE, Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge"))
+    found = rehearse(
+        spec,
+        plan,
+        RECIPE,
+        Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge"),
+    )
     assert count(found, "memory of the fullest device").fits
 
 
@@ -80,7 +93,9 @@ def test_what_does_not_fit_is_named(packed):
     assert not found.fits and "does not fit: kept;" in found.title
     unpacked = rehearse(spec, plan, RECIPE, Site.load("frontier"))
     assert "nodes that read Python from the shared disk" in unpacked.title
-    often = rehearse(spec, plan, RECIPE.replace(checkpoint_every=1), packed, hours_between_failures=0.1)
+    often = rehearse(
+        spec, plan, RECIPE.replace(checkpoint_every=1), packed, hours_between_failures=0.1
+    )
     assert count(often, "mean time between failures").value == 0.1
     assert count(often, "time that counts, then").value < 0.7
 
@@ -90,7 +105,9 @@ def test_counts_are_those_of_what_the_job_does(packed):
     once = rehearse(spec, plan, RECIPE.replace(checkpoint_every=None), packed)
     assert count(once, "kept").value == pytest.approx(12.1, rel=0.01), "only the last step is saved"
     rare = rehearse(spec, plan, RECIPE.replace(checkpoint_every=300, keep_every=1000), packed)
-    assert count(rare, "kept").value == pytest.approx((3 + 33) * 12.1, rel=0.01), "steps that are saved and kept"
+    assert count(rare, "kept").value == pytest.approx((3 + 33) * 12.1, rel=0.01), (
+        "steps that are saved and kept"
+    )
     site = Site.load("frontier")
     assert site.slurm
     contained = site.replace(slurm=site.slurm.replace(srun_options=("--container=/images/torch",)))
@@ -106,11 +123,23 @@ def test_a_plan_that_cannot_run_is_refused(packed):
 @pytest.mark.parametrize("tied", [False, True])
 def test_cuts_lose_no_weight(tied):
     spec = ModelSpec.preset("demo").replace(num_layers=6, tied_embeddings=tied)
-    found = cut(spec, Plan(pipeline_parallel=3, tensor_parallel=2, data_parallel=3, zero_stage=1, global_batch_size=6))
-    assert found.num_params == spec.num_params
-    assert found.num_kinds == 12 and found.groups == {"world": 18, "pipeline": 3, "data": 3, "tensor": 2} | (
-        {"tied embeddings": 2} if tied else {}
+    found = cut(
+        spec,
+        Plan(
+            pipeline_parallel=3,
+            tensor_parallel=2,
+            data_parallel=3,
+            zero_stage=1,
+            global_batch_size=6,
+        ),
     )
+    assert found.num_params == spec.num_params
+    assert found.num_kinds == 12 and found.groups == {
+        "world": 18,
+        "pipeline": 3,
+        "data": 3,
+        "tensor": 2,
+    } | ({"tied embeddings": 2} if tied else {})
 
 
 def test_text_that_is_there_is_counted(packed, tiny_dataset):
@@ -123,11 +152,22 @@ def test_text_that_is_there_is_counted(packed, tiny_dataset):
 
 
 def test_the_command_says_it_in_its_exit_code(tmp_path):
-    words = ["rehearse", "--recipe", "frontier-1t", "--steps", "1000", "--site", "frontier", "--json"]
+    words = [
+        "rehearse",
+        "--recipe",
+        "frontier-1t",
+        "--steps",
+        "1000",
+        "--site",
+        "frontier",
+        "--json",
+    ]
     done = CliRunner().invoke(app, words)
     said = json.loads(done.stdout)
     assert done.exit_code == 1 and not said["fits"] and said["model"] == "gpt-1t"
-    assert {"plan", "ranks", "start", "checkpoint", "failures"} <= {found["stage"] for found in said["counts"]}
+    assert {"plan", "ranks", "start", "checkpoint", "failures"} <= {
+        found["stage"] for found in said["counts"]
+    }
     nothing = CliRunner().invoke(app, ["rehearse"])
     assert "Give RUN, or --site with --recipe" in str(nothing.exception)
     model = CliRunner().invoke(app, ["rehearse", "gpt-1t"])

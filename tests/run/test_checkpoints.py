@@ -1,4 +1,6 @@
-"""Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few file calls a rank."""
+"""Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few
+file calls a rank.
+"""
 
 import contextlib
 import errno
@@ -41,10 +43,15 @@ def facts(spec: ModelSpec, step: int) -> dict[str, Any]:
 def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
     """Returns tensors of this rank and one that both have, whose values tell the step."""
     rank = dist.get_rank()
-    return {f"of.{rank}": torch.full((size,), 10.0 * step + rank), "of.both": torch.full((3,), float(step))}
+    return {
+        f"of.{rank}": torch.full((size,), 10.0 * step + rank),
+        "of.both": torch.full((3,), float(step)),
+    }
 
 
-def load(checkpoints: Checkpoints, step: int, state: dict[str, torch.Tensor], spec: ModelSpec) -> None:
+def load(
+    checkpoints: Checkpoints, step: int, state: dict[str, torch.Tensor], spec: ModelSpec
+) -> None:
     CheckpointTensors(checkpoints, checkpoints.describe(step), spec).fill_all(state)
 
 
@@ -65,11 +72,15 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
         writer.finish()
         seen.append(plans[0])
         assert gc.isenabled(), "the collector is on again"
-        assert (gc.get_freeze_count() > frozen) == (dist.get_rank() == 0), "it leaves alone what rank 0 keeps"
+        assert (gc.get_freeze_count() > frozen) == (dist.get_rank() == 0), (
+            "it leaves alone what rank 0 keeps"
+        )
         found = {name: torch.zeros_like(tensor) for name, tensor in mine(step, size).items()}
         load(checkpoints, step, found, spec)
         assert all(torch.equal(found[name], tensor) for name, tensor in mine(step, size).items())
-    other = CheckpointWriter(Checkpoints(directory / "other"), attempt=1, keep_last=2, keep_every=None)
+    other = CheckpointWriter(
+        Checkpoints(directory / "other"), attempt=1, keep_last=2, keep_every=None
+    )
     other.start({"alone": torch.ones(dist.get_rank() + 1)[:1]}, facts(spec, 1))
     other.finish()
     return [*seen, plans[0]]
@@ -83,7 +94,9 @@ def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelS
 
 
 def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
-    """Returns what of the second checkpoint, its folder and the one above had not been flushed when the first went."""
+    """Returns what of the second checkpoint, its folder and the one above had not been flushed
+    when the first went.
+    """
     flushed, missing, fsync, rmtree = set(), [], os.fsync, shutil.rmtree
 
     def noting(handle: int) -> None:
@@ -92,7 +105,9 @@ def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
 
     def asking(folder: Path, *args: Any, **kwargs: Any) -> None:
         newest = directory / "step_00000002"
-        missing.extend(p.name for p in (*newest.iterdir(), newest, directory) if p.stat().st_ino not in flushed)
+        missing.extend(
+            p.name for p in (*newest.iterdir(), newest, directory) if p.stat().st_ino not in flushed
+        )
         rmtree(folder, *args, **kwargs)
 
     os.fsync, shutil.rmtree = noting, asking
@@ -104,24 +119,35 @@ def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
     return missing
 
 
-def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tmp_path: Path, spec: ModelSpec) -> None:
-    """A loss of power in between would else leave neither: a name in a folder is kept in memory for a while."""
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    """A loss of power in between would else leave neither: a name in a folder is kept in memory
+    for a while.
+    """
     assert run_ranks(1, flushed_before_deletion, tmp_path / "checkpoints", spec) == [[]]
 
 
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
-    """Returns what three saves hold of a tensor that changes meanwhile, and in how many places it was copied."""
+    """Returns what three saves hold of a tensor that changes meanwhile, and in how many places
+    it was copied.
+    """
     checkpoints, places = Checkpoints(directory), set()
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=3, keep_every=None)
     weight, found = torch.zeros(1000), []
     for step in (1, 2, 3):
         weight.fill_(step)
-        writer.start({"weight": weight.detach()}, facts(spec, step))  # as an engine gives it: a new view each time
+        writer.start(
+            {"weight": weight.detach()}, facts(spec, step)
+        )  # as an engine gives it: a new view each time
         writer.wait_for_copies()
         weight.fill_(-1)
         writer.finish()
         assert writer.stager is not None
-        places |= {copy.data_ptr() for copy in writer.stager._state_dict_stager._cached_storage_mapping.values()}
+        places |= {
+            copy.data_ptr()
+            for copy in writer.stager._state_dict_stager._cached_storage_mapping.values()
+        }
         read = {"weight": torch.zeros(1000)}
         load(checkpoints, step, read, spec)
         found.append(float(read["weight"].mean()))
@@ -133,13 +159,17 @@ def test_saves_are_copied_to_the_same_memory(tmp_path: Path, spec: ModelSpec) ->
 
 
 def save_while_training(run: Run) -> tuple[list[float], bool, float]:
-    """Returns what a save holds of a weight, whether the update behind it waited for the copy, and the stall.
+    """Returns what a save holds of a weight, whether the update behind it waited for the copy, and
+    the stall.
 
     Copying takes until a moment after the update is asked for.
     """
     engine: Any = Engine(["weight"])
     saver = PortableCheckpoints(
-        run, engine, CheckpointWriter(run.checkpoints, attempt=1, keep_last=3, keep_every=None), None
+        run,
+        engine,
+        CheckpointWriter(run.checkpoints, attempt=1, keep_last=3, keep_every=None),
+        None,
     )
     saver.save(facts(run.spec, 1))
     saver.finish()
@@ -152,7 +182,10 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
 
     saver.writer.stager._stage = late
     saver.save(facts(run.spec, 2))
-    saver.stall_s, weight = 0.0, engine.state["weight"]  # training goes on: a forward and a backward pass
+    saver.stall_s, weight = (
+        0.0,
+        engine.state["weight"],
+    )  # training goes on: a forward and a backward pass
     threading.Timer(0.1, may_copy.set).start()
     weight.grad = torch.ones_like(weight)
     engine.optimizer.step()
@@ -163,8 +196,12 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     return read["weight"].tolist(), waited, saver.stall_s
 
 
-def test_a_save_is_copied_beside_the_next_step_and_before_its_update(tmp_path: Path, spec: ModelSpec, recipe) -> None:
-    run = Run.create(tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop"))
+def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
+    tmp_path: Path, spec: ModelSpec, recipe
+) -> None:
+    run = Run.create(
+        tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop")
+    )
     [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
     assert held == [0.0, 0.0], "as it was when it was saved"
     assert waited and stall_s > 0.01
@@ -208,7 +245,9 @@ class Engine:
 
 
 def calls_of_a_resume(run: Run, num_files: int) -> int:
-    """Returns how often this rank has called the file system to load four tensors, each in a file of its own."""
+    """Returns how often this rank has called the file system to load four tensors, each in a
+    file of its own.
+    """
     calls = [0]
 
     def count(module: Any, name: str) -> None:
@@ -222,7 +261,10 @@ def calls_of_a_resume(run: Run, num_files: int) -> int:
 
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
     loader = PortableCheckpoints(
-        run, engine, CheckpointWriter(run.checkpoints, attempt=1, keep_last=1, keep_every=None), None
+        run,
+        engine,
+        CheckpointWriter(run.checkpoints, attempt=1, keep_last=1, keep_every=None),
+        None,
     )
     for name in ("stat", "lstat", "scandir", "listdir", "open"):
         count(os, name)
@@ -234,19 +276,34 @@ def calls_of_a_resume(run: Run, num_files: int) -> int:
 
 
 def write_files(run: Run, num_files: int) -> None:
-    """Makes a checkpoint of so many tiny tensors, each in a file of its own, at the step of that number."""
+    """Makes a checkpoint of so many tiny tensors, each in a file of its own, at the step of that
+    number.
+    """
     folder = run.checkpoints.path(num_files)
     state = {f"tensor.{i}": torch.full((2,), float(i)) for i in range(num_files)}
-    save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=False, sync_files=False), no_dist=True)
+    save(
+        state,
+        storage_writer=FileSystemWriter(folder, single_file_per_rank=False, sync_files=False),
+        no_dist=True,
+    )
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     sums = {".metadata": checksum(folder / ".metadata")}
-    described = facts(run.spec, num_files) | {"attempt": 1, "time": 0.0, "files": sizes, "checksums": sums}
+    described = facts(run.spec, num_files) | {
+        "attempt": 1,
+        "time": 0.0,
+        "files": sizes,
+        "checksums": sums,
+    }
     run.checkpoints.complete(folder, Manifest(**described))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_file_calls_of_a_resume_do_not_grow_with_the_files(tmp_path: Path, spec: ModelSpec, recipe) -> None:
-    run = Run.create(tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop"))
+def test_file_calls_of_a_resume_do_not_grow_with_the_files(
+    tmp_path: Path, spec: ModelSpec, recipe
+) -> None:
+    run = Run.create(
+        tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop")
+    )
     counts = []
     for num_files in (33, 3073):
         write_files(run, num_files)
@@ -261,9 +318,17 @@ class Strange(EOFError):
 
 
 def meet_an_error() -> list[str]:
-    """Returns what this rank is told of errors that rank 1 meets, and of one that rank 0 meets between."""
+    """Returns what this rank is told of errors that rank 1 meets, and of one that rank 0 meets
+    between.
+    """
     told = []
-    for rank, kind in ((1, DamagedCheckpointError), (0, CheckpointError), (1, OSError), (1, DataError), (1, Strange)):
+    for rank, kind in (
+        (1, DamagedCheckpointError),
+        (0, CheckpointError),
+        (1, OSError),
+        (1, DataError),
+        (1, Strange),
+    ):
         try:
             with alike():
                 if dist.get_rank() == rank:
@@ -274,12 +339,18 @@ def meet_an_error() -> list[str]:
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    said = ["DamagedCheckpointError seen by rank 1", "CheckpointError seen by rank 0", "OSError seen by rank 1"]
+    said = [
+        "DamagedCheckpointError seen by rank 1",
+        "CheckpointError seen by rank 0",
+        "OSError seen by rank 1",
+    ]
     said += ["DataError seen by rank 1", "CheckpointError Strange: seen by rank 1"]
     assert run_ranks(3, meet_an_error) == [said] * 3
 
 
-def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, spec: ModelSpec, monkeypatch) -> None:
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
+    tmp_path: Path, spec: ModelSpec, monkeypatch
+) -> None:
     run_ranks(1, save_thrice, tmp_path, spec)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"of.0": torch.zeros(7)}
@@ -295,7 +366,9 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, sp
     content = bytearray(file.read_bytes())
     content[content.index(torch.full((7,), 30.0).numpy().tobytes()) + 5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="__0_0.distcp is damaged: a tensor's checksum is not"):
+    with pytest.raises(
+        DamagedCheckpointError, match="__0_0.distcp is damaged: a tensor's checksum is not"
+    ):
         load(checkpoints, 3, state, spec)
     load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
 

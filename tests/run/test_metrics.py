@@ -1,4 +1,6 @@
-"""The writer of `metrics.jsonl`, which a full disk holds up; its reader: one bad value costs its own step only."""
+"""The writer of `metrics.jsonl`, which a full disk holds up; its reader: one bad value costs its
+own step only.
+"""
 
 import dataclasses
 import errno
@@ -21,13 +23,27 @@ from tests.monitor.recorded import recorded_run
 
 def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True) -> Metrics:
     rows = [
-        {"step": step, "attempt": 1, "time": 1e9 + step, "step_time_s": 0.5, "tokens": 2048, "loss": 8 - step / 20,
-         "grad_norm": 1.0, **changes.get(step, {})}
+        {
+            "step": step,
+            "attempt": 1,
+            "time": 1e9 + step,
+            "step_time_s": 0.5,
+            "tokens": 2048,
+            "loss": 8 - step / 20,
+            "grad_norm": 1.0,
+            **changes.get(step, {}),
+        }
         for step in range(1, 31)
-    ]  # fmt: skip
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test") if peak else Site.load("laptop")
-    return Metrics.read(file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site)
+    site = (
+        Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
+        if peak
+        else Site.load("laptop")
+    )
+    return Metrics.read(
+        file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site
+    )
 
 
 class SmallDisk(io.FileIO):
@@ -48,7 +64,9 @@ class SmallDisk(io.FileIO):
     [(b"", b""), (b'{"step": 0}\n', b'{"step": 0}\n'), (b'{"step": 0, "lo', b'{"step": 0, "lo\n')],
     ids=["new", "whole", "torn"],
 )
-def test_rows_wait_for_room_and_are_written_whole_and_in_order(tmp_path: Path, before: bytes, ended: bytes) -> None:
+def test_rows_wait_for_room_and_are_written_whole_and_in_order(
+    tmp_path: Path, before: bytes, ended: bytes
+) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
     writer = MetricsWriter(file)
@@ -67,7 +85,9 @@ def test_rows_wait_for_room_and_are_written_whole_and_in_order(tmp_path: Path, b
     assert not writer.pending
     assert file.read_bytes().startswith(ended)
     written = file.read_bytes().removeprefix(ended)
-    assert [json.loads(line)["step"] for line in written.splitlines()] == [step for step in range(1, 61) if step % 7]
+    assert [json.loads(line)["step"] for line in written.splitlines()] == [
+        step for step in range(1, 61) if step % 7
+    ]
 
 
 @pytest.mark.parametrize("other", ["site", "device"])
@@ -78,10 +98,14 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     gpu = away.device.replace(name="NVIDIA H100 (GPU)")
     away = away.replace(name="elsewhere") if other == "site" else away.replace(device=gpu)
     away.with_measured_peak("fp32", 4e11, "test").write(run.directory / "site.attempt_01.json")
-    run.site.with_measured_peak("fp32", 9e11, "before it was corrected").write(run.directory / "site.attempt_02.json")
+    run.site.with_measured_peak("fp32", 9e11, "before it was corrected").write(
+        run.directory / "site.attempt_02.json"
+    )
     mfu = run.metrics().mfu()
     assert before is not None and mfu is not None and 0 < first.sum() < len(mfu)
-    assert np.allclose(mfu[first], before[first] / 2) and np.array_equal(mfu[~first], before[~first])
+    assert np.allclose(mfu[first], before[first] / 2) and np.array_equal(
+        mfu[~first], before[~first]
+    )
     dashboard = Dashboard(run)
     while dashboard.read():
         pass
@@ -89,7 +113,11 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     assert np.allclose(export_table(run)["mfu"].to_numpy(), mfu)
     away.write(run.directory / "site.attempt_01.json")
     mfu = run.metrics().mfu()
-    assert mfu is not None and np.isnan(mfu[first]).all() and np.array_equal(mfu[~first], before[~first])
+    assert (
+        mfu is not None
+        and np.isnan(mfu[first]).all()
+        and np.array_equal(mfu[~first], before[~first])
+    )
 
 
 def test_one_lost_duration_costs_neither_speed_nor_mfu(tmp_path: Path) -> None:
@@ -100,17 +128,27 @@ def test_one_lost_duration_costs_neither_speed_nor_mfu(tmp_path: Path) -> None:
 
 
 def test_speeds_are_unknown_where_no_step_has_a_duration(tmp_path: Path) -> None:
-    summary = _metrics(tmp_path / "m.jsonl", {step: {"step_time_s": float("nan")} for step in range(40)}).summary()
-    assert summary["step_time_s"] is None and summary["tokens_per_s"] is None and summary["mfu"] is None
+    summary = _metrics(
+        tmp_path / "m.jsonl", {step: {"step_time_s": float("nan")} for step in range(40)}
+    ).summary()
+    assert (
+        summary["step_time_s"] is None
+        and summary["tokens_per_s"] is None
+        and summary["mfu"] is None
+    )
 
 
-@pytest.mark.parametrize(("too_fast", "why"), [(1, None), (2, "above the peak"), (30, "above the peak")])
+@pytest.mark.parametrize(
+    ("too_fast", "why"), [(1, None), (2, "above the peak"), (30, "above the peak")]
+)
 def test_a_peak_is_not_believed_where_more_than_one_step_in_twenty_is_above_it(
     tmp_path: Path, too_fast: int, why: str | None
 ) -> None:
     changes = {step: {"step_time_s": 0.01} for step in range(1, too_fast + 1)}
     metrics = _metrics(tmp_path / "m.jsonl", changes)
-    assert metrics.why_no_mfu == why and (metrics.mfu() is None) == (metrics.hfu() is None) == (why is not None)
+    assert metrics.why_no_mfu == why and (metrics.mfu() is None) == (metrics.hfu() is None) == (
+        why is not None
+    )
     assert metrics.summary()["loss"] == pytest.approx(6.5), "whatever the peak"
     if (mfu := metrics.mfu()) is not None:
         assert np.isnan(mfu[0]) and 0 < mfu[1:].max() < 1, "a single step that is too fast has none"
@@ -127,7 +165,9 @@ def test_recomputation_counts_when_a_peak_is_judged(tmp_path: Path) -> None:
 
 
 def test_lost_loss_and_norm_are_told_apart_from_unrecorded_ones(tmp_path: Path) -> None:
-    lost = _metrics(tmp_path / "lost.jsonl", {30: {"loss": float("nan"), "grad_norm": float("inf")}}).summary()
+    lost = _metrics(
+        tmp_path / "lost.jsonl", {30: {"loss": float("nan"), "grad_norm": float("inf")}}
+    ).summary()
     assert lost["loss"] != lost["loss"] and lost["grad_norm"] == float("inf")
     nowhere = {step: {"grad_norm": None} for step in range(40)}
     assert _metrics(tmp_path / "none.jsonl", nowhere).summary()["grad_norm"] is None  # type: ignore[arg-type]

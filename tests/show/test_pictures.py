@@ -1,4 +1,6 @@
-"""Figures of the kit's own: each keeps to what a page of 1,000 pixels asks, in a light and in a dark theme."""
+"""Figures of the kit's own: each keeps to what a page of 1,000 pixels asks, in a light and in a
+dark theme.
+"""
 
 import numpy as np
 import pytest
@@ -27,9 +29,17 @@ def report() -> EvalReport:
     def score(task: str, metric: str, value: float, chance: float | None) -> TaskScore:
         metrics = (Metric.of(metric, value, None, 50), Metric.of(ANSWER_BITS, 1.9, 0.1, 50))
         return TaskScore(
-            task=task, metrics=metrics, num_items=50, total_items=1838, num_fewshot=0, chance=chance, task_version="1",
-            harness_version="0.4", data=(), seconds=1.0,
-        )  # fmt: skip
+            task=task,
+            metrics=metrics,
+            num_items=50,
+            total_items=1838,
+            num_fewshot=0,
+            chance=chance,
+            task_version="1",
+            harness_version="0.4",
+            data=(),
+            seconds=1.0,
+        )
 
     choices = (score("piqa", "acc", 0.5, 0.5), score("arc_easy", "acc", 0.3, 0.25))
     scores = (score("heldout", "bits_per_byte", 2.6, None), *choices)
@@ -37,30 +47,51 @@ def report() -> EvalReport:
 
 
 def stages() -> dict:
-    plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640)
+    plan = Plan(
+        tensor_parallel=4,
+        pipeline_parallel=16,
+        data_parallel=2,
+        zero_stage=1,
+        global_batch_size=640,
+    )
     spec = ModelSpec.preset("gpt-175b")
     kinds = ("full", "selective", "none")
-    return {f"recompute {kind}": memory_by_stage(Layouts.of(spec, [plan.replace(recompute=kind)])) for kind in kinds}
+    return {
+        f"recompute {kind}": memory_by_stage(Layouts.of(spec, [plan.replace(recompute=kind)]))
+        for kind in kinds
+    }
 
 
 def predicted() -> dict:
-    rng, names = np.random.default_rng(0), ("Selene", "KAIST multi-node", "KAIST single node", "Aleph Alpha", "MI250X")
+    rng, names = (
+        np.random.default_rng(0),
+        ("Selene", "KAIST multi-node", "KAIST single node", "Aleph Alpha", "MI250X"),
+    )
     times = {name: np.exp(rng.normal(1, 2, 30)) for name in names}
-    return {name: (seconds, seconds * np.exp(rng.normal(0, 0.1, 30))) for name, seconds in times.items()}
+    return {
+        name: (seconds, seconds * np.exp(rng.normal(0, 0.1, 30))) for name, seconds in times.items()
+    }
 
 
 DRAWN = {
     "tensor split": tensor_split_picture,
     "bases": lambda: flop_basis_figure([ModelSpec.preset(name) for name in SPECS])[0],
-    "stage weights": lambda: stage_weights_figure({stage: (9 * 10**9, 10 * 10**9) for stage in range(16)})[0],
+    "stage weights": lambda: stage_weights_figure(
+        {stage: (9 * 10**9, 10 * 10**9) for stage in range(16)}
+    )[0],
     "scores": lambda: score_figure(report(), {"unigram model": 3.0})[0],
     "interval": lambda: interval_figure(0.64, 0.5, {50: "scored here", 1838: "all of PIQA"})[0],
     "memory": lambda: figures.memory_figure(stages(), 64 * 2.0**30)[0],
     "breakdown": lambda: figures.breakdown_figure(
-        {f"gpt-{size}, as published": dict.fromkeys(figures.TIME_COLOURS, 1.0) for size in ("22b", "175b", "1t")}
+        {
+            f"gpt-{size}, as published": dict.fromkeys(figures.TIME_COLOURS, 1.0)
+            for size in ("22b", "175b", "1t")
+        }
     )[0],
-    "predicted": lambda: figures.predicted_figure(predicted(), title="Published runs, without their group")[0],
-}  # fmt: skip
+    "predicted": lambda: figures.predicted_figure(
+        predicted(), title="Published runs, without their group"
+    )[0],
+}
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -75,7 +106,9 @@ def test_the_check_sees_what_a_reader_would() -> None:
             if fault == "small":
                 left.text(0.5, 0.5, "small", fontsize=TEXT - 1)
             if fault == "cut":
-                right.text(1, 0.5, "beyond the edge", transform=right.transAxes).set_in_layout(False)
+                right.text(1, 0.5, "beyond the edge", transform=right.transAxes).set_in_layout(
+                    False
+                )
             if fault == "one on the other":
                 left.set_title("a title that runs into that of its neighbour")
                 right.set_title("a neighbour")
@@ -98,21 +131,36 @@ def test_a_page_gets_a_drawing_for_each_theme_and_one_picture_for_the_rest() -> 
     figure.notes, figure.left_out = ("Published: <i>a paper</i>.",), ("runs/x is not drawn.",)
     bundle, metadata = figure._repr_mimebundle_()
     page = bundle["text/html"]
-    assert page.count("<img ") == 2 and "kit-dark' hidden" in page, "a page without styles shows the light one"
-    assert "alt='loss &amp; &lt;b&gt;speed&lt;/b&gt;'" in page and metadata == {"image/png": {"width": 600}}
-    assert "<li>Published: &lt;i&gt;a paper&lt;/i&gt;.</li>" in page and "⚠ runs/x is not drawn." in page
+    assert page.count("<img ") == 2 and "kit-dark' hidden" in page, (
+        "a page without styles shows the light one"
+    )
+    assert "alt='loss &amp; &lt;b&gt;speed&lt;/b&gt;'" in page and metadata == {
+        "image/png": {"width": 600}
+    }
+    assert (
+        "<li>Published: &lt;i&gt;a paper&lt;/i&gt;.</li>" in page
+        and "⚠ runs/x is not drawn." in page
+    )
     light, dark = figure.to_svg(), figure.to_svg(dark=True)
-    assert f"scale({TEXT / 100:g} -{TEXT / 100:g})" in light and "scale(0.015625)" in light, "glyphs keep their size"
+    assert f"scale({TEXT / 100:g} -{TEXT / 100:g})" in light and "scale(0.015625)" in light, (
+        "glyphs keep their size"
+    )
     for colour in (GREY, "#ffffff"):
-        assert colour.lower() in light and colour.lower() not in dark and DARK[colour.lower()] in dark
+        assert (
+            colour.lower() in light and colour.lower() not in dark and DARK[colour.lower()] in dark
+        )
 
 
 def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
     table = Table(
-        [{"x": "<a>", "n": 12345, "run": "r"}, {"x": "b", "n": None, "y": float("nan")}], "Caption", ["A <note>."]
+        [{"x": "<a>", "n": 12345, "run": "r"}, {"x": "b", "n": None, "y": float("nan")}],
+        "Caption",
+        ["A <note>."],
     )
     page = table._repr_html_()
-    assert "<td style='text-align:left'>&lt;a&gt;</td>" in page and "text-align:right'>12,345" in page
+    assert (
+        "<td style='text-align:left'>&lt;a&gt;</td>" in page and "text-align:right'>12,345" in page
+    )
     assert table.columns == ["x", "n", "run", "y"] and table.cells[1] == ["b", "", "", ""]
     assert "<li>A &lt;note&gt;.</li>" in page and repr(table).startswith("Caption\nx    n")
 

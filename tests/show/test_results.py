@@ -15,7 +15,9 @@ def _write(folder: Path) -> None:
         row("cost", 0.0196, "fraction", at_most=0.01),
         row("n", 7446),
     ]
-    write_results("speed", rows, command="python -m tests.benchmarks speed", load_before=0.4, directory=folder)
+    write_results(
+        "speed", rows, command="python -m tests.benchmarks speed", load_before=0.4, directory=folder
+    )
 
 
 def test_row_is_judged_by_its_limit() -> None:
@@ -47,14 +49,23 @@ def test_table_replaces_what_stands_between_its_markers(tmp_path: Path) -> None:
     assert write_tables(document, directory=tmp_path / "results") == (["speed"], ["none"])
     text = document.read_text()
     assert "| speed | 1.27x | ≥ 1x | yes | a \\| b |" in text and "**no**" in text
-    assert "old" not in text and text.startswith("before\n") and "after\n" in text and "kept" in text
+    assert (
+        "old" not in text and text.startswith("before\n") and "after\n" in text and "kept" in text
+    )
     write_tables(document, directory=tmp_path / "results")
     assert document.read_text() == text, "a second time changes nothing"
 
 
 def test_cell_stays_on_one_line_and_is_no_markup() -> None:
     note = table(
-        Results(name="a", command="", machine="", date="", load_before=0, rows=(row("x", 1, note="a\n<b> | c"),))
+        Results(
+            name="a",
+            command="",
+            machine="",
+            date="",
+            load_before=0,
+            rows=(row("x", 1, note="a\n<b> | c"),),
+        )
     )
     assert "| x | 1 |  |  | a &lt;b> \\| c |" in note.splitlines()
 

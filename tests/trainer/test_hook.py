@@ -26,7 +26,7 @@ def on_step(state):
     count = torch.tensor([sum(p.numel() for part in state.parts for p in part.parameters())])
     dist.all_reduce(count)  # every rank is here
     return {"loss_twice": 2 * state.loss, "weights": count, "ranks": state.num_ranks, "tokens": state.tokens}
-"""
+"""  # noqa: E501
 FAILS = """
 def on_step(state):
     if state.rank == 1 and state.step == 3:
@@ -40,8 +40,12 @@ def trained(spec, recipe, tmp_path):
     def trained(text: str, steps: int = 5) -> Run:
         file = tmp_path / "mine.py"
         file.write_text(text)
-        wanted = recipe.replace(num_steps=steps, warmup_steps=0, checkpoint_every=None, hook=str(file))
-        run = Run.create(tmp_path / "run", spec=spec, plan=STAGES, recipe=wanted, site=kit.Site.load("laptop"))
+        wanted = recipe.replace(
+            num_steps=steps, warmup_steps=0, checkpoint_every=None, hook=str(file)
+        )
+        run = Run.create(
+            tmp_path / "run", spec=spec, plan=STAGES, recipe=wanted, site=kit.Site.load("laptop")
+        )
         file.unlink()  # the copy is what runs
         for training in start_training(run.directory, 2):
             ended = training.wait()
@@ -59,19 +63,32 @@ def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, s
     run = trained(WEIGHTS)
     assert (run.directory / HOOK).read_text() == WEIGHTS
     found = rows(run)
-    assert [row["hook/loss_twice"] for row in found] == [2 * row["loss"] for row in found] and len(found) == 5
-    assert {row["hook/weights"] for row in found} == {spec.num_params}, "both stages' weights, named alike"
-    assert [row["hook/tokens"] for row in found] == [8 * spec.sequence_length * step for step in range(1, 6)]
+    assert [row["hook/loss_twice"] for row in found] == [2 * row["loss"] for row in found] and len(
+        found
+    ) == 5
+    assert {row["hook/weights"] for row in found} == {spec.num_params}, (
+        "both stages' weights, named alike"
+    )
+    assert [row["hook/tokens"] for row in found] == [
+        8 * spec.sequence_length * step for step in range(1, 6)
+    ]
     assert all(0 < row["hook/seconds"] < 5 for row in found)
     assert scalars(run, found)[-1]["hook/ranks"] == 2.0
     dashboard = Dashboard(run)
     dashboard.read()
-    assert "hook: loss_twice" in dashboard.facts()["data"] and "ranks 2" in dashboard.facts()["data"]
+    assert (
+        "hook: loss_twice" in dashboard.facts()["data"] and "ranks 2" in dashboard.facts()["data"]
+    )
     import hashlib
 
     env = json.loads((run.directory / "env.json").read_text())
     assert env["hook_sha256"] == hashlib.sha256(WEIGHTS.encode()).hexdigest()
-    assert run.asked().keys() == {"plan.json", "recipe.json", "site.json", "spec.json"}, "its file is gone"
+    assert run.asked().keys() == {
+        "plan.json",
+        "recipe.json",
+        "site.json",
+        "spec.json",
+    }, "its file is gone"
 
 
 def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(trained):
@@ -79,11 +96,23 @@ def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(train
     assert [row.get("hook/x") for row in rows(run)] == [1.0, 2.0, None, None, None]
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert (alert.kind, alert.step) == ("hook", 3)
-    assert "rank 1: hook.py, line 4: ZeroDivisionError" in alert.message and "training goes on" in alert.message
+    assert (
+        "rank 1: hook.py, line 4: ZeroDivisionError" in alert.message
+        and "training goes on" in alert.message
+    )
 
 
 def state(step: int = 1) -> StepState:
-    return StepState(step=step, tokens=8, loss=2.0, grad_norm=1.0, learning_rate=0.1, rank=0, num_ranks=1, parts=())
+    return StepState(
+        step=step,
+        tokens=8,
+        loss=2.0,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        rank=0,
+        num_ranks=1,
+        parts=(),
+    )
 
 
 def called(folder: Path, text: str) -> tuple[dict, str]:
@@ -122,6 +151,10 @@ def test_a_file_that_is_no_hook_is_refused(tmp_path, spec, recipe):
         with pytest.raises(ConfigError, match=f"recipe.hook: .*{message}"):
             Hook(tmp_path / HOOK, None)
     with pytest.raises(RunError, match="recipe.hook: .*nowhere.py' cannot be read"):
-        kit.launch(tmp_path / "run", spec=spec, plan=Plan(global_batch_size=8), recipe=recipe.replace(
-            hook=str(tmp_path / "nowhere.py")))  # fmt: skip
+        kit.launch(
+            tmp_path / "run",
+            spec=spec,
+            plan=Plan(global_batch_size=8),
+            recipe=recipe.replace(hook=str(tmp_path / "nowhere.py")),
+        )
     assert not (tmp_path / "run" / "spec.json").exists() and read_state(tmp_path / "run") is None

@@ -1,4 +1,6 @@
-"""Training that starts from Hugging Face's weights: transformers' own loss at step 1, on every layout."""
+"""Training that starts from Hugging Face's weights: transformers' own loss at step 1, on every
+layout.
+"""
 
 import json
 from pathlib import Path
@@ -35,21 +37,37 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def save(folder: Path, family: str) -> Path:
-    """Writes a random model of transformers' own, with weights large enough to tell one from another."""
+    """Writes a random model of transformers' own, with weights large enough to tell one from
+    another.
+    """
     import transformers
 
     torch.manual_seed(3)
     if family == "llama":
         config: Any = transformers.LlamaConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
-        )  # fmt: skip
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            tie_word_embeddings=True,
+        )
         model: Any = transformers.LlamaForCausalLM(config)
     else:
         config = transformers.GPT2Config(
-            vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=16, initializer_range=0.2, resid_pdrop=0,
-            embd_pdrop=0, attn_pdrop=0,
-        )  # fmt: skip
+            vocab_size=300,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=16,
+            initializer_range=0.2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
         model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(folder)
     return folder
@@ -113,10 +131,16 @@ def test_a_run_starts_from_them_once(tmp_path: Path, tiny_dataset, monkeypatch) 
     folder = save(tmp_path / "theirs", "llama")
     spec = load_spec(str(folder)).replace(sequence_length=16)
     recipe = Recipe(
-        data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder), learning_rate=1e-9, min_learning_rate=0
+        data=str(tiny_dataset.directory),
+        num_steps=3,
+        init_from=str(folder),
+        learning_rate=1e-9,
+        min_learning_rate=0,
     )
     plan = Plan(data_parallel=2, micro_batch_size=2, global_batch_size=4)
-    run = Run.create(tmp_path / "run", spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    run = Run.create(
+        tmp_path / "run", spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop")
+    )
     assert "started from the weights in" in finished(run).log()
     begun, now = import_hugging_face(folder).decoder(), load_model(run)
     for (name, before), after in zip(begun.named_parameters(), now.parameters(), strict=True):
@@ -125,10 +149,14 @@ def test_a_run_starts_from_them_once(tmp_path: Path, tiny_dataset, monkeypatch) 
     Run.open(run.directory)
     (run.directory / "recipe.json").write_text(recipe.replace(num_steps=5).to_json())
     log = finished(Run.open(run.directory), 2).log()
-    assert "resumed from step 3" in log and "started from" not in log, "what it began with may be gone"
+    assert "resumed from step 3" in log and "started from" not in log, (
+        "what it began with may be gone"
+    )
 
 
-def test_what_does_not_fit_is_refused_before_a_launch(tmp_path: Path, tiny_dataset, monkeypatch) -> None:
+def test_what_does_not_fit_is_refused_before_a_launch(
+    tmp_path: Path, tiny_dataset, monkeypatch
+) -> None:
     folder = save(tmp_path / "theirs", "llama")
     spec = load_spec(str(folder))
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder))
@@ -136,10 +164,14 @@ def test_what_does_not_fit_is_refused_before_a_launch(tmp_path: Path, tiny_datas
     with pytest.raises(ConfigError, match="holds another model: num_layers 2 there and 3 here"):
         launcher.check_weights(spec.replace(num_layers=3), recipe)
     (folder / "tokenizer.json").write_bytes(b"{}")
-    monkeypatch.setattr("kit.data.tokenizer.load_tokenizer", lambda folder: type("Other", (), {"sha256": "0" * 64}))
+    monkeypatch.setattr(
+        "kit.data.tokenizer.load_tokenizer", lambda folder: type("Other", (), {"sha256": "0" * 64})
+    )
     with pytest.raises(ConfigError, match="Build the data with --tokenizer"):
         launcher.check_weights(spec, recipe)
-    with pytest.raises(ConfigError, match=r"recipe\.init_from: .* is not allowed with plan\.engine 'neuron'"):
+    with pytest.raises(
+        ConfigError, match=r"recipe\.init_from: .* is not allowed with plan\.engine 'neuron'"
+    ):
         check_recipe(recipe, Plan(engine="neuron", global_batch_size=8))
 
 
@@ -149,13 +181,29 @@ def test_a_model_is_named_by_config_json(tmp_path: Path) -> None:
     (folder / "config.json").rename(tmp_path / "blobs" / "config")
     (folder / "config.json").symlink_to(tmp_path / "blobs" / "config")
     spec = load_spec(str(folder / "config.json"))
-    assert (spec.name, spec.num_layers, spec.num_kv_heads) == ("theirs", 2, 2) and load_spec(str(folder)) == spec
+    assert (spec.name, spec.num_layers, spec.num_kv_heads) == ("theirs", 2, 2) and load_spec(
+        str(folder)
+    ) == spec
     (folder / "spec.json").write_text(spec.replace(name="ours").to_json())
     assert load_spec(str(folder)).name == "ours"
-    planned = ["plan", str(folder / "config.json"), "--site", "frontier", "--devices", "8", "--batch", "8", "--json"]
+    planned = [
+        "plan",
+        str(folder / "config.json"),
+        "--site",
+        "frontier",
+        "--devices",
+        "8",
+        "--batch",
+        "8",
+        "--json",
+    ]
     assert json.loads(CliRunner().invoke(app, planned).output)
     config = json.loads((folder / "config.json").read_text())
-    for change in ({"model_type": "mixtral"}, {"rope_scaling": {"rope_type": "llama3"}}, {"attention_bias": "some"}):
+    for change in (
+        {"model_type": "mixtral"},
+        {"rope_scaling": {"rope_type": "llama3"}},
+        {"attention_bias": "some"},
+    ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ConfigError):
             load_spec(str(folder / "config.json"))

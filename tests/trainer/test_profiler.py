@@ -1,4 +1,6 @@
-"""`recipe.profile_steps`: these steps are recorded on the ranks of `profile_ranks`, and no others."""
+"""`recipe.profile_steps`: these steps are recorded on the ranks of `profile_ranks`, and no
+others.
+"""
 
 import gzip
 import json
@@ -28,7 +30,9 @@ def prepared(tmp_path, spec, recipe):
 
     def get(**changes) -> Run:
         asked = recipe.replace(checkpoint_every=None, warmup_steps=0, decay_steps=9, **changes)
-        return Run.create(tmp_path / "run", spec=spec, plan=DP2, recipe=asked, site=Site.load("laptop"))
+        return Run.create(
+            tmp_path / "run", spec=spec, plan=DP2, recipe=asked, site=Site.load("laptop")
+        )
 
     return get
 
@@ -37,7 +41,9 @@ def test_the_steps_are_recorded_and_a_run_that_goes_on_may_name_others(prepared)
     run = prepared(num_steps=8, profile_steps=(3, 5), profile_ranks=(1,))
     assert Attempt(run).wait() == [0, 0]
     folder = run.directory / "profile"
-    assert [str(file.relative_to(folder)) for file in folder.rglob("*.*")] == ["step_3/rank_00001.trace.json.gz"]
+    assert [str(file.relative_to(folder)) for file in folder.rglob("*.*")] == [
+        "step_3/rank_00001.trace.json.gz"
+    ]
     assert recorded(folder / "step_3" / "rank_00001.trace.json.gz") == 3, "no more and no less"
     assert run.metrics()["step"].tolist() == list(range(1, 9))
 
@@ -65,7 +71,9 @@ def test_a_run_that_ends_before_leaves_what_it_has_and_a_failing_disk_ends_nothi
 
 @pytest.mark.parametrize("steps", [(0, 1), (5, 4), (1, 101)])
 def test_impossible_steps_are_refused(recipe, steps):
-    with pytest.raises(ConfigError, match=r"recipe.profile_steps: .* Give first and last of up to 100 steps"):
+    with pytest.raises(
+        ConfigError, match=r"recipe.profile_steps: .* Give first and last of up to 100 steps"
+    ):
         recipe.replace(profile_steps=steps)
 
 

@@ -1,4 +1,6 @@
-"""The one rule of what a loss spike is: what it finds, what it leaves, and that everybody judges by it alike."""
+"""The one rule of what a loss spike is: what it finds, what it leaves, and that everybody judges
+by it alike.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ def test_planted_spikes_are_found_without_false_alarms() -> None:
     planted = np.sort(random.choice(np.arange(1000, 20_000), size=30, replace=False))
     loss[planted] += random.uniform(0.7, 2, size=30)
     assert [row for row, _ in spikes(loss)] == planted.tolist()
-    pieces = [row for start in range(0, 20_000, 777) for row, _ in spikes(loss[: start + 777], start)]
+    pieces = [
+        row for start in range(0, 20_000, 777) for row, _ in spikes(loss[: start + 777], start)
+    ]
     assert pieces == planted.tolist(), "in whatever pieces the rows came in"
 
 
@@ -34,7 +38,11 @@ def test_a_spike_is_found_while_the_loss_still_falls() -> None:
 
 
 def test_what_is_constant_or_not_finite_is_no_spike() -> None:
-    assert spikes(np.full(500, 2.0)) == [] and spikes(np.full(500, np.nan)) == [] and spikes(np.empty(0)) == []
+    assert (
+        spikes(np.full(500, 2.0)) == []
+        and spikes(np.full(500, np.nan)) == []
+        and spikes(np.empty(0)) == []
+    )
     loss = losses(300)
     loss[100:150] = np.nan
     loss[200] = np.inf
@@ -56,13 +64,65 @@ GUESS = float(np.log(4096))
     ("losses", "told"),
     [
         # The demo model at a learning rate of 0.5, warmed up in five steps, as it trained.
-        ([8.33, 8.18, 17.4, 18.1, 26.7, 19.6, 13.6, 16.5, 16.0, 20.1, 18.9, 21.0, 20.2, 29.7, 39.2, 44.4, 40.0], 11),
-        ([2.1, 2.2, 2.6, 3.4, 3.9, 4.4, 4.8, 5.1, 5.3, 5.4, 5.5, 5.5, 5.6, 5.5], 13),  # fine-tuning that is ruined
+        (
+            [
+                8.33,
+                8.18,
+                17.4,
+                18.1,
+                26.7,
+                19.6,
+                13.6,
+                16.5,
+                16.0,
+                20.1,
+                18.9,
+                21.0,
+                20.2,
+                29.7,
+                39.2,
+                44.4,
+                40.0,
+            ],
+            11,
+        ),
+        (
+            [2.1, 2.2, 2.6, 3.4, 3.9, 4.4, 4.8, 5.1, 5.3, 5.4, 5.5, 5.5, 5.6, 5.5],
+            13,
+        ),  # fine-tuning that is ruined
         ([60.0 - 0.01 * i for i in range(60)], 39),  # as bad as it began, and still
         ([8.3, 8.4, 8.6, 8.9, 9.0, 9.1, 9.0, 8.8, 8.5, 8.3, 8.0, 7.8], None),  # a warm-up's bump
-        ([2.1, 2.6, 2.4, 2.9, 2.6, 2.5, 2.4, 2.6, 2.5, 2.4, 2.3, 2.4, 2.3, 2.2], None),  # fine-tuning, small batches
+        (
+            [2.1, 2.6, 2.4, 2.9, 2.6, 2.5, 2.4, 2.6, 2.5, 2.4, 2.3, 2.4, 2.3, 2.2],
+            None,
+        ),  # fine-tuning, small batches
         # LUMI's 175B at steps 1, 2, 5, 10 and 20 of 128 nodes: 60.7, 60.8, 60.6, 45.0, 10.8
-        ([60.7, 60.8, 60.8, 60.7, 60.6, 59, 57, 54, 50, 45, 40, 36, 32, 28, 24, 21, 18, 15, 12.5, 10.8, 10.5], None),
+        (
+            [
+                60.7,
+                60.8,
+                60.8,
+                60.7,
+                60.6,
+                59,
+                57,
+                54,
+                50,
+                45,
+                40,
+                36,
+                32,
+                28,
+                24,
+                21,
+                18,
+                15,
+                12.5,
+                10.8,
+                10.5,
+            ],
+            None,
+        ),
     ],
 )
 def test_a_bad_start_is_told_by_step_40(losses: list[float], told: int | None) -> None:
@@ -85,7 +145,10 @@ def test_guard_and_alerts_judge_every_loss_alike(seed: int) -> None:
     random, loss = np.random.default_rng(seed), losses(1000, seed)
     loss[random.choice(1000, size=60)] += random.uniform(0.2, 3, size=60)
     loss[random.choice(1000, size=10)] = np.nan
-    guard, answered = Guard(Recipe(data="data", num_steps=1000, on_nan="skip", on_spike="skip"), Plan()), []
+    guard, answered = (
+        Guard(Recipe(data="data", num_steps=1000, on_nan="skip", on_spike="skip"), Plan()),
+        [],
+    )
     for row, value in enumerate(loss.tolist()):
         answer, what = guard.judge(value, 1.0)
         guard.note(answer, what, value)

@@ -1,4 +1,6 @@
-"""What is done beside the steps on a GPU, with one that pretends; and that no tensor waits for the collector."""
+"""What is done beside the steps on a GPU, with one that pretends; and that no tensor waits for
+the collector.
+"""
 
 import gc
 import os
@@ -43,7 +45,9 @@ def test_no_tensor_waits_for_pythons_collector(llama_spec, recompute):
     assert left < 3, "not one a step; what torch makes once and keeps may be among them"
 
 
-def test_garbage_is_collected_at_the_same_steps_also_after_a_save_has_turned_the_collector_on(monkeypatch):
+def test_garbage_is_collected_at_the_same_steps_also_after_a_save_has_turned_the_collector_on(
+    monkeypatch,
+):
     collected = []
     monkeypatch.setattr(gc, "collect", collected.append)
     try:
@@ -80,12 +84,17 @@ def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(upkeep, "PROBE_SIZE", 16)
     launched, mm = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *given, **named: (launched.append(1), mm(*given, **named))[1])
+    monkeypatch.setattr(
+        torch, "mm", lambda *given, **named: (launched.append(1), mm(*given, **named))[1]
+    )
     probe = SpeedProbe(torch.device("cpu"))
     assert [probe.look(), probe.look()] == [None, None], "launched, and not there yet"
     seconds = probe.look()
     assert seconds is not None and 0 < seconds < 1
-    assert probe.look() == seconds and len(launched) == (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
+    assert (
+        probe.look() == seconds
+        and len(launched) == (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
+    )
     probe.asked_at -= upkeep.PROBE_EVERY_S
     probe.look()
     assert len(launched) == 2 * (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
@@ -110,16 +119,26 @@ def test_a_watchdog_hears_of_compilations():
         callback_handler.remove_start_callback(begun)
         callback_handler.remove_end_callback(ended)
         torch._dynamo.reset()
-    assert seen == [True, True] and list(watchdog.times) == [1.0], "what compiles tells nothing of a step's time"
+    assert seen == [True, True] and list(watchdog.times) == [1.0], (
+        "what compiles tells nothing of a step's time"
+    )
 
 
 def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE", gpu_runtime.TRACE_FILE):
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCH_FR_BUFFER_SIZE",
+        gpu_runtime.TRACE_FILE,
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.setattr(torch.version, "hip", None)
     gpu_runtime.prepare(tmp_path)
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert (
+        os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        and os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    )
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     gpu_runtime.prepare(tmp_path)
@@ -132,18 +151,27 @@ def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_runtime.dist, "get_rank", lambda: 3)
     gpu_runtime.prepare(tmp_path)
     gpu_runtime.dump_flight_recorder()
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("nccl_trace_rank_3", b"trace")]
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [
+        ("nccl_trace_rank_3", b"trace")
+    ]
     monkeypatch.setenv(gpu_runtime.TRACE_FILE, str(tmp_path / "gone" / "trace"))
-    gpu_runtime.dump_flight_recorder()  # and nothing is said of it, after the reason for the rank's end
+    # and nothing is said of it, after the reason for the rank's end
+    gpu_runtime.dump_flight_recorder()
 
 
-@pytest.mark.parametrize(("hung_after_s", "waits_s"), [(40.0, 300.0), (200.0, 400.0), (600.0, 600.0), (None, None)])
+@pytest.mark.parametrize(
+    ("hung_after_s", "waits_s"), [(40.0, 300.0), (200.0, 400.0), (600.0, 600.0), (None, None)]
+)
 def test_collectives_of_gpus_wait_less_after_the_first_step(monkeypatch, hung_after_s, waits_s):
     given = []
     backend = SimpleNamespace(_set_default_timeout=given.append)
-    both = SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda _: backend)
+    both = SimpleNamespace(
+        _device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda _: backend
+    )
     monkeypatch.setattr(
-        gpu_runtime, "_world", SimpleNamespace(pg_map=[both, SimpleNamespace(_device_types=[torch.device("cpu")])])
+        gpu_runtime,
+        "_world",
+        SimpleNamespace(pg_map=[both, SimpleNamespace(_device_types=[torch.device("cpu")])]),
     )
     gpu_runtime.shorten_timeouts(hung_after_s)
     assert given == ([timedelta(seconds=waits_s)] if waits_s else [])
@@ -156,6 +184,11 @@ def test_memory_of_a_gpu_is_in_the_metrics(tmp_path: Path, monkeypatch):
     assert row == {"memory_bytes": 5, "reserved_bytes": 7, "allocation_retries": 2}
     run = recorded_run(tmp_path / "run", steps=3)
     file = run.directory / "metrics.jsonl"
-    file.write_text(file.read_text().replace("}\n", ', "reserved_bytes": 7, "allocation_retries": 2}\n'))
+    file.write_text(
+        file.read_text().replace("}\n", ', "reserved_bytes": 7, "allocation_retries": 2}\n')
+    )
     metrics: Metrics = run.metrics()
-    assert metrics["reserved_bytes"].tolist() == [7] * 3 and metrics["allocation_retries"].tolist() == [2] * 3
+    assert (
+        metrics["reserved_bytes"].tolist() == [7] * 3
+        and metrics["allocation_retries"].tolist() == [2] * 3
+    )

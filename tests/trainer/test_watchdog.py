@@ -12,12 +12,21 @@ from kit.trainer.watchdog import MANY_LIMIT_S, Watchdog, patience_s
 
 
 def test_patience_grows_with_the_ranks_unless_it_was_given():
-    recipe, few, many = Recipe(data="data", num_steps=1), Plan(), Plan(data_parallel=65, global_batch_size=65)
+    recipe, few, many = (
+        Recipe(data="data", num_steps=1),
+        Plan(),
+        Plan(data_parallel=65, global_batch_size=65),
+    )
     assert [patience_s(recipe, plan) for plan in (few, many)] == [40.0, MANY_LIMIT_S]
-    assert [patience_s(recipe.replace(hung_after_s=asked), many) for asked in (None, 90.0)] == [None, 90.0]
+    assert [patience_s(recipe.replace(hung_after_s=asked), many) for asked in (None, 90.0)] == [
+        None,
+        90.0,
+    ]
 
 
-@pytest.mark.parametrize(("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")])
+@pytest.mark.parametrize(
+    ("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")]
+)
 def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(watchdog, "SAY_WAIT_S", 0.3)
@@ -27,9 +36,11 @@ def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
         watchdog.faulthandler.dump_traceback = lambda **_: None
         watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         dog = Watchdog(
-            0.2, rank=0, alive=lambda: time.sleep(60),
+            0.2,
+            rank=0,
+            alive=lambda: time.sleep(60),
             silent_ranks=lambda for_s: time.sleep(60) if silent == "hangs" else silent,
-        )  # fmt: skip
+        )
         dog.step_done(1, 0.001)
         time.sleep(30)
         os._exit(0)
@@ -49,9 +60,14 @@ def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank
         os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
         watchdog.faulthandler.dump_traceback = lambda **_: None
         dog = Watchdog(
-            0.1, rank=rank, alive=lambda: None, silent_ranks=lambda for_s: [],
-            dump=lambda: (tmp_path / f"trace{len(list(tmp_path.iterdir()))}").touch() or time.sleep(30),
-        )  # fmt: skip
+            0.1,
+            rank=rank,
+            alive=lambda: None,
+            silent_ranks=lambda for_s: [],
+            dump=lambda: (
+                (tmp_path / f"trace{len(list(tmp_path.iterdir()))}").touch() or time.sleep(30)
+            ),
+        )
         dog.step_done(1, 100.0)  # it compiled
         time.sleep(30)
         os._exit(0)

@@ -1,4 +1,6 @@
-"""What a stranger may send: pickles that run a program, words that a shell or a browser would obey, whole runs."""
+"""What a stranger may send: pickles that run a program, words that a shell or a browser would
+obey, whole runs.
+"""
 
 import contextlib
 import hashlib
@@ -28,7 +30,10 @@ from kit.run import Run
 from kit.spec import ModelSpec
 from tests.monitor.recorded import beat, rows
 
-SCRIPT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"`${7*7}"
+SCRIPT = (
+    "<img src=x"
+    " onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"`${7*7}"
+)
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]8;;http://evil\x1b\\click\u202e"
 MARKUP = "[link=http://evil]click[/link][bold red]x[/]"
 STRANGER = 65534
@@ -55,11 +60,17 @@ class Reduced:
         return self.parts
 
 
-def finished_run(directory: Path, spec: ModelSpec | None = None, recipe: Recipe | None = None, steps: int = 40) -> Run:
-    """Returns a run that has done all its steps, as a job would have left it, with one loss that deserves an alert."""
+def finished_run(
+    directory: Path, spec: ModelSpec | None = None, recipe: Recipe | None = None, steps: int = 40
+) -> Run:
+    """Returns a run that has done all its steps, as a job would have left it, with one loss that
+    deserves an alert.
+    """
     plan, recipe = Plan(global_batch_size=8), recipe or Recipe(data="data", num_steps=steps)
     site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
-    run = Run.create(directory, spec=spec or ModelSpec.preset("demo"), plan=plan, recipe=recipe, site=site)
+    run = Run.create(
+        directory, spec=spec or ModelSpec.preset("demo"), plan=plan, recipe=recipe, site=site
+    )
     attempt = claim_attempt(run.directory)
     job = launcher.job_spec(run).replace(argv=("true",))
     for name, record in (("job", job), ("plan.attempt_01", plan), ("site.attempt_01", site)):
@@ -82,7 +93,9 @@ def process_of(pid: int) -> Process:
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Returns what is in a folder: kind and mode of each thing, its size, when it was last written, what it holds."""
+    """Returns what is in a folder: kind and mode of each thing, its size, when it was last
+    written, what it holds.
+    """
     found = {}
     for path in [folder, *folder.rglob("*")]:
         about = path.lstat()
@@ -91,13 +104,20 @@ def tree(folder: Path) -> dict[str, tuple]:
             content = os.readlink(path)
         elif kind == stat.S_IFREG and about.st_size < 2**24:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[str(path.relative_to(folder))] = (oct(about.st_mode), about.st_size, about.st_mtime_ns, content)
+        found[str(path.relative_to(folder))] = (
+            oct(about.st_mode),
+            about.st_size,
+            about.st_mtime_ns,
+            content,
+        )
     return found
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Returns the names at which two trees differ."""
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
 
 
 def open_to_all(folder: Path, owner: int | None = None) -> None:
@@ -110,7 +130,8 @@ def open_to_all(folder: Path, owner: int | None = None) -> None:
 
 
 def in_a_child(work: Callable[[], Any], user: int | None = None) -> Any:
-    """Returns what a function returns, as JSON carries it, in a child of this process; `user`: as somebody else.
+    """Returns what a function returns, as JSON carries it, in a child of this process; `user`: as
+    somebody else.
 
     Raises:
         AssertionError: it raises; with its traceback.
@@ -150,7 +171,9 @@ def kit(*words: str | Path, ctrl_c_after_s: float | None = None) -> Said:
     from kit.commands.app import run
 
     said, code = io.StringIO(), 0
-    pressed = threading.Timer(ctrl_c_after_s or 0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    pressed = threading.Timer(
+        ctrl_c_after_s or 0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
+    )
     before, sys.argv = sys.argv, ["kit", *map(str, words)]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
@@ -189,21 +212,34 @@ END
 scancel*) ;;
 *) echo "${{0##*/}}: refused" >&2; exit 1 ;;
 esac
-"""
+"""  # noqa: E501
 QUESTIONS = ("squeue ", "sacct ", "sinfo ", "scontrol show ", "scontrol --oneliner show ")
 
 
 class Calls:
-    """Commands that would reach another machine: fakes in a folder for the PATH, which record that they were called.
+    """Commands that would reach another machine: fakes in a folder for the PATH, which record that
+    they were called.
 
-    Slurm's are of a cluster on which job 777 of this user runs; it was submitted in the folder `place`.
+    Slurm's are of a cluster on which job 777 of this user runs; it was submitted in the folder
+    `place`.
     """
 
     def __init__(self, folder: Path, place: Path) -> None:
         folder.mkdir()
         self.bin, self.file, self.place = folder, folder / "calls.txt", folder / "place.txt"
         self.place.write_text(str(place))
-        for name in ("ssh", "scp", "rsync", "sbatch", "scancel", "srun", "squeue", "scontrol", "sacct", "sinfo"):
+        for name in (
+            "ssh",
+            "scp",
+            "rsync",
+            "sbatch",
+            "scancel",
+            "srun",
+            "squeue",
+            "scontrol",
+            "sacct",
+            "sinfo",
+        ):
             (folder / name).write_text(FAKE.format(calls=self.file, place=self.place))
             (folder / name).chmod(0o755)
 

@@ -1,6 +1,8 @@
-"""A run into which a stranger has written: any file of it something else, and every view of it looked at.
+"""A run into which a stranger has written: any file of it something else, and every view of it
+looked at.
 
-Run with numbers, `python -m tests.untrusted.planted 17 4242` says what those mutations do, with the tracebacks.
+Run with numbers, `python -m tests.untrusted.planted 17 4242` says what those mutations do, with the
+tracebacks.
 """
 
 import contextlib
@@ -44,43 +46,86 @@ OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
 """What one view of one run may take; the wall time is for what waits."""
 RECORDS = (
-    "spec.json", "plan.json", "recipe.json", "site.json", "job.json", "state.json", "exit.json", "metrics.jsonl",
-    "history.jsonl", "plan.attempt_01.json", "site.attempt_01.json", "ranks/rank_00000.json", "ranks/all.jsonl",
-    "eval/step_00000040.json", "checkpoints/step_00000040/manifest.json", "control/request_checkpoint",
-    "control/taken_checkpoint", "alerts.jsonl", "login_seen.json",
-)  # fmt: skip
+    "spec.json",
+    "plan.json",
+    "recipe.json",
+    "site.json",
+    "job.json",
+    "state.json",
+    "exit.json",
+    "metrics.jsonl",
+    "history.jsonl",
+    "plan.attempt_01.json",
+    "site.attempt_01.json",
+    "ranks/rank_00000.json",
+    "ranks/all.jsonl",
+    "eval/step_00000040.json",
+    "checkpoints/step_00000040/manifest.json",
+    "control/request_checkpoint",
+    "control/taken_checkpoint",
+    "alerts.jsonl",
+    "login_seen.json",
+)
 OTHERS = (
-    "login.json", "import.json", "monitor/columns.bin", "hook.py",
-    "control/request_stop", ".state.lock", "logs/attempt_01/rank_00000.log",
-)  # fmt: skip
+    "login.json",
+    "import.json",
+    "monitor/columns.bin",
+    "hook.py",
+    "control/request_stop",
+    ".state.lock",
+    "logs/attempt_01/rank_00000.log",
+)
 FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor")
 
 
 def whole_run(directory: Path) -> Run:
-    """Returns a run with every file that a view reads, whose job goes on, as far as its heartbeat tells."""
+    """Returns a run with every file that a view reads, whose job goes on, as far as its
+    heartbeat tells.
+    """
     run = finished_run(directory)
     run.checkpoints.path(40).mkdir(parents=True)
     Manifest(
-        step=40, attempt=1, samples=320, tokens=81920, seed=1, time=1.7e9, spec=run.spec, plan=run.plan, files={},
-    ).write(run.checkpoints.path(40) / "manifest.json")  # fmt: skip
+        step=40,
+        attempt=1,
+        samples=320,
+        tokens=81920,
+        seed=1,
+        time=1.7e9,
+        spec=run.spec,
+        plan=run.plan,
+        files={},
+    ).write(run.checkpoints.path(40) / "manifest.json")
     score = TaskScore(
-        task="piqa", metrics=(Metric.of("acc", 0.5, 0.1, 20),), num_items=20, total_items=40, num_fewshot=0,
-        task_version="1", harness_version="0", data=(), seconds=1.0,
-    )  # fmt: skip
-    report = EvalReport(name=run.name, step=40, checkpoint="x", tokenizer_sha256="x", scores=(score,), tokens_seen=9)
+        task="piqa",
+        metrics=(Metric.of("acc", 0.5, 0.1, 20),),
+        num_items=20,
+        total_items=40,
+        num_fewshot=0,
+        task_version="1",
+        harness_version="0",
+        data=(),
+        seconds=1.0,
+    )
+    report = EvalReport(
+        name=run.name, step=40, checkpoint="x", tokenizer_sha256="x", scores=(score,), tokens_seen=9
+    )
     report.write(run.directory / "eval" / "step_00000040.json")
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=40)
     ask(run.directory, "checkpoint")
     recorded_alerts(run)
-    write_all_heartbeats(run.directory, [beat.line for beat in read_rank_heartbeats(run.directory, 1)])
-    state = RunState(state=JobState.RUNNING, attempt=1, step=40, heartbeat=time.time(), step_time_s=1.0)
+    write_all_heartbeats(
+        run.directory, [beat.line for beat in read_rank_heartbeats(run.directory, 1)]
+    )
+    state = RunState(
+        state=JobState.RUNNING, attempt=1, step=40, heartbeat=time.time(), step_time_s=1.0
+    )
     state.write(run.directory / "state.json")
     (run.directory / "exit.json").unlink()
     return run
 
 
-# What may be planted --------------------------------------------------------------------------------------------------
+# What may be planted ------------------------------------------------------------------------------
 
 
 def pipe(file: Path) -> None:
@@ -117,11 +162,42 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
     "a line of 9 MB": lambda file: file.write_text('"' + "x" * 9_000_000 + '"\n'),
 }
 VALUES: tuple[Any, ...] = (
-    2_000_000_000, 2**63, 2**31, 2**53, 10**400, -(10**400), 0, -1, 1, math.nan, math.inf, -math.inf, 1e308, 5e-324,
-    None, True, "", "x", "../../x", "x" * 100_000, "\x1b]0;x\x07<b>", "\ud800", [], {}, [[[[1]]]], {"a": {"b": 1}},
-    "running", "failed", "slurm", "kubernetes", "local", "imported",
-)  # fmt: skip
-NUMBERS = tuple(value for value in VALUES if isinstance(value, int | float) and not isinstance(value, bool))
+    2_000_000_000,
+    2**63,
+    2**31,
+    2**53,
+    10**400,
+    -(10**400),
+    0,
+    -1,
+    1,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e308,
+    5e-324,
+    None,
+    True,
+    "",
+    "x",
+    "../../x",
+    "x" * 100_000,
+    "\x1b]0;x\x07<b>",
+    "\ud800",
+    [],
+    {},
+    [[[[1]]]],
+    {"a": {"b": 1}},
+    "running",
+    "failed",
+    "slurm",
+    "kubernetes",
+    "local",
+    "imported",
+)
+NUMBERS = tuple(
+    value for value in VALUES if isinstance(value, int | float) and not isinstance(value, bool)
+)
 
 
 def plant(directory: Path, name: str, kind: str) -> None:
@@ -155,19 +231,29 @@ def every_number(value: Any, new: Any) -> Any:
 def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
     """Changes each value of JSON in a file: the whole file's, or each line's."""
     is_lines = file.suffix == ".jsonl"
-    texts = file.read_text(errors="replace").splitlines() if is_lines else [file.read_text(errors="replace")]
+    texts = (
+        file.read_text(errors="replace").splitlines()
+        if is_lines
+        else [file.read_text(errors="replace")]
+    )
     file.write_text("".join(json.dumps(change(json.loads(text))) + "\n" for text in texts))
 
 
 def mutate(directory: Path, dice: random.Random) -> list[str]:
-    """Changes a run as somebody who wants to do harm would, in one place or a few, and returns what was done."""
+    """Changes a run as somebody who wants to do harm would, in one place or a few, and returns
+    what was done.
+    """
     done = []
     if dice.random() < 0.5:  # it has ended
-        (directory / "exit.json").write_text('{"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}')
+        (directory / "exit.json").write_text(
+            '{"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}'
+        )
     for _ in range(dice.choice((1, 1, 2, 3))):
         name = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
         how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _gone, _swapped, _more))
-        with contextlib.suppress(OSError, ValueError, RecursionError, IndexError):  # of a file changed before
+        with contextlib.suppress(
+            OSError, ValueError, RecursionError, IndexError
+        ):  # of a file changed before
             done.append(f"{how.__name__} {name}: {how(directory, name, dice)}")
     return done
 
@@ -227,16 +313,35 @@ def _more(directory: Path, name: str, dice: random.Random) -> str:
     """Adds steps of other attempts and in any order, each with one strange number."""
     file = directory / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if _is_plain(file) else []
-    names = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "consumed_tokens", "nan_steps", "loss_scale",
-             "skipped_steps", "validation_loss", "checkpoint_s", "reserved_bytes")  # fmt: skip
-    rows = [{**dice.choice(lines), "attempt": dice.choice((1, 2, 3)), dice.choice(names): dice.choice(NUMBERS)}
-            for _ in range(dice.choice((1, 20)))]  # fmt: skip
+    names = (
+        "step",
+        "attempt",
+        "time",
+        "step_time_s",
+        "tokens",
+        "loss",
+        "consumed_tokens",
+        "nan_steps",
+        "loss_scale",
+        "skipped_steps",
+        "validation_loss",
+        "checkpoint_s",
+        "reserved_bytes",
+    )
+    rows = [
+        {
+            **dice.choice(lines),
+            "attempt": dice.choice((1, 2, 3)),
+            dice.choice(names): dice.choice(NUMBERS),
+        }
+        for _ in range(dice.choice((1, 20)))
+    ]
     with file.open("a") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows)
     return "more steps"
 
 
-# Who looks ------------------------------------------------------------------------------------------------------------
+# Who looks ----------------------------------------------------------------------------------------
 
 
 def command(*words: str) -> Callable[[Run], None]:
@@ -253,7 +358,9 @@ def job_of(run: Run) -> None:
     job = Job.attach(run.directory)
     job.status(), job.history, job._repr_html_()
     log = log_path(run.directory, 1, 0)
-    if not log.exists() or log.stat().st_size < 2**30:  # a log may have any length, and is asked for as a whole
+    if (
+        not log.exists() or log.stat().st_size < 2**30
+    ):  # a log may have any length, and is asked for as a whole
         job.logs()
 
 
@@ -314,7 +421,9 @@ class TooLong(BaseException):
 
 
 def faults(directory: Path, views: dict[str, Callable[[Run], Any]]) -> list[str]:
-    """Returns what is wrong with the views of a run: errors but the kit's own, too much time, too much memory."""
+    """Returns what is wrong with the views of a run: errors but the kit's own, too much time,
+    too much memory.
+    """
 
     names = [each.name for each in directory.iterdir() if not each.is_dir()]
 
@@ -365,13 +474,19 @@ def limit_memory() -> None:
 Views = dict[str, Callable[[Run], Any]]
 
 
-def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, others: Views) -> list[str]:
-    """Returns the faults of many changed copies of a run, each by the name of its case. For a child process.
+def all_faults(
+    template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, others: Views
+) -> list[str]:
+    """Returns the faults of many changed copies of a run, each by the name of its case. For a child
+    process.
 
-    Each case is seen by the quick views and by one of the others, in turn; one that is alone by all of them.
+    Each case is seen by the quick views and by one of the others, in turn; one that is alone by all
+    of them.
     """
     limit_memory()
-    warnings.simplefilter("ignore")  # that 1e308 twice is infinite, or a label too long for its figure, is no fault
+    warnings.simplefilter(
+        "ignore"
+    )  # that 1e308 twice is infinite, or a label too long for its figure, is no fault
     every = {**VIEWS, **others}
     found = faults(shutil.copytree(template, folder / "whole" / "run"), every)  # imports everything
     assert not found, found
@@ -386,7 +501,9 @@ def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: 
 
 def mutations(numbers: range | list[int]) -> dict[str, Callable[[Path], Any]]:
     """Returns cases for `all_faults`, each told by its number alone."""
-    return {f"mutation {n}": lambda directory, n=n: mutate(directory, random.Random(n)) for n in numbers}
+    return {
+        f"mutation {n}": lambda directory, n=n: mutate(directory, random.Random(n)) for n in numbers
+    }
 
 
 if __name__ == "__main__":

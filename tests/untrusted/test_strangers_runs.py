@@ -1,6 +1,8 @@
-"""A run is mine or it is only read: every command and every view, on a run of somebody else that anybody may write.
+"""A run is mine or it is only read: every command and every view, on a run of somebody else that
+anybody may write.
 
-Permissions stop nothing here: folders are 0777 and files 0666, so that what is not written is not written by choice.
+Permissions stop nothing here: folders are 0777 and files 0666, so that what is not written is not
+written by choice.
 """
 
 import contextlib
@@ -41,7 +43,15 @@ from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from tests.monitor.test_importers import ARGUMENTS, head, line
 from tests.untrusted import hostile
-from tests.untrusted.hostile import STRANGER, Calls, beyond_questions, changes, finished_run, open_to_all, tree
+from tests.untrusted.hostile import (
+    STRANGER,
+    Calls,
+    beyond_questions,
+    changes,
+    finished_run,
+    open_to_all,
+    tree,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -87,12 +97,18 @@ refuse data build FOLDER/run --site SLURM --source TEXT --tokenizer TOKENIZER
 """
 """What each command does with a run of somebody else.
 
-look: shows it. refuse: would have to write, and names the owner. score: scores it here, or refuses as `refuse`.
-show: shows it, or says what there is not. taken: refuses a directory that holds something, whoever owns it.
+look: shows it. refuse: would have to write, and names the owner. score: scores it here, or refuses
+as `refuse`. show: shows it, or says what there is not. taken: refuses a directory that holds
+something, whoever owns it.
 """
 NEVER_OF_A_RUN = {
-    "plan", "validate", "doctor", "import-checkpoint", "figures", "site init",
-}  # fmt: skip
+    "plan",
+    "validate",
+    "doctor",
+    "import-checkpoint",
+    "figures",
+    "site init",
+}
 ALWAYS = ("status", "watch", "runs")
 """What shows any run, whatever lacks in it; but why it is so fast is said of one that has steps."""
 
@@ -102,14 +118,21 @@ def test_no_command_is_forgotten() -> None:
 
     def names(group: Any, before: str = "") -> Iterator[str]:
         for name, command in group.commands.items():
-            yield from names(command, f"{before}{name} ") if hasattr(command, "commands") else [before + name]
+            yield from (
+                names(command, f"{before}{name} ")
+                if hasattr(command, "commands")
+                else [before + name]
+            )
 
     words = [row.split()[1:] for row in COMMANDS.strip().splitlines()]
     told = {" ".join(row[:2]) if row[0] in ("bench", "data", "site") else row[0] for row in words}
-    assert told | NEVER_OF_A_RUN == set(names(typer.main.get_command(app))) and not told & NEVER_OF_A_RUN
+    assert (
+        told | NEVER_OF_A_RUN == set(names(typer.main.get_command(app)))
+        and not told & NEVER_OF_A_RUN
+    )
 
 
-# The run, and who looks at it -----------------------------------------------------------------------------------------
+# The run, and who looks at it ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +146,29 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
     from kit.run.checkpoint import Manifest
 
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40)
-    run = finished_run(tmp_path_factory.mktemp("template") / "run", spec.replace(num_layers=1), recipe)
+    run = finished_run(
+        tmp_path_factory.mktemp("template") / "run", spec.replace(num_layers=1), recipe
+    )
     weights = {name: weight.detach() for name, weight in build_decoder(run.spec).named_parameters()}
     state = {f"model.{name}": weight for name, weight in weights.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
-        state |= {f"adamw.{moment}.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
+        state |= {
+            f"adamw.{moment}.{name}": torch.zeros_like(weight) for name, weight in weights.items()
+        }
     folder = run.checkpoints.path(40)
     save(state, checkpoint_id=folder, no_dist=True)
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
     Manifest(
-        step=40, attempt=1, samples=320, tokens=320 * run.spec.sequence_length, seed=1, time=0.0, spec=run.spec,
-        plan=run.plan, files=files,
-    ).write(folder / "manifest.json")  # fmt: skip
+        step=40,
+        attempt=1,
+        samples=320,
+        tokens=320 * run.spec.sequence_length,
+        seed=1,
+        time=0.0,
+        spec=run.spec,
+        plan=run.plan,
+        files=files,
+    ).write(folder / "manifest.json")
     return run.directory
 
 
@@ -160,10 +194,13 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.fixture
-def give_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+def give_away(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path], str]:
     """A function: makes a folder somebody else's, writable by all, and returns that owner's name.
 
-    Only root can give a folder away. For others, and with a parameter True, this process takes itself for another user.
+    Only root can give a folder away. For others, and with a parameter True, this process takes
+    itself for another user.
     """
 
     def give(folder: Path) -> str:
@@ -196,21 +233,34 @@ class Looks:
         self.out = tmp_path / "out"
         self.out.mkdir()
         (tmp_path / "train.log").write_text(
-            head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2) + line(1, 346.65) + line(2, 346.65)
+            head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2)
+            + line(1, 346.65)
+            + line(2, 346.65)
         )
         there = '\n[there]\npython = "/usr/bin/python3"\nfolder = "/there"\nsource = "/there/kit"\n'
-        (tmp_path / "login.toml").write_text('base = "generic-gpu-slurm"\nname = "mine"\nlogin = "far"\n' + there)
+        (tmp_path / "login.toml").write_text(
+            'base = "generic-gpu-slurm"\nname = "mine"\nlogin = "far"\n' + there
+        )
         (tmp_path / "slurm.toml").write_text(
-            'base = "generic-gpu-slurm"\nname = "mine"\n[slurm]\naccount = "me"\npartition = "all"\n'
+            'base = "generic-gpu-slurm"\nname = "mine"\n[slurm]\naccount = "me"\npartition ='
+            ' "all"\n'
         )
         self.words = {
-            "RUN": run, "FOLDER": run.parent, "NAME": run.name, "OUT": self.out, "LOG": tmp_path / "train.log",
-            "LOGIN": tmp_path / "login.toml", "SLURM": tmp_path / "slurm.toml",
-            "TEXT": dataset.directory.parent / "text.jsonl", "TOKENIZER": dataset.directory / "tokenizer.json",
-        }  # fmt: skip
+            "RUN": run,
+            "FOLDER": run.parent,
+            "NAME": run.name,
+            "OUT": self.out,
+            "LOG": tmp_path / "train.log",
+            "LOGIN": tmp_path / "login.toml",
+            "SLURM": tmp_path / "slurm.toml",
+            "TEXT": dataset.directory.parent / "text.jsonl",
+            "TOKENIZER": dataset.directory / "tokenizer.json",
+        }
 
     def faults(self, row: str, *, whole: bool, live: bool) -> list[str]:
-        """Returns what is wrong with a command of COMMANDS; `whole`: the run lacks nothing, `live`: its job runs."""
+        """Returns what is wrong with a command of COMMANDS; `whole`: the run lacks nothing,
+        `live`: its job runs.
+        """
         expected, *words = row.split()
         given = [self._filled(word) for word in words]
         follows = live and (words[0] == "watch" or "--follow" in words)
@@ -219,11 +269,16 @@ class Looks:
         shutil.rmtree(self.out)
         self.out.mkdir()
         text = " ".join(said.text.split())
-        found = [f"it wrote {names}" for a, b in zip(before, (tree(self.run), tree(self.mine)), strict=True)
-                 if (names := changes(a, b))]  # fmt: skip
+        found = [
+            f"it wrote {names}"
+            for a, b in zip(before, (tree(self.run), tree(self.mine)), strict=True)
+            if (names := changes(a, b))
+        ]
         found += [f"it called {call}" for call in beyond_questions(self.calls.taken(), self.run)]
         found += ["a traceback"] if "Traceback" in said.text else []
-        codes = {"look": (0,), "refuse": (1,), "score": (0, 1), "show": (0, 1), "taken": (1,)}[expected]
+        codes = {"look": (0,), "refuse": (1,), "score": (0, 1), "show": (0, 1), "taken": (1,)}[
+            expected
+        ]
         if expected == "look" and not whole and (words[0] not in ALWAYS or "--why" in words):
             codes = (0, 1)
         codes = (*codes, 0, 130) if follows and expected != "refuse" else codes
@@ -253,48 +308,68 @@ def all_commands(looks: Looks, *, whole: bool = True, live: bool = False) -> Non
 def running(run: Path, **changes: Any) -> None:
     """Makes the job of a run one that has not ended."""
     (run / "exit.json").unlink()
-    state = {"state": JobState.RUNNING, "attempt": 1, "step": 40, "heartbeat": time.time(), "step_time_s": 1.0}
+    state = {
+        "state": JobState.RUNNING,
+        "attempt": 1,
+        "step": 40,
+        "heartbeat": time.time(),
+        "step_time_s": 1.0,
+    }
     RunState(**{**state, **changes}).write(run / "state.json")
 
 
-# Commands -------------------------------------------------------------------------------------------------------------
+# Commands -----------------------------------------------------------------------------------------
 
 
 def test_commands_on_a_finished_run(looks) -> None:
     all_commands(looks())
 
 
-def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(looks, run: Path, sleep) -> None:
+def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(
+    looks, run: Path, sleep
+) -> None:
     running(run, process=hostile.process_of(sleep.pid))
     all_commands(looks(), live=True)
     assert sleep.poll() is None
 
 
 def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path) -> None:
-    """Its devices are so small that scores need a job, whose lines are shell; and it names a job of the viewer."""
+    """Its devices are so small that scores need a job, whose lines are shell; and it names a job
+    of the viewer.
+    """
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
     few = base.device.__class__(name="tiny", memory_bytes=Fact(value=1e5, source="x"))
-    slurm = Slurm(account="a", partition="p", setup=(f"touch {canary}",), task_setup=(f"touch {canary}",))
+    slurm = Slurm(
+        account="a", partition="p", setup=(f"touch {canary}",), task_setup=(f"touch {canary}",)
+    )
     site = base.replace(slurm=slurm, device=few, devices_per_node=8)
     for name in ("site.json", "site.attempt_01.json"):
         site.write(run / name)
     (run / "slurm.conf").write_text("PluginDir=/tmp/evil\n")
-    running(run, scheduler_job=SchedulerJob(scheduler="slurm", id="777", config=str(run / "slurm.conf")))
+    running(
+        run, scheduler_job=SchedulerJob(scheduler="slurm", id="777", config=str(run / "slurm.conf"))
+    )
     seen = looks()
     all_commands(seen, live=True, whole=False)
     said = hostile.kit(*(seen._filled(word) for word in SCORE.split()))
-    assert said.code == 1 and f"touch {canary}" in said.text and seen.owner in said.text, "what it would have run"
+    assert said.code == 1 and f"touch {canary}" in said.text and seen.owner in said.text, (
+        "what it would have run"
+    )
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_commands_on_a_run_that_names_a_login_node(looks, run: Path, tmp_path: Path, calls, mirrored: bool) -> None:
+def test_commands_on_a_run_that_names_a_login_node(
+    looks, run: Path, tmp_path: Path, calls, mirrored: bool
+) -> None:
     """And, where it is a mirror, one that the viewer has made and somebody else has copied."""
     there = There(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
     base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
     base.replace(login="far", there=there).write(run / "site.json")
     if mirrored:
-        mirror = Mirror.sealed(login="far", python=there.python, source="/there/kit", directory="/there/run")
+        mirror = Mirror.sealed(
+            login="far", python=there.python, source="/there/kit", directory="/there/run"
+        )
         mirror.write(run / "login.json")
         running(run)
     all_commands(looks(), whole=False, live=mirrored)
@@ -304,7 +379,9 @@ LINKS = ("alerts.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".logi
 FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval")
 
 
-def test_commands_on_a_run_whose_files_are_links_to_the_viewers(looks, run: Path, tmp_path: Path) -> None:
+def test_commands_on_a_run_whose_files_are_links_to_the_viewers(
+    looks, run: Path, tmp_path: Path
+) -> None:
     """And whose job is stalled, of which everybody who looks would leave an alert."""
     mine = tmp_path / "mine"
     for name in (*LINKS, *FOLDERS):
@@ -316,13 +393,21 @@ def test_commands_on_a_run_whose_files_are_links_to_the_viewers(looks, run: Path
     all_commands(looks(), whole=False, live=True)
 
 
-# Python ---------------------------------------------------------------------------------------------------------------
+# Python -------------------------------------------------------------------------------------------
 
 
 def dashboard(run: Run) -> None:
     shown = Dashboard(run)
     for _ in range(2):
-        shown.read(), shown.look(), shown.frame(View()), shown.facts(), shown.alerts(), shown.heat(), shown.log()
+        (
+            shown.read(),
+            shown.look(),
+            shown.frame(View()),
+            shown.facts(),
+            shown.alerts(),
+            shown.heat(),
+            shown.log(),
+        )
     assert [alert["kind"] for alert in shown.alerts()] == ["nan"], "it is kept in memory"
 
 
@@ -337,17 +422,28 @@ def widget(run: Run) -> None:
 
 
 VIEWS: tuple[Callable[[Run], Any], ...] = (
-    dashboard, widget, status_table, status_row, recorded_alerts, curve_html, lambda run: view_html(run, ""),
-    lambda run: run._repr_html_(), lambda run: run.job._repr_html_(), lambda run: run.job.history,
-    lambda run: run.job.logs(), lambda run: run.metrics().summary(),
-)  # fmt: skip
+    dashboard,
+    widget,
+    status_table,
+    status_row,
+    recorded_alerts,
+    curve_html,
+    lambda run: view_html(run, ""),
+    lambda run: run._repr_html_(),
+    lambda run: run.job._repr_html_(),
+    lambda run: run.job.history,
+    lambda run: run.job.logs(),
+    lambda run: run.metrics().summary(),
+)
 WRITERS: dict[str, Callable[[Run], Any]] = {
     "stop": lambda run: run.job.stop(),
     "checkpoint": lambda run: run.job.checkpoint(),
     "cancel": lambda run: run.job.cancel(),
     "requeue": lambda run: run.job.requeue(timeout_s=1),
     "resume": lambda run: launcher.resume(run.directory, num_steps=99),
-    "launch": lambda run: launcher.launch(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe),
+    "launch": lambda run: launcher.launch(
+        run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe
+    ),
     "submit": lambda run: cluster.submit(run.job.spec, Site.load("laptop")),
     "sink": lambda run: copy_metrics(run, "tensorboard", follow=False),
     "peak": lambda run: remeasure(run, lambda dtype: Fact(value=1e13, source="x", error=0.0)),
@@ -362,7 +458,9 @@ JOBS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("give_away", [False, True], indirect=True, ids=["two users", "taken for two"])
+@pytest.mark.parametrize(
+    "give_away", [False, True], indirect=True, ids=["two users", "taken for two"]
+)
 @pytest.mark.parametrize("job", JOBS)
 def test_python_only_reads_it(run: Path, calls: Calls, give_away, sleep, job: str) -> None:
     if live := JOBS[job](sleep.pid):
@@ -395,14 +493,19 @@ def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> N
     for name in NAMES:
         shown.actions.start(name, shown.status)
     deadline, report = time.monotonic() + 10, {}
-    while time.monotonic() < deadline and not all(each["done_at"] for each in report.values() or [{"done_at": None}]):
+    while time.monotonic() < deadline and not all(
+        each["done_at"] for each in report.values() or [{"done_at": None}]
+    ):
         report = shown.actions.report(shown.status)
         time.sleep(0.02)
-    assert all(each["note"].startswith("refused") and owner in each["note"] for each in report.values()), report
+    assert all(
+        each["note"].startswith("refused") and owner in each["note"] for each in report.values()
+    ), report
     assert len(report) == 4 and sleep.poll() is None and not changes(before, tree(run))
 
 
-# The other direction: a run of root that anybody may write, and nobody looks at it -----------------------------------
+# The other direction: a run of root that anybody may write, and nobody looks at it
+# -----------------------------------
 
 
 def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,23 +531,30 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setenv(name, str(home))
 
         def all_of(rows: tuple[str, ...]) -> list[hostile.Said]:
-            return [hostile.kit(*(word.replace("RUN", str(run)) for word in row.split())) for row in rows]
+            return [
+                hostile.kit(*(word.replace("RUN", str(run)) for word in row.split()))
+                for row in rows
+            ]
 
         all_of(look)  # so that all is imported: nobody may not read where root's Python lies
         open_to_all(run)
         before = tree(run)
         said = hostile.in_a_child(lambda: all_of(look + act), user=STRANGER)
         assert [code for code, _ in said] == [0] * len(look) + [1] * len(act), said
-        unnamed = [text for _, text in said[len(look) :] if "root" not in text or "Traceback" in text]
+        unnamed = [
+            text for _, text in said[len(look) :] if "root" not in text or "Traceback" in text
+        ]
         assert not unnamed
         assert not changes(before, tree(run)) and sleep.poll() is None
 
 
-# One's own run, into which somebody may have written ----------------------------------------------------------------
+# One's own run, into which somebody may have written ----------------------------------------------
 
 
 def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> None:
-    """Process numbers are public, so a state.json may name any process of the viewer, also one of another run."""
+    """Process numbers are public, so a state.json may name any process of the viewer, also one
+    of another run.
+    """
     code = [sys.executable, "-c", "import time; time.sleep(600)"]
     others = [subprocess.Popen(["sleep", "600"]), subprocess.Popen([*code, f"{run}2"])]
     own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(run)])
@@ -473,12 +583,16 @@ def test_stop_now_cancels_only_the_job_of_this_run(run: Path, calls: Calls, tmp_
         running(run, scheduler_job=job)
         said = hostile.kit("stop", run, "--now")
         assert said.code == code and "Traceback" not in said.text, said
-        assert [call for call in calls.taken() if call.startswith("scancel")] == ["scancel [] 777"] * (code == 0)
+        assert [call for call in calls.taken() if call.startswith("scancel")] == [
+            "scancel [] 777"
+        ] * (code == 0)
         (run / "exit.json").write_text(read_exit(run).to_json() if read_exit(run) else "{}")
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["a link", "another name"])
-def test_nothing_is_appended_to_what_another_has_linked(run: Path, tmp_path: Path, calls: Calls, link) -> None:
+def test_nothing_is_appended_to_what_another_has_linked(
+    run: Path, tmp_path: Path, calls: Calls, link
+) -> None:
     opened, mine = Run.open(run), tmp_path / "mine"
     appends: dict[str, Callable[[], Any]] = {
         "alerts.jsonl": lambda: recorded_alerts(opened),

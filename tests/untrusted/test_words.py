@@ -1,4 +1,6 @@
-"""Words of strangers - names, log lines, site files - are shown, and obeyed by no shell, terminal, browser or plot."""
+"""Words of strangers - names, log lines, site files - are shown, and obeyed by no shell,
+terminal, browser or plot.
+"""
 
 import io
 import json
@@ -29,7 +31,7 @@ from tests.monitor.recorded import dead_process, recorded_run, say
 from tests.pictures import check_figure
 from tests.untrusted.hostile import ESCAPES, MARKUP, SCRIPT
 
-# A site file ------------------------------------------------------------------------------------------------------
+# A site file --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["rocm&touch+canary", "rocm|sh", "a*[b]", "x=1"])
@@ -47,25 +49,38 @@ def test_a_module_name_runs_nothing(tmp_path: Path, module: str) -> None:
     assert not (tmp_path / "canary").exists()
 
 
-# A run directory --------------------------------------------------------------------------------------------------
+# A run directory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("job_id", ["--me", "-u someone", "1 --all", "", "7;reboot", "$(reboot)", "1\n2"])
+@pytest.mark.parametrize(
+    "job_id", ["--me", "-u someone", "1 --all", "", "7;reboot", "$(reboot)", "1\n2"]
+)
 def test_a_job_number_is_no_option_of_a_command(tmp_path: Path, job_id: str) -> None:
-    state = {"state": "running", "attempt": 1, "scheduler_job": {"scheduler": "slurm", "id": job_id, "config": None}}
+    state = {
+        "state": "running",
+        "attempt": 1,
+        "scheduler_job": {"scheduler": "slurm", "id": job_id, "config": None},
+    }
     (tmp_path / "state.json").write_text(json.dumps(state))
     assert read_state(tmp_path) is None
 
 
-def test_a_run_directory_cannot_bring_its_own_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's configuration names libraries that its commands load: a stranger's must not be used by a mere look."""
+def test_a_run_directory_cannot_bring_its_own_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's configuration names libraries that its commands load: a stranger's must not be
+    used by a mere look.
+    """
     monkeypatch.delenv("SLURM_CONF", raising=False)
     (tmp_path / "job.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "etc"):
         folder.mkdir(exist_ok=True)
         config = folder / "slurm.conf"
         config.write_text("PluginDir=/tmp/evil\n")
-        with pytest.raises(JobError, match="which somebody else may have written. If it is yours, export SLURM_CONF="):
+        with pytest.raises(
+            JobError,
+            match="which somebody else may have written. If it is yours, export SLURM_CONF=",
+        ):
             client_environment(str(config))
     (tmp_path / "job.json").unlink()
     config = tmp_path / "slurm.conf"
@@ -74,12 +89,20 @@ def test_a_run_directory_cannot_bring_its_own_slurm(tmp_path: Path, monkeypatch:
     with pytest.raises(JobError, match="somebody else may have written"):
         client_environment(str(config))
     monkeypatch.setenv("SLURM_CONF", str(config))
-    assert client_environment(str(config))["SLURM_CONF"] == str(config), "what the user exports is the user's"
+    assert client_environment(str(config))["SLURM_CONF"] == str(config), (
+        "what the user exports is the user's"
+    )
 
 
 @pytest.mark.parametrize(
     "value",
-    ["hf_" + "a" * 34, "ghp_" + "A1" * 18, "sk-proj-" + "x" * 40, "AKIAIOSFODNN7EXAMPLE", "http://me:hunter2@proxy:80"],
+    [
+        "hf_" + "a" * 34,
+        "ghp_" + "A1" * 18,
+        "sk-proj-" + "x" * 40,
+        "AKIAIOSFODNN7EXAMPLE",
+        "http://me:hunter2@proxy:80",
+    ],
 )
 def test_a_secret_under_a_harmless_name_is_not_written(tmp_path: Path, value: str) -> None:
     given = {"name": "r", "run_dir": str(tmp_path), "num_processes": 1}
@@ -106,7 +129,11 @@ LINES = (
 
 @pytest.mark.parametrize("site", LINES)
 def test_a_secret_is_found_in_a_line_of_shell(site: Callable) -> None:
-    for line in ("export WANDB_API_KEY=aaaa", "module load x; DB_PWD='x' run", 'GITHUB_PAT="abc" git fetch'):
+    for line in (
+        "export WANDB_API_KEY=aaaa",
+        "module load x; DB_PWD='x' run",
+        'GITHUB_PAT="abc" git fetch',
+    ):
         with pytest.raises(ConfigError, match=r"\[\d\]: holds what looks like a secret"):
             site(line)
     for line in (
@@ -126,14 +153,16 @@ def test_secrets_of_the_environment_stay_out_of_the_run_directory(
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PIP_INDEX_URL"):
         monkeypatch.setenv(name, "hunter2-sentinel")
     plan = Plan(global_batch_size=2)
-    run = launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe.replace(num_steps=3, warmup_steps=1))
+    run = launch(
+        tmp_path / "run", spec=spec, plan=plan, recipe=recipe.replace(num_steps=3, warmup_steps=1)
+    )
     assert run.job.wait(120).state is JobState.DONE
     files = [file for file in run.directory.rglob("*") if file.is_file()]
     assert {"env.json", "job.json", "submit.sh"} <= {file.name for file in files}
     assert [file for file in files if b"hunter2-sentinel" in file.read_bytes()] == []
 
 
-# A terminal -------------------------------------------------------------------------------------------------------
+# A terminal ---------------------------------------------------------------------------------------
 
 
 def hostile_run(folder: Path) -> Run:
@@ -141,15 +170,27 @@ def hostile_run(folder: Path) -> Run:
     run = recorded_run(folder / SCRIPT.replace("/", "_"), steps=40)
     attack = SCRIPT + ESCAPES + MARKUP
     log_path(run.directory, 1, 0).write_text(attack + "\n")
-    report = ExitReport(attempt=1, rc=1, reason=attack, host=attack, time=1.0, failing_rank=0, log_tail=attack)
+    report = ExitReport(
+        attempt=1, rc=1, reason=attack, host=attack, time=1.0, failing_rank=0, log_tail=attack
+    )
     write_exit(run.directory, report)
-    alert = {"kind": "nan", "level": "error", "message": attack, "attempt": 1, "step": 5, "time": 1.0}
+    alert = {
+        "kind": "nan",
+        "level": "error",
+        "message": attack,
+        "attempt": 1,
+        "step": 5,
+        "time": 1.0,
+    }
     (run.directory / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
     say(run, JobState.FAILED, step=40, process=dead_process().replace(host=attack))
     state = read_state(run.directory)
     assert state
     state.replace(reason=attack).write(run.directory / "state.json")
-    for name, record in (("spec", run.spec.replace(name=attack)), ("recipe", run.recipe.replace(data=attack))):
+    for name, record in (
+        ("spec", run.spec.replace(name=attack)),
+        ("recipe", run.recipe.replace(data=attack)),
+    ):
         record.write(run.directory / f"{name}.json")
     fact = Fact(value=2e11, source=attack)
     device = run.site.device.replace(name=attack, peak_flops_per_s={"fp32": fact})
@@ -164,7 +205,12 @@ def test_a_terminal_shows_escapes_and_obeys_none(tmp_path: Path) -> None:
     watch(run, console=console)
     shown = out.getvalue()
     assert "owned" in shown and "␛]0;" in shown and "[link=http://evil]" in shown
-    assert "\x1b]" not in shown and "\x1b[2J" not in shown and "\x9b" not in shown and "\u202e" not in shown
+    assert (
+        "\x1b]" not in shown
+        and "\x1b[2J" not in shown
+        and "\x9b" not in shown
+        and "\u202e" not in shown
+    )
 
 
 def test_halves_of_characters_and_logs(tmp_path: Path) -> None:
@@ -173,23 +219,31 @@ def test_halves_of_characters_and_logs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kit", "logs", str(run.directory)]
     raw = subprocess.run(command, capture_output=True).stdout
     assert ESCAPES.encode() in raw, "a pipe gets what was printed"
-    terminal = subprocess.run(["script", "-qec", " ".join(map(repr, command)), "/dev/null"], capture_output=True)
+    terminal = subprocess.run(
+        ["script", "-qec", " ".join(map(repr, command)), "/dev/null"], capture_output=True
+    )
     if terminal.returncode == 0:
         assert b"\x1b]0;owned" not in terminal.stdout and "␛]0;owned".encode() in terminal.stdout
 
 
-# A notebook -------------------------------------------------------------------------------------------------------
+# A notebook ---------------------------------------------------------------------------------------
 
 
 def pages(run: Run) -> dict[str, str]:
     """Returns the HTML that a notebook would show of a run, by what shows it."""
     job = run.job
     return {
-        "run": run._repr_html_(), "job": job._repr_html_(), "table": runs_table(run.directory.parent)._repr_html_(),
-        "spec": run.spec._repr_html_(), "plan": run.plan._repr_html_(), "site": run.site._repr_html_(),
-        "recipe": run.recipe._repr_html_(), "state": RunState.read(run.directory / "state.json")._repr_html_(),
-        "job spec": job.spec._repr_html_(), "view": view_html(run, curve_html(run, {SCRIPT: 2.0})),
-    }  # fmt: skip
+        "run": run._repr_html_(),
+        "job": job._repr_html_(),
+        "table": runs_table(run.directory.parent)._repr_html_(),
+        "spec": run.spec._repr_html_(),
+        "plan": run.plan._repr_html_(),
+        "site": run.site._repr_html_(),
+        "recipe": run.recipe._repr_html_(),
+        "state": RunState.read(run.directory / "state.json")._repr_html_(),
+        "job spec": job.spec._repr_html_(),
+        "view": view_html(run, curve_html(run, {SCRIPT: 2.0})),
+    }
 
 
 def test_html_of_a_hostile_run_holds_no_element_of_its_own(tmp_path: Path) -> None:

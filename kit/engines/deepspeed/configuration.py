@@ -1,4 +1,7 @@
-"""What a Plan is in the words of others: DeepSpeed's JSON and Megatron-DeepSpeed's command line. No torch."""
+"""What a Plan is in the words of others: DeepSpeed's JSON and Megatron-DeepSpeed's command line.
+
+No torch.
+"""
 
 from typing import Any
 
@@ -9,16 +12,24 @@ from kit.spec import ModelSpec
 
 CONFIG_FILE = "deepspeed.json"
 """Where `deepspeed_config` is written."""
-LOSS_SCALING = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
-                "min_loss_scale": 1}  # fmt: skip
-"""DeepSpeed's defaults, written out to be seen: the loss is scaled by 2^16 at first; by half as much after a gradient
-overflowed for the second time, and such steps are skipped; by twice as much after 1000 steps without one."""
+LOSS_SCALING = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+"""DeepSpeed's defaults, written out to be seen: the loss is scaled by 2^16 at first; by half as
+much after a gradient overflowed for the second time, and such steps are skipped; by twice as much
+after 1000 steps without one."""
 
 
 def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration of a plan: nothing in it is written by hand, so nothing can disagree.
+    """Returns DeepSpeed's configuration of a plan: nothing in it is written by hand, so nothing can
+    disagree.
 
-    The optimizer is torch's AdamW, given to DeepSpeed, whose own would be compiled when a job starts.
+    The optimizer is torch's AdamW, given to DeepSpeed, whose own would be compiled when a job
+    starts.
     """
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch_size,
@@ -30,7 +41,10 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "steps_per_print": None,  # the kit has metrics of its own
     }
     if plan.precision != "fp32":
-        config[plan.precision] = {"enabled": True, **(LOSS_SCALING if plan.precision == "fp16" else {})}
+        config[plan.precision] = {
+            "enabled": True,
+            **(LOSS_SCALING if plan.precision == "fp16" else {}),
+        }
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
@@ -38,36 +52,45 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 def check_batch(plan: Plan, reported: dict[str, int]) -> None:
     """Raises ConfigError, naming both numbers, if an engine reports other batches than the plan's.
 
-    Two sources for one number went unnoticed in a 175B run on Frontier: Megatron fed micro-batches of 1, DeepSpeed's
-    JSON said 4, and the printed TFLOP/s were four times the real ones.
+    Two sources for one number went unnoticed in a 175B run on Frontier: Megatron fed micro-batches
+    of 1, DeepSpeed's JSON said 4, and the printed TFLOP/s were four times the real ones.
     """
     for name, value in reported.items():
         wanted = getattr(plan, name)
         if value != wanted:
             raise ConfigError(
-                f"plan.{name}: the plan says {wanted}, but DeepSpeed reports {value}. Its configuration disagrees with "
-                f"the plan: leave train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps as "
-                f"deepspeed_config(plan, recipe) gives them."
+                f"plan.{name}: the plan says {wanted}, but DeepSpeed reports {value}. Its"
+                " configuration disagrees with the plan: leave train_batch_size,"
+                " train_micro_batch_size_per_gpu and gradient_accumulation_steps as"
+                " deepspeed_config(plan, recipe) gives them."
             )
 
 
 def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]:
-    """Returns the arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains the same model by the same plan.
+    """Returns the arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains the same model
+    by the same plan.
 
     Raises:
-        ConfigError: the model is no GPT as the Frontier paper has them, or the plan is not DeepSpeed's.
+        ConfigError: the model is no GPT as the Frontier paper has them, or the plan is not
+            DeepSpeed's.
 
-    Source: the launch scripts of the Frontier paper's authors (github.com/olcf/ai-training-series and
-    github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's `megatron/arguments.py`.
+    Source: the launch scripts of the Frontier paper's authors (github.com/olcf/ai-training-series
+    and github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's
+    `megatron/arguments.py`.
     """
     if spec.family != "gpt" or not spec.tied_embeddings:
-        raise ConfigError(f"spec.name: {spec.name!r} is no GPT with tied embeddings, which is what pretrain_gpt.py "
-                          f"trains by these flags. Use one of the GPT presets.")  # fmt: skip
+        raise ConfigError(
+            f"spec.name: {spec.name!r} is no GPT with tied embeddings, which is what"
+            " pretrain_gpt.py trains by these flags. Use one of the GPT presets."
+        )
     if plan.engine != "deepspeed":
-        raise ConfigError(f"plan.engine: {plan.engine!r} is not Megatron-DeepSpeed's. Use engine 'deepspeed'.")
+        raise ConfigError(
+            f"plan.engine: {plan.engine!r} is not Megatron-DeepSpeed's. Use engine 'deepspeed'."
+        )
     if recipe.schedule == "wsd":
         raise ConfigError(
-            "recipe.schedule: 'wsd' is no --lr-decay-style of Megatron-DeepSpeed. Use 'cosine' or 'constant'."
+            "recipe.schedule: 'wsd' is no --lr-decay-style of Megatron-DeepSpeed. Use 'cosine' or"
+            " 'constant'."
         )
     flags: dict[str, Any] = {
         "--tensor-model-parallel-size": plan.tensor_parallel,

@@ -1,6 +1,8 @@
-"""The DeepSpeed engine: ZeRO 0-3 with data parallelism, or its PipelineModule; tensor parallelism in both.
+"""The DeepSpeed engine: ZeRO 0-3 with data parallelism, or its PipelineModule; tensor parallelism
+in both.
 
-With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper's recipe (arXiv 2312.12705).
+With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper's recipe (arXiv
+2312.12705).
 """
 
 from collections.abc import Iterator
@@ -25,10 +27,12 @@ from kit.spec import ModelSpec
 
 
 class DeepSpeedEngine:
-    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by `build_engine`.
+    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by
+    `build_engine`.
 
     Raises:
-        ConfigError: the plan does not fit model or processes, or DeepSpeed would train on other batches than it says.
+        ConfigError: the plan does not fit model or processes, or DeepSpeed would train on other
+            batches than it says.
     """
 
     def __init__(
@@ -49,11 +53,13 @@ class DeepSpeedEngine:
         self.data_group = data_axis(self.mesh, plan).get_group()
         self.data_rank = self.data_group.rank()
         self.tensor_group = self.mesh["tensor"].get_group() if plan.tensor_parallel > 1 else None
-        self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        self.pipeline_group = (
+            self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        )
         self.module = self._build_module(recipe.seed if initialise else None)
         self.optimizer = adamw(self.parameters(), recipe)
-        # Only where matrices are shared, and the pipeline brings its own: a model parallel group of one would make its
-        # bf16 optimizer add up the gradient norm over the replicas.
+        # Only where matrices are shared, and the pipeline brings its own: a model parallel group of
+        # one would make its bf16 optimizer add up the gradient norm over the replicas.
         ranks = None
         if self.tensor_group is not None and self.pipeline_group is None:
             ranks = _Ranks(self.tensor_group, self.data_group)
@@ -90,7 +96,7 @@ class DeepSpeedEngine:
         """Returns this rank's parameters, a tied one once."""
         return list(self.module.parameters())
 
-    # Steps -----------------------------------------------------------------------------------------------------
+    # Steps ----------------------------------------------------------------------------------------
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes.
@@ -113,17 +119,24 @@ class DeepSpeedEngine:
         return float(loss), float(norm)
 
     def loss_scaling(self) -> dict[str, float]:
-        """Returns in fp16 what the next loss is scaled by and how many steps were skipped so far, by its metrics."""
+        """Returns in fp16 what the next loss is scaled by and how many steps were skipped so
+        far, by its metrics.
+        """
         if self.plan.precision != "fp16":
             return {}
-        return {"loss_scale": float(self.engine.optimizer.cur_scale), "skipped_steps": self.engine.skipped_steps}
+        return {
+            "loss_scale": float(self.engine.optimizer.cur_scale),
+            "skipped_steps": self.engine.skipped_steps,
+        }
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
         count = len(samples) // self.plan.micro_batch_size
         if self.pipeline_group is not None:
-            return float(self.engine.eval_batch(self._micro_batches(samples), num_micro_batches=count))
+            return float(
+                self.engine.eval_batch(self._micro_batches(samples), num_micro_batches=count)
+            )
         loss = torch.zeros((), device=self.device)
         self.engine.eval()
         for x_BT, y_BT in self._micro_batches(samples):
@@ -143,13 +156,22 @@ class DeepSpeedEngine:
         return loss / self.plan.data_parallel
 
     def _clip(self, *_: Any) -> None:
-        """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where DeepSpeed tells no norm."""
-        squares = torch.zeros(2, device=self.device)  # of weights that all tensor ranks have whole, and of cut ones
+        """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where
+        DeepSpeed tells no norm.
+        """
+        squares = torch.zeros(
+            2, device=self.device
+        )  # of weights that all tensor ranks have whole, and of cut ones
         named = self.named_parameters()
         for is_cut in (False, True):
             # DeepSpeed marks the copy of a tied weight on the last stage.
-            own = [p.grad for name, p in named.items() if (split_dim(name) is not None) == is_cut
-                   and p.grad is not None and not getattr(p, "ds_pipe_replicated", False)]  # fmt: skip
+            own = [
+                p.grad
+                for name, p in named.items()
+                if (split_dim(name) is not None) == is_cut
+                and p.grad is not None
+                and not getattr(p, "ds_pipe_replicated", False)
+            ]
             squares[int(is_cut)] = torch.nn.utils.get_total_norm(own) ** 2
         if self.tensor_group is not None:
             cut = squares[1:].clone()
@@ -162,10 +184,12 @@ class DeepSpeedEngine:
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), self.norm, self.recipe.gradient_clip)
 
-    # Checkpoints -----------------------------------------------------------------------------------------------
+    # Checkpoints ----------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name; a tied output goes by the embedding's name."""
+        """Returns this rank's parameters by global name; a tied output goes by the embedding's
+        name.
+        """
         if self.pipeline_group is None:
             return dict(self.module.named_parameters())
         from kit.engines.deepspeed.layers import PipelineLayer
@@ -174,15 +198,19 @@ class DeepSpeedEngine:
         return {name: parameter for layer in layers for name, parameter in layer.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and moments by global name: gathered over the replicas, and each kept on one of them only.
+        """Returns weights and moments by global name: gathered over the replicas, and each kept on
+        one of them only.
 
-        After `restore_optimizer`, every replica gets all of them, to be filled; `after_load` then takes them over.
+        After `restore_optimizer`, every replica gets all of them, to be filled; `after_load` then
+        takes them over.
         """
         state: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(self.named_parameters().items()):
             values = self.state.read(parameter)
             if self.to_load is not None or number % self.plan.data_parallel == self.data_rank:
-                state |= {_key(kind, name): self._whole(value, name) for kind, value in values.items()}
+                state |= {
+                    _key(kind, name): self._whole(value, name) for kind, value in values.items()
+                }
         if self.to_load is not None:
             self.to_load = state
         return state
@@ -195,7 +223,9 @@ class DeepSpeedEngine:
         return DTensor.from_local(value, self.mesh["tensor"], (Shard(dim),), run_check=False)
 
     def restore_optimizer(self, step: int) -> None:
-        """Gives every weight the AdamW state that it has after `step` steps; `state_dict` is to be filled next."""
+        """Gives every weight the AdamW state that it has after `step` steps; `state_dict` is to
+        be filled next.
+        """
         self.state.allocate_moments(step)
         self.to_load = {}
 
@@ -218,4 +248,7 @@ class _Ranks:
     def __init__(self, tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
         self.get_data_parallel_group, self.get_model_parallel_group = lambda: data, lambda: tensor
         self.get_data_parallel_rank, self.get_model_parallel_rank = data.rank, tensor.rank
-        self.get_data_parallel_world_size, self.get_model_parallel_world_size = data.size, tensor.size
+        self.get_data_parallel_world_size, self.get_model_parallel_world_size = (
+            data.size,
+            tensor.size,
+        )

@@ -1,4 +1,6 @@
-"""The decoder as DeepSpeed takes it: whole, or as a list of layers for its PipelineModule; cut for tensor ranks."""
+"""The decoder as DeepSpeed takes it: whole, or as a list of layers for its PipelineModule; cut
+for tensor ranks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -19,13 +21,20 @@ from kit.spec import ModelSpec
 
 
 class Layers:
-    """Makes the layers of one model, as one rank of `group` holds them, of those that share each matrix.
+    """Makes the layers of one model, as one rank of `group` holds them, of those that share each
+    matrix.
 
-    No group: one rank has it whole. No seed of the initial weights: they stay unset (a checkpoint follows).
+    No group: one rank has it whole. No seed of the initial weights: they stay unset (a checkpoint
+    follows).
     """
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, group: ProcessGroup | None, device: torch.device, seed: int | None
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        group: ProcessGroup | None,
+        device: torch.device,
+        seed: int | None,
     ) -> None:
         self.spec, self.plan, self.group, self.device, self.seed = spec, plan, group, device, seed
         self.rotary = functools.cache(self._rotary)
@@ -39,21 +48,28 @@ class Layers:
         return decoder
 
     def pipeline(self, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineModule:
-        """Returns this rank's stage: an equal share of the blocks; the embedding comes first, norm and output last."""
+        """Returns this rank's stage: an equal share of the blocks; the embedding comes first,
+        norm and output last.
+        """
         spec, plan = self.spec, self.plan
         blocks = [LayerSpec(BlockLayer, self, number) for number in range(spec.num_layers)]
         ends = LayerSpec(TokenLayer, self), LayerSpec(OutputLayer, self)
         if spec.tied_embeddings:
-            tie = functools.partial(TiedLayerSpec, "tokens", TokenLayer, self, tied_weight_attr=TokenLayer.WEIGHT)
+            tie = functools.partial(
+                TiedLayerSpec, "tokens", TokenLayer, self, tied_weight_attr=TokenLayer.WEIGHT
+            )
             ends = tie(), tie(forward_fn=TokenLayer.logits)
         positions = [LayerSpec(PositionLayer, self)] if spec.positions == "learned" else []
         topology = PipeModelDataParallelTopology(
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
         layers = [ends[0], *positions, *blocks, LayerSpec(NormLayer, self), ends[1]]
-        # It makes 950 groups for 3,072 ranks; autograd must not see that it broadcasts the tied weight.
+        # It makes 950 groups for 3,072 ranks; autograd must not see that it broadcasts the tied
+        # weight.
         with quiet(), unbound_device(), torch.no_grad():
-            return PipelineModule(layers, topology=topology, loss_fn=loss, partition_method="type:BlockLayer")
+            return PipelineModule(
+                layers, topology=topology, loss_fn=loss, partition_method="type:BlockLayer"
+            )
 
     def fill(self, module: nn.Module) -> None:
         """Cuts a meta module for this rank, gives it memory and, with a seed, its initial weights.
@@ -65,7 +81,8 @@ class Layers:
         module.to_empty(device=self.device)
         for name, parameter in module.named_parameters():
             dim = split_dim(name) if self.group is not None else None
-            # By these marks DeepSpeed knows what it must add up over the tensor ranks for the gradient norm.
+            # By these marks DeepSpeed knows what it must add up over the tensor ranks for the
+            # gradient norm.
             for mark in ("model_parallel", "tensor_model_parallel"):
                 setattr(parameter, mark, dim is not None)
             if self.seed is not None:
@@ -82,7 +99,10 @@ class Layers:
 
 
 class PipelineLayer(nn.Module):
-    """A part of the decoder that takes what the part before returns. Its weights have their global names."""
+    """A part of the decoder that takes what the part before returns.
+
+    Its weights have their global names.
+    """
 
 
 class TokenLayer(PipelineLayer):
@@ -118,7 +138,9 @@ class PositionLayer(PipelineLayer):
         layers.fill(self)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        return x_BTH + self.embedding["positions"](torch.arange(x_BTH.shape[1], device=x_BTH.device))
+        return x_BTH + self.embedding["positions"](
+            torch.arange(x_BTH.shape[1], device=x_BTH.device)
+        )
 
 
 class BlockLayer(PipelineLayer):

@@ -1,4 +1,6 @@
-"""`python -m kit.engines.deepspeed.probe`: one training step of a tiny model, to see that DeepSpeed works here."""
+"""`python -m kit.engines.deepspeed.probe`: one training step of a tiny model, to see that
+DeepSpeed works here.
+"""
 
 import sys
 
@@ -14,13 +16,20 @@ from kit.spec import ModelSpec
 
 
 def main() -> int:
-    """Prints the version of DeepSpeed that made a step, or why none could, and returns the exit code."""
-    spec = ModelSpec.gpt(name="probe", num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, sequence_length=4)
+    """Prints the version of DeepSpeed that made a step, or why none could, and returns the exit
+    code.
+    """
+    spec = ModelSpec.gpt(
+        name="probe", num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, sequence_length=4
+    )
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         engine = build_engine(
-            spec, Plan(engine="deepspeed", zero_stage=1), Recipe(data="none", num_steps=1), torch.device("cpu")
+            spec,
+            Plan(engine="deepspeed", zero_stage=1),
+            Recipe(data="none", num_steps=1),
+            torch.device("cpu"),
         )
         engine.train_step(torch.arange(5).unsqueeze(0), 1e-3)
     except MissingPackageError as error:

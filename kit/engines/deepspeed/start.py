@@ -1,4 +1,6 @@
-"""Starts DeepSpeed without its surprises: nothing is compiled, nothing waits for a lock, nothing is printed."""
+"""Starts DeepSpeed without its surprises: nothing is compiled, nothing waits for a lock, nothing
+is printed.
+"""
 
 import contextlib
 import io
@@ -14,7 +16,9 @@ from kit.engines.deepspeed.package import DeepSpeedError
 
 # Of DeepSpeed 0.19.8 under torch 2.13; neither is about what the kit or its user does.
 HARMLESS = {
-    r".*all_gather_into_tensor. is deprecated": FutureWarning,  # it calls torch's collectives by their old names
+    r".*all_gather_into_tensor. is deprecated": (
+        FutureWarning
+    ),  # it calls torch's collectives by their old names
     r".*reduce_scatter_tensor. is deprecated": FutureWarning,
 }
 
@@ -25,12 +29,16 @@ def import_deepspeed(device: torch.device) -> Any:
     Raises:
         DeepSpeedError: it cannot be imported.
 
-    On a CPU, DeepSpeed compiles a shared-memory collective when it starts: half a minute, a compiler, and for ever if
-    a killed job left its lock in TORCH_EXTENSIONS_DIR. Told that the operation does not fit, it uses gloo. The table
-    is set, not changed: reading it would try the compiler on every operation that DeepSpeed has, and the kit uses none.
+    On a CPU, DeepSpeed compiles a shared-memory collective when it starts: half a minute, a
+    compiler, and for ever if a killed job left its lock in TORCH_EXTENSIONS_DIR. Told that the
+    operation does not fit, it uses gloo. The table is set, not changed: reading it would try the
+    compiler on every operation that DeepSpeed has, and the kit uses none.
     """
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it warns that it found no accelerator
-    # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank one device only.
+    os.environ.setdefault(
+        "DS_ACCELERATOR", device.type
+    )  # else it warns that it found no accelerator
+    # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank
+    # one device only.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     try:
         import deepspeed
@@ -46,13 +54,16 @@ def import_deepspeed(device: torch.device) -> Any:
         warnings.filterwarnings("ignore", message, category)
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     if device.type == "cpu":
-        # It refuses fp16 where that is slow; but torch computes it on every CPU, so that a plan can be tried.
+        # It refuses fp16 where that is slow; but torch computes it on every CPU, so that a plan can
+        # be tried.
         vars(deepspeed.get_accelerator())["is_fp16_supported"] = lambda: True
     return deepspeed
 
 
 def _import_muon() -> None:
-    """Imports an optimizer that is not used, but that ZeRO imports and that would load all of torch's compiler."""
+    """Imports an optimizer that is not used, but that ZeRO imports and that would load all of
+    torch's compiler.
+    """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     with contextlib.suppress(ModuleNotFoundError):  # other versions have it elsewhere, or none
@@ -64,6 +75,8 @@ def _import_muon() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps standard output clean while DeepSpeed builds: it prints layout and memory whatever its log level."""
+    """Keeps standard output clean while DeepSpeed builds: it prints layout and memory whatever
+    its log level.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -1,8 +1,10 @@
-"""Every call of neuronx_distributed (NxD) and torch_xla that the kit makes; no other file imports them.
+"""Every call of neuronx_distributed (NxD) and torch_xla that the kit makes; no other file imports
+them.
 
-All arguments go by keyword: between NxD 0.9 and 0.17 parameters were inserted in the middle of several signatures, and
-`initialize_parallel_model` would now take a model's first positional argument for a switch; so the model comes as a
-function without arguments. `fuse_qkv`, whose default was flipped, is always given.
+All arguments go by keyword: between NxD 0.9 and 0.17 parameters were inserted in the middle of
+several signatures, and `initialize_parallel_model` would now take a model's first positional
+argument for a switch; so the model comes as a function without arguments. `fuse_qkv`, whose default
+was flipped, is always given.
 """
 
 import functools
@@ -19,10 +21,12 @@ from kit.errors import ConfigError
 
 
 def start_process_group() -> torch.device:
-    """Joins the process group of backend `xla`, by the variables that torchrun sets, and returns this rank's device.
+    """Joins the process group of backend `xla`, by the variables that torchrun sets, and returns
+    this rank's device.
 
     Raises:
-        ConfigError: XLA sees another number of ranks than the group has, so its collectives would not join them.
+        ConfigError: XLA sees another number of ranks than the group has, so its collectives would
+            not join them.
     """
     import_nxd()
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
@@ -33,8 +37,9 @@ def start_process_group() -> torch.device:
     device = xm.xla_device()
     if xr.world_size() != dist.get_world_size():
         raise ConfigError(
-            f"XLA sees a world of {xr.world_size()} ranks, the process group has {dist.get_world_size()}: gradients "
-            f"would be added up over the former. Start the ranks by torchrun, which torch_neuronx reads."
+            f"XLA sees a world of {xr.world_size()} ranks, the process group has"
+            f" {dist.get_world_size()}: gradients would be added up over the former. Start the"
+            " ranks by torchrun, which torch_neuronx reads."
         )
     return device
 
@@ -43,7 +48,8 @@ class Nxd:
     """The packages, imported; needs a process group.
 
     Args:
-        sequence_parallel: whether layers hand on activations cut along the sequence, in the order [T, B, H].
+        sequence_parallel: whether layers hand on activations cut along the sequence, in the order
+            [T, B, H].
         dtype: of the weights of layers.
     """
 
@@ -64,14 +70,18 @@ class Nxd:
         self._losses, self._mappings, self._state = loss_functions, mappings, parallel_state
         self.sequence_parallel, self.dtype = sequence_parallel, dtype
 
-    # Building --------------------------------------------------------------------------------------------------
+    # Building -------------------------------------------------------------------------------------
 
     def config(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns NxD's configuration; this also makes its groups of ranks: tensor ranks are neighbours."""
+        """Returns NxD's configuration; this also makes its groups of ranks: tensor ranks are
+        neighbours.
+        """
         return self._nxd.neuronx_distributed_config(**arguments)
 
     def model(self, *, config: dict[str, Any], build: Callable[[], nn.Module]) -> Any:
-        """Returns NxD's wrapper of what `build` returns, cut for the pipeline, its weights on this rank's device."""
+        """Returns NxD's wrapper of what `build` returns, cut for the pipeline, its weights on
+        this rank's device.
+        """
         return self._nxd.initialize_parallel_model(nxd_config=config, model_fn=build)
 
     def optimizer(
@@ -83,10 +93,12 @@ class Nxd:
         limit: float | None,
         **defaults: Any,
     ) -> Any:
-        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration says so.
+        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration
+        says so.
 
-        NxD adds up gradients over sequence parts and replicas, and then calls AdamW, which clips here: NxD would add up
-        the norm in the weights' bf16, which came out 5 % low, and count each copy of a key/value head.
+        NxD adds up gradients over sequence parts and replicas, and then calls AdamW, which clips
+        here: NxD would add up the norm in the weights' bf16, which came out 5 % low, and count each
+        copy of a key/value head.
 
         Args:
             config: of `config`.
@@ -95,12 +107,17 @@ class Nxd:
             limit: of the gradient norm; None clips nothing.
             defaults: of AdamW.
         """
-        groups = [self._state.get_tensor_model_parallel_group(), self._state.get_pipeline_model_parallel_group()]
+        groups = [
+            self._state.get_tensor_model_parallel_group(),
+            self._state.get_pipeline_model_parallel_group(),
+        ]
         if config["optimizer_config"]["zero_one_enabled"]:
             groups.append(self._state.get_data_parallel_group())
 
         def adamw(parts: Any, **named: Any) -> torch.optim.Optimizer:
-            made = torch.optim.AdamW(parts, **named)  # of the parameters, or of this replica's shards of them
+            made = torch.optim.AdamW(
+                parts, **named
+            )  # of the parameters, or of this replica's shards of them
             made.register_step_pre_hook(lambda *_: self._clip(made, holders, limit, groups))
             return made
 
@@ -114,10 +131,18 @@ class Nxd:
         return self._norm
 
     @torch.no_grad()
-    def _clip(self, adamw: torch.optim.Optimizer, holders: Sequence[int], limit: float | None, groups: list) -> None:
+    def _clip(
+        self,
+        adamw: torch.optim.Optimizer,
+        holders: Sequence[int],
+        limit: float | None,
+        groups: list,
+    ) -> None:
         """Scales gradients down to a norm over all ranks of `limit`; both are computed in fp32."""
         held = [p for group in adamw.param_groups for p in group["params"]]
-        gradients = [(p.grad, ranks) for p, ranks in zip(held, holders, strict=True) if p.grad is not None]
+        gradients = [
+            (p.grad, ranks) for p, ranks in zip(held, holders, strict=True) if p.grad is not None
+        ]
         square = torch.zeros(1, dtype=torch.float32, device=held[0].device)
         for gradient, ranks in gradients:
             square += gradient.float().square().sum() / ranks
@@ -128,15 +153,19 @@ class Nxd:
         if limit is not None:
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
             for gradient, _ in gradients:
-                gradient.mul_(factor)  # of one element, not a scalar, so that bf16 is multiplied in fp32
+                gradient.mul_(
+                    factor
+                )  # of one element, not a scalar, so that bf16 is multiplied in fp32
 
     def tracing(self) -> list[Any]:
         """Returns the modules whose functions NxD's tracer must not look into."""
         return [self._mappings]
 
-    # Layers ----------------------------------------------------------------------------------------------------
+    # Layers ---------------------------------------------------------------------------------------
 
-    def column(self, *, inputs: int, outputs: int, fused: int = 1, gathered: bool = False) -> nn.Module:
+    def column(
+        self, *, inputs: int, outputs: int, fused: int = 1, gathered: bool = False
+    ) -> nn.Module:
         """Returns a linear layer cut over its output features.
 
         Args:
@@ -147,29 +176,51 @@ class Nxd:
         """
         sequence_parallel = self.sequence_parallel and not gathered
         layer = self._layers.ColumnParallelLinear(
-            input_size=inputs, output_size=outputs, bias=False, gather_output=False, stride=fused, dtype=self.dtype,
-            init_method=_leave, sequence_parallel_enabled=sequence_parallel,
-        )  # fmt: skip
+            input_size=inputs,
+            output_size=outputs,
+            bias=False,
+            gather_output=False,
+            stride=fused,
+            dtype=self.dtype,
+            init_method=_leave,
+            sequence_parallel_enabled=sequence_parallel,
+        )
         if not sequence_parallel:
-            # From 0.11 on NxD copies the gradient of a layer's input to this dtype, adds the copy up over the ranks,
-            # and hands on the gradient that it was copied from; in its own dtype there is no copy.
+            # From 0.11 on NxD copies the gradient of a layer's input to this dtype, adds the copy
+            # up over the ranks, and hands on the gradient that it was copied from; in its own dtype
+            # there is no copy.
             layer.reduce_dtype = self.dtype
         return layer
 
     def row(self, *, inputs: int, outputs: int) -> nn.Module:
-        """Returns a linear layer cut over its input features, which are this rank's part of a column layer's output."""
+        """Returns a linear layer cut over its input features, which are this rank's part of a
+        column layer's output.
+        """
         return self._layers.RowParallelLinear(
-            input_size=inputs, output_size=outputs, bias=False, input_is_parallel=True, dtype=self.dtype,
-            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
-        )  # fmt: skip
+            input_size=inputs,
+            output_size=outputs,
+            bias=False,
+            input_is_parallel=True,
+            dtype=self.dtype,
+            init_method=_leave,
+            sequence_parallel_enabled=self.sequence_parallel,
+        )
 
     def query_key_value(self, *, inputs: int, query: int, key: int, copies: int) -> nn.Module:
-        """Returns a layer with three outputs, whose key and value matrices are held by `copies` times as many ranks."""
+        """Returns a layer with three outputs, whose key and value matrices are held by `copies`
+        times as many ranks.
+        """
         return self._qkv.GQAQKVColumnParallelLinear(
-            input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False, dtype=self.dtype,
-            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
-            kv_size_multiplier=copies, fuse_qkv=False,
-        )  # fmt: skip
+            input_size=inputs,
+            output_sizes=[query, key],
+            bias=False,
+            gather_output=False,
+            dtype=self.dtype,
+            init_method=_leave,
+            sequence_parallel_enabled=self.sequence_parallel,
+            kv_size_multiplier=copies,
+            fuse_qkv=False,
+        )
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:
         """Returns an embedding cut over the vocabulary; its output is whole."""
@@ -178,16 +229,20 @@ class Nxd:
         )
 
     def initialise(self, module: nn.Module) -> None:
-        """Lets one of NxD's layers mark its weights as cut, by which the gradient norm counts them; other modules pass.
+        """Lets one of NxD's layers mark its weights as cut, by which the gradient norm counts them;
+        other modules pass.
 
-        It does so only when it initialises them, and not on the meta device, on which models are built.
+        It does so only when it initialises them, and not on the meta device, on which models are
+        built.
         """
         for name in ("init_weight_cpu", "initialize_weight_biases"):
             if hasattr(module, name):
                 getattr(module, name)()
 
     def cross_entropy(self, *, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns each token's negative log-likelihood in nats; logits, cut over the vocabulary, are overwritten."""
+        """Returns each token's negative log-likelihood in nats; logits, cut over the vocabulary,
+        are overwritten.
+        """
         return self._losses.parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
 
     def cut_sequence(self, x_TBH: Tensor) -> Tensor:
@@ -195,10 +250,14 @@ class Nxd:
         return self._mappings.scatter_to_sequence_parallel_region(input_=x_TBH)
 
     def whole_sequence(self, x_TBH: Tensor) -> Tensor:
-        """Returns the whole sequence, for a layer that all tensor ranks compute alike or that adds up itself."""
-        return self._mappings.gather_from_sequence_parallel_region(input_=x_TBH, to_model_parallel=False)
+        """Returns the whole sequence, for a layer that all tensor ranks compute alike or that
+        adds up itself.
+        """
+        return self._mappings.gather_from_sequence_parallel_region(
+            input_=x_TBH, to_model_parallel=False
+        )
 
-    # Ranks -----------------------------------------------------------------------------------------------------
+    # Ranks ----------------------------------------------------------------------------------------
 
     @functools.cached_property
     def data_rank(self) -> int:
@@ -215,26 +274,35 @@ class Nxd:
         dist.all_reduce(x, group=self._state.get_data_parallel_group())
         return x
 
-    # Steps and checkpoints -------------------------------------------------------------------------------------
+    # Steps and checkpoints ------------------------------------------------------------------------
 
     def mark_step(self) -> None:
         """Ends a graph: what was recorded so far is compiled, if it is new, and runs.
 
-        Before it no single weight may be read: that is a graph of its own, and Torch-XLA 2.9 can take one such graph
-        for another (github.com/pytorch/xla/issues/8353).
+        Before it no single weight may be read: that is a graph of its own, and Torch-XLA 2.9 can
+        take one such graph for another (github.com/pytorch/xla/issues/8353).
         """
         self._xm.mark_step()
 
-    def save(self, *, folder: str, tag: str, model: Any, optimizer: Any, is_sharded: bool, content: dict) -> None:
-        """Begins to write a checkpoint in the background; returns once all that it holds is copied. All ranks call it.
+    def save(
+        self, *, folder: str, tag: str, model: Any, optimizer: Any, is_sharded: bool, content: dict
+    ) -> None:
+        """Begins to write a checkpoint in the background; returns once all that it holds is copied.
+        All ranks call it.
 
-        NxD copies what is in device memory and lets its writer read the rest when it gets there. AdamW counts its steps
-        on the host, so on a slow disk the file told of later ones; hence those tensors are copied here.
+        NxD copies what is in device memory and lets its writer read the rest when it gets there.
+        AdamW counts its steps on the host, so on a slow disk the file told of later ones; hence
+        those tensors are copied here.
         """
         self._nxd.save_checkpoint(
-            checkpoint_dir_str=folder, tag=tag, model=model, optimizer=_host_tensors_copied(optimizer.state_dict()),
-            zero1_optimizer=is_sharded, user_content=content, async_save=True,
-        )  # fmt: skip
+            checkpoint_dir_str=folder,
+            tag=tag,
+            model=model,
+            optimizer=_host_tensors_copied(optimizer.state_dict()),
+            zero1_optimizer=is_sharded,
+            user_content=content,
+            async_save=True,
+        )
 
     def finish_saving(self) -> None:
         """Waits until the checkpoint is whole on all ranks, which all call it."""
@@ -243,8 +311,8 @@ class Nxd:
     def load(self, *, folder: str, tag: str, model: Any, optimizer: Any | None) -> None:
         """Fills model and optimizer from a checkpoint. All ranks call it.
 
-        In two calls: the sharded optimizer takes its master weights from the model when it is loaded, and since 0.17
-        one call loads it before the model.
+        In two calls: the sharded optimizer takes its master weights from the model when it is
+        loaded, and since 0.17 one call loads it before the model.
         """
         self._nxd.load_checkpoint(path=folder, tag=tag, model=model)
         if optimizer is not None:
@@ -252,12 +320,16 @@ class Nxd:
             optimizer.zero_grad()  # it leaves gradients of zero behind
 
     def restart_master_weights(self, *, optimizer: Any) -> None:
-        """Makes the sharded optimizer anew from the model's weights, as HLAT does when there are other replicas."""
+        """Makes the sharded optimizer anew from the model's weights, as HLAT does when there are
+        other replicas.
+        """
         optimizer.optimizer.init_zero()  # torch_xla's ZeroRedundancyOptimizer
 
 
 def _host_tensors_copied(state: Any) -> Any:
-    """Returns the same dictionaries and lists with copies of the tensors that are not on the device."""
+    """Returns the same dictionaries and lists with copies of the tensors that are not on the
+    device.
+    """
     if isinstance(state, dict):
         return {name: _host_tensors_copied(value) for name, value in state.items()}
     if isinstance(state, list):

@@ -1,8 +1,10 @@
-"""Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, under the kit's manifest.
+"""Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, under
+the kit's manifest.
 
-`checkpoints/step_00000100/` is a tag of NxD: `model/` and `optim/` with one file per rank, `done` when whole. The kit
-adds its `manifest.json`, without which a checkpoint does not count, with a checksum of each file. HLAT saved with
-`use_xser`; these are the same tensors in plain files. `kit.convert.neuron` reads both on any machine.
+`checkpoints/step_00000100/` is a tag of NxD: `model/` and `optim/` with one file per rank, `done`
+when whole. The kit adds its `manifest.json`, without which a checkpoint does not count, with a
+checksum of each file. HLAT saved with `use_xser`; these are the same tensors in plain files.
+`kit.convert.neuron` reads both on any machine.
 """
 
 import time
@@ -22,27 +24,46 @@ from kit.run.checkpoint_ranks import alike, describe_together
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
-"""NxD tells nobody that its files are written; so, that many steps later, all ranks wait for those that are not."""
+"""NxD tells nobody that its files are written; so, that many steps later, all ranks wait for
+those that are not."""
 
 
 class NxdCheckpoints:
-    """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its recipe."""
+    """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its
+    recipe.
+    """
 
     def __init__(
-        self, checkpoints: Checkpoints, spec: ModelSpec, engine: NeuronEngine, *, attempt: int, **kept: Any
+        self,
+        checkpoints: Checkpoints,
+        spec: ModelSpec,
+        engine: NeuronEngine,
+        *,
+        attempt: int,
+        **kept: Any,
     ) -> None:
-        self.checkpoints, self.spec, self.engine, self.attempt, self.kept = checkpoints, spec, engine, attempt, kept
+        self.checkpoints, self.spec, self.engine, self.attempt, self.kept = (
+            checkpoints,
+            spec,
+            engine,
+            attempt,
+            kept,
+        )
         self.pending: tuple[dict[str, Any], int] | None = None
         self.stall_s = 0.0
         self.completing: Future[None] | None = None
-        self.thread, self.group = ThreadPoolExecutor(1), cpu_group("checkpoint")  # to look at files behind training
+        self.thread, self.group = (
+            ThreadPoolExecutor(1),
+            cpu_group("checkpoint"),
+        )  # to look at files behind training
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
         self.finish()
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
-            # NxD writes over an older attempt's files of the same step, which must not count until they are whole.
+            # NxD writes over an older attempt's files of the same step, which must not count until
+            # they are whole.
             (self.checkpoints.path(facts["step"]) / "manifest.json").unlink(missing_ok=True)
         self.engine.nxd.save(
             folder=str(self.checkpoints.directory),
@@ -55,7 +76,10 @@ class NxdCheckpoints:
         self.pending = (facts, SETTLE_STEPS)
 
     def poll(self) -> None:
-        """Begins to complete the pending checkpoint once it has had time enough. Call it once a step."""
+        """Begins to complete the pending checkpoint once it has had time enough.
+
+        Call it once a step.
+        """
         if self.pending is not None:
             facts, steps = self.pending
             self.pending = (facts, steps - 1)
@@ -82,13 +106,22 @@ class NxdCheckpoints:
         folder = self.checkpoints.path(facts["step"])
         files, checksums = self._files(folder)
         if dist.get_rank() == 0:
-            self.checkpoints.complete(folder, Manifest(
-                attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
-            ))  # fmt: skip
+            self.checkpoints.complete(
+                folder,
+                Manifest(
+                    attempt=self.attempt,
+                    time=time.time(),
+                    files=files,
+                    checksums=checksums,
+                    **facts,
+                ),
+            )
             self.checkpoints.prune(**self.kept)
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""
+        """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads
+        its share of.
+        """
         listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(listed, src=0, group=self.group)
         [files] = listed
@@ -100,12 +133,14 @@ class NxdCheckpoints:
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest.
 
-        With another number of replicas than it was written by, the weights alone are read where the optimizer is
-        sharded over the replicas: master weights start from them and AdamW's moments from zero, as HLAT resumed.
+        With another number of replicas than it was written by, the weights alone are read where the
+        optimizer is sharded over the replicas: master weights start from them and AdamW's moments
+        from zero, as HLAT resumed.
 
         Raises:
             DamagedCheckpointError: its files are not as they were written.
-            CheckpointError: it was written by another engine or model, or on other tensor and pipeline degrees.
+            CheckpointError: it was written by another engine or model, or on other tensor and
+                pipeline degrees.
         """
         manifest, _ = describe_together(self.checkpoints, step, self.group)
         self.checkpoints.check_model(manifest, self.spec)
@@ -124,28 +159,38 @@ class NxdCheckpoints:
             self.engine.nxd.restart_master_weights(optimizer=self.engine.optimizer)
             if dist.get_rank() == 0:
                 held = counted(manifest.plan.data_parallel, "replica")
-                print(f"AdamW's moments start from zero: they were cut for {held}, now "
-                      f"there are {now.data_parallel}", flush=True)  # fmt: skip
+                print(
+                    f"AdamW's moments start from zero: they were cut for {held}, now "
+                    f"there are {now.data_parallel}",
+                    flush=True,
+                )
         return manifest
 
 
 def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
     advice = "Resume with the plan that wrote it, or take its weights elsewhere: `kit export-hf`."
     if saved.engine != "neuron":
-        raise CheckpointError(f"{path} was written by engine {saved.engine!r}; NxD reads its own only. {advice}")
+        raise CheckpointError(
+            f"{path} was written by engine {saved.engine!r}; NxD reads its own only. {advice}"
+        )
     for name in ("tensor_parallel", "pipeline_parallel", "zero_stage"):
         if getattr(saved, name) != getattr(now, name):
             raise CheckpointError(
-                f"{path} was written with plan.{name} {getattr(saved, name)}, now it is {getattr(now, name)}: NxD "
-                f"reads a checkpoint on the degrees that wrote it; only data_parallel may change. {advice}"
+                f"{path} was written with plan.{name} {getattr(saved, name)}, now it is"
+                f" {getattr(now, name)}: NxD reads a checkpoint on the degrees that wrote it; only"
+                f" data_parallel may change. {advice}"
             )
 
 
 def _share(files: dict[str, int]) -> list[str]:
     """Returns the files that this rank looks at, so that all have about as many bytes."""
-    return sorted(files, key=lambda name: (-files[name], name))[dist.get_rank() :: dist.get_world_size()]
+    return sorted(files, key=lambda name: (-files[name], name))[
+        dist.get_rank() :: dist.get_world_size()
+    ]
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json")
+    files = sorted(
+        file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"
+    )
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}

@@ -1,7 +1,9 @@
-"""The compile phase of a Neuron job: `neuron_parallel_compile python -m kit.train ...` records graphs, trains nothing.
+"""The compile phase of a Neuron job: `neuron_parallel_compile python -m kit.train ...` records
+graphs, trains nothing.
 
-It runs the command with NEURON_EXTRACT_GRAPHS_ONLY set, in which graphs are written out instead of executed, compiles
-them in parallel and puts them into NEURON_COMPILE_CACHE_URL, where the run finds them. HLAT did four steps.
+It runs the command with NEURON_EXTRACT_GRAPHS_ONLY set, in which graphs are written out instead of
+executed, compiles them in parallel and puts them into NEURON_COMPILE_CACHE_URL, where the run finds
+them. HLAT did four steps.
 """
 
 import os
@@ -21,9 +23,11 @@ def is_compile_phase() -> bool:
 
 
 def record_graphs(run: Run, device: torch.device) -> str:
-    """Runs the steps of a run on batches of zeros and returns a sentence; it writes nothing into the run directory.
+    """Runs the steps of a run on batches of zeros and returns a sentence; it writes nothing into
+    the run directory.
 
-    Graphs depend on shapes alone, and losses are not computed here, so neither data nor checkpoint is read.
+    Graphs depend on shapes alone, and losses are not computed here, so neither data nor checkpoint
+    is read.
     """
     engine = build_engine(run.spec, run.plan, run.recipe, device)
     sequences = run.plan.global_batch_size // run.plan.data_parallel

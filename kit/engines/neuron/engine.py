@@ -1,12 +1,15 @@
-"""The Neuron engine: HLAT's recipes (arXiv 2404.10630) through NeuronX Distributed (NxD), on AWS Trainium.
+"""The Neuron engine: HLAT's recipes (arXiv 2404.10630) through NeuronX Distributed (NxD), on AWS
+Trainium.
 
-In bf16 with zero_stage 0, that of the 7B: pure bf16, rounded stochastically, plain data parallelism. With zero_stage 1,
-that of the 70B: fp32 master weights and fp32 gradient accumulation, sharded over the replicas, beside bf16 compute.
-Both with tensor parallelism (TP 8; TP 32 with every key/value head on 4 ranks, x PP 8) and weight decay on norms.
+In bf16 with zero_stage 0, that of the 7B: pure bf16, rounded stochastically, plain data
+parallelism. With zero_stage 1, that of the 70B: fp32 master weights and fp32 gradient accumulation,
+sharded over the replicas, beside bf16 compute. Both with tensor parallelism (TP 8; TP 32 with every
+key/value head on 4 ranks, x PP 8) and weight decay on norms.
 
-NxD training has reached the end of its life: stay on SDK 2.28 (requirements/trainium.txt) for it; `neuron_probe` names
-its successor. Nothing here has run on Trainium: the tests hold every call against the recorded signatures of NxD and
-train through a stand-in for it; `make test-nxd` trains, saves, resumes and imports on NxD's real source, on a CPU.
+NxD training has reached the end of its life: stay on SDK 2.28 (requirements/trainium.txt) for it;
+`neuron_probe` names its successor. Nothing here has run on Trainium: the tests hold every call
+against the recorded signatures of NxD and train through a stand-in for it; `make test-nxd` trains,
+saves, resumes and imports on NxD's real source, on a CPU.
 """
 
 import os
@@ -27,14 +30,22 @@ from kit.spec import ModelSpec
 
 
 class NeuronEngine:
-    """This rank's part of one model, a Llama without biases, in training: `kit.engines.Engine`, by `build_engine`.
+    """This rank's part of one model, a Llama without biases, in training: `kit.engines.Engine`, by
+    `build_engine`.
 
     Raises:
-        ConfigError: the plan does not fit model or processes, or the environment computes in another precision.
+        ConfigError: the plan does not fit model or processes, or the environment computes in
+            another precision.
     """
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device, *, initialise: bool = True
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        recipe: Recipe,
+        device: torch.device,
+        *,
+        initialise: bool = True,
     ) -> None:
         plan.check(spec, dist.get_world_size())
         check_environment(plan, os.environ)
@@ -69,7 +80,9 @@ class NeuronEngine:
         }
         if arguments["pipeline_config"] is not None:
             arguments["pipeline_config"] |= {
-                "output_loss_value_spec": tuple(arguments["pipeline_config"]["output_loss_value_spec"]),
+                "output_loss_value_spec": tuple(
+                    arguments["pipeline_config"]["output_loss_value_spec"]
+                ),
                 "transformer_layer_cls": NxdBlock,
                 "leaf_module_cls": [leaf.__name__ for leaf in LEAVES],
                 "autowrap_modules": self.nxd.tracing(),
@@ -82,7 +95,9 @@ class NeuronEngine:
         return NxdLlama(self.spec, self.plan, self.nxd, self.weights, scale)
 
     def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Fills a module that NxD has just given memory to; 0.9 calls it with one argument, later versions with two."""
+        """Fills a module that NxD has just given memory to; 0.9 calls it with one argument,
+        later versions with two.
+        """
         self.nxd.initialise(module)
         self.weights.fill(module)
 
@@ -97,7 +112,8 @@ class NeuronEngine:
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
-        Samples are always as many, and of the same length, since another shape is another graph to compile.
+        Samples are always as many, and of the same length, since another shape is another graph to
+        compile.
         """
         if self._is_pipelined:
             loss = self.model.run_train(**_inputs(samples))
@@ -109,7 +125,9 @@ class NeuronEngine:
             loss = self._mean_over_replicas(loss)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self.nxd.step(optimizer=self.optimizer)  # adds up over sequence parts and replicas, and clips
+        norm = self.nxd.step(
+            optimizer=self.optimizer
+        )  # adds up over sequence parts and replicas, and clips
         self.optimizer.zero_grad()
         self.nxd.mark_step()
         return float(loss), float(norm)

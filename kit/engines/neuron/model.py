@@ -1,8 +1,10 @@
-"""HLAT's Llama, of NxD's layers, under the names of its checkpoints (those of Hugging Face, with fused matrices).
+"""HLAT's Llama, of NxD's layers, under the names of its checkpoints (those of Hugging Face, with
+fused matrices).
 
-Shape letters as in `kit.model`; under tensor parallelism N, K, F, V are this rank's part, and with sequence parallelism
-T is, in the order [T, B, H]. What tensor ranks hold is in `kit.engines.neuron.weights`. Source:
-github.com/awslabs/HLAT, 70b/modeling_llama_nxd.py, and arXiv 2404.10630.
+Shape letters as in `kit.model`; under tensor parallelism N, K, F, V are this rank's part, and with
+sequence parallelism T is, in the order [T, B, H]. What tensor ranks hold is in
+`kit.engines.neuron.weights`. Source: github.com/awslabs/HLAT, 70b/modeling_llama_nxd.py, and arXiv
+2404.10630.
 """
 
 import math
@@ -18,16 +20,21 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 MASKED = -10_000.0
-"""Added where a token may not look: HLAT's number; minus infinity gives NaN in some of bf16's rounding."""
+"""Added where a token may not look: HLAT's number; minus infinity gives NaN in some of bf16's
+rounding."""
 
 
 class NxdLlama(nn.Module):
-    """The whole model, as `initialize_parallel_model` takes it; tokens and targets in, mean loss in nats out.
+    """The whole model, as `initialize_parallel_model` takes it; tokens and targets in, mean loss in
+    nats out.
 
-    The loss is multiplied by `loss_scale`: 1 / micro-batches where NxD does not divide by them itself.
+    The loss is multiplied by `loss_scale`: 1 / micro-batches where NxD does not divide by them
+    itself.
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, loss_scale: float = 1.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, loss_scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.is_pipelined = plan.pipeline_parallel > 1
         self.model = NxdStack(spec, plan, nxd, weights)
@@ -53,10 +60,12 @@ class NxdStack(nn.Module):
         self.embed_tokens = nxd.embedding(rows=spec.vocab_size, features=spec.hidden_size)
         weights.mark_column(self.embed_tokens, "embedding.tokens.weight")
         self.enter = NxdEnter(nxd)
-        # On the CPU: only its fp32 holds positions up to the thousands whatever is cast on the device.
+        # On the CPU: only its fp32 holds positions up to the thousands whatever is cast on the
+        # device.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
         self.layers = nn.ModuleList(
-            NxdBlock(spec, plan, nxd, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
+            NxdBlock(spec, plan, nxd, weights, f"layers.{i}", rotary_2TD)
+            for i in range(spec.num_layers)
         )
         self.norm = NxdNorm(spec, plan)
         weights.mark_whole(self.norm, "norm.weight")
@@ -77,7 +86,11 @@ class NxdEnter(nn.Module):
         self.nxd = nxd
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        return self.nxd.cut_sequence(x_BTH.transpose(0, 1).contiguous()) if self.nxd.sequence_parallel else x_BTH
+        return (
+            self.nxd.cut_sequence(x_BTH.transpose(0, 1).contiguous())
+            if self.nxd.sequence_parallel
+            else x_BTH
+        )
 
 
 class NxdLeave(nn.Module):
@@ -88,7 +101,11 @@ class NxdLeave(nn.Module):
         self.nxd = nxd
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.nxd.whole_sequence(x).transpose(0, 1).contiguous() if self.nxd.sequence_parallel else x
+        return (
+            self.nxd.whole_sequence(x).transpose(0, 1).contiguous()
+            if self.nxd.sequence_parallel
+            else x
+        )
 
 
 class NxdNorm(nn.Module):
@@ -103,7 +120,9 @@ class NxdNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(self.statistics)
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 class NxdCoreAttention(nn.Module):
@@ -125,12 +144,21 @@ class NxdAttention(nn.Module):
     """Causal self-attention; query, key and value from one layer."""
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, name: str, rotary_2TD: Tensor
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        nxd: Nxd,
+        weights: RankWeights,
+        name: str,
+        rotary_2TD: Tensor,
     ) -> None:
         super().__init__()
         hidden, key = spec.hidden_size, spec.num_kv_heads * spec.head_size
         self.head_size, self.is_grouped = spec.head_size, spec.num_kv_heads < spec.num_heads
-        self.nxd, self.repeats = nxd, spec.num_heads // (spec.num_kv_heads * plan.kv_replication(spec))
+        self.nxd, self.repeats = (
+            nxd,
+            spec.num_heads // (spec.num_kv_heads * plan.kv_replication(spec)),
+        )
         names = [f"{name}.{which}.weight" for which in ("query", "key", "value")]
         if self.is_grouped:
             copies = plan.kv_replication(spec)
@@ -146,7 +174,10 @@ class NxdAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.qkv_proj(x)
-        q, k, v = (self._heads(part) for part in (projected if self.is_grouped else projected.chunk(3, dim=-1)))
+        q, k, v = (
+            self._heads(part)
+            for part in (projected if self.is_grouped else projected.chunk(3, dim=-1))
+        )
         q_BNTD, k_BKTD = rotate(q, self.rotary_2TD), rotate(k, self.rotary_2TD)  # pyright: ignore[reportArgumentType]
         k_BNTD, v_BNTD = (part.repeat_interleave(self.repeats, dim=1) for part in (k_BKTD, v))
         y_BNTD = self.core_attn(q_BNTD, k_BNTD, v_BNTD)
@@ -160,7 +191,9 @@ class NxdAttention(nn.Module):
 
 
 class NxdGate(nn.Module):
-    """silu(gate) * up: cheap, and as large as the widest activations, so selective recomputation drops it too."""
+    """silu(gate) * up: cheap, and as large as the widest activations, so selective recomputation
+    drops it too.
+    """
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
         return F.silu(gate_BTF) * up_BTF
@@ -187,7 +220,13 @@ class NxdBlock(nn.Module):
     """One pre-norm transformer block, the unit of which pipeline stages are made."""
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, name: str, rotary_2TD: Tensor
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        nxd: Nxd,
+        weights: RankWeights,
+        name: str,
+        rotary_2TD: Tensor,
     ) -> None:
         super().__init__()
         self.input_layernorm = NxdNorm(spec, plan)
@@ -211,7 +250,10 @@ class NxdLoss(nn.Module):
 
     def forward(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)  # NxD changes it in place
-        return self.nxd.cross_entropy(logits=logits_NV, targets=labels_BT.flatten()).mean() * self.scale
+        return (
+            self.nxd.cross_entropy(logits=logits_NV, targets=labels_BT.flatten()).mean()
+            * self.scale
+        )
 
 
 LEAVES = (NxdEnter, NxdLeave, NxdNorm, NxdLoss)
@@ -225,5 +267,7 @@ def weight_dtype(plan: Plan) -> torch.dtype:
 
 
 def statistics_dtype(plan: Plan) -> torch.dtype:
-    """Returns what norms and softmax are computed in: fp32, as in HLAT's 70B, but for the pure bf16 of its 7B."""
+    """Returns what norms and softmax are computed in: fp32, as in HLAT's 70B, but for the pure
+    bf16 of its 7B.
+    """
     return torch.bfloat16 if plan.precision == "bf16" and plan.zero_stage == 0 else torch.float32

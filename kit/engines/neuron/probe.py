@@ -1,11 +1,13 @@
-"""Can NeuronX Distributed (NxD) train here? Looks at what is installed, and says what is missing and where it is.
+"""Can NeuronX Distributed (NxD) train here? Looks at what is installed, and says what is missing
+and where it is.
 
-NxD training is at the end of its life: SDK 2.28 (PyTorch 2.9) is the last release that AWS tells its users to train
-with, and PyTorch/XLA training has not been supported since SDK 2.30. Its successor is PyTorch itself on Neuron, in
-public beta since SDK 2.33 for trn2 and trn3: a device and a process group called `neuron`, with DTensor, FSDP2 and
-pipelining, which the kit's native engine is made of. The kit does not start it yet: `native` knows CPUs and GPUs.
-Source: release notes and "TorchNeuron" of the AWS Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), 2025-12
-to 2026-10.
+NxD training is at the end of its life: SDK 2.28 (PyTorch 2.9) is the last release that AWS tells
+its users to train with, and PyTorch/XLA training has not been supported since SDK 2.30. Its
+successor is PyTorch itself on Neuron, in public beta since SDK 2.33 for trn2 and trn3: a device and
+a process group called `neuron`, with DTensor, FSDP2 and pipelining, which the kit's native engine
+is made of. The kit does not start it yet: `native` knows CPUs and GPUs.
+Source: release notes and "TorchNeuron" of the AWS Neuron documentation
+(awsdocs-neuron.readthedocs-hosted.com), 2025-12 to 2026-10.
 """
 
 import dataclasses
@@ -25,14 +27,20 @@ from kit.errors import MissingPackageError
 State = Literal["absent", "placeholder", "wrong version", "broken", "ok"]
 
 INSTALL = "pip install -r requirements/trainium.txt, in a clone of the kit"
-PACKAGES = {"neuronx-distributed": "neuronx_distributed", "torch-neuronx": "torch_neuronx", "torch-xla": "torch_xla"}
+PACKAGES = {
+    "neuronx-distributed": "neuronx_distributed",
+    "torch-neuronx": "torch_neuronx",
+    "torch-xla": "torch_xla",
+}
 """What training imports, by the name under which it is installed."""
 PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
-"""Versions on the public index that install without an error and hold nothing; the real ones are in AWS's own index."""
+"""Versions on the public index that install without an error and hold nothing; the real ones are
+in AWS's own index."""
 SUPPORTED = ("0.17", "0.18")
 """SDK 2.28 and 2.29: the last with NxD training that run on a Python on which the kit runs."""
 ENGINE = "kit.engines.neuron.checkpoint"
-"""The module of the kit's own that imports all others of its engine: they too must fit the installed torch."""
+"""The module of the kit's own that imports all others of its engine: they too must fit the
+installed torch."""
 IMPORT_LIMIT_S = 300.0
 
 
@@ -50,9 +58,10 @@ class NeuronStatus:
     def message(self) -> str:
         """The reason and what to do about it."""
         return (
-            f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}: {self.reason} On a Trainium "
-            f"host, in an environment of its own: {INSTALL} (it says how to add the kit). NxD "
-            f"training has reached its end of life; elsewhere, and for new work, use plan.engine 'native'."
+            f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}:"
+            f" {self.reason} On a Trainium host, in an environment of its own: {INSTALL} (it says"
+            " how to add the kit). NxD training has reached its end of life; elsewhere, and for"
+            " new work, use plan.engine 'native'."
         )
 
 
@@ -71,7 +80,9 @@ def require() -> None:
 
 
 def probe() -> NeuronStatus:
-    """Returns what is installed and whether it can train; packages and engine are imported, in another process."""
+    """Returns what is installed and whether it can train; packages and engine are imported, in
+    another process.
+    """
     return _status(_import)
 
 
@@ -105,9 +116,15 @@ def _import_here() -> tuple[State, str]:
             importlib.import_module(module)
         except Exception as error:  # a library that does not fit torch raises what it likes
             if "WRONG PACKAGE" in str(error):
-                return "placeholder", "one of its packages is the public index's placeholder, which holds no code."
+                return (
+                    "placeholder",
+                    "one of its packages is the public index's placeholder, which holds no code.",
+                )
             what = " the kit's engine" if module == ENGINE else ""
-            return "broken", f"it is installed but{what} cannot be imported: {type(error).__name__}: {error}."
+            return (
+                "broken",
+                f"it is installed but{what} cannot be imported: {type(error).__name__}: {error}.",
+            )
     return "ok", ""
 
 
@@ -115,18 +132,27 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
     """Returns what the names and versions alone tell."""
     for name, version in versions.items():
         if PLACEHOLDERS.get(name) == version.removesuffix(".post1"):
-            return "placeholder", f"{name} {version} is the public index's placeholder, which holds no code."
+            return (
+                "placeholder",
+                f"{name} {version} is the public index's placeholder, which holds no code.",
+            )
     name = "neuronx-distributed"
     if name not in versions:
         if find_spec(PACKAGES[name]) is None:
             return "absent", "it is not installed."
-        return "broken", f"{PACKAGES[name]} is on the path but was never installed, so its version is unknown."
+        return (
+            "broken",
+            f"{PACKAGES[name]} is on the path but was never installed, so its version is unknown.",
+        )
     if ".".join(versions[name].split(".")[:2]) not in SUPPORTED:
         return "wrong version", f"version {versions[name]} is installed."
     if "torch-xla" not in versions and "torch-neuronx" in versions:
-        return "wrong version", (
-            f"torch-neuronx {versions['torch-neuronx']} comes without torch-xla, so it is the new native PyTorch "
-            f"backend, which NxD does not use."
+        return (
+            "wrong version",
+            (
+                f"torch-neuronx {versions['torch-neuronx']} comes without torch-xla, so it is the"
+                " new native PyTorch backend, which NxD does not use."
+            ),
         )
     for other in PACKAGES:
         if other not in versions:
@@ -135,20 +161,27 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
 
 
 def _import() -> tuple[State, str]:
-    """Imports NxD in a process of its own: it takes the Neuron cores, and a crash of it is not ours."""
+    """Imports NxD in a process of its own: it takes the Neuron cores, and a crash of it is not
+    ours.
+    """
     path = os.pathsep.join(part for part in sys.path if part)
     code = f"import json; from {__name__} import _import_here; print(json.dumps(_import_here()))"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_LIMIT_S,
             env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return "broken", f"it could not be imported within {IMPORT_LIMIT_S:.0f} s."
     if done.returncode == 0:
         state, reason = json.loads(done.stdout.splitlines()[-1])
         return state, reason
-    last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
+    last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[
+        -1
+    ]
     return "broken", f"it is installed but cannot be imported: {last.rstrip('.')}."
 
 

@@ -1,7 +1,7 @@
 """Which part of which weight a tensor rank holds, in NxD's layers.
 
-NxD makes layers without memory and then asks, module by module, for their weights; so every module is marked with what
-it holds. The order of heads is Trn1's, which `kit.convert.neuron` reads back.
+NxD makes layers without memory and then asks, module by module, for their weights; so every module
+is marked with what it holds. The order of heads is Trn1's, which `kit.convert.neuron` reads back.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,9 @@ from kit.spec import ModelSpec
 
 
 class RankWeights:
-    """Marks modules with what this tensor rank holds, and fills them; without a seed they stay unset."""
+    """Marks modules with what this tensor rank holds, and fills them; without a seed they stay
+    unset.
+    """
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, tensor_rank: int, seed: int | None) -> None:
         self.spec, self.ranks, self.rank, self.seed = spec, plan.tensor_parallel, tensor_rank, seed
@@ -27,17 +29,24 @@ class RankWeights:
 
     def mark_column(self, module: nn.Module, *names: str) -> None:
         """Each rank has its rows of each matrix, one matrix below the other."""
-        _mark(module, weight=lambda: torch.cat([self._cut(self._initial(name), 0) for name in names]))
+        _mark(
+            module, weight=lambda: torch.cat([self._cut(self._initial(name), 0) for name in names])
+        )
 
     def mark_row(self, module: nn.Module, name: str) -> None:
         """Each rank has its columns, those of the heads that it has queries of."""
         is_attention = name.endswith("attention.output.weight")
-        _mark(module, weight=lambda: self._cut(
-            self._spread(self._initial(name).T).T if is_attention else self._initial(name), 1
-        ))  # fmt: skip
+        _mark(
+            module,
+            weight=lambda: self._cut(
+                self._spread(self._initial(name).T).T if is_attention else self._initial(name), 1
+            ),
+        )
 
     def mark_grouped(self, module: nn.Module, query: str, key: str, value: str) -> None:
-        """Each rank has its query heads and the key/value heads that they look at, of which others have copies."""
+        """Each rank has its query heads and the key/value heads that they look at, of which
+        others have copies.
+        """
         _mark(
             module,
             weight_q=lambda: self._cut(self._spread(self._initial(query)), 0),
@@ -63,7 +72,11 @@ class RankWeights:
 
     def _shape(self, name: str) -> torch.Size:
         spec = self.spec
-        hidden, key, wide = spec.hidden_size, spec.num_kv_heads * spec.head_size, spec.ffn_hidden_size
+        hidden, key, wide = (
+            spec.hidden_size,
+            spec.num_kv_heads * spec.head_size,
+            spec.ffn_hidden_size,
+        )
         shapes = {
             "norm.weight": (hidden,),
             "tokens.weight": (spec.vocab_size, hidden),
@@ -84,9 +97,14 @@ class RankWeights:
     def _spread(self, whole: Tensor) -> Tensor:
         """Returns query heads so ordered that each lies on a rank with its key/value head.
 
-        Ranks hold key/value heads 0..k-1, then copies of them, c in all; slot i k + j gets block j c + i of queries.
+        Ranks hold key/value heads 0..k-1, then copies of them, c in all; slot i k + j gets block j
+        c + i of queries.
         """
-        return whole.unflatten(0, (self.spec.num_kv_heads, self.copies, -1)).transpose(0, 1).flatten(0, 2)
+        return (
+            whole.unflatten(0, (self.spec.num_kv_heads, self.copies, -1))
+            .transpose(0, 1)
+            .flatten(0, 2)
+        )
 
 
 def _mark(module: nn.Module, **weights: Callable[[], Tensor]) -> None:

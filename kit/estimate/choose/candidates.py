@@ -1,4 +1,6 @@
-"""Candidates: every layout that a Plan may describe for one model, device count and batch, as one Layouts."""
+"""Candidates: every layout that a Plan may describe for one model, device count and batch, as
+one Layouts.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,16 +20,23 @@ from kit.estimate.theory.layouts import (
     SHAPES,
     Array,
     Layouts,
-)  # fmt: skip
+)
 from kit.plan import MULTI_STAGE_SCHEDULES, EngineName, Plan
 from kit.spec import ModelSpec
 
 _SCHEDULE = {name: code for code, name in enumerate(SCHEDULES)}
 _FREE = {
-    "tensor_parallel": "devices", "pipeline_parallel": "devices", "virtual_stages": "stages", "micro_batch_size":
-    "sequences", "zero_stage": "0 to 3", "sequence_parallel": "bool", "recompute": RECOMPUTE, "schedule": SCHEDULES,
-    "context_parallel": "devices", "context_exchange": EXCHANGES,
-}  # fmt: skip
+    "tensor_parallel": "devices",
+    "pipeline_parallel": "devices",
+    "virtual_stages": "stages",
+    "micro_batch_size": "sequences",
+    "zero_stage": "0 to 3",
+    "sequence_parallel": "bool",
+    "recompute": RECOMPUTE,
+    "schedule": SCHEDULES,
+    "context_parallel": "devices",
+    "context_exchange": EXCHANGES,
+}
 """What a search may choose, and what `only` may restrict."""
 
 
@@ -41,16 +50,19 @@ def candidates(
     node_devices: int = 0,
     **kernels: Any,
 ) -> Layouts:
-    """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each once.
+    """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each
+    once.
 
-    ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is no pipeline, and
-    what the engine does not train, save context parallelism, which is offered where `only` names it. With
-    `node_devices` ZeRO 3 may also shard inside a node alone, so that no weight crosses the network; stages 1 and 2
-    gather weights once a step and would send more bytes so. `only` names allowed values of a Plan's fields, e.g.
-    `{"tensor_parallel": [4, 8]}`; kernels are those of `Layouts.of`.
+    ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is
+    no pipeline, and what the engine does not train, save context parallelism, which is offered
+    where `only` names it. With `node_devices` ZeRO 3 may also shard inside a node alone, so that no
+    weight crosses the network; stages 1 and 2 gather weights once a step and would send more bytes
+    so. `only` names allowed values of a Plan's fields, e.g. `{"tensor_parallel": [4, 8]}`; kernels
+    are those of `Layouts.of`.
 
     Raises:
-        ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message says which rule.
+        ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message
+            says which rule.
     """
     for name, value in (("num_devices", num_devices), ("global_batch_size", global_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -63,7 +75,9 @@ def candidates(
     row, mode = np.nonzero(_allowed(shapes, modes, spec, node_devices))
     if not len(row):
         raise ConfigError(_none_left(num_devices, limits))
-    columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
+    columns: dict[str, Array] = {
+        name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES
+    }
     columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
     columns |= {name: values[mode] for name, values in modes.items()}
     is_hybrid = columns.pop("hybrid")
@@ -81,7 +95,10 @@ def single_precision(layouts: Layouts) -> Layouts:
     """Returns the same layouts in float32: half the memory traffic, seven digits."""
     columns = {field.name: getattr(layouts, field.name) for field in dataclasses.fields(layouts)}
     return Layouts(
-        **{n: c.astype(np.float32) if c.dtype == np.float64 or n == "gated" else c for n, c in columns.items()}
+        **{
+            n: c.astype(np.float32) if c.dtype == np.float64 or n == "gated" else c
+            for n, c in columns.items()
+        }
     )
 
 
@@ -93,7 +110,9 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
         limits[name] = (values,) if isinstance(values, str | int) else tuple(values)
         allowed = _FREE[name]
         if isinstance(allowed, tuple) and not set(limits[name]) <= set(allowed):
-            raise ConfigError(f"search.only.{name}: {limits[name]} is not allowed. Allowed: {', '.join(allowed)}.")
+            raise ConfigError(
+                f"search.only.{name}: {limits[name]} is not allowed. Allowed: {', '.join(allowed)}."
+            )
     return limits
 
 
@@ -103,20 +122,32 @@ def _shapes(
     """Returns all (t, c, p, v, r, b) whose products and divisions are whole."""
     rows = []
     for t, c in _inner_degrees(spec, num_devices, limits, engine):
-        for p in _choice(limits, "pipeline_parallel", divisors(np.gcd(num_devices // (t * c), spec.num_layers))):
+        for p in _choice(
+            limits, "pipeline_parallel", divisors(np.gcd(num_devices // (t * c), spec.num_layers))
+        ):
             replicas = num_devices // (t * c * p)
             if batch % replicas:
                 continue
             stages = divisors(spec.num_layers // p) if p > 1 else [1]
             sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
-            rows += [(t, c, p, v, replicas, b) for v in _choice(limits, "virtual_stages", stages) for b in sizes]
+            rows += [
+                (t, c, p, v, replicas, b)
+                for v in _choice(limits, "virtual_stages", stages)
+                for b in sizes
+            ]
     table = np.array(rows, dtype=float).reshape(-1, 6).T
     names = (
-        "tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "data_parallel",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+        "virtual_stages",
+        "data_parallel",
         "micro_batch_size",
-    )  # fmt: skip
+    )
     shapes = dict(zip(names, table, strict=True))
-    return shapes | {"num_microbatches": batch / (shapes["micro_batch_size"] * shapes["data_parallel"])}
+    return shapes | {
+        "num_microbatches": batch / (shapes["micro_batch_size"] * shapes["data_parallel"])
+    }
 
 
 def _inner_degrees(
@@ -132,37 +163,71 @@ def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> li
     width = np.gcd.reduce([spec.num_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
 
     def holds_whole_heads(t: int) -> bool:
-        return spec.num_kv_heads * Plan(tensor_parallel=t, engine=engine).kv_replication(spec) % t == 0
+        return (
+            spec.num_kv_heads * Plan(tensor_parallel=t, engine=engine).kv_replication(spec) % t == 0
+        )
 
     return [t for t in divisors(int(width)) if holds_whole_heads(t)]
 
 
 def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[str, Array]:
-    """Returns all (schedule, recompute, ZeRO, sequence parallel, ZeRO inside a node only, if that is asked for)."""
+    """Returns all (schedule, recompute, ZeRO, sequence parallel, ZeRO inside a node only, if
+    that is asked for).
+    """
     schedules = _choice(limits, "schedule", SCHEDULES)
-    piped = {name: dict(pipeline_parallel=2, virtual_stages=1 + (name in MULTI_STAGE_SCHEDULES)) for name in schedules}
-    schedules = [name for name in schedules if _takes(engine, **piped[name], schedule=name)] or schedules
+    piped = {
+        name: dict(pipeline_parallel=2, virtual_stages=1 + (name in MULTI_STAGE_SCHEDULES))
+        for name in schedules
+    }
+    schedules = [
+        name for name in schedules if _takes(engine, **piped[name], schedule=name)
+    ] or schedules
     schedules = [_SCHEDULE[name] for name in schedules]
     recompute = [RECOMPUTE.index(name) for name in _choice(limits, "recompute", RECOMPUTE)]
-    # With ZeRO 0 engine neuron has no fp32 master weights: another precision, which is chosen and not searched for.
+    # With ZeRO 0 engine neuron has no fp32 master weights: another precision, which is chosen and
+    # not searched for.
     stages = (1,) if engine == "neuron" and "zero_stage" not in limits else range(4)
-    zero = [float(stage) for stage in _choice(limits, "zero_stage", stages) if _takes(engine, zero_stage=stage)]
+    zero = [
+        float(stage)
+        for stage in _choice(limits, "zero_stage", stages)
+        if _takes(engine, zero_stage=stage)
+    ]
     sequence = _choice(limits, "sequence_parallel", (False, True))
-    exchanges = EXCHANGES if {"context_parallel", "context_exchange"} & limits.keys() else EXCHANGES[:1]
+    exchanges = (
+        EXCHANGES if {"context_parallel", "context_exchange"} & limits.keys() else EXCHANGES[:1]
+    )
     exchange = [EXCHANGES.index(name) for name in _choice(limits, "context_exchange", exchanges)]
     grid = np.meshgrid(
-        np.array(schedules, np.int8), np.array(recompute, np.int8), np.array(zero), np.array(sequence, bool),
-        np.array([False, True][: 1 + hybrid]), np.array(exchange, np.int8),
-    )  # fmt: skip
-    names = ("schedule", "recompute", "zero_stage", "sequence_parallel", "hybrid", "context_exchange")
+        np.array(schedules, np.int8),
+        np.array(recompute, np.int8),
+        np.array(zero),
+        np.array(sequence, bool),
+        np.array([False, True][: 1 + hybrid]),
+        np.array(exchange, np.int8),
+    )
+    names = (
+        "schedule",
+        "recompute",
+        "zero_stage",
+        "sequence_parallel",
+        "hybrid",
+        "context_exchange",
+    )
     is_useful = (~grid[4] | (grid[2] == 3)).ravel()
     return {name: axis.ravel()[is_useful] for name, axis in zip(names, grid, strict=True)}
 
 
-def _allowed(shapes: dict[str, Array], modes: dict[str, Array], spec: ModelSpec, node_devices: int) -> Array:
-    """Returns which shape goes with which mode, [shapes, modes] bool: the rules of Plan, written for arrays."""
+def _allowed(
+    shapes: dict[str, Array], modes: dict[str, Array], spec: ModelSpec, node_devices: int
+) -> Array:
+    """Returns which shape goes with which mode, [shapes, modes] bool: the rules of Plan, written
+    for arrays.
+    """
     column = {name: values[:, None] for name, values in shapes.items()}
-    t, p, v, r = (column[name] for name in ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel"))
+    t, p, v, r = (
+        column[name]
+        for name in ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel")
+    )
     c = column["context_parallel"]
     m, schedule, zero = column["num_microbatches"], modes["schedule"], modes["zero_stage"]
     kind = {name: schedule == code for name, code in _SCHEDULE.items()}
@@ -171,14 +236,20 @@ def _allowed(shapes: dict[str, Array], modes: dict[str, Array], spec: ModelSpec,
     piped = (many == (v > 1)) & (~split | ((modes["recompute"] == 0) & (zero != 3)))
     piped &= ~kind["zbv"] | ((v == 2) & (m >= 2 * p - 1))
     piped &= ~(kind["interleaved"] | kind["zero_bubble"]) | (np.mod(m, p) == 0)
-    schedule_ok = np.where(p > 1, piped, schedule == (_SCHEDULE["1f1b"] if kind["1f1b"].any() else schedule.min()))
+    schedule_ok = np.where(
+        p > 1, piped, schedule == (_SCHEDULE["1f1b"] if kind["1f1b"].any() else schedule.min())
+    )
     parts = np.where(c > 1, 2 * c, 1.0)  # head and tail, see Plan
-    sequence_ok = ~modes["sequence_parallel"] | ((t > 1) & (np.mod(spec.sequence_length, parts * t) == 0))
+    sequence_ok = ~modes["sequence_parallel"] | (
+        (t > 1) & (np.mod(spec.sequence_length, parts * t) == 0)
+    )
     if (c > 1).any() or modes["context_exchange"].any():
         heads = np.gcd(spec.num_heads, spec.num_kv_heads)
         whole_heads = modes["context_exchange"] * np.mod(heads, t * c) == 0
         sequence_ok &= np.where(
-            c > 1, (np.mod(spec.sequence_length, parts) == 0) & whole_heads, modes["context_exchange"] == 0
+            c > 1,
+            (np.mod(spec.sequence_length, parts) == 0) & whole_heads,
+            modes["context_exchange"] == 0,
         )
     if modes["hybrid"].any():
         whole_nodes = (t < node_devices) & (t * r > node_devices) & (c == 1)
@@ -189,20 +260,26 @@ def _allowed(shapes: dict[str, Array], modes: dict[str, Array], spec: ModelSpec,
 
 def _takes(engine: EngineName, **fields: Any) -> bool:
     try:
-        Plan.from_dict({"global_batch_size": 4, "zero_stage": 1, "precision": "bf16", "engine": engine} | fields)
+        Plan.from_dict(
+            {"global_batch_size": 4, "zero_stage": 1, "precision": "bf16", "engine": engine}
+            | fields
+        )
     except ConfigError:
         return False
     return True
 
 
 def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
-    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in micro-batch only.
+    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in
+    micro-batch only.
 
     Raises:
         ConfigError: none; with the reason of the first.
     """
     names = [
-        name for name in (*DEGREES, "recompute", "schedule", "context_exchange") if not name.endswith("batch_size")
+        name
+        for name in (*DEGREES, "recompute", "schedule", "context_exchange")
+        if not name.endswith("batch_size")
     ]
     table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
     _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
@@ -236,11 +313,17 @@ def _kind(spec: ModelSpec, name: str) -> type:
 
 def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
     by = ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
-    return f"plan: no layout of {counted(num_devices, 'device')} is left by {by}. Allow more values."
+    return (
+        f"plan: no layout of {counted(num_devices, 'device')} is left by {by}. Allow more values."
+    )
 
 
-def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName) -> str:
-    """Returns what is wrong with a device count or batch that no layout fits, and the nearest that work."""
+def _why_none(
+    spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
+) -> str:
+    """Returns what is wrong with a device count or batch that no layout fits, and the nearest
+    that work.
+    """
     if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
         return _none_left(num_devices, limits)
     replicas = {
@@ -250,8 +333,9 @@ def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, t
     }
     fewest = min(replicas)
     return (
-        f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')} is not allowed "
-        f"for {spec.name}: any layout has at least {counted(fewest, 'replica')} (TP divides heads, feed-forward and "
-        f"vocabulary, PP divides {counted(spec.num_layers, 'layer')}), and replicas must divide the batch. Use a "
-        f"multiple of one of {sorted(replicas)[:6]} as batch, or another number of devices."
+        f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')}"
+        f" is not allowed for {spec.name}: any layout has at least {counted(fewest, 'replica')} (TP"
+        " divides heads, feed-forward and vocabulary, PP divides"
+        f" {counted(spec.num_layers, 'layer')}), and replicas must divide the batch. Use a multiple"
+        f" of one of {sorted(replicas)[:6]} as batch, or another number of devices."
     )

@@ -1,4 +1,6 @@
-"""Explanations of a search: what limits a layout, what would change the choice, and how far it is from measurements."""
+"""Explanations of a search: what limits a layout, what would change the choice, and how far it
+is from measurements.
+"""
 
 import dataclasses
 import math
@@ -20,11 +22,14 @@ from kit.plan import Plan
 SHORTLIST = 2000
 """Fastest layouts that are looked at again on a changed machine."""
 WITHIN_REACH = 1.5
-"""Of the device's memory: what needs more is not called limited by memory, since nothing small would help."""
+"""Of the device's memory: what needs more is not called limited by memory, since nothing small
+would help."""
 FAR = 4.0
-"""Distance to the nearest published run from which on a prediction is called outside the measured range."""
+"""Distance to the nearest published run from which on a prediction is called outside the
+measured range."""
 SIMULATED_ROUNDS = 6
-"""Micro-batches simulated, in units of the pipeline's depth; a longer steady state only repeats the slowest stage."""
+"""Micro-batches simulated, in units of the pipeline's depth; a longer steady state only repeats
+the slowest stage."""
 CHANGES = {
     "a network between nodes half as fast": {"network_bytes_per_s": 0.5},
     "links inside a node half as fast": {"near_bytes_per_s": 0.5, "node_bytes_per_s": 0.5},
@@ -54,17 +59,28 @@ class Answer:
 
     @cached_property
     def row(self) -> dict[str, Any]:
-        """The plan's fields, step time, bytes, risk, MFU, and with a token budget days and price."""
-        row = self.search.row(self.index) | {"tokens_per_s": float(self._time.tokens_per_s[0]), "hfu": self._hfu}
+        """The plan's fields, step time, bytes, risk, MFU, and with a token budget days and
+        price.
+        """
+        row = self.search.row(self.index) | {
+            "tokens_per_s": float(self._time.tokens_per_s[0]),
+            "hfu": self._hfu,
+        }
         if self.tokens is not None:
             price = float(self._time.price(self.tokens)[0])
-            row |= {"days": float(self._time.days(self.tokens)[0]), "price_usd": None if math.isnan(price) else price}
+            row |= {
+                "days": float(self._time.days(self.tokens)[0]),
+                "price_usd": None if math.isnan(price) else price,
+            }
         return row
 
     @cached_property
     def time_terms_s(self) -> dict[str, float]:
         """Seconds of the step by term, largest first; they add up to the step time."""
-        terms = {name: float(np.broadcast_to(value, (1,))[0]) for name, value in self._time.terms_s.items()}
+        terms = {
+            name: float(np.broadcast_to(value, (1,))[0])
+            for name, value in self._time.terms_s.items()
+        }
         return dict(sorted(terms.items(), key=lambda item: -item[1]))
 
     @cached_property
@@ -93,14 +109,20 @@ class Answer:
                 )
         total = sum(self.time_terms_s.values())
         useful = sum(self.time_terms_s[name] for name in ("gemm", "attention"))
-        name, loss = next(item for item in self.time_terms_s.items() if item[0] not in ("gemm", "attention"))
+        name, loss = next(
+            item for item in self.time_terms_s.items() if item[0] not in ("gemm", "attention")
+        )
         lost = f"{name.replace('_', ' ')}, {loss / total:.0%}"
         return f"computation: {useful / total:.0%} of the step; most is lost to {lost}"
 
     @cached_property
     def changes(self) -> tuple[str, ...]:
-        """What would change the choice: other machines on which another layout wins, and the runner-up here."""
-        texts = [text for name, factors in CHANGES.items() if (text := _changed(self, name, factors))]
+        """What would change the choice: other machines on which another layout wins, and the
+        runner-up here.
+        """
+        texts = [
+            text for name, factors in CHANGES.items() if (text := _changed(self, name, factors))
+        ]
         runner_up = _runner_up(self)
         return (*texts, runner_up) if runner_up else tuple(texts)
 
@@ -118,18 +140,29 @@ class Answer:
         rate = self._hfu * float(self.search.machine.hardware.peak_flops_per_s)
         hardware = self.search.machine.hardware
         if self.plan.untrained:
-            asked = " and ".join(f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained)
-            texts.append(f"{asked}: the kit plans this, it does not train it; `kit launch` refuses it.")
+            asked = " and ".join(
+                f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained
+            )
+            texts.append(
+                f"{asked}: the kit plans this, it does not train it; `kit launch` refuses it."
+            )
         if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
             texts.append(
-                f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was seen above "
-                f"{ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of this machine."
+                f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was"
+                f" seen above {ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of"
+                " this machine."
             )
         best = measured_mfu(site.device.name)
         if best and self.row["mfu"] > best:
-            texts.append(f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this device reach.")
+            texts.append(
+                f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this"
+                " device reach."
+            )
         if untried := self.search.prediction(self.index).untried:
-            texts.append(f"outside the experience of the fit, so the interval is wider: {', '.join(untried)}.")
+            texts.append(
+                "outside the experience of the fit, so the interval is wider:"
+                f" {', '.join(untried)}."
+            )
         if self.nearest is None or self.nearest.distance > FAR:
             texts.append("no published run is near: a prediction outside the measured range.")
         return tuple(texts)
@@ -144,7 +177,9 @@ class Answer:
 
     @property
     def _hfu(self) -> float:
-        flops = self.search.spec.hardware_flops_per_token(self.plan.recompute, whole=self.plan.recomputes_whole)
+        flops = self.search.spec.hardware_flops_per_token(
+            self.plan.recompute, whole=self.plan.recomputes_whole
+        )
         peak = self.plan.num_devices * float(self.search.machine.hardware.peak_flops_per_s)
         return float(self._time.tokens_per_s[0]) * flops / peak
 
@@ -168,22 +203,40 @@ class Answer:
             ("layout", describe(row)),
             (
                 "step",
-                f"{seconds(row['step_time_s'])} s, 90 % interval {interval(row)} s; {seconds(self.simulated_s)} s with "
-                f"the schedule simulated",
+                (
+                    f"{seconds(row['step_time_s'])} s, 90 % interval {interval(row)} s;"
+                    f" {seconds(self.simulated_s)} s with the schedule simulated"
+                ),
             ),
             ("times", str(self.search.machine.calibration)),
-            ("rate", f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"),
-            ("memory", f"{row['used_bytes'] / 1e9:.1f} GB a device, risk {row['out_of_memory_probability']:.1%}"),
+            (
+                "rate",
+                f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}",
+            ),
+            (
+                "memory",
+                (
+                    f"{row['used_bytes'] / 1e9:.1f} GB a device, risk"
+                    f" {row['out_of_memory_probability']:.1%}"
+                ),
+            ),
         ]
         if self.tokens is not None:
             price = "" if row["price_usd"] is None else f", {row['price_usd']:,.0f} USD"
             facts.append((f"{self.tokens:.3g} tokens", f"{row['days']:,.1f} days{price}"))
-        facts += [("limited by", self.binding), ("nearest measured run", str(self.nearest or "none"))]
-        facts += [("other choice", text) for text in self.changes] + [("warning", text) for text in self.warnings]
+        facts += [
+            ("limited by", self.binding),
+            ("nearest measured run", str(self.nearest or "none")),
+        ]
+        facts += [("other choice", text) for text in self.changes] + [
+            ("warning", text) for text in self.warnings
+        ]
         return facts
 
     def _repr_html_(self) -> str:
-        return html_table(f"{self.search.spec.name} on {self.search.machine.site.name}", self.facts())
+        return html_table(
+            f"{self.search.spec.name} on {self.search.machine.site.name}", self.facts()
+        )
 
 
 def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
@@ -195,18 +248,26 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
         ConfigError: count or tokens below 1.
     """
     if count < 1 or (tokens is not None and not (math.isfinite(tokens) and tokens >= 1)):
-        raise ConfigError(f"search.answers: count {count}, tokens {tokens} are not allowed. Give numbers from 1.")
-    found = [Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)]
+        raise ConfigError(
+            f"search.answers: count {count}, tokens {tokens} are not allowed. Give numbers from 1."
+        )
+    found = [
+        Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)
+    ]
     return sorted(found, key=lambda answer: (answer.simulated_s, answer.row["used_bytes"]))
 
 
 def simulated_step_time(answer: Answer) -> float:
-    """Returns the step time with the schedule simulated from the closed form's stage times, seconds."""
+    """Returns the step time with the schedule simulated from the closed form's stage times,
+    seconds.
+    """
     plan, terms = answer.plan, answer.time_terms_s
     outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
     m, p = plan.num_microbatches, plan.pipeline_parallel
     times = stage_times(plan, terms, answer.search.machine)
-    whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]  # per stage and micro-batch
+    whole = (
+        times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
+    )  # per stage and micro-batch
     simulated = min(m, SIMULATED_ROUNDS * p)
     result = simulate_plan(plan, num_microbatches=simulated, **times)
     per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
@@ -214,28 +275,51 @@ def simulated_step_time(answer: Answer) -> float:
 
 
 def stage_times(plan: Plan, terms: Mapping[str, float], machine: Machine) -> dict[str, Any]:
-    """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it, from a step's terms.
+    """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it,
+    from a step's terms.
 
-    A third of the matrix products is forward, a third input gradients, a third weight gradients; recomputation is
-    part of the backward pass; logits and embedding are on the last stage, the heavier of the two by far.
+    A third of the matrix products is forward, a third input gradients, a third weight gradients;
+    recomputation is part of the backward pass; logits and embedding are on the last stage, the
+    heavier of the two by far.
     """
     m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
     share = {name: value / (m * v) for name, value in terms.items()}  # of one stage and micro-batch
     weight = share["gemm"] / 3
-    forward = weight + share["attention"] / 3.5 + share["elementwise"] / 2.6 + share["tensor_parallel"] / 2
+    forward = (
+        weight
+        + share["attention"] / 3.5
+        + share["elementwise"] / 2.6
+        + share["tensor_parallel"] / 2
+    )
     forward += share["context_parallel"] / 3 + share["host_launch"] / 3
-    layers = ("gemm", "attention", "elementwise", "tensor_parallel", "context_parallel", "host_launch", "recompute")
+    layers = (
+        "gemm",
+        "attention",
+        "elementwise",
+        "tensor_parallel",
+        "context_parallel",
+        "host_launch",
+        "recompute",
+    )
     backward = sum(share[name] for name in layers) - forward - weight
     ends = np.zeros(p * v)
     ends[-1] = terms["embedding_logits"] * p / m
-    trips = exposed_trips(p, v, m, SCHEDULES.index(plan.schedule), machine.coefficients.pipeline_exposed)
+    trips = exposed_trips(
+        p, v, m, SCHEDULES.index(plan.schedule), machine.coefficients.pipeline_exposed
+    )
     send = terms["pipeline_send"] / (2 * v * float(trips))
-    return {"forward_s": forward + ends / 3, "backward_input_s": backward + ends / 3,
-            "backward_weight_s": weight + ends / 3, "send_s": send if p > 1 else 0.0}  # fmt: skip
+    return {
+        "forward_s": forward + ends / 3,
+        "backward_input_s": backward + ends / 3,
+        "backward_weight_s": weight + ends / 3,
+        "send_s": send if p > 1 else 0.0,
+    }
 
 
 def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
-    """Returns which layout wins on a changed machine, if it is another and more than 1 % faster there."""
+    """Returns which layout wins on a changed machine, if it is another and more than 1 % faster
+    there.
+    """
     search = answer.search
     hardware = search.machine.hardware
     values = {field: getattr(hardware, field) * factor for field, factor in factors.items()}
@@ -248,7 +332,10 @@ def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None
     times = np.broadcast_to(machine.step_time(search.layouts.select(rows)).total_s, rows.shape)
     best = int(rows[times.argmin()])
     if answer.index not in rows:
-        return f"with {name}, this layout does not fit; {describe(search.row(best))} takes {times.min():.4g} s"
+        return (
+            f"with {name}, this layout does not fit; {describe(search.row(best))} takes"
+            f" {times.min():.4g} s"
+        )
     here = float(times[np.searchsorted(rows, answer.index)])
     if best == answer.index or times.min() > 0.99 * here:
         return None
@@ -264,4 +351,7 @@ def _runner_up(answer: Answer) -> str | None:
     if not len(rows):
         return None
     slower = search.step_time_s[rows[0]] / search.step_time_s[answer.index] - 1
-    return f"with other degrees, the fastest is {describe(search.row(int(rows[0])))}: {slower:+.1%} time"
+    return (
+        f"with other degrees, the fastest is {describe(search.row(int(rows[0])))}: {slower:+.1%}"
+        " time"
+    )

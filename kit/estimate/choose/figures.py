@@ -1,4 +1,6 @@
-"""Pictures of estimates: memory by stage, time by term, the front of time and memory, predicted against measured."""
+"""Pictures of estimates: memory by stage, time by term, the front of time and memory, predicted
+against measured.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,25 +16,44 @@ from kit.estimate.theory.timeline import boxes
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
-MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6", "#BFBFBF")
+MEMORY_COLOURS = (
+    "#0072B2",
+    "#56A0D3",
+    "#A9CBE6",
+    "#B34D00",
+    "#E39A63",
+    "#9A4A78",
+    "#CC97B6",
+    "#BFBFBF",
+)
 """Of `kit.estimate.theory.memory.TERMS`, and the reserve."""
 TIME_COLOURS = {
-    "gemm": "#0072B2", "attention": "#56A0D3", "elementwise": "#A9CBE6", "recompute": "#5E7F99",
+    "gemm": "#0072B2",
+    "attention": "#56A0D3",
+    "elementwise": "#A9CBE6",
+    "recompute": "#5E7F99",
     "host_launch": "#B8C4CC",
-    "tensor_parallel": "#B34D00", "context_parallel": "#D27A3C", "pipeline_send": "#E39A63", "data_parallel": "#F0C39C",
-    "bubble": "#9A4A78", "imbalance": "#CC97B6", "embedding_logits": "#007A5A", "optimizer": "#6DBFA4",
+    "tensor_parallel": "#B34D00",
+    "context_parallel": "#D27A3C",
+    "pipeline_send": "#E39A63",
+    "data_parallel": "#F0C39C",
+    "bubble": "#9A4A78",
+    "imbalance": "#CC97B6",
+    "embedding_logits": "#007A5A",
+    "optimizer": "#6DBFA4",
     "overhead": "#BFBFBF",
-}  # fmt: skip
+}
 """Computation blue, communication brown, waiting purple, the rest green and grey."""
 
 
 def memory_figure(
     stages: Mapping[str, StageMemory], device_bytes: float, reserve: Reserve = RESERVE
 ) -> tuple[Any, Rows]:
-    """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and their table.
+    """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and
+    their table.
 
-    The reserve for what is not modelled is drawn last. `stages` come from `memory_by_stage`, by title; the memory of a
-    device is drawn as a line.
+    The reserve for what is not modelled is drawn last. `stages` come from `memory_by_stage`, by
+    title; the memory of a device is drawn as a line.
     """
     from matplotlib.collections import PolyCollection
 
@@ -41,19 +62,30 @@ def memory_figure(
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
             count = np.size(stage.total)
             bottom, places = np.zeros(count), np.arange(count)
-            for (name, held), colour in zip(stage.with_reserve(reserve).items(), MEMORY_COLOURS, strict=True):
+            for (name, held), colour in zip(
+                stage.with_reserve(reserve).items(), MEMORY_COLOURS, strict=True
+            ):
                 size = np.broadcast_to(held, count) / 2**30
                 bars = boxes(places - 0.425, places + 0.425, bottom + size / 2, size)
-                axis.add_collection(PolyCollection(bars, facecolor=colour, label=name.replace("_", " ")))
+                axis.add_collection(
+                    PolyCollection(bars, facecolor=colour, label=name.replace("_", " "))
+                )
                 bottom = bottom + size
-            rows += [{"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)]
+            rows += [
+                {"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)
+            ]
             axis.autoscale_view()
             axis.axhline(device_bytes / 2**30, color=GREY, linestyle="--", linewidth=1)
             axis.set_title(title)
             axis.set_xlabel("pipeline device")
         axes[0, 0].set_ylabel("GiB per device")
-        axes[0, 0].annotate("memory of a device", (0, device_bytes / 2**30), xytext=(2, 3), textcoords="offset points",
-                            color=GREY)  # fmt: skip
+        axes[0, 0].annotate(
+            "memory of a device",
+            (0, device_bytes / 2**30),
+            xytext=(2, 3),
+            textcoords="offset points",
+            color=GREY,
+        )
         axes[0, 0].set_ylim(0, 1.2 * max(device_bytes / 2**30, max(row["GiB"] for row in rows)))
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=4)
@@ -61,11 +93,15 @@ def memory_figure(
 
 
 def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]:
-    """Returns horizontal bars of where the time of some steps goes, as shares of each, and their table.
+    """Returns horizontal bars of where the time of some steps goes, as shares of each, and their
+    table.
 
     `terms` are seconds by term of each step (`StepTime.terms_s`), by title.
     """
-    seconds = {name: np.array([float(np.squeeze(step[name])) for step in terms.values()]) for name in TIME_COLOURS}
+    seconds = {
+        name: np.array([float(np.squeeze(step[name])) for step in terms.values()])
+        for name in TIME_COLOURS
+    }
     total = sum(seconds.values())
     with new_figure(height=0.42 * len(terms) + 2.0) as (figure, axis):
         left = np.zeros(len(terms))
@@ -73,21 +109,38 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
             shares = 100 * seconds[name] / total
             if shares.max() < 0.5:
                 continue
-            axis.barh(range(len(terms)), shares, left=left, color=colour, height=0.72, label=name.replace("_", " "))
+            axis.barh(
+                range(len(terms)),
+                shares,
+                left=left,
+                color=colour,
+                height=0.72,
+                label=name.replace("_", " "),
+            )
             for place, share in enumerate(shares):
                 if share >= 6:
-                    axis.text(left[place] + share / 2, place, f"{share:.0f}", ha="center", va="center", color="white")
+                    axis.text(
+                        left[place] + share / 2,
+                        place,
+                        f"{share:.0f}",
+                        ha="center",
+                        va="center",
+                        color="white",
+                    )
             left = left + shares
         axis.set_yticks(range(len(terms)), list(terms))
         axis.set(xlim=(0, 100), ylim=(len(terms) - 0.5, -0.5), xlabel="% of the step")
         axis.grid(visible=False)
         figure.legend(loc="outside lower left", ncols=3)
-    return figure, [{"step": title} | {name: float(column[i]) for name, column in seconds.items()}
-                    for i, title in enumerate(terms)]  # fmt: skip
+    return figure, [
+        {"step": title} | {name: float(column[i]) for name, column in seconds.items()}
+        for i, title in enumerate(terms)
+    ]
 
 
 def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) -> tuple[Any, Rows]:
-    """Returns all layouts of a search as points of memory and time, with the front, and the front as a table.
+    """Returns all layouts of a search as points of memory and time, with the front, and the front
+    as a table.
 
     `marked` are indices of layouts to name in the picture.
     """
@@ -98,15 +151,36 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     with new_figure(height=3.6) as (figure, axis):
         cloud = np.flatnonzero(near)
         cloud = cloud[:: max(1, len(cloud) // 20_000)]
-        axis.plot(used[cloud], time_s[cloud], ".", color=BLUE, alpha=0.12, markersize=2.5, rasterized=True)
+        axis.plot(
+            used[cloud], time_s[cloud], ".", color=BLUE, alpha=0.12, markersize=2.5, rasterized=True
+        )
         front = search.pareto[near[search.pareto]]
-        axis.step(used[front], time_s[front], where="post", color=VERMILION, label="no layout is better in both")
+        axis.step(
+            used[front],
+            time_s[front],
+            where="post",
+            color=VERMILION,
+            label="no layout is better in both",
+        )
         axis.axvline(capacity, color=GREY, linestyle="--", linewidth=1)
-        axis.annotate("memory of a device", (capacity, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0),
-                      textcoords="offset points", color=GREY, va="top")  # fmt: skip
+        axis.annotate(
+            "memory of a device",
+            (capacity, 0.97),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=GREY,
+            va="top",
+        )
         for name, index in (marked or {}).items():
             axis.plot(used[index], time_s[index], "o", color=GREEN, markersize=6, zorder=4)
-            axis.annotate(name, (used[index], time_s[index]), xytext=(7, 5), textcoords="offset points", color=GREEN)
+            axis.annotate(
+                name,
+                (used[index], time_s[index]),
+                xytext=(7, 5),
+                textcoords="offset points",
+                color=GREEN,
+            )
         axis.set(
             xscale="log",
             yscale="log",
@@ -114,7 +188,8 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             ylabel=f"seconds per step, {search.machine.calibration.label}",
         )
         axis.set_title(
-            f"{search.spec.name} on {counted(search.num_devices, 'device')}: {counted(len(search.layouts), 'layout')}"
+            f"{search.spec.name} on {counted(search.num_devices, 'device')}:"
+            f" {counted(len(search.layouts), 'layout')}"
         )
         axis.legend(loc="lower left")
         plain_ticks(axis)
@@ -124,8 +199,9 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
 def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
     """Returns the errors of predicted step times, a row for each data set, and their table.
 
-    `groups` are (measured, predicted) seconds by name of the data set. A dot is one run, the bar holds
-    nine runs of ten, the ring is the median. An error is the predicted over the measured time, less one.
+    `groups` are (measured, predicted) seconds by name of the data set. A dot is one run, the bar
+    holds nine runs of ten, the ring is the median. An error is the predicted over the measured
+    time, less one.
     """
     rows: Rows = []
     jitter = np.random.default_rng(0)  # dots of a row do not hide each other
@@ -140,10 +216,15 @@ def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -
             axis.plot(middle, place, "o", color="white", markeredgecolor=BLUE, markersize=6)
             off = np.abs(percent) / 100
             errors = {"mean error": off.mean(), "median error": np.median(off), "worst": off.max()}
-            rows.append({"rows": name, "number": len(measured)} | {k: float(v) for k, v in errors.items()})
+            rows.append(
+                {"rows": name, "number": len(measured)} | {k: float(v) for k, v in errors.items()}
+            )
         axis.axvline(0, color=GREY, linewidth=1)
         axis.set(title=title, ylim=(len(groups) - 0.4, -0.6))
-        axis.set_xlabel("predicted against measured step time, %\n(dot: a run; bar: nine runs of ten; ring: median)")
+        axis.set_xlabel(
+            "predicted against measured step time, %\n(dot: a run; bar: nine runs of ten; ring:"
+            " median)"
+        )
         axis.set_yticks(range(len(groups)), list(groups))
         counts = [f"{row['number']} runs, mean {row['mean error']:.1%}" for row in rows]
         axis.secondary_yaxis("right").set_yticks(range(len(groups)), counts)

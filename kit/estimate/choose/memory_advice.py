@@ -17,7 +17,9 @@ from kit.run import Run
 from kit.spec import ModelSpec
 
 FP32 = Convention(name="fp32 weights and AdamW, 16 B", weights=4, optimizer=8)
-NO_RESERVE = RESERVE.replace(factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs")
+NO_RESERVE = RESERVE.replace(
+    factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs"
+)
 SHOWN = 3
 
 
@@ -39,26 +41,38 @@ class Option:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory ran out: of a GPU, of this process, or of torch's CPU allocator."""
+    """Returns whether an error says that memory ran out: of a GPU, of this process, or of
+    torch's CPU allocator.
+    """
     said = str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said))
+        or (
+            isinstance(error, RuntimeError)
+            and ("can't allocate memory" in said or "out of memory" in said)
+        )
     )
 
 
 def memory_advice(run: Run) -> str:
-    """Returns in one line what the plan is estimated to need, and which smallest changes need less, with numbers."""
+    """Returns in one line what the plan is estimated to need, and which smallest changes need
+    less, with numbers.
+    """
     device = run.site.device.memory_bytes
-    now, *options = estimated(run.spec, run.plan, [{}, *changes(run.spec, run.plan)], run.site.device)
+    now, *options = estimated(
+        run.spec, run.plan, [{}, *changes(run.spec, run.plan)], run.site.device
+    )
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
     limit = device.value if device is not None else None
     fits = [option for option in smaller if limit is None or option.used_bytes <= limit]
     has = "" if limit is None else f" of {limit / 2**30:.2f} GiB"
     need = f"Out of memory. Estimated need of a device: {now.used_bytes / 2**30:.2f} GiB{has}."
     if not fits:
-        return f"{need} No change of micro-batch, recomputation or ZeRO stage fits: use more devices (`kit plan`)."
+        return (
+            f"{need} No change of micro-batch, recomputation or ZeRO stage fits: use more devices"
+            " (`kit plan`)."
+        )
     which = "would fit" if limit is not None and now.used_bytes > limit else "need less"
     best = "; ".join(map(str, fits[:SHOWN]))
     resume = kit_command("resume", run.directory)
@@ -66,13 +80,23 @@ def memory_advice(run: Run) -> str:
 
 
 def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
-    """Returns changes that need less memory on as many devices, the smallest first: one setting, then two and three."""
+    """Returns changes that need less memory on as many devices, the smallest first: one setting,
+    then two and three.
+    """
     smaller = [size for size in (2**power for power in range(16)) if size < plan.micro_batch_size]
     single: list[list[dict[str, Any]]] = [
-        [{"micro_batch_size": size} for size in reversed(smaller) if plan.micro_batch_size % size == 0],
+        [
+            {"micro_batch_size": size}
+            for size in reversed(smaller)
+            if plan.micro_batch_size % size == 0
+        ],
         [{"recompute": mode} for mode in _stronger(plan)],
         [{"shard_size": None}] if plan.shard_size else [],
-        [{"zero_stage": stage} for stage in range(plan.zero_stage + 1, 4) if plan.data_parallel > 1],
+        [
+            {"zero_stage": stage}
+            for stage in range(plan.zero_stage + 1, 4)
+            if plan.data_parallel > 1
+        ],
     ]
     found = []
     for count in (1, 2, 3):
@@ -92,7 +116,9 @@ def _stronger(plan: Plan) -> list[str]:
     return modes[modes.index(plan.recompute) + 1 :]
 
 
-def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device) -> list[Option]:
+def estimated(
+    spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device
+) -> list[Option]:
     """Returns each change with the estimated bytes of the heaviest device.
 
     In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
@@ -102,8 +128,12 @@ def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: 
     convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
-    kernels = kernels.replace(fully_sharded=kernels.fully_sharded and not is_fp32)  # whose weights are the shards
+    kernels = kernels.replace(
+        fully_sharded=kernels.fully_sharded and not is_fp32
+    )  # whose weights are the shards
     terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
-    used = sum(np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
-               for name, value in terms.items())  # fmt: skip
+    used = sum(
+        np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
+        for name, value in terms.items()
+    )
     return [Option(change, float(each)) for change, each in zip(tried, np.ravel(used), strict=True)]

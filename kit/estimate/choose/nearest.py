@@ -23,7 +23,8 @@ class Nearest:
 
     run: PublishedRun
     distance: float
-    """Sum of |ln| of the ratios of size, devices, degrees, sequence and micro-batch; 0 is the same run."""
+    """Sum of |ln| of the ratios of size, devices, degrees, sequence and micro-batch; 0 is the
+    same run."""
     residual: float
     """Predicted over measured step time, less 1."""
 
@@ -31,33 +32,49 @@ class Nearest:
         run = self.run
         how = "slower" if self.residual > 0 else "faster"
         return (
-            f"{run.spec.name} on {run.num_devices} {run.device} (TP{run.tensor_parallel} PP{run.pipeline_parallel} "
-            f"DP{run.data_parallel} micro {run.micro_batch_size}, recompute {run.recompute}; {run.source}): "
-            f"{run.step_time_s:.4g} s measured, the model is {abs(self.residual):.0%} {how}"
+            f"{run.spec.name} on {run.num_devices} {run.device} (TP{run.tensor_parallel}"
+            f" PP{run.pipeline_parallel} DP{run.data_parallel} micro {run.micro_batch_size},"
+            f" recompute {run.recompute}; {run.source}): {run.step_time_s:.4g} s measured, the"
+            f" model is {abs(self.residual):.0%} {how}"
         )
 
 
-def nearest_run(spec: ModelSpec, plan: Plan, hardware: Hardware, coefficients: Coefficients) -> Nearest | None:
-    """Returns the measured run most like a layout, with the residual of the same coefficients on it."""
+def nearest_run(
+    spec: ModelSpec, plan: Plan, hardware: Hardware, coefficients: Coefficients
+) -> Nearest | None:
+    """Returns the measured run most like a layout, with the residual of the same coefficients on
+    it.
+    """
     runs = _measured()
     if not runs:
         return None
-    distances = np.abs(_positions() - _position(spec, plan, float(hardware.peak_flops_per_s))).sum(axis=1)
+    distances = np.abs(_positions() - _position(spec, plan, float(hardware.peak_flops_per_s))).sum(
+        axis=1
+    )
     best = int(distances.argmin())
     run = runs[best]
     site = run.site()
     there = Hardware.of(site) if site else Hardware.like(run.peak_flops_per_s or A100_PEAK)
-    predicted = float(np.broadcast_to(step_time(run.layouts(), there, coefficients).total_s, (1,))[0])
+    predicted = float(
+        np.broadcast_to(step_time(run.layouts(), there, coefficients).total_s, (1,))[0]
+    )
     assert run.step_time_s
-    return Nearest(run=run, distance=float(distances[best]), residual=predicted / run.step_time_s - 1)
+    return Nearest(
+        run=run, distance=float(distances[best]), residual=predicted / run.step_time_s - 1
+    )
 
 
 def measured_mfu(device: str) -> float | None:
-    """Returns the highest MFU of published runs whose site has a device of this name, 0 to 1, or None."""
+    """Returns the highest MFU of published runs whose site has a device of this name, 0 to 1, or
+    None.
+    """
     best = [
         rate / run.peak_flops_per_s
         for run in _measured()
-        if (site := run.site()) and site.device.name == device and run.peak_flops_per_s and (rate := run.flops_per_s())
+        if (site := run.site())
+        and site.device.name == device
+        and run.peak_flops_per_s
+        and (rate := run.flops_per_s())
     ]
     return max(best, default=None)
 
@@ -69,13 +86,20 @@ def _measured() -> tuple[PublishedRun, ...]:
 
 @lru_cache(maxsize=1)
 def _positions() -> Array:
-    return np.stack([_position(run.spec, run, run.peak_flops_per_s or A100_PEAK) for run in _measured()])
+    return np.stack(
+        [_position(run.spec, run, run.peak_flops_per_s or A100_PEAK) for run in _measured()]
+    )
 
 
 def _position(spec: ModelSpec, plan: Plan | PublishedRun, peak_flops_per_s: float) -> Array:
     """Returns a run as a point: weighted logarithms, the accelerator's peak counted most."""
     values = (
-        spec.num_params, plan.num_devices, plan.tensor_parallel, plan.pipeline_parallel, spec.sequence_length,
-        plan.micro_batch_size, peak_flops_per_s,
-    )  # fmt: skip
+        spec.num_params,
+        plan.num_devices,
+        plan.tensor_parallel,
+        plan.pipeline_parallel,
+        spec.sequence_length,
+        plan.micro_batch_size,
+        peak_flops_per_s,
+    )
     return np.log(values) * [1, 0.5, 1, 1, 0.5, 0.5, 4]

@@ -29,7 +29,10 @@ ROUNDS = 256
 """Operations that a device has in the timeline at most: more are thinner than a line."""
 SIDE = 19.0
 """Odds of the ends of a 90 % interval, as those of running out of memory are counted: 95 to 5."""
-DARK_PAGE = ":is([data-jp-theme-light=false],.vscode-dark) .kit-panel img {filter: invert(0.93) hue-rotate(180deg)}"
+DARK_PAGE = (
+    ":is([data-jp-theme-light=false],.vscode-dark) .kit-panel img {filter: invert(0.93)"
+    " hue-rotate(180deg)}"
+)
 FIELDS = ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "recompute", "zero_stage")
 
 
@@ -58,18 +61,37 @@ class Estimate:
         """
         plan.check(spec)
         layouts = Layouts.of(spec, [plan])
-        found, memory = machine.calibration.predict(layouts, machine.hardware), machine.memory(layouts)
+        found, memory = (
+            machine.calibration.predict(layouts, machine.hardware),
+            machine.memory(layouts),
+        )
         used = float(memory.used_bytes[0])
         spread = SIDE ** (1 / machine.reserve.sharpness)
         terms = {name: float(np.ravel(value)[0]) for name, value in found.step_time.terms_s.items()}
-        shown = min(plan.num_microbatches, max(plan.pipeline_parallel, ROUNDS // (2 * plan.pipeline_parallel)))
-        risk = machine.reserve.out_of_memory_probability(memory.used_bytes, float(machine.hardware.memory_bytes))
+        shown = min(
+            plan.num_microbatches,
+            max(plan.pipeline_parallel, ROUNDS // (2 * plan.pipeline_parallel)),
+        )
+        risk = machine.reserve.out_of_memory_probability(
+            memory.used_bytes, float(machine.hardware.memory_bytes)
+        )
         return cls(
-            spec=spec, plan=plan, machine=machine, terms_s=terms, used_bytes=(used, used / spread, used * spread),
-            step_s=(float(np.ravel(found.total_s)[0]), float(found.low_s[0]), float(found.high_s[0])),
-            stages=memory_by_stage(layouts, kernels=machine.kernels), risk=float(risk[0]),
-            timeline=simulate_plan(plan, num_microbatches=shown, **stage_times(plan, terms, machine)),
-        )  # fmt: skip
+            spec=spec,
+            plan=plan,
+            machine=machine,
+            terms_s=terms,
+            used_bytes=(used, used / spread, used * spread),
+            step_s=(
+                float(np.ravel(found.total_s)[0]),
+                float(found.low_s[0]),
+                float(found.high_s[0]),
+            ),
+            stages=memory_by_stage(layouts, kernels=machine.kernels),
+            risk=float(risk[0]),
+            timeline=simulate_plan(
+                plan, num_microbatches=shown, **stage_times(plan, terms, machine)
+            ),
+        )
 
     @property
     def texts(self) -> dict[str, str]:
@@ -77,19 +99,28 @@ class Estimate:
         time, low, high = self.step_s
         used, least, most = (value / GIB for value in self.used_bytes)
         capacity = float(self.machine.hardware.memory_bytes) / GIB
-        flops = self.spec.flops_per_token() * self.plan.global_batch_size * self.spec.sequence_length
+        flops = (
+            self.spec.flops_per_token() * self.plan.global_batch_size * self.spec.sequence_length
+        )
         peak = float(self.machine.hardware.peak_flops_per_s) * self.plan.num_devices
         mfu = [100 * flops / (peak * value) for value in (time, high, low)]
         idle = self.terms_s["bubble"]
         return {
-            "memory": f"Memory: {used:.1f} GiB ({least:.1f} to {most:.1f}) of {capacity:.0f} on the fullest device; "
-                      f"risk of running out {self.risk:.1%}",
-            "step": f"Step: {seconds(time)} s ({seconds(low, 3)} to {seconds(high, 3)}); MFU {mfu[0]:.1f} % "
-                    f"({mfu[1]:.1f} to {mfu[2]:.1f})",
-            "timeline": f"Pipeline: {seconds(idle, 3)} s ({seconds(idle * low / time, 3)} to "
-                        f"{seconds(idle * high / time, 3)}) of bubble a step; drawn: the first "
-                        f"{self.timeline.order.num_microbatches} of {self.plan.num_microbatches} micro-batches",
-        }  # fmt: skip
+            "memory": (
+                f"Memory: {used:.1f} GiB ({least:.1f} to {most:.1f}) of {capacity:.0f} on the"
+                f" fullest device; risk of running out {self.risk:.1%}"
+            ),
+            "step": (
+                f"Step: {seconds(time)} s ({seconds(low, 3)} to {seconds(high, 3)}); MFU"
+                f" {mfu[0]:.1f} % ({mfu[1]:.1f} to {mfu[2]:.1f})"
+            ),
+            "timeline": (
+                f"Pipeline: {seconds(idle, 3)} s ({seconds(idle * low / time, 3)} to"
+                f" {seconds(idle * high / time, 3)}) of bubble a step; drawn: the first"
+                f" {self.timeline.order.num_microbatches} of {self.plan.num_microbatches}"
+                " micro-batches"
+            ),
+        }
 
     def to_png(self) -> bytes:
         """Returns the three figures, one below the other."""
@@ -104,13 +135,21 @@ class Estimate:
         return stream.getvalue()
 
     def figures(self) -> tuple[Any, Any, Any]:
-        """Returns the kit's figures of memory, step and pipeline, with the intervals as black strokes."""
-        capacity, ends = float(self.machine.hardware.memory_bytes), np.array(self.used_bytes[1:]) / GIB
+        """Returns the kit's figures of memory, step and pipeline, with the intervals as black
+        strokes.
+        """
+        capacity, ends = (
+            float(self.machine.hardware.memory_bytes),
+            np.array(self.used_bytes[1:]) / GIB,
+        )
         memory, rows = memory_figure({"": self.stages}, capacity, self.machine.reserve)
         fullest = max(rows, key=lambda row: row["GiB"])["stage"]
         memory.axes[0].plot([fullest, fullest], ends, color=INK, linewidth=2)
         memory.axes[0].set_ylim(0, max(memory.axes[0].get_ylim()[1], 1.05 * ends[1]))
-        (step, _), (timeline, _) = breakdown_figure({"": self.terms_s}), timeline_figure(self.timeline)
+        (step, _), (timeline, _) = (
+            breakdown_figure({"": self.terms_s}),
+            timeline_figure(self.timeline),
+        )
         percent = 100 * np.array(self.step_s[1:]) / self.step_s[0]
         step.axes[0].plot(percent, [0.43, 0.43], color=INK, linewidth=3)
         step.axes[0].set_xlim(0, max(100, percent[1]))
@@ -128,14 +167,18 @@ def _lay_out(figure: Any, title: str) -> None:
     figure.dpi, height = DPI, figure.get_figheight()
     figure.axes[0].set_title(title, loc="left")
     legend = figure.legends[0].get_window_extent().height / DPI
-    figure.subplots_adjust(left=0.11, right=0.92, bottom=(0.6 + legend) / height, top=1 - 0.5 / height)
+    figure.subplots_adjust(
+        left=0.11, right=0.92, bottom=(0.6 + legend) / height, top=1 - 0.5 / height
+    )
 
 
 class Panel:
-    """Controls for a layout with its `Estimate` below; impossible ones are answered with the reason.
+    """Controls for a layout with its `Estimate` below; impossible ones are answered with the
+    reason.
 
-    The arguments are what it begins with; what has no control stays as the first plan has it, but for the engine, which
-    is the machine's. `plan` is the layout as it stands, None where it is impossible; the button writes it as Python.
+    The arguments are what it begins with; what has no control stays as the first plan has it, but
+    for the engine, which is the machine's. `plan` is the layout as it stands, None where it is
+    impossible; the button writes it as Python.
     """
 
     def __init__(self, model: str, site: str, plan: Plan) -> None:
@@ -144,10 +187,14 @@ class Panel:
         style, layout = {"description_width": "90px"}, widgets.Layout(width="235px")
 
         def choice(name: str, options: Any, value: Any) -> Any:
-            return widgets.Dropdown(description=name, options=options, value=value, style=style, layout=layout)
+            return widgets.Dropdown(
+                description=name, options=options, value=value, style=style, layout=layout
+            )
 
         def number(name: str, value: int) -> Any:
-            return widgets.BoundedIntText(description=name, value=value, min=1, max=10**6, style=style, layout=layout)
+            return widgets.BoundedIntText(
+                description=name, value=value, min=1, max=10**6, style=style, layout=layout
+            )
 
         self.controls = {
             "model": choice("model", list(PRESETS), model),
@@ -161,12 +208,16 @@ class Panel:
             "zero_stage": choice("ZeRO", [0, 1, 2, 3], plan.zero_stage),
         }
         self.view, self.text = widgets.HTML(), widgets.HTML()
-        button = widgets.Button(description="Plan(...)", tooltip="this layout as Python", layout=layout)
+        button = widgets.Button(
+            description="Plan(...)", tooltip="this layout as Python", layout=layout
+        )
         button.on_click(lambda _: self.write())
         for control in self.controls.values():
             control.observe(lambda _: self.update(), "value")
         wrap = widgets.Layout(flex_flow="row wrap")
-        self.box = widgets.VBox([widgets.HBox([*self.controls.values(), button], layout=wrap), self.text, self.view])
+        self.box = widgets.VBox(
+            [widgets.HBox([*self.controls.values(), button], layout=wrap), self.text, self.view]
+        )
         self.first, self.plan = plan, None
         self.update()
 
@@ -186,9 +237,12 @@ class Panel:
             )
         engine = machine.site.engine
         plan = self.first.replace(
-            **{name: asked[name] for name in (*FIELDS, "global_batch_size")}, data_parallel=asked["devices"] // degrees,
-            sequence_parallel=asked["tensor_parallel"] > 1 and engine != "deepspeed", precision="bf16", engine=engine,
-        )  # fmt: skip
+            **{name: asked[name] for name in (*FIELDS, "global_batch_size")},
+            data_parallel=asked["devices"] // degrees,
+            sequence_parallel=asked["tensor_parallel"] > 1 and engine != "deepspeed",
+            precision="bf16",
+            engine=engine,
+        )
         return Estimate.of(spec, machine, plan)
 
     def update(self) -> None:
@@ -197,20 +251,36 @@ class Panel:
         try:
             found = self.estimate()
         except ConfigError as error:
-            self.view.value = f"<div class='kit-panel' role='alert'>⚠ Impossible: {html.escape(str(error))}</div>"
+            self.view.value = (
+                f"<div class='kit-panel' role='alert'>⚠ Impossible: {html.escape(str(error))}</div>"
+            )
             return
         style = f"{DARK_PAGE}.{self._still} {{display: none !important}}"
-        words, self._picture = "; ".join(found.texts.values()), base64.b64encode(found.to_png()).decode()
-        image = f"<img alt='{html.escape(words)}' width='{WIDTH}' src='data:image/png;base64,{self._picture}'>"
-        self.plan, self.view.value = found.plan, f"<div class='kit-panel'><style>{style}</style>{image}</div>"
+        words, self._picture = (
+            "; ".join(found.texts.values()),
+            base64.b64encode(found.to_png()).decode(),
+        )
+        image = (
+            f"<img alt='{html.escape(words)}' width='{WIDTH}'"
+            f" src='data:image/png;base64,{self._picture}'>"
+        )
+        self.plan, self.view.value = (
+            found.plan,
+            f"<div class='kit-panel'><style>{style}</style>{image}</div>",
+        )
 
     def write(self) -> None:
         """Writes the layout as Python below the controls."""
         if self.plan is not None:
-            stated = {field.name: getattr(self.plan, field.name) for field in dataclasses.fields(self.plan)
-                      if getattr(self.plan, field.name) != field.default}  # fmt: skip
+            stated = {
+                field.name: getattr(self.plan, field.name)
+                for field in dataclasses.fields(self.plan)
+                if getattr(self.plan, field.name) != field.default
+            }
             code = f"kit.Plan({', '.join(f'{name}={value!r}' for name, value in stated.items())})"
-            self.text.value = f"<pre style='white-space:pre-wrap;line-height:1.4'>{html.escape(code)}</pre>"
+            self.text.value = (
+                f"<pre style='white-space:pre-wrap;line-height:1.4'>{html.escape(code)}</pre>"
+            )
 
     @property
     def _still(self) -> str:
@@ -224,7 +294,10 @@ class Panel:
         if self.plan is not None:
             address = f"data:image/png;base64,{self._picture}"
             image = f"<img class='{self._still}' alt='the panel' width='{WIDTH}' src='{address}'>"
-            display({"image/png": self._picture, "text/html": image, "text/plain": str(self.plan)}, raw=True)
+            display(
+                {"image/png": self._picture, "text/html": image, "text/plain": str(self.plan)},
+                raw=True,
+            )
 
 
 @lru_cache(maxsize=4)

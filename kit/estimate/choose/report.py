@@ -71,25 +71,40 @@ def plan_report(
     precision: Precision = "bf16",
     only: Mapping[str, Iterable[Any]] | None = None,
 ) -> PlanReport:
-    """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell about it.
+    """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell
+    about it.
 
-    Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which layout to explain
-    and keep, from 1, and the rest is as in `search`.
+    Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which
+    layout to explain and keep, from 1, and the rest is as in `search`.
 
     Raises:
-        ConfigError: as `search`, or model or site are unknown, or there is no such layout to choose.
+        ConfigError: as `search`, or model or site are unknown, or there is no such layout to
+            choose.
     """
     spec = load_spec(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
         one = f"{batch * spec.sequence_length:,}"
-        raise ConfigError(f"tokens: {tokens:.4g} is less than one step, which takes {one}. Give more, e.g. 1.8e12.")
+        raise ConfigError(
+            f"tokens: {tokens:.4g} is less than one step, which takes {one}. Give more, e.g."
+            " 1.8e12."
+        )
     place = Site.load(site)
     calibration = published_calibration(place)
     found = search(
-        spec, place, devices, batch, max_risk=max_risk, engine=engine, precision=precision, calibration=calibration,
+        spec,
+        place,
+        devices,
+        batch,
+        max_risk=max_risk,
+        engine=engine,
+        precision=precision,
+        calibration=calibration,
         only=only,
-    )  # fmt: skip
+    )
     shown = answers(found, count, tokens=tokens)
     if not 1 <= choose <= len(shown):
-        raise ConfigError(f"choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to {len(shown)}.")
+        raise ConfigError(
+            f"choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to"
+            f" {len(shown)}."
+        )
     return PlanReport(search=found, answers=shown, choice=choose)

@@ -1,7 +1,8 @@
-"""Search: the fastest layout of a model on a machine whose risk of running out of memory is low enough.
+"""Search: the fastest layout of a model on a machine whose risk of running out of memory is low
+enough.
 
-All candidates are evaluated, in chunks that stay in a core's cache. What may be trusted about the answer, and what
-would change it, is in `explain.py`.
+All candidates are evaluated, in chunks that stay in a core's cache. What may be trusted about the
+answer, and what would change it, is in `explain.py`.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from kit.estimate.theory.step_time import StepTime
 
 CHUNK = 8192
-"""Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's cache."""
+"""Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
+cache."""
 
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
 """Short names of what `cells` returns."""
@@ -61,7 +63,9 @@ class Machine:
         return memory(layouts, kernels=self.kernels, reserve=self.reserve)
 
     def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
-        """Returns (step time in seconds, used bytes of the heaviest device) of each layout, float32."""
+        """Returns (step time in seconds, used bytes of the heaviest device) of each layout,
+        float32.
+        """
         layouts, count = single_precision(layouts), len(layouts)
         time_s, used_bytes = np.empty(count, np.float32), np.empty(count, np.float32)
         for start in range(0, count, CHUNK):
@@ -105,7 +109,9 @@ class Search:
 
     @cached_property
     def pareto(self) -> Array:
-        """Indices of the layouts that no other beats in both time and memory, fastest first, feasible or not."""
+        """Indices of the layouts that no other beats in both time and memory, fastest first,
+        feasible or not.
+        """
         rows = np.lexsort((self.used_bytes, self.step_time_s))
         used = self.used_bytes[rows]
         least_before = np.minimum.accumulate(np.concatenate(([np.inf], used[:-1])))
@@ -117,7 +123,8 @@ class Search:
         return self.plan(int(self.order[0]))
 
     def fastest(self, count: int) -> Array:
-        """Returns indices of the fastest feasible layouts, leaving out what equals another in time and memory.
+        """Returns indices of the fastest feasible layouts, leaving out what equals another in time
+        and memory.
 
         Under a pipeline ZeRO 2 is ZeRO 1, for example.
         """
@@ -126,7 +133,9 @@ class Search:
         return rows[np.concatenate(([True], change))][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns one layout as a Plan for the engine, on GPUs with their defaults, in the precision asked for."""
+        """Returns one layout as a Plan for the engine, on GPUs with their defaults, in the
+        precision asked for.
+        """
         plan = self.layouts.plan(index, self.engine)
         defaults = plan.gpu_defaults if self.machine.site.device.is_gpu else {}
         return plan.replace(**{**defaults, "precision": self.precision})
@@ -134,21 +143,31 @@ class Search:
     def risk(self, index: int) -> float:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
         capacity = float(self.machine.hardware.memory_bytes)
-        return float(self.machine.reserve.out_of_memory_probability(self.used_bytes[index].astype(float), capacity))
+        return float(
+            self.machine.reserve.out_of_memory_probability(
+                self.used_bytes[index].astype(float), capacity
+            )
+        )
 
     def mfu(self, index: int) -> float:
-        """Returns the modelled MFU of one layout, of the peak in bf16: narrower products may pass 1."""
+        """Returns the modelled MFU of one layout, of the peak in bf16: narrower products may
+        pass 1.
+        """
         tokens = self.global_batch_size * self.spec.sequence_length
         peak = self.num_devices * float(self.machine.hardware.peak_flops_per_s)
         return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
 
     def prediction(self, index: int) -> Prediction:
-        """Returns the step time of one layout, as the engine runs it, with interval and warnings."""
+        """Returns the step time of one layout, as the engine runs it, with interval and
+        warnings.
+        """
         layout = self.layouts.select(np.array([index]))
         return self.machine.calibration.predict(layout, self.machine.hardware)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Returns one layout as a row of a table: the plan's fields, seconds with interval, bytes, risk, MFU."""
+        """Returns one layout as a row of a table: the plan's fields, seconds with interval,
+        bytes, risk, MFU.
+        """
         plan = self.plan(index).to_dict()
         for name in ("compile", "precision", "global_batch_size"):
             del plan[name]
@@ -164,16 +183,22 @@ class Search:
 
     @property
     def title(self) -> str:
-        """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
+        """Model, machine, batch, how many layouts were compared, and on how many runs the times
+        are calibrated.
+        """
         precision = "" if self.precision == "bf16" else f" in {self.precision}"
         return (
-            f"{self.spec.name} on {counted(self.num_devices, 'device')} of {self.machine.site.name} with engine "
-            f"{self.engine}{precision}, {counted(self.global_batch_size, 'sequence')}: {len(self.order):,} of "
-            f"{len(self.layouts):,} layouts within risk {self.max_risk:.0%}; {self.machine.calibration.label}"
+            f"{self.spec.name} on {counted(self.num_devices, 'device')} of {self.machine.site.name}"
+            f" with engine {self.engine}{precision}, {counted(self.global_batch_size, 'sequence')}:"
+            f" {len(self.order):,} of {len(self.layouts):,} layouts within risk"
+            f" {self.max_risk:.0%}; {self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
-        rows = [dict(zip(COLUMNS, cells(self.row(int(index))), strict=True)) for index in self.fastest(5)]
+        rows = [
+            dict(zip(COLUMNS, cells(self.row(int(index))), strict=True))
+            for index in self.fastest(5)
+        ]
         return Table(rows, self.title)._repr_html_()
 
 
@@ -191,7 +216,8 @@ def search(
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
-    """Returns every layout that the engine trains, with modelled time and memory, and the fastest that fits.
+    """Returns every layout that the engine trains, with modelled time and memory, and the fastest
+    that fits.
 
     Args:
         spec, site: the model and the machine.
@@ -199,21 +225,25 @@ def search(
         global_batch_size: sequences in one optimizer step.
         max_risk: highest accepted probability of running out of memory, between 0 and 1.
         engine: what would run them; default: the site's.
-        precision: of matrix products: bf16, or fp8 and mxfp8, which the kit plans and does not train.
-        calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the average of published
-            machines.
+        precision: of matrix products: bf16, or fp8 and mxfp8, which the kit plans and does not
+            train.
+        calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the
+            average of published machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
-        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context parallelism, which the
-            kit does not train, is offered where it is named: `{"context_parallel": [1, 2, 4]}`.
-        layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `overlap` and others, as in `Layouts.of`.
+        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
+            parallelism, which the kit does not train, is offered where it is named:
+            `{"context_parallel": [1, 2, 4]}`.
+        layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `overlap` and others, as
+            in `Layouts.of`.
 
     Raises:
-        ConfigError: the site lacks a number or the engine's devices, no layout fits devices and batch, or none fits in
-            memory.
+        ConfigError: the site lacks a number or the engine's devices, no layout fits devices and
+            batch, or none fits in memory.
     """
     if not 0 < max_risk < 1:
         raise ConfigError(
-            f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1, e.g. 0.05."
+            f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1,"
+            " e.g. 0.05."
         )
     machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
     engine = engine or site.engine
@@ -222,32 +252,55 @@ def search(
 
     def on(devices: int) -> Search:
         layouts = candidates(
-            spec, devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
-            narrow=precision != "bf16", native=ours, **layout_kernels,
-        )  # fmt: skip
+            spec,
+            devices,
+            global_batch_size,
+            engine=engine,
+            only=only,
+            node_devices=site.devices_per_node,
+            narrow=precision != "bf16",
+            native=ours,
+            **layout_kernels,
+        )
         if ours:  # as `Plan.gpu_defaults` has it
-            cut = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")])
-            layouts = dataclasses.replace(layouts, compiled=~(cut & (layouts.pipeline_parallel > 1)))
+            cut = np.isin(
+                layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")]
+            )
+            layouts = dataclasses.replace(
+                layouts, compiled=~(cut & (layouts.pipeline_parallel > 1))
+            )
         time_s, used_bytes = machine.evaluate(layouts)
         return Search(
-            spec=spec, machine=machine, num_devices=devices, global_batch_size=global_batch_size, max_risk=max_risk,
-            engine=engine, precision=precision, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
-        )  # fmt: skip
+            spec=spec,
+            machine=machine,
+            num_devices=devices,
+            global_batch_size=global_batch_size,
+            max_risk=max_risk,
+            engine=engine,
+            precision=precision,
+            layouts=layouts,
+            step_time_s=time_s,
+            used_bytes=used_bytes,
+        )
 
     found = on(num_devices)
     if not found.feasible.any():
         least = int(found.used_bytes.argmin())
         raise ConfigError(
-            f"plan: no layout of {spec.name} on {counted(num_devices, 'device')} of {site.name} fits in memory with a "
-            f"risk of at most {max_risk:.0%}. The leanest needs {found.used_bytes[least] / 1e9:.1f} GB of "
-            f"{float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device ({describe(found.row(least))}). Use "
-            f"{_enough(on, num_devices)}, a smaller model or sequence length, or accept more risk."
+            f"plan: no layout of {spec.name} on {counted(num_devices, 'device')} of {site.name}"
+            f" fits in memory with a risk of at most {max_risk:.0%}. The leanest needs"
+            f" {found.used_bytes[least] / 1e9:.1f} GB of"
+            f" {float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device"
+            f" ({describe(found.row(least))}). Use {_enough(on, num_devices)}, a smaller model or"
+            " sequence length, or accept more risk."
         )
     return found
 
 
 def _enough(on: Callable[[int], Search], num_devices: int) -> str:
-    """Returns `128 devices`: the first of 2, 4, 8 ... times as many on which a layout fits, where there are such."""
+    """Returns `128 devices`: the first of 2, 4, 8 ... times as many on which a layout fits,
+    where there are such.
+    """
     try:
         while not on(num_devices := 2 * num_devices).feasible.any():
             pass
@@ -269,15 +322,19 @@ def machine_of(
     Raises:
         ConfigError: the site lacks a number.
     """
-    if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(precision, precision == "bf16"):
+    if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(
+        precision, precision == "bf16"
+    ):
         raise ConfigError(
-            f"search.precision: {precision!r} is not known of {site.device.name}: site {site.name} has no "
-            f"device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
+            f"search.precision: {precision!r} is not known of {site.device.name}: site {site.name}"
+            f" has no device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
         )
     hardware = Hardware.of(site, precision)
     calibration = calibration or calibrate([], site, hardware=hardware)
     kernels = kernels or engine_kernels(engine or site.engine, site.device)
-    return Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
+    return Machine(
+        site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE
+    )
 
 
 def describe(row: Mapping[str, Any]) -> str:
@@ -287,13 +344,18 @@ def describe(row: Mapping[str, Any]) -> str:
     """
     sequence = "+SP" if row["sequence_parallel"] else ""
     virtual = f"x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""
-    pipeline = f"PP{row['pipeline_parallel']}{virtual} {row['schedule']}" if row["pipeline_parallel"] > 1 else "PP1"
+    pipeline = (
+        f"PP{row['pipeline_parallel']}{virtual} {row['schedule']}"
+        if row["pipeline_parallel"] > 1
+        else "PP1"
+    )
     context = f" CP{row['context_parallel']}" if row["context_parallel"] > 1 else ""
     context += " all-to-all" if row["context_exchange"] == "all_to_all" else ""
     over = f"/{row['shard_size']}" if row["shard_size"] else ""
     return (
-        f"TP{row['tensor_parallel']}{sequence}{context} {pipeline} DP{row['data_parallel']} "
-        f"ZeRO{row['zero_stage']}{over} micro {row['micro_batch_size']} recompute {row['recompute']}"
+        f"TP{row['tensor_parallel']}{sequence}{context} {pipeline} DP{row['data_parallel']}"
+        f" ZeRO{row['zero_stage']}{over} micro {row['micro_batch_size']} recompute"
+        f" {row['recompute']}"
     )
 
 

@@ -1,4 +1,6 @@
-"""Calibration: coefficients of one machine from any of its runs, an interval, and which runs to do next. No torch."""
+"""Calibration: coefficients of one machine from any of its runs, an interval, and which runs to
+do next. No torch.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,15 +23,20 @@ UNIDENTIFIED = 0.9
 RUN_NOISE = 0.05
 """ln-scale of a calibration run's own error when runs are proposed."""
 LOCAL_SPREAD = 1.25
-"""How much wider the prior is on a site that is no cluster: the population has none. With `Scales.doubt` and Student's
-tails, intervals are as wide as 2 made them without; they hold all of 19 runs of the notebooks on two quiet cores."""
+"""How much wider the prior is on a site that is no cluster: the population has none. With
+`Scales.doubt` and Student's tails, intervals are as wide as 2 made them without; they hold all of
+19 runs of the notebooks on two quiet cores."""
 LOCAL = {
-    "gemm_efficiency": (0.6, 0.4), "collective_launch_s": (2e-3, 0.65), "node_latency_s": (5e-4, 0.65),
+    "gemm_efficiency": (0.6, 0.4),
+    "collective_launch_s": (2e-3, 0.65),
+    "node_latency_s": (5e-4, 0.65),
     "step_s": (2e-2, 0.95),
-}  # fmt: skip
-"""Mean and ln-spread where its mean differs too: processes of one machine that talk through gloo and Python."""
+}
+"""Mean and ln-spread where its mean differs too: processes of one machine that talk through gloo
+and Python."""
 LOCAL_MISFIT = 0.12
-"""ln-scale of what is left over there: processes share cores, caches and whatever else the machine does."""
+"""ln-scale of what is left over there: processes share cores, caches and whatever else the
+machine does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,8 @@ class Prediction:
     high_s: Array
     warnings: tuple[str, ...]
     untried: tuple[str, ...]
-    """What is outside the experience of fit and runs, and has widened the interval of some layout."""
+    """What is outside the experience of fit and runs, and has widened the interval of some
+    layout."""
 
     @property
     def total_s(self) -> Array:
@@ -68,7 +76,8 @@ class Calibration:
     """ln-scale of what the formula gets wrong on this machine."""
 
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
-        """Returns step times of layouts with an interval, and warnings for those unlike any calibrated run.
+        """Returns step times of layouts with an interval, and warnings for those unlike any
+        calibrated run.
 
         `hardware` is the calibrated machine's unless it is given.
         """
@@ -79,29 +88,46 @@ class Calibration:
         half = interval.SCALES.half_width(variance, self.misfit, count, self.num_runs)
         names = tuple(name for name, each in untried.items() if each.any())
         if self.measured is None:
-            warnings = ("no run of this machine was measured: efficiencies are the average of published machines.",)
+            warnings = (
+                (
+                    "no run of this machine was measured: efficiencies are the average of published"
+                    " machines."
+                ),
+            )
         else:
             warnings = self.measured.warnings(layouts)
         if names:
-            warnings = (*warnings, f"{', '.join(names)}: outside the experience of the fit, so the interval is wider.")
+            warnings = (
+                *warnings,
+                f"{', '.join(names)}: outside the experience of the fit, so the interval is wider.",
+            )
         return Prediction(
-            step_time=step_time(layouts, hardware, self.coefficients), low_s=np.exp(centre - half),
-            high_s=np.exp(centre + half), warnings=warnings, untried=names,
-        )  # fmt: skip
+            step_time=step_time(layouts, hardware, self.coefficients),
+            low_s=np.exp(centre - half),
+            high_s=np.exp(centre + half),
+            warnings=warnings,
+            untried=names,
+        )
 
     def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
-        """Returns step times under draws of the coefficients from their posterior, seconds, [count, layouts].
+        """Returns step times under draws of the coefficients from their posterior, seconds, [count,
+        layouts].
 
-        A ratio of two columns has its interval from these: what both layouts have in common cancels. The formula's own
-        misfit is not in them.
+        A ratio of two columns has its interval from these: what both layouts have in common
+        cancels. The formula's own misfit is not in them.
         """
         values = np.random.default_rng(seed).multivariate_normal(
             self._values, self.covariance, size=count, method="svd"
         )
-        return np.exp(fitting.log_time(layouts, self.hardware, np.clip(values, fitting.LOW, fitting.HIGH)))
+        return np.exp(
+            fitting.log_time(layouts, self.hardware, np.clip(values, fitting.LOW, fitting.HIGH))
+        )
 
-    def propose(self, candidates: Layouts, count: int, hardware: Hardware | None = None) -> list[int]:
-        """Returns the indices of the `count` candidates whose runs would narrow the predictions of all of them most.
+    def propose(
+        self, candidates: Layouts, count: int, hardware: Hardware | None = None
+    ) -> list[int]:
+        """Returns the indices of the `count` candidates whose runs would narrow the predictions of
+        all of them most.
 
         Raises:
             ConfigError: more are asked for than there are candidates.
@@ -111,7 +137,9 @@ class Calibration:
     @property
     def label(self) -> str:
         """Whether times are calibrated, in three words."""
-        return f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
+        return (
+            f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
+        )
 
     def __str__(self) -> str:
         if not self.num_runs:
@@ -127,18 +155,24 @@ class Calibration:
         rows: list[tuple[str, Any]] = [("times", str(self))]
         for i, name in enumerate(NAMES):
             told = "" if name not in self.unidentified else " (not told by the runs)"
-            rows.append((name, f"{getattr(self.coefficients, name):.3g} ± {deviation[i]:.0%}{told}"))
+            rows.append(
+                (name, f"{getattr(self.coefficients, name):.3g} ± {deviation[i]:.0%}{told}")
+            )
         return html_table("Calibration", rows)
 
 
-def calibrate(runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None) -> Calibration:
+def calibrate(
+    runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None
+) -> Calibration:
     """Returns the coefficients of the machine that the runs were made on.
 
-    Their prior is the population of published machines, wider for a local site; no runs give the population's average.
-    The site is that of the runs unless it is given, and `hardware`, its numbers, are the site's.
+    Their prior is the population of published machines, wider for a local site; no runs give the
+    population's average. The site is that of the runs unless it is given, and `hardware`, its
+    numbers, are the site's.
 
     Raises:
-        ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
+        ConfigError: a directory holds no finished step, or the site lacks a number that step time
+            needs.
     """
     site = site or site_of(runs)
     is_local = site is not None and site.scheduler == "local"
@@ -147,12 +181,18 @@ def calibrate(runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Har
         rows = rows_of_any(runs, site, hardware)
         found, hardware = fitting.fit(rows, prior), hardware or rows.hardware.select(0)
     elif site is None and hardware is None:
-        raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
+        raise ConfigError(
+            "calibrate: neither runs nor a site are given. Give at least one of them."
+        )
     else:
         rows, found = None, fitting.prior_only(prior)
         hardware = hardware or Hardware.of(site)  # type: ignore[arg-type]
     calibration = from_fit(found, prior, rows, hardware)
-    return dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT)) if is_local else calibration
+    return (
+        dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT))
+        if is_local
+        else calibration
+    )
 
 
 def _local(prior: Prior) -> Prior:
@@ -164,27 +204,42 @@ def _local(prior: Prior) -> Prior:
 
 
 def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
-    """Returns predicted over measured step time of each run of a site when the others alone are fitted."""
+    """Returns predicted over measured step time of each run of a site when the others alone are
+    fitted.
+    """
     others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
-    predicted = [calibrate(o, site).predict(run.layouts()).total_s.item() for o, run in zip(others, runs, strict=True)]
+    predicted = [
+        calibrate(o, site).predict(run.layouts()).total_s.item()
+        for o, run in zip(others, runs, strict=True)
+    ]
     return np.array(predicted) / published.step_times(runs)
 
 
 def published_calibration(site: Site) -> Calibration:
-    """Returns what published runs tell about a site: the fit of its own, or the population's average if it has none.
+    """Returns what published runs tell about a site: the fit of its own, or the population's
+    average if it has none.
 
-    A site file laid over a packaged site has that one's runs as its own as long as the device is the same: they are
-    fitted with the numbers of the machine that they ran on, and predict with those of `site`. Second-hand numbers, rows
-    that were put right by hand, and formats narrower than bf16 are left out.
+    A site file laid over a packaged site has that one's runs as its own as long as the device is
+    the same: they are fitted with the numbers of the machine that they ran on, and predict with
+    those of `site`. Second-hand numbers, rows that were put right by hand, and formats narrower
+    than bf16 are left out.
 
     Raises:
         ConfigError: the site lacks a number that step time needs.
     """
     hardware = Hardware.of(site)
-    runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
+    runs = [
+        run
+        for run in published.load()
+        if run.kind == "measured" and run.status in ("read", "mixed")
+    ]
     machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
-        own = [run for run in runs if run.precision not in NARROW and (at := run.site()) and at.name == machine.name]
+        own = [
+            run
+            for run in runs
+            if run.precision not in NARROW and (at := run.site()) and at.name == machine.name
+        ]
         if own:
             return dataclasses.replace(calibrate(own, machine), hardware=hardware)
         machine = _packaged(machine.base)
@@ -195,7 +250,9 @@ def _packaged(name: str | None) -> Site | None:
     return Site.load(name) if name in Site.names() else None  # a site.json may come from a stranger
 
 
-def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware) -> Calibration:
+def from_fit(
+    found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware
+) -> Calibration:
     """Returns the calibration that a fit amounts to."""
     deviation = np.sqrt(np.diag(found.covariance))
     told = deviation < UNIDENTIFIED * prior.spread
@@ -205,15 +262,22 @@ def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hard
         error = float(np.mean(np.abs(np.expm1(off))))
         measured = interval.MeasuredRange.of(rows.layouts, rows.hardware)
     return Calibration(
-        coefficients=found.coefficients, covariance=found.covariance, error=error, hardware=hardware, measured=measured,
+        coefficients=found.coefficients,
+        covariance=found.covariance,
+        error=error,
+        hardware=hardware,
+        measured=measured,
         misfit=interval.SCALES.misfit_after(found.left_out_error, found.left_out_variance),
         unidentified=tuple(name for name, each in zip(NAMES, told, strict=True) if not each),
         num_runs=0 if rows is None else len(rows),
-    )  # fmt: skip
+    )
 
 
-def propose(candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int) -> list[int]:
-    """Returns indices of candidates, one after the other that which lowers the summed predictive variance most.
+def propose(
+    candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int
+) -> list[int]:
+    """Returns indices of candidates, one after the other that which lowers the summed predictive
+    variance most.
 
     `values` are the ln coefficients believed now, with their covariance.
 
@@ -221,12 +285,18 @@ def propose(candidates: Layouts, hardware: Hardware, values: Array, covariance: 
         ConfigError: more are asked for than there are candidates.
     """
     if not 0 <= count <= len(candidates):
-        raise ConfigError(f"propose: {count} of {len(candidates)} candidates is not possible. Ask for fewer.")
-    _, slopes = fitting.sensitivity(candidates, hardware, np.clip(values, fitting.LOW, fitting.HIGH))
+        raise ConfigError(
+            f"propose: {count} of {len(candidates)} candidates is not possible. Ask for fewer."
+        )
+    _, slopes = fitting.sensitivity(
+        candidates, hardware, np.clip(values, fitting.LOW, fitting.HIGH)
+    )
     chosen: list[int] = []
     for _ in range(count):
         carried = slopes @ covariance
-        gain = ((carried @ slopes.T) ** 2).sum(0) / (np.einsum("ij,ij->i", carried, slopes) + RUN_NOISE**2)
+        gain = ((carried @ slopes.T) ** 2).sum(0) / (
+            np.einsum("ij,ij->i", carried, slopes) + RUN_NOISE**2
+        )
         gain[chosen] = -1
         best = int(np.argmax(gain))
         chosen.append(best)

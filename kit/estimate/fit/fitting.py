@@ -1,8 +1,10 @@
-"""Maximum a posteriori fits of step-time coefficients, and the population of machines that gives them their prior.
+"""Maximum a posteriori fits of step-time coefficients, and the population of machines that gives
+them their prior.
 
-Coefficients are fitted as logarithms, each with a normal prior, inside its bounds. Residuals are ln(predicted /
-measured) with Student-t tails, since some published runs were disturbed; many rows of one machine count as no more than
-`MAX_ROWS`, since their misfits are not independent. NumPy only.
+Coefficients are fitted as logarithms, each with a normal prior, inside its bounds. Residuals are
+ln(predicted / measured) with Student-t tails, since some published runs were disturbed; many rows
+of one machine count as no more than `MAX_ROWS`, since their misfits are not independent. NumPy
+only.
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import step_time
 
 NOISE = 0.04
-"""ln-scale of what a fitted model leaves over: same layout, same machine, measured twice differs by 3 to 5 %."""
+"""ln-scale of what a fitted model leaves over: same layout, same machine, measured twice differs
+by 3 to 5 %."""
 TAIL = 5.0
 """Degrees of freedom of the Student-t distribution."""
 MAX_ROWS = 100.0
@@ -47,9 +50,17 @@ class Rows:
     def select(self, rows: Array) -> Self:
         """Returns some of the rows, by index or mask."""
         names = [field.name for field in dataclasses.fields(Layouts)]
-        layouts = Layouts(**{name: np.broadcast_to(getattr(self.layouts, name), len(self))[rows] for name in names})
+        layouts = Layouts(
+            **{
+                name: np.broadcast_to(getattr(self.layouts, name), len(self))[rows]
+                for name in names
+            }
+        )
         return type(self)(
-            layouts=layouts, hardware=self.hardware.select(rows), seconds=self.seconds[rows], stack=self.stack[rows]
+            layouts=layouts,
+            hardware=self.hardware.select(rows),
+            seconds=self.seconds[rows],
+            stack=self.stack[rows],
         )
 
 
@@ -65,13 +76,17 @@ class Prior:
         """Returns the population that ships with Coefficients."""
         defaults = Coefficients()
         return cls(
-            mean=np.log([getattr(defaults, name) for name in NAMES]), spread=np.array([SPREAD[n] for n in NAMES])
+            mean=np.log([getattr(defaults, name) for name in NAMES]),
+            spread=np.array([SPREAD[n] for n in NAMES]),
         )
 
     @classmethod
     def guess(cls) -> Self:
         """Returns what is believed before any machine was looked at."""
-        return cls(mean=np.log([GUESS[name][0] for name in NAMES]), spread=np.array([GUESS[name][1] for name in NAMES]))
+        return cls(
+            mean=np.log([GUESS[name][0] for name in NAMES]),
+            spread=np.array([GUESS[name][1] for name in NAMES]),
+        )
 
     def only(self, names: Sequence[str]) -> Self:
         """Returns the same with every coefficient but `names` held at its mean."""
@@ -88,7 +103,8 @@ class Fit:
     stack_factors: Array
     """ln, one per stack."""
     left_out_error: Array
-    """ln(predicted / measured) of each fitted run, as if the others alone had been fitted (by its leverage)."""
+    """ln(predicted / measured) of each fitted run, as if the others alone had been fitted (by
+    its leverage)."""
     left_out_variance: Array
     """Of each of these predictions, from the coefficients."""
 
@@ -101,7 +117,9 @@ class Fit:
 
 
 def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:
-    """Returns ln of modelled seconds [..., N] of N layouts on one machine or N, by ln coefficients [..., NAMES]."""
+    """Returns ln of modelled seconds [..., N] of N layouts on one machine or N, by ln
+    coefficients [..., NAMES].
+    """
     columns = {name: np.exp(values[..., i, None]) for i, name in enumerate(NAMES)}
     return np.log(step_time(layouts, hardware, types.SimpleNamespace(**columns)).total_s)  # type: ignore[arg-type]
 
@@ -115,25 +133,33 @@ def sensitivity(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Ar
     return times[0], ((times[1:] - times[0]) / step[:, None]).T
 
 
-def fit(rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = False, steps: int = 15) -> Fit:
+def fit(
+    rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = False, steps: int = 15
+) -> Fit:
     """Returns the coefficients that rows and prior together make most likely (Levenberg-Marquardt).
 
-    No rows give the prior back, and a spread of 0 keeps a coefficient at its mean. `start` are ln coefficients to begin
-    from instead of that mean; with `stacks` each software stack has a factor beside the common one.
+    No rows give the prior back, and a spread of 0 keeps a coefficient at its mean. `start` are ln
+    coefficients to begin from instead of that mean; with `stacks` each software stack has a factor
+    beside the common one.
     """
     size = len(NAMES)
     count = int(rows.stack.max()) + 1 if stacks and len(rows) else 0
     one_hot = (rows.stack[:, None] == np.arange(count)).astype(float)
     mean = np.concatenate([prior.mean, np.zeros(count)])
     spread = np.concatenate([np.maximum(prior.spread, 1e-6), np.full(count, STACK_SPREAD)])
-    low, high = (np.concatenate([bound, np.full(count, sign)]) for bound, sign in ((LOW, -1.0), (HIGH, 1.0)))
+    low, high = (
+        np.concatenate([bound, np.full(count, sign)]) for bound, sign in ((LOW, -1.0), (HIGH, 1.0))
+    )
     weight = min(1.0, MAX_ROWS / max(1, len(rows)))
     measured = np.log(rows.seconds)
 
     def evaluate(values: Array) -> tuple[float, Array, Array]:
         times, slopes = sensitivity(rows.layouts, rows.hardware, values[:size])
         error = (times + one_hot @ values[size:] - measured) / NOISE
-        loss = weight * (TAIL + 1) * np.log1p(error**2 / TAIL).sum() + (((values - mean) / spread) ** 2).sum()
+        loss = (
+            weight * (TAIL + 1) * np.log1p(error**2 / TAIL).sum()
+            + (((values - mean) / spread) ** 2).sum()
+        )
         return loss, error, np.concatenate([slopes, one_hot], axis=1) / NOISE
 
     values = np.clip(mean if start is None else np.concatenate([start, np.zeros(count)]), low, high)
@@ -163,28 +189,36 @@ def fit(rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = 
     curvature, _ = _normal_equations(error, slopes, weight, values, mean, spread)
     covariance = np.linalg.inv(curvature)
     variance = NOISE**2 * np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
-    leverage = np.minimum(weight * (TAIL + 1) / (TAIL + error**2) * variance / NOISE**2, MOST_LEVERAGE)
+    leverage = np.minimum(
+        weight * (TAIL + 1) / (TAIL + error**2) * variance / NOISE**2, MOST_LEVERAGE
+    )
     return Fit(
-        values=values[:size], covariance=covariance[:size, :size], stack_factors=values[size:],
-        left_out_error=NOISE * error / (1 - leverage), left_out_variance=variance / (1 - leverage),
-    )  # fmt: skip
+        values=values[:size],
+        covariance=covariance[:size, :size],
+        stack_factors=values[size:],
+        left_out_error=NOISE * error / (1 - leverage),
+        left_out_variance=variance / (1 - leverage),
+    )
 
 
 def prior_only(prior: Prior) -> Fit:
     """Returns what is believed without any run."""
     none = np.zeros(0)
     return Fit(
-        values=prior.mean, covariance=np.diag(prior.spread**2), stack_factors=none, left_out_error=none,
+        values=prior.mean,
+        covariance=np.diag(prior.spread**2),
+        stack_factors=none,
+        left_out_error=none,
         left_out_variance=none,
-    )  # fmt: skip
+    )
 
 
 def population(machines: Sequence[Rows]) -> Prior:
     """Returns mean and spread of the coefficients among machines (empirical Bayes).
 
-    Each round fits every machine with the present prior, then takes mean and spread of the fits, each weighted by how
-    well its rows tell the coefficient. The guess to begin with counts as one more machine for the mean and two for the
-    spread.
+    Each round fits every machine with the present prior, then takes mean and spread of the fits,
+    each weighted by how well its rows tell the coefficient. The guess to begin with counts as one
+    more machine for the mean and two for the spread.
     """
     hyper = prior = Prior.guess()
     fits = [None] * len(machines)
@@ -198,12 +232,16 @@ def population(machines: Sequence[Rows]) -> Prior:
         weights = 1 / (variance + prior.spread**2)
         own = 1 / hyper.spread**2
         mean = ((weights * values).sum(0) + own * hyper.mean) / (weights.sum(0) + own)
-        spread = np.sqrt((2 * hyper.spread**2 + ((values - mean) ** 2 + variance).sum(0)) / (2 + len(machines)))
+        spread = np.sqrt(
+            (2 * hyper.spread**2 + ((values - mean) ** 2 + variance).sum(0)) / (2 + len(machines))
+        )
         prior = Prior(mean=mean, spread=spread)
     return prior
 
 
-def _normal_equations(error: Array, slopes: Array, weight: float, values: Array, mean: Array, spread: Array) -> tuple:
+def _normal_equations(
+    error: Array, slopes: Array, weight: float, values: Array, mean: Array, spread: Array
+) -> tuple:
     """Returns (curvature, gradient) of half the loss, with Student-t weights."""
     weights = weight * (TAIL + 1) / (TAIL + error**2)
     curvature = slopes.T @ (slopes * weights[:, None]) + np.diag(1 / spread**2)

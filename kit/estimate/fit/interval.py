@@ -1,8 +1,10 @@
-"""How far a prediction may be off: intervals from the posterior of the coefficients, and the measured range.
+"""How far a prediction may be off: intervals from the posterior of the coefficients, and the
+measured range.
 
-What a step takes is ln-normal about the model, with a variance of three parts: what is not known of the coefficients,
-what the formula itself gets wrong on this machine (believed beforehand, then told by its runs, each as if left out),
-and what no fit has seen. The scales are chosen on machines and code bases left out (`make validate`).
+What a step takes is ln-normal about the model, with a variance of three parts: what is not known of
+the coefficients, what the formula itself gets wrong on this machine (believed beforehand, then told
+by its runs, each as if left out), and what no fit has seen. The scales are chosen on machines and
+code bases left out (`make validate`).
 """
 
 import dataclasses
@@ -18,34 +20,49 @@ from kit.estimate.theory.layouts import Array, Layouts
 NORMAL = 1.6449
 """Quantile of a normal distribution: 5 % lie above."""
 UNTRIED = 0.1
-"""ln-scale that each untried thing adds. Left-out machines that had one tell it badly, 0.05 to 0.15 is as likely."""
+"""ln-scale that each untried thing adds. Left-out machines that had one tell it badly, 0.05 to
+0.15 is as likely."""
 MARGIN = 1.25
 """How far outside the measured values a layout or a device may lie without a warning."""
 BALANCES = {
-    "memory bytes/s": (0.00376, 0.0128), "node link bytes/s": (0.000424, 0.00238), "network bytes/s": (2.23e-05, 1e-4),
-}  # fmt: skip
-"""Lowest and highest of the machines in the fit, of one device, for each FLOP/s that its matrix products reach."""
+    "memory bytes/s": (0.00376, 0.0128),
+    "node link bytes/s": (0.000424, 0.00238),
+    "network bytes/s": (2.23e-05, 1e-4),
+}
+"""Lowest and highest of the machines in the fit, of one device, for each FLOP/s that its matrix
+products reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """How wide intervals are: the narrowest that hold 90 % on left-out machines (`make validate`)."""
+    """How wide intervals are: the narrowest that hold 90 % on left-out machines (`make
+    validate`).
+    """
 
     misfit: float = 0.08
     """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""
     worth: float = 4.0
     """Runs that this belief is worth against the machine's own."""
     doubt: float = 1.5
-    """Variance of a coefficient on a machine never met, over what the few machines of the fit show."""
+    """Variance of a coefficient on a machine never met, over what the few machines of the fit
+    show."""
 
     def misfit_after(self, error: Array, variance: Array) -> float:
-        """Returns the misfit believed after runs: each one's ln error and variance when it is predicted by the rest."""
+        """Returns the misfit believed after runs: each one's ln error and variance when it is
+        predicted by the rest.
+        """
         own = np.maximum(error**2 - self.doubt * variance, 0.0).sum()
         return float(np.sqrt((self.worth * self.misfit**2 + own) / (self.worth + len(error))))
 
-    def half_width(self, variance: Array, misfit: float, num_untried: Array, num_runs: int) -> Array:
-        """Returns half of each 90 % interval, in ln seconds; tails are Student's, thinner with every run."""
-        share = 1 + 1 / num_runs if num_runs else 1.0  # the runs that the fit rests on have a misfit of their own
+    def half_width(
+        self, variance: Array, misfit: float, num_untried: Array, num_runs: int
+    ) -> Array:
+        """Returns half of each 90 % interval, in ln seconds; tails are Student's, thinner with
+        every run.
+        """
+        share = (
+            1 + 1 / num_runs if num_runs else 1.0
+        )  # the runs that the fit rests on have a misfit of their own
         deviation = np.sqrt(self.doubt * variance + share * misfit**2 + num_untried * UNTRIED**2)
         return quantile(self.worth + num_runs) * deviation
 
@@ -59,18 +76,25 @@ def quantile(freedom: float) -> float:
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
     z = NORMAL
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def spread(layouts: Layouts, hardware: Hardware, values: Array, covariance: Array) -> tuple[Array, Array]:
+def spread(
+    layouts: Layouts, hardware: Hardware, values: Array, covariance: Array
+) -> tuple[Array, Array]:
     """Returns (ln seconds, its variance) given ln coefficients and their covariance."""
     centre, slopes = sensitivity(layouts, hardware, np.clip(values, LOW, HIGH))
     return centre, np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
 
 
 def errors(rows: Rows, found: Fit, runs: Rows | None) -> tuple[Array, Array]:
-    """Returns (relative error of each prediction, whether the measurement lies in its 90 % interval).
+    """Returns (relative error of each prediction, whether the measurement lies in its 90 %
+    interval).
 
     `runs` are those of the machine that were fitted.
     """
@@ -79,11 +103,15 @@ def errors(rows: Rows, found: Fit, runs: Rows | None) -> tuple[Array, Array]:
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if runs is not None else None
     count = sum(untried(rows.layouts, rows.hardware, measured).values(), np.zeros(len(rows)))
     misfit = SCALES.misfit_after(found.left_out_error, found.left_out_variance)
-    return np.expm1(off), np.abs(off) <= SCALES.half_width(variance, misfit, count, len(found.left_out_error))
+    return np.expm1(off), np.abs(off) <= SCALES.half_width(
+        variance, misfit, count, len(found.left_out_error)
+    )
 
 
 def balances(hardware: Hardware) -> dict[str, Array]:
-    """Returns what one device moves per second for each FLOP/s of its bf16 products, by the names of BALANCES."""
+    """Returns what one device moves per second for each FLOP/s of its bf16 products, by the
+    names of BALANCES.
+    """
     rate = np.asarray(hardware.attention_flops_per_s)
     network = np.asarray(hardware.network_bytes_per_s) / hardware.node_devices
     moved = (hardware.memory_bytes_per_s, hardware.node_bytes_per_s, network)
@@ -91,7 +119,9 @@ def balances(hardware: Hardware) -> dict[str, Array]:
 
 
 def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
-    """Returns where a layout has what at most one code base of the fit has: its effect and the code base's are one."""
+    """Returns where a layout has what at most one code base of the fit has: its effect and the
+    code base's are one.
+    """
     x = layouts
     found = {
         "number format below bf16": hardware.is_narrow,
@@ -105,9 +135,13 @@ def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
 
 
 def untried(
-    layouts: Layouts, hardware: Hardware, measured: "MeasuredRange | None", known: dict[str, tuple] = BALANCES
+    layouts: Layouts,
+    hardware: Hardware,
+    measured: "MeasuredRange | None",
+    known: dict[str, tuple] = BALANCES,
 ) -> dict[str, Array]:
-    """Returns by name where layouts lie outside the experience of the fit and of the machine's own runs, bool.
+    """Returns by name where layouts lie outside the experience of the fit and of the machine's own
+    runs, bool.
 
     `known` are the balances of the machines in the fit; a machine that has runs has told its own.
     """
@@ -115,14 +149,21 @@ def untried(
     found = {name: each for name, each in traits(layouts, hardware).items() if name not in tried}
     if measured is None:
         pairs = [(each, known[name]) for name, each in balances(hardware).items()]
-        alien = np.any([np.broadcast_to((each < low / MARGIN) | (each > high * MARGIN), layouts.shape)
-                        for each, (low, high) in pairs], axis=0)  # fmt: skip
+        alien = np.any(
+            [
+                np.broadcast_to((each < low / MARGIN) | (each > high * MARGIN), layouts.shape)
+                for each, (low, high) in pairs
+            ],
+            axis=0,
+        )
         found["device unlike those of the fit"] = alien
     return found
 
 
 def features(layouts: Layouts) -> dict[str, Array]:
-    """Returns what a layout must have in common with measured ones for its prediction to be trusted."""
+    """Returns what a layout must have in common with measured ones for its prediction to be
+    trusted.
+    """
     x = layouts
     params = x.num_layers * layer_params(x) + x.vocab_size * x.hidden_size
     return {
@@ -147,20 +188,28 @@ class MeasuredRange:
     @classmethod
     def of(cls, layouts: Layouts, hardware: Hardware) -> Self:
         """Returns the range of these layouts on that hardware."""
-        bounds = {name: (float(np.min(v)), float(np.max(v))) for name, v in features(layouts).items()}
+        bounds = {
+            name: (float(np.min(v)), float(np.max(v))) for name, v in features(layouts).items()
+        }
         return cls(
-            bounds=bounds, traits=frozenset(name for name, each in traits(layouts, hardware).items() if each.any())
+            bounds=bounds,
+            traits=frozenset(
+                name for name, each in traits(layouts, hardware).items() if each.any()
+            ),
         )
 
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
-        """Returns a sentence for each feature of which some layout lies outside the measured range by `MARGIN`."""
+        """Returns a sentence for each feature of which some layout lies outside the measured
+        range by `MARGIN`.
+        """
         found = []
         for name, column in features(layouts).items():
             (low, high), values = self.bounds[name], np.broadcast_to(column, layouts.shape)
             off = (values < low / MARGIN) | (values > high * MARGIN)
             if off.any():
                 found.append(
-                    f"{name} {float(values[off][0]):.4g} is outside the measured range {low:.4g} to {high:.4g} "
-                    f"({int(off.sum())} of {off.size} layouts): the prediction is an extrapolation."
+                    f"{name} {float(values[off][0]):.4g} is outside the measured range {low:.4g} to"
+                    f" {high:.4g} ({int(off.sum())} of {off.size} layouts): the prediction is an"
+                    " extrapolation."
                 )
         return tuple(found)

@@ -1,4 +1,7 @@
-"""Measured runs as rows that a fit takes: published ones, and run directories of the kit. No torch."""
+"""Measured runs as rows that a fit takes: published ones, and run directories of the kit.
+
+No torch.
+"""
 
 import dataclasses
 import os
@@ -29,22 +32,26 @@ CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
 def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | None) -> Rows:
     """Returns published runs and run directories of the kit, at least one, as rows.
 
-    The machine is `site`, else that of each run, and its numbers are `hardware`, else those of the site.
+    The machine is `site`, else that of each run, and its numbers are `hardware`, else those of the
+    site.
 
     Raises:
-        ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
+        ConfigError: a directory holds no finished step, or the site lacks a number that step time
+            needs.
     """
     parts = [_rows(run, site, hardware) for run in runs]
     sizes = list(map(len, parts))
     return Rows(
         layouts=_joined([part.layouts for part in parts], sizes),
         hardware=_joined([part.hardware for part in parts], sizes),
-        seconds=np.concatenate([part.seconds for part in parts]), stack=np.concatenate([part.stack for part in parts]),
-    )  # fmt: skip
+        seconds=np.concatenate([part.seconds for part in parts]),
+        stack=np.concatenate([part.stack for part in parts]),
+    )
 
 
 def rows_of(runs: Sequence[PublishedRun]) -> Rows:
-    """Returns published runs as rows, each with the hardware of its own site or a guess from its peak.
+    """Returns published runs as rows, each with the hardware of its own site or a guess from its
+    peak.
 
     Raises:
         ConfigError: a run was not measured, or neither its site nor its peak is known.
@@ -57,13 +64,16 @@ def rows_of(runs: Sequence[PublishedRun]) -> Rows:
     machines = [cache[run.system, run.device, run.precision, run.peak_flops_per_s] for run in runs]
     stacks = sorted({run.stack for run in runs})
     return Rows(
-        layouts=published.layouts(runs), hardware=Hardware.stack(machines), seconds=published.step_times(runs),
+        layouts=published.layouts(runs),
+        hardware=Hardware.stack(machines),
+        seconds=published.step_times(runs),
         stack=np.array([stacks.index(run.stack) for run in runs]),
-    )  # fmt: skip
+    )
 
 
 def hardware_of(run: PublishedRun) -> Hardware:
-    """Returns the numbers of a published run's machine: its site's, else a guess in proportion to its peak.
+    """Returns the numbers of a published run's machine: its site's, else a guess in proportion to
+    its peak.
 
     Raises:
         ConfigError: neither is known.
@@ -72,14 +82,18 @@ def hardware_of(run: PublishedRun) -> Hardware:
     if site is not None:
         return Hardware.of(site, run.precision if run.precision in NARROW else "bf16")
     if run.peak_flops_per_s is None:
-        raise ConfigError(f"run of {run.system}: {run.device} has no site file and no peak. Fill peak_tflops_bf16.")
+        raise ConfigError(
+            f"run of {run.system}: {run.device} has no site file and no peak. Fill"
+            " peak_tflops_bf16."
+        )
     return Hardware.like(run.peak_flops_per_s)
 
 
 def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
     """Returns the numbers of a site; on a local one each layout's processes share the cores.
 
-    A local site whose peak, memory bandwidth or links were not measured (`kit bench site`) gets those of `CORE`.
+    A local site whose peak, memory bandwidth or links were not measured (`kit bench site`) gets
+    those of `CORE`.
 
     Raises:
         ConfigError: a cluster's site lacks a number.
@@ -93,15 +107,25 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
     rate = (memory.value if memory else CORE["memory_bytes_per_s"]) * share
     most = float(np.max(layouts.num_devices))
     return Hardware(
-        peak_flops_per_s=peak * share, attention_flops_per_s=peak * share, matmul_flops_per_s=peak * share,
+        peak_flops_per_s=peak * share,
+        attention_flops_per_s=peak * share,
+        matmul_flops_per_s=peak * share,
         memory_bytes=site.device.memory_bytes.value if site.device.memory_bytes else float("nan"),
-        memory_bytes_per_s=rate, near_devices=most, near_bytes_per_s=link, node_devices=most, node_bytes_per_s=link,
-        full_devices=1.0, network_bytes_per_s=link * most, price_per_device_hour=float("nan"),
-    )  # fmt: skip
+        memory_bytes_per_s=rate,
+        near_devices=most,
+        near_bytes_per_s=link,
+        node_devices=most,
+        node_bytes_per_s=link,
+        full_devices=1.0,
+        network_bytes_per_s=link * most,
+        price_per_device_hour=float("nan"),
+    )
 
 
 def site_of(runs: Sequence[AnyRun]) -> Site | None:
-    """Returns the site of the first run directory; None where there is none, or a published run, which has its own."""
+    """Returns the site of the first run directory; None where there is none, or a published run,
+    which has its own.
+    """
     for run in runs:
         if isinstance(run, PublishedRun):
             return None
@@ -113,12 +137,17 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
     if isinstance(run, PublishedRun):
         rows = rows_of([run])
         machine = hardware or (Hardware.of(site) if site is not None else None)
-        return rows if machine is None else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
+        return (
+            rows
+            if machine is None
+            else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
+        )
     run = run if isinstance(run, Run) else Run.open(Path(run))
     if site is not None and site.device.name != run.site.device.name:
         raise ConfigError(
-            f"{run.directory}: it ran on {run.site.device.name!r} of {run.site.name}, and {site.name} has "
-            f"{site.device.name!r}. Leave the site out, or give one with the device of the runs."
+            f"{run.directory}: it ran on {run.site.device.name!r} of {run.site.name}, and"
+            f" {site.name} has {site.device.name!r}. Leave the site out, or give one with the"
+            " device of the runs."
         )
     metrics, plans, elsewhere = run.metrics(), run.plans(), run.other_sites()
     times, layouts, machines = [], [], []
@@ -128,21 +157,32 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
             times.append(float(np.median(steps)))
             layouts.append(Layouts.of(run.spec, [plan], flash_attention=2, gradient_bytes=4.0))
             machines.append(
-                hardware or hardware_on(site or elsewhere.get(attempt, run.site), layouts[-1], plan.precision)
+                hardware
+                or hardware_on(
+                    site or elsewhere.get(attempt, run.site), layouts[-1], plan.precision
+                )
             )
     if not times:
-        raise ConfigError(f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time yet.")
+        raise ConfigError(
+            f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time"
+            " yet."
+        )
     sizes = [1] * len(times)
     return Rows(
-        layouts=_joined(layouts, sizes), hardware=_joined(machines, sizes), seconds=np.array(times),
+        layouts=_joined(layouts, sizes),
+        hardware=_joined(machines, sizes),
+        seconds=np.array(times),
         stack=np.zeros(len(times), int),
-    )  # fmt: skip
+    )
 
 
 def _joined(parts: Sequence[Columns], sizes: Sequence[int]) -> Columns:
     """Returns the columns of all parts end to end, each as long as its part says."""
     columns = {}
     for field in dataclasses.fields(parts[0]):
-        values = [np.broadcast_to(getattr(part, field.name), size) for part, size in zip(parts, sizes, strict=True)]
+        values = [
+            np.broadcast_to(getattr(part, field.name), size)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
         columns[field.name] = np.concatenate(values)
     return type(parts[0])(**columns)

@@ -1,7 +1,8 @@
 """Published runs: measured step times and out-of-memory labels, one typed row each with its source.
 
-Any CSV of the same columns (`data/README.md`) is read by the same code, and rows that contradict themselves or physics
-are refused with the reason: in this field a wrong batch or FLOP count is more common than a bad model. No torch.
+Any CSV of the same columns (`data/README.md`) is read by the same code, and rows that contradict
+themselves or physics are refused with the reason: in this field a wrong batch or FLOP count is more
+common than a bad model. No torch.
 """
 
 import csv
@@ -25,42 +26,73 @@ LAYOUT = ("gpus", "layers", "hidden", "heads", "seq", "tp", "pp", "global_batch"
 """Columns of numbers; a row that leaves one of these open is left out."""
 TIMELESS = "no seconds_per_iter, mfu or tflops_per_gpu (with its basis), nor kind oom"
 NUMBERS = (
-    *LAYOUT, "peak_tflops_bf16", "ffn_hidden", "kv_heads", "vocab", "virtual_stages", "cp", "dp", "zero_stage",
-    "micro_batch", "flash_attention", "gradient_bytes", "seconds_per_iter", "tflops_per_gpu", "mfu", "hfu", "memory_gb",
-)  # fmt: skip
+    *LAYOUT,
+    "peak_tflops_bf16",
+    "ffn_hidden",
+    "kv_heads",
+    "vocab",
+    "virtual_stages",
+    "cp",
+    "dp",
+    "zero_stage",
+    "micro_batch",
+    "flash_attention",
+    "gradient_bytes",
+    "seconds_per_iter",
+    "tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "memory_gb",
+)
 FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel", "overlap")
 WORDS = {
-    "kind": ("measured", "oom"), "status": ("read", "mixed", "derived", "recalled", "secondary"),
-    "basis": tuple(basis.value for basis in Basis), "recompute": RECOMPUTE, **dict.fromkeys(FLAGS, ("yes", "no")),
-}  # fmt: skip
-MAY_BE_OPEN = {"recompute": "recompute", "flash_attention": "flash_attention", "micro_batch": "micro_batch_size"}
+    "kind": ("measured", "oom"),
+    "status": ("read", "mixed", "derived", "recalled", "secondary"),
+    "basis": tuple(basis.value for basis in Basis),
+    "recompute": RECOMPUTE,
+    **dict.fromkeys(FLAGS, ("yes", "no")),
+}
+MAY_BE_OPEN = {
+    "recompute": "recompute",
+    "flash_attention": "flash_attention",
+    "micro_batch": "micro_batch_size",
+}
 """Columns for which a usual value is assumed, and the fields of PublishedRun that have it then."""
 SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
-"""Most that a narrow format multiplies the bf16 peak by (NVIDIA Blackwell data sheets; 4 on GB200, 6 on GB300)."""
+"""Most that a narrow format multiplies the bf16 peak by (NVIDIA Blackwell data sheets; 4 on
+GB200, 6 on GB300)."""
 NEVER_SEEN = 0.92
-"""Of the peak: no large matrix product is published above this; the fraction is refused where no ceiling is known."""
+"""Of the peak: no large matrix product is published above this; the fraction is refused where no
+ceiling is known."""
 Lines = list[tuple[int, str]]
 FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_RECOMPUTE}
 
 
-def load(file: str | os.PathLike[str] | None = None, *, system: str | None = None) -> tuple[PublishedRun, ...]:
-    """Returns the runs of a CSV with the columns of `published_runs.csv`, by default that one; of one machine if named.
+def load(
+    file: str | os.PathLike[str] | None = None, *, system: str | None = None
+) -> tuple[PublishedRun, ...]:
+    """Returns the runs of a CSV with the columns of `published_runs.csv`, by default that one; of
+    one machine if named.
 
     Rows whose layout the source does not give are left out.
 
     Raises:
-        ConfigError: no such file, columns missing, or rows that contradict themselves or physics (all named).
+        ConfigError: no such file, columns missing, or rows that contradict themselves or physics
+            (all named).
     """
     runs, refused, _ = read(FILE if file is None else file)
     if refused:
         lines = "\n".join(f"  line {line}: {reason}" for line, reason in refused[:10])
         more = f"\n  and {len(refused) - 10} more" if len(refused) > 10 else ""
-        raise ConfigError(f"{file or FILE.name}: {counted(len(refused), 'row')} cannot be right:\n{lines}{more}")
+        raise ConfigError(
+            f"{file or FILE.name}: {counted(len(refused), 'row')} cannot be right:\n{lines}{more}"
+        )
     return tuple(run for run in runs if system is None or run.system == system)
 
 
 def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
-    """Returns (runs, refused, left out): rows that cannot be right, and those that say too little, as (line, reason).
+    """Returns (runs, refused, left out): rows that cannot be right, and those that say too little,
+    as (line, reason).
 
     Raises:
         ConfigError: no such file, or a column is missing.
@@ -75,7 +107,8 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines,
     missing = [column for column in (*REQUIRED, *LAYOUT) if column not in present]
     if missing:
         raise ConfigError(
-            f"{path}: columns {', '.join(missing)} are missing. Needed: {', '.join((*REQUIRED, *LAYOUT))}."
+            f"{path}: columns {', '.join(missing)} are missing. Needed:"
+            f" {', '.join((*REQUIRED, *LAYOUT))}."
         )
     runs, refused, left_out = [], [], []
     for line, row in enumerate(rows, start=2):
@@ -89,19 +122,33 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines,
 
 
 def _run(row: dict[str, str]) -> PublishedRun | str:
-    """Returns the typed run of one CSV row, or which columns it leaves open without which it cannot be used."""
+    """Returns the typed run of one CSV row, or which columns it leaves open without which it
+    cannot be used.
+    """
     x: dict[str, Any] = (
-        row | {name: _number(row, name) for name in NUMBERS} | {name: _word(row, name) for name in WORDS}
+        row
+        | {name: _number(row, name) for name in NUMBERS}
+        | {name: _word(row, name) for name in WORDS}
     )
     if lacking := [name for name in ("source", "gpu", *LAYOUT) if x[name] in (None, "")]:
         return f"no {', '.join(lacking)}"
     run = PublishedRun(
-        source=x["source"], system=x["system"], device=x["gpu"], stack=_stack(x["source"], x["system"]),
-        kind=x["kind"] or "measured", status=x["status"] or "read", basis=Basis(x["basis"] or "unknown"),
-        precision=x["precision"] or "bf16", peak_flops_per_s=_times(x["peak_tflops_bf16"], 1e12), spec=_spec(x),
-        **_degrees(x), **_kernels(x), memory_bytes=_times(x["memory_gb"], 1e9), note=x.get("note") or "",
+        source=x["source"],
+        system=x["system"],
+        device=x["gpu"],
+        stack=_stack(x["source"], x["system"]),
+        kind=x["kind"] or "measured",
+        status=x["status"] or "read",
+        basis=Basis(x["basis"] or "unknown"),
+        precision=x["precision"] or "bf16",
+        peak_flops_per_s=_times(x["peak_tflops_bf16"], 1e12),
+        spec=_spec(x),
+        **_degrees(x),
+        **_kernels(x),
+        memory_bytes=_times(x["memory_gb"], 1e9),
+        note=x.get("note") or "",
         assumed=tuple(field for column, field in MAY_BE_OPEN.items() if x[column] is None),
-    )  # fmt: skip
+    )
     if run.kind == "measured":
         seconds = x["seconds_per_iter"] or _derived_seconds(run, x)
         if seconds is None:
@@ -115,24 +162,38 @@ def _degrees(x: dict[str, Any]) -> dict[str, int]:
     tp, pp, cp, gpus = (int(x[name] or 1) for name in ("tp", "pp", "cp", "gpus"))
     dp, left = divmod(gpus, tp * pp * cp)
     if left:
-        raise ConfigError(f"gpus: {gpus} is no multiple of tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}.")
+        raise ConfigError(
+            f"gpus: {gpus} is no multiple of tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}."
+        )
     if x["dp"] not in (None, dp):
-        raise ConfigError(f"dp: {x['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not {gpus} gpus. Expected {dp}.")
+        raise ConfigError(
+            f"dp: {x['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not {gpus} gpus. Expected {dp}."
+        )
     return dict(
-        tensor_parallel=tp, pipeline_parallel=pp, context_parallel=cp, data_parallel=dp,
-        virtual_stages=int(x["virtual_stages"] or 1), zero_stage=int(x["zero_stage"] or 0),
-        micro_batch_size=int(x["micro_batch"] or 1), global_batch_size=int(x["global_batch"]),
-    )  # fmt: skip
+        tensor_parallel=tp,
+        pipeline_parallel=pp,
+        context_parallel=cp,
+        data_parallel=dp,
+        virtual_stages=int(x["virtual_stages"] or 1),
+        zero_stage=int(x["zero_stage"] or 0),
+        micro_batch_size=int(x["micro_batch"] or 1),
+        global_batch_size=int(x["global_batch"]),
+    )
 
 
 def _spec(x: dict[str, Any]) -> ModelSpec:
     hidden, ffn = int(x["hidden"]), int(x["ffn_hidden"] or 4 * x["hidden"])
     family = ModelSpec.llama if _is_llama(x) or ffn != 4 * hidden else ModelSpec.gpt
     return family(
-        name=x["model"], num_layers=int(x["layers"]), hidden_size=hidden, num_heads=int(x["heads"]),
-        num_kv_heads=int(x["kv_heads"] or x["heads"]), ffn_hidden_size=ffn, vocab_size=int(x["vocab"] or 51_200),
+        name=x["model"],
+        num_layers=int(x["layers"]),
+        hidden_size=hidden,
+        num_heads=int(x["heads"]),
+        num_kv_heads=int(x["kv_heads"] or x["heads"]),
+        ffn_hidden_size=ffn,
+        vocab_size=int(x["vocab"] or 51_200),
         sequence_length=int(x["seq"]),
-    )  # fmt: skip
+    )
 
 
 def _is_llama(x: dict[str, Any]) -> bool:
@@ -143,16 +204,20 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
     """Returns which kernels ran, or what is likely where the source does not say."""
     recompute, flash = x["recompute"] or "none", x["flash_attention"]
     if flash is None:
-        # Scores were written out as long as recomputation was the way to save their memory, and always on Trainium.
+        # Scores were written out as long as recomputation was the way to save their memory, and
+        # always on Trainium.
         saves = recompute != "none" and not _is_llama(x) and x["zero_stage"] != 3
         flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
     return dict(
-        recompute=recompute, flash_attention=int(flash), fused_norm=x["fused_norm"] != "no",
-        fused_softmax=x["fused_softmax"] != "no", sequence_parallel=x["sequence_parallel"] == "yes",
+        recompute=recompute,
+        flash_attention=int(flash),
+        fused_norm=x["fused_norm"] != "no",
+        fused_softmax=x["fused_softmax"] != "no",
+        sequence_parallel=x["sequence_parallel"] == "yes",
         overlap=x["overlap"] == "yes",
         # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
         gradient_bytes=int(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
-    )  # fmt: skip
+    )
 
 
 def _derived_seconds(run: PublishedRun, x: dict[str, Any]) -> float | None:
@@ -163,33 +228,51 @@ def _derived_seconds(run: PublishedRun, x: dict[str, Any]) -> float | None:
         rate, basis = x["tflops_per_gpu"] * 1e12, FLOP_BASIS[run.basis]
     else:
         return None
-    return run.tokens_per_step * run.spec.flops_per_token(basis) / (rate * run.num_devices) if rate else None
+    return (
+        run.tokens_per_step * run.spec.flops_per_token(basis) / (rate * run.num_devices)
+        if rate
+        else None
+    )
 
 
 def _check(run: PublishedRun, x: dict[str, Any]) -> None:
-    """Refuses batches that do not divide, utilisations above 1, and rates above what any matrix product reached."""
+    """Refuses batches that do not divide, utilisations above 1, and rates above what any matrix
+    product reached.
+    """
     sequences = run.micro_batch_size * run.data_parallel
     if run.global_batch_size % sequences:
         raise ConfigError(
-            f"global_batch: {run.global_batch_size} is no multiple of micro_batch {run.micro_batch_size} x dp "
-            f"{run.data_parallel} = {sequences}, so gradient accumulation cannot be a whole number."
+            f"global_batch: {run.global_batch_size} is no multiple of micro_batch"
+            f" {run.micro_batch_size} x dp {run.data_parallel} = {sequences}, so gradient"
+            " accumulation cannot be a whole number."
         )
-    if run.spec.num_layers + 2 < run.pipeline_parallel * run.virtual_stages:  # embedding and loss may have a stage
-        raise ConfigError(f"pp: {run.pipeline_parallel} x {run.virtual_stages} stages of {run.spec.num_layers} layers.")
+    if (
+        run.spec.num_layers + 2 < run.pipeline_parallel * run.virtual_stages
+    ):  # embedding and loss may have a stage
+        raise ConfigError(
+            f"pp: {run.pipeline_parallel} x {run.virtual_stages} stages of {run.spec.num_layers}"
+            " layers."
+        )
     for name in ("mfu", "hfu"):
         value = x[name]
         if value is not None and not 0 < value <= 1:
-            raise ConfigError(f"{name}: {value} is not a fraction from 0 to 1. 38 % is 0.38; above 1 is impossible.")
+            raise ConfigError(
+                f"{name}: {value} is not a fraction from 0 to 1. 38 % is 0.38; above 1 is"
+                " impossible."
+            )
     rates = [run.flops_per_s(), x["tflops_per_gpu"] and x["tflops_per_gpu"] * 1e12]
-    if run.recompute == "full":  # what the device executes, where the source has no FLOP/s of its own
+    if (
+        run.recompute == "full"
+    ):  # what the device executes, where the source has no FLOP/s of its own
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
     ceiling, where = _ceiling(run)
     for rate in rates:
         if rate and ceiling and rate > ceiling:
             raise ConfigError(
-                f"{rate / 1e12:.1f} TFLOP/s per device is above {ceiling / 1e12:.1f}, {where}. Check the samples "
-                f"processed per step (global_batch {run.global_batch_size}: does micro_batch x gradient accumulation "
-                f"x dp of the engine's own configuration agree?), the FLOP basis ({run.basis.value}), and the unit."
+                f"{rate / 1e12:.1f} TFLOP/s per device is above {ceiling / 1e12:.1f}, {where}."
+                f" Check the samples processed per step (global_batch {run.global_batch_size}: does"
+                " micro_batch x gradient accumulation x dp of the engine's own configuration"
+                f" agree?), the FLOP basis ({run.basis.value}), and the unit."
             )
 
 
@@ -198,11 +281,17 @@ def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
     site, speedup = run.site(), SPEEDUP.get(run.precision, 1.0)
     matmul = site.device.matmul_flops_per_s.get("bf16") if site else None
     if matmul and site:
-        return matmul.value * speedup, f"the highest rate a matrix product was seen to reach on {site.name}"
+        return (
+            matmul.value * speedup,
+            f"the highest rate a matrix product was seen to reach on {site.name}",
+        )
     peak = (site.peak_flops_per_s("bf16") if site else None) or run.peak_flops_per_s
     if peak is None:
         return None, ""
-    return peak * speedup * NEVER_SEEN, f"{NEVER_SEEN:.0%} of the peak, which no published matrix product passes"
+    return (
+        peak * speedup * NEVER_SEEN,
+        f"{NEVER_SEEN:.0%} of the peak, which no published matrix product passes",
+    )
 
 
 def _stack(source: str, system: str) -> str:
@@ -217,7 +306,9 @@ def _times(value: float | None, unit: float) -> float | None:
 def _word(row: dict[str, str], column: str) -> str | None:
     word = (row.get(column) or "").strip()
     if word and word not in WORDS[column]:
-        raise ConfigError(f"{column}: {word!r} is not known. {suggestion(word, WORDS[column])} Or leave it empty.")
+        raise ConfigError(
+            f"{column}: {word!r} is not known. {suggestion(word, WORDS[column])} Or leave it empty."
+        )
     return word or None
 
 
@@ -229,6 +320,12 @@ def _number(row: dict[str, str], column: str) -> float | None:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{column}: {text!r} is not a number.") from None
-    if not np.isfinite(value) or value < 0 or (value == 0 and column not in ("zero_stage", "flash_attention")):
-        raise ConfigError(f"{column}: {text} is not allowed. Give a finite number above 0, or leave it empty.")
+    if (
+        not np.isfinite(value)
+        or value < 0
+        or (value == 0 and column not in ("zero_stage", "flash_attention"))
+    ):
+        raise ConfigError(
+            f"{column}: {text} is not allowed. Give a finite number above 0, or leave it empty."
+        )
     return value

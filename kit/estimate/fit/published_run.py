@@ -1,4 +1,6 @@
-"""PublishedRun: one measured or out-of-memory run that somebody published, and the machine it ran on. No torch."""
+"""PublishedRun: one measured or out-of-memory run that somebody published, and the machine it
+ran on. No torch.
+"""
 
 import dataclasses
 import enum
@@ -29,17 +31,23 @@ class Basis(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One published run: a model, a layout, and how long a step took, or that it ran out of memory."""
+    """One published run: a model, a layout, and how long a step took, or that it ran out of
+    memory.
+    """
 
     source: str = field_doc("paper, repository or log")
     system: str = field_doc("the machine, as the source calls it")
     device: str = field_doc("accelerator, one per rank")
     stack: str = field_doc("software and machine that share one factor", default="")
-    kind: Literal["measured", "oom"] = field_doc("a step time, or an out-of-memory label", default="measured")
+    kind: Literal["measured", "oom"] = field_doc(
+        "a step time, or an out-of-memory label", default="measured"
+    )
     status: str = field_doc("read, mixed, derived, recalled or secondary", default="read")
     basis: Basis = field_doc("what published FLOP/s count", default=Basis.UNKNOWN)
     precision: str = field_doc("of the matrix products", default="bf16")
-    peak_flops_per_s: float | None = field_doc("of one device in bf16, as the source has it", default=None)
+    peak_flops_per_s: float | None = field_doc(
+        "of one device in bf16, as the source has it", default=None
+    )
     spec: ModelSpec = field_doc("shapes")
     tensor_parallel: int = field_doc("devices that share each matrix", default=1)
     pipeline_parallel: int = field_doc("devices that share the layers", default=1)
@@ -50,21 +58,34 @@ class PublishedRun:
     sequence_parallel: bool = field_doc("norms sharded over tensor_parallel", default=False)
     micro_batch_size: int = field_doc("sequences", default=1)
     global_batch_size: int = field_doc("sequences", default=1)
-    recompute: Literal["none", "selective", "full"] = field_doc("in the backward pass", default="none")
+    recompute: Literal["none", "selective", "full"] = field_doc(
+        "in the backward pass", default="none"
+    )
     flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
     fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
-    fused_softmax: bool = field_doc("mask and softmax in one kernel, where scores are written out", default=True)
+    fused_softmax: bool = field_doc(
+        "mask and softmax in one kernel, where scores are written out", default=True
+    )
     overlap: bool = field_doc("collectives run beside computation", default=False)
     gradient_bytes: int = field_doc("of one reduced gradient", default=2)
-    step_time_s: float | None = field_doc("seconds per iteration; none for out of memory", default=None)
-    memory_bytes: float | None = field_doc("most allocated on a device, where the source says", default=None)
+    step_time_s: float | None = field_doc(
+        "seconds per iteration; none for out of memory", default=None
+    )
+    memory_bytes: float | None = field_doc(
+        "most allocated on a device, where the source says", default=None
+    )
     assumed: tuple[str, ...] = field_doc("fields the source leaves open", default=())
     note: str = field_doc("what the source says besides", default="")
 
     @property
     def num_devices(self) -> int:
         """TP x PP x CP x DP."""
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+        return (
+            self.tensor_parallel
+            * self.pipeline_parallel
+            * self.context_parallel
+            * self.data_parallel
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -72,10 +93,16 @@ class PublishedRun:
         return self.global_batch_size * self.spec.sequence_length
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
-        """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory row."""
+        """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory
+        row.
+        """
         if self.step_time_s is None:
             return None
-        return self.tokens_per_step * self.spec.flops_per_token(basis) / (self.step_time_s * self.num_devices)
+        return (
+            self.tokens_per_step
+            * self.spec.flops_per_token(basis)
+            / (self.step_time_s * self.num_devices)
+        )
 
     def layouts(self) -> Layouts:
         """Returns the run as Layouts of length one."""
@@ -88,10 +115,15 @@ class PublishedRun:
 
 CODES = ("recompute", "schedule", "context_exchange")
 UNSAID = {
-    "shard_size": 0.0, "compiled": False, "context_exchange": 0, "narrow": False, "native": False,
+    "shard_size": 0.0,
+    "compiled": False,
+    "context_exchange": 0,
+    "narrow": False,
+    "native": False,
     "gathered_bytes": 2.0,
-}  # fmt: skip
-"""What no published row says. Those in fp8 ran Transformer Engine, which casts where a number is made: no `narrow`."""
+}
+"""What no published row says. Those in fp8 ran Transformer Engine, which casts where a number is
+made: no `narrow`."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
@@ -120,20 +152,40 @@ def _layout_value(run: PublishedRun, name: str) -> float | bool:
 
 
 SYSTEMS = {
-    "Selene": "selene", "KAIST A100 cluster": "kaist", "KAIST A100 node": "kaist", "Jean Zay": "jean-zay",
-    "Frontier": "frontier", "LUMI": "lumi", "Aurora": "aurora", "trn1.32xlarge": "trn1.32xlarge",
-    "DGX-H100": "dgx-h100", "Eos-class H100": "dgx-h100", "DGX-GB200": "gb200-nvl72", "DGX-GB300": "gb300-nvl72",
-}  # fmt: skip
+    "Selene": "selene",
+    "KAIST A100 cluster": "kaist",
+    "KAIST A100 node": "kaist",
+    "Jean Zay": "jean-zay",
+    "Frontier": "frontier",
+    "LUMI": "lumi",
+    "Aurora": "aurora",
+    "trn1.32xlarge": "trn1.32xlarge",
+    "DGX-H100": "dgx-h100",
+    "Eos-class H100": "dgx-h100",
+    "DGX-GB200": "gb200-nvl72",
+    "DGX-GB300": "gb300-nvl72",
+}
 SOURCES = {"Aleph Alpha": "aleph-alpha"}
 DEVICES = (
-    ("A100", "selene"), ("MI250", "frontier"), ("Trainium", "trn1.32xlarge"), ("H100", "dgx-h100"),
-    ("TPUv4", "tpu-v4"), ("H200", "dgx-h100"), ("H800", "dgx-h100"), ("GH200", "dgx-h100"), ("GB200", "gb200-nvl72"),
-    ("B200", "gb200-nvl72"), ("GB300", "gb300-nvl72"), ("B300", "gb300-nvl72"),
-)  # fmt: skip
+    ("A100", "selene"),
+    ("MI250", "frontier"),
+    ("Trainium", "trn1.32xlarge"),
+    ("H100", "dgx-h100"),
+    ("TPUv4", "tpu-v4"),
+    ("H200", "dgx-h100"),
+    ("H800", "dgx-h100"),
+    ("GH200", "dgx-h100"),
+    ("GB200", "gb200-nvl72"),
+    ("B200", "gb200-nvl72"),
+    ("GB300", "gb300-nvl72"),
+    ("B300", "gb300-nvl72"),
+)
 
 
 @functools.cache
 def _site(source: str, system: str, device: str) -> Site | None:
-    name = SYSTEMS.get(system) or next((site for prefix, site in SOURCES.items() if source.startswith(prefix)), None)
+    name = SYSTEMS.get(system) or next(
+        (site for prefix, site in SOURCES.items() if source.startswith(prefix)), None
+    )
     name = name or next((site for prefix, site in DEVICES if device.startswith(prefix)), None)
     return Site.load(name) if name else None

@@ -1,8 +1,8 @@
 """Communication between devices: alpha-beta costs over the tiers of a machine. No torch.
 
-A ring all-reduce of n bytes over g ranks moves 2 (g - 1) / g n bytes through the slowest link of the ring and takes
-2 (g - 1) steps inside a node; between nodes trees are used, 2 log2 of the nodes (Thakur et al. 2005; NCCL). Gathering
-or scattering alone is half of it.
+A ring all-reduce of n bytes over g ranks moves 2 (g - 1) / g n bytes through the slowest link of
+the ring and takes 2 (g - 1) steps inside a node; between nodes trees are used, 2 log2 of the nodes
+(Thakur et al. 2005; NCCL). Gathering or scattering alone is half of it.
 """
 
 import dataclasses
@@ -13,14 +13,17 @@ from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 
 SMALL_SUMS = 4
-"""Of a step: loss, tokens, norm of gradients, whether one is not finite (Megatron-LM: training.py, clip_grads.py)."""
+"""Of a step: loss, tokens, norm of gradients, whether one is not finite (Megatron-LM:
+training.py, clip_grads.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
-    """What each group of a layout gets: bytes/s of one rank, and seconds that one collective takes whatever its size.
+    """What each group of a layout gets: bytes/s of one rank, and seconds that one collective takes
+    whatever its size.
 
-    Ranks are laid out as tensor, context, data, pipeline, neighbours first, as Megatron and DeepSpeed do.
+    Ranks are laid out as tensor, context, data, pipeline, neighbours first, as Megatron and
+    DeepSpeed do.
     """
 
     tensor_rate: Array
@@ -33,7 +36,8 @@ class Links:
     shard_rate: Array
     shard_latency_s: Array
     copy_rate: Array
-    """Between copies of a shard. Without `shard_size` there are none, and a shard's links are those of data."""
+    """Between copies of a shard. Without `shard_size` there are none, and a shard's links are
+    those of data."""
     pipeline_rate: Array
     pipeline_latency_s: Array
     network_rate: Array | float
@@ -47,18 +51,27 @@ class Links:
         replicas = cp * layouts.data_parallel
         devices = model * layouts.data_parallel * layouts.pipeline_parallel
         near = t <= hardware.near_devices
-        inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s).astype(t.dtype)
-        full = np.where(near, np.minimum(hardware.near_devices, hardware.full_devices), hardware.full_devices)
+        inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s).astype(
+            t.dtype
+        )
+        full = np.where(
+            near, np.minimum(hardware.near_devices, hardware.full_devices), hardware.full_devices
+        )
         full = full.astype(t.dtype)
-        # On a mesh a group only has the links between its own devices; on a switch it should have all, but rarely has.
+        # On a mesh a group only has the links between its own devices; on a switch it should have
+        # all, but rarely has.
         node_rate, model_rate, pair_rate = (
-            inside * c.node_efficiency * np.minimum(1.0, group / full) ** c.node_sharing for group in (t, model, 2.0)
+            inside * c.node_efficiency * np.minimum(1.0, group / full) ** c.node_sharing
+            for group in (t, model, 2.0)
         )
         network = hardware.network_bytes_per_s * c.network_efficiency
         ranks_inside = np.minimum(t, node)  # of one tensor-parallel group
-        nodes = np.maximum(1.0, t * replicas / node)  # that a data-parallel group and its neighbours span
+        nodes = np.maximum(
+            1.0, t * replicas / node
+        )  # that a data-parallel group and its neighbours span
         crosses = t * replicas > node
-        # All groups of a node share its network, and the more so the larger the job (no fabric is free of it).
+        # All groups of a node share its network, and the more so the larger the job (no fabric is
+        # free of it).
         contention = np.maximum(1.0, devices / (8 * node)) ** -c.data_contention
         share = hardware.network_bytes_per_s / ranks_inside * contention
         one_node = devices <= node
@@ -69,9 +82,13 @@ class Links:
         if np.any(layouts.shard_size):
             is_hybrid, group = layouts.shard_size > 0, t * layouts.num_shards
             near = group <= hardware.near_devices
-            shard_inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s).astype(t.dtype)
+            shard_inside = np.where(
+                near, hardware.near_bytes_per_s, hardware.node_bytes_per_s
+            ).astype(t.dtype)
             shard_inside = shard_inside * c.data_efficiency
-            alone = is_hybrid & (group <= node)  # else it crosses nodes like any data-parallel group
+            alone = is_hybrid & (
+                group <= node
+            )  # else it crosses nodes like any data-parallel group
             # The ring inside a node is part of the ring over all replicas, so it is no slower.
             shard_rate = np.where(alone, np.maximum(shard_inside, data_rate), data_rate)
             shard_latency_s = np.where(alone, 2 * c.node_latency_s, data_latency_s)
@@ -82,15 +99,21 @@ class Links:
             tensor_rate=np.where(t <= node, node_rate, np.minimum(node_rate, network)),
             tensor_latency_s=2 * c.node_latency_s * (ranks_inside - 1)
             + 2 * c.network_latency_s * np.log2(t / ranks_inside),
-            context_rate=np.where(model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)),
-            context_latency_s=np.where(model <= node, c.node_latency_s, c.network_latency_s).astype(t.dtype),
+            context_rate=np.where(
+                model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)
+            ),
+            context_latency_s=np.where(model <= node, c.node_latency_s, c.network_latency_s).astype(
+                t.dtype
+            ),
             data_rate=data_rate,
             data_latency_s=data_latency_s,
             shard_rate=shard_rate,
             shard_latency_s=shard_latency_s,
             copy_rate=copy_rate,
             pipeline_rate=np.where(one_node, pair_rate, network / node),
-            pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s).astype(t.dtype),
+            pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s).astype(
+                t.dtype
+            ),
             network_rate=network / node,
         )
 
@@ -101,12 +124,15 @@ def all_reduce(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Arra
 
 
 def all_gather(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Array:
-    """Returns seconds to gather, or to reduce and scatter, `size` bytes in all over `ranks`; 0 for one rank."""
+    """Returns seconds to gather, or to reduce and scatter, `size` bytes in all over `ranks`; 0
+    for one rank.
+    """
     return all_reduce(size, ranks, rate, latency_s) / 2
 
 
 def small_sums(layouts: Layouts, hardware: Hardware, c: Coefficients) -> Array:
-    """Returns seconds per step of summing a few bytes over all ranks, `SMALL_SUMS` times: latency alone.
+    """Returns seconds per step of summing a few bytes over all ranks, `SMALL_SUMS` times: latency
+    alone.
 
     Up and down a tree, twice log2 of the ranks steps (Thakur et al. 2005), inside a node first.
     """
@@ -116,5 +142,7 @@ def small_sums(layouts: Layouts, hardware: Hardware, c: Coefficients) -> Array:
 
 
 def exposed(communication_s: Array, work_s: Array) -> Array:
-    """Returns what is left of communication that runs beside work: little where it is short, all of the rest if not."""
+    """Returns what is left of communication that runs beside work: little where it is short, all
+    of the rest if not.
+    """
     return np.hypot(communication_s, work_s) - work_s

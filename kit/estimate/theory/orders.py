@@ -1,4 +1,6 @@
-"""Orders of pipeline work: what each device of a pipeline does, one operation after the other, in five schedules."""
+"""Orders of pipeline work: what each device of a pipeline does, one operation after the other,
+in five schedules.
+"""
 
 import dataclasses
 from functools import cached_property
@@ -11,12 +13,15 @@ from kit.estimate.theory.layouts import Array
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, PADDING = 0, 1, 2, 3, -1
 KINDS = "FBIW"
-"""Letters of the kinds: forward, whole backward, backward for the input alone, backward for the weights alone."""
+"""Letters of the kinds: forward, whole backward, backward for the input alone, backward for the
+weights alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What each device does, in order: arrays of shape (devices, operations), rows filled up with PADDING."""
+    """What each device does, in order: arrays of shape (devices, operations), rows filled up
+    with PADDING.
+    """
 
     name: str
     kind: Array
@@ -25,15 +30,25 @@ class Order:
     micro_batch: Array
 
     @classmethod
-    def of(cls, schedule: str, *, pipeline_parallel: int, num_microbatches: int, virtual_stages: int = 1) -> Self:
+    def of(
+        cls,
+        schedule: str,
+        *,
+        pipeline_parallel: int,
+        num_microbatches: int,
+        virtual_stages: int = 1,
+    ) -> Self:
         """Returns the order of a schedule, by the names that a Plan uses.
 
-        `gpipe` (arXiv 1811.06965), `1f1b` (PipeDream-Flush, arXiv 2006.09503), `interleaved` (Megatron, arXiv
-        2104.04473), `zero_bubble` (ZB-H1 of arXiv 2401.10241; with several virtual stages torch's ZB1P) or `zbv`
-        (section 6 there: stages in the shape of a V, two on each device); a Plan has checked that it exists.
+        `gpipe` (arXiv 1811.06965), `1f1b` (PipeDream-Flush, arXiv 2006.09503), `interleaved`
+        (Megatron, arXiv 2104.04473), `zero_bubble` (ZB-H1 of arXiv 2401.10241; with several virtual
+        stages torch's ZB1P) or `zbv` (section 6 there: stages in the shape of a V, two on each
+        device); a Plan has checked that it exists.
         """
         p, m, v = pipeline_parallel, num_microbatches, virtual_stages
-        return cls(name=schedule, **(_zbv(p, m) if schedule == "zbv" else _one_pass(schedule, p, m, v)))
+        return cls(
+            name=schedule, **(_zbv(p, m) if schedule == "zbv" else _one_pass(schedule, p, m, v))
+        )
 
     @property
     def num_devices(self) -> int:
@@ -61,67 +76,89 @@ class Order:
         rows = np.broadcast_to(np.arange(self.num_devices)[:, None], self.kind.shape)
         device[self.stage[work]] = rows[work]
         if (device < 0).any() or (device[self.stage[work]] != rows[work]).any():
-            raise ConfigError(f"order {self.name!r}: each of the {self.num_stages} stages must be on exactly 1 device.")
+            raise ConfigError(
+                f"order {self.name!r}: each of the {self.num_stages} stages must be on exactly 1"
+                " device."
+            )
         return device
 
     @cached_property
     def peak_in_flight(self) -> Array:
         """The most micro-batches whose activations a device holds at once, shape (devices,).
 
-        In micro-batches of a whole device: a stage of a device with v stages counts 1/v. Held from the start of the
-        forward to the end of the whole backward, or of the backward for the weights where that is apart.
+        In micro-batches of a whole device: a stage of a device with v stages counts 1/v. Held from
+        the start of the forward to the end of the whole backward, or of the backward for the
+        weights where that is apart.
         """
-        held = np.cumsum((self.kind == FORWARD).astype(int) - np.isin(self.kind, (BACKWARD, BACKWARD_WEIGHT)), axis=1)
+        held = np.cumsum(
+            (self.kind == FORWARD).astype(int) - np.isin(self.kind, (BACKWARD, BACKWARD_WEIGHT)),
+            axis=1,
+        )
         return held.max(axis=1) / np.bincount(self.device_of_stage, minlength=self.num_devices)
 
     def __str__(self) -> str:
         """One line for each device, torch's notation: stage, kind, micro-batch."""
         rows = zip(self.stage, self.kind, self.micro_batch, strict=True)
         return "\n".join(
-            " ".join(f"{s}{KINDS[k]}{b}" for s, k, b in zip(*row, strict=True) if k != PADDING) for row in rows
+            " ".join(f"{s}{KINDS[k]}{b}" for s, k, b in zip(*row, strict=True) if k != PADDING)
+            for row in rows
         )
 
 
 def _one_pass(schedule: str, p: int, m: int, v: int) -> dict[str, Array]:
-    """Returns the order of all schedules that send a micro-batch round the devices in one direction.
+    """Returns the order of all schedules that send a micro-batch round the devices in one
+    direction.
 
-    Device r runs `warm_up` forwards, then forward and backward in turn; the k-th forward and the k-th backward go
-    through its v stages in rounds of micro-batches. Each operation gets a key, the slot in which its device would run
-    it, and the order of a device is the order of its keys: forward k in slot k - warm_up, backward k in slot k, the
-    backward for the weights (zero bubble only) r slots later, which holds memory at 1F1B's level.
+    Device r runs `warm_up` forwards, then forward and backward in turn; the k-th forward and the
+    k-th backward go through its v stages in rounds of micro-batches. Each operation gets a key, the
+    slot in which its device would run it, and the order of a device is the order of its keys:
+    forward k in slot k - warm_up, backward k in slot k, the backward for the weights (zero bubble
+    only) r slots later, which holds memory at 1F1B's level.
     """
     rank, k = np.arange(p)[:, None], np.arange(m * v)
     per_round = m // max(1, m // p)
     chunk, micro_batch = k // per_round % v, k // (per_round * v) * per_round + k % per_round
     hops = p - 1 - rank
-    warm_up = {"gpipe": m, "1f1b": hops, "zero_bubble": hops + (v - 1) * per_round,
-               "interleaved": 2 * hops + (v - 1) * per_round if v > 1 else hops}[schedule]  # fmt: skip
+    warm_up = {
+        "gpipe": m,
+        "1f1b": hops,
+        "zero_bubble": hops + (v - 1) * per_round,
+        "interleaved": 2 * hops + (v - 1) * per_round if v > 1 else hops,
+    }[schedule]
     backward_stage = (v - 1 - chunk) * p + rank
     rows = [(FORWARD, 3 * (k - np.minimum(warm_up, m * v)), chunk * p + rank)]
     if schedule == "zero_bubble":
-        rows += [(BACKWARD_INPUT, 3 * k + 1, backward_stage), (BACKWARD_WEIGHT, 3 * (k + rank) + 2, backward_stage)]
+        rows += [
+            (BACKWARD_INPUT, 3 * k + 1, backward_stage),
+            (BACKWARD_WEIGHT, 3 * (k + rank) + 2, backward_stage),
+        ]
     else:
         rows += [(BACKWARD, 3 * k + 1, backward_stage)]
     return _by_key([(kind, key, stage, micro_batch) for kind, key, stage in rows], p)
 
 
 def _zbv(p: int, m: int) -> dict[str, Array]:
-    """Returns the V-shaped order: device r holds stages r and 2p - 1 - r, so that loss and backward start at once.
+    """Returns the V-shaped order: device r holds stages r and 2p - 1 - r, so that loss and backward
+    start at once.
 
-    Slot s of the steady state runs, in this order: the forward of the down-going stage (micro-batch s + 2p - 1 - r),
-    its backward (s), the forward of the up-going stage (s + p) and its backward (s + p - r), each backward followed by
-    its part for the weights. Before slot 0 and behind slot n - p, at the ends, some are put off:
-    forwards fill the way down p - r slots ahead; backwards for the weights wait until no other device needs this one.
+    Slot s of the steady state runs, in this order: the forward of the down-going stage (micro-batch
+    s + 2p - 1 - r), its backward (s), the forward of the up-going stage (s + p) and its backward (s
+    + p - r), each backward followed by its part for the weights. Before slot 0 and behind slot n -
+    p, at the ends, some are put off: forwards fill the way down p - r slots ahead; backwards for
+    the weights wait until no other device needs this one.
 
-    Source: arXiv 2401.10241, section 6, in the hand-written form of torch's ScheduleZBVZeroBubble, which also says what
-    is done below 2p - 1 micro-batches: the order of 2p - 1 with what is not there left out.
+    Source: arXiv 2401.10241, section 6, in the hand-written form of torch's ScheduleZBVZeroBubble,
+    which also says what is done below 2p - 1 micro-batches: the order of 2p - 1 with what is not
+    there left out.
     """
     rank, n = np.arange(p)[:, None], max(m, 2 * p - 1)
     k = np.arange(n)
     down, up = rank, 2 * p - 1 - rank
     steady = n - p
     forward_down = k - (2 * p - 1 - rank)
-    forward_down = np.where(forward_down < 0, 6 * (forward_down - (p - rank)) + 3.5, 6 * forward_down)
+    forward_down = np.where(
+        forward_down < 0, 6 * (forward_down - (p - rank)) + 3.5, 6 * forward_down
+    )
     slot = k - (p - rank)
     weight_up = np.where(slot < steady, slot, slot + p)
     weight_down = np.where(k < steady, k, np.where(k < steady + p - rank, k + rank, k + rank + p))
@@ -133,14 +170,21 @@ def _zbv(p: int, m: int) -> dict[str, Array]:
         (BACKWARD_INPUT, 6 * slot + 4, up),
         (BACKWARD_WEIGHT, 6 * weight_up + 5, up),
     ]
-    return _by_key([(kind, np.broadcast_to(key, (p, n))[:, :m], stage, k[:m]) for kind, key, stage in rows], p)
+    return _by_key(
+        [(kind, np.broadcast_to(key, (p, n))[:, :m], stage, k[:m]) for kind, key, stage in rows], p
+    )
 
 
 def _by_key(rows: list[tuple[int, Array, Array, Array]], p: int) -> dict[str, Array]:
-    """Returns kind, stage and micro-batch of each device sorted by key; each row is (kind, key, stage, micro-batch)."""
+    """Returns kind, stage and micro-batch of each device sorted by key; each row is (kind, key,
+    stage, micro-batch).
+    """
     shapes = [(p, np.size(micro_batch)) for *_, micro_batch in rows]
     joined = [
-        np.concatenate([np.broadcast_to(column, shape) for column, shape in zip(columns, shapes, strict=True)], axis=1)
+        np.concatenate(
+            [np.broadcast_to(column, shape) for column, shape in zip(columns, shapes, strict=True)],
+            axis=1,
+        )
         for columns in zip(*rows, strict=True)
     ]
     order = np.argsort(joined[1], axis=1, kind="stable")

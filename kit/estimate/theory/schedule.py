@@ -1,4 +1,6 @@
-"""Event-accurate simulation of one training step of a pipeline: unequal stages, and time on the links."""
+"""Event-accurate simulation of one training step of a pipeline: unequal stages, and time on the
+links.
+"""
 
 import dataclasses
 from functools import cached_property
@@ -6,13 +8,25 @@ from functools import cached_property
 import numpy as np
 
 from cluster.record import ConfigError
-from kit.estimate.theory.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, PADDING, Array, Order
+from kit.estimate.theory.orders import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KINDS,
+    PADDING,
+    Array,
+    Order,
+)
 from kit.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """When each operation of an order runs. Arrays have the order's shape, (devices, operations), NaN in padding."""
+    """When each operation of an order runs.
+
+    Arrays have the order's shape, (devices, operations), NaN in padding.
+    """
 
     order: Order
     start_s: Array
@@ -35,7 +49,9 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the time of all devices in which they wait: bubble, links and unequal stages together."""
+        """Share of the time of all devices in which they wait: bubble, links and unequal stages
+        together.
+        """
         return float(self.idle_fraction.mean())
 
 
@@ -47,47 +63,70 @@ def simulate(
     backward_weight_s: Array | float,
     send_s: Array | float = 0.0,
 ) -> Simulation:
-    """Returns when each operation runs if every device starts it as soon as it is free and its input is there.
+    """Returns when each operation runs if every device starts it as soon as it is free and its
+    input is there.
 
     Args:
         order: what each device does, in order.
-        forward_s, backward_input_s, backward_weight_s: times of one micro-batch in each stage, shape (stages,), or one
-            number for all; a whole backward takes both of its parts together.
-        send_s: from the end of a stage to its neighbour's start where both are on different devices, shape
-            (stages - 1,) or one number; the links carry any number of messages at once, beside computation.
+        forward_s, backward_input_s, backward_weight_s: times of one micro-batch in each stage,
+            shape (stages,), or one number for all; a whole backward takes both of its parts
+            together.
+        send_s: from the end of a stage to its neighbour's start where both are on different
+            devices, shape (stages - 1,) or one number; the links carry any number of messages at
+            once, beside computation.
 
     Raises:
-        ConfigError: a time is negative or has another shape, or the order lacks an operation or waits for ever.
+        ConfigError: a time is negative or has another shape, or the order lacks an operation or
+            waits for ever.
     """
     forward, backward_input, backward_weight = (
         _times(name, value, order.num_stages)
-        for name, value in (("forward_s", forward_s), ("backward_input_s", backward_input_s),
-                            ("backward_weight_s", backward_weight_s))
-    )  # fmt: skip
+        for name, value in (
+            ("forward_s", forward_s),
+            ("backward_input_s", backward_input_s),
+            ("backward_weight_s", backward_weight_s),
+        )
+    )
     boundary = _times("send_s", send_s, order.num_stages - 1)
-    duration_by_kind = np.stack([forward, backward_input + backward_weight, backward_input, backward_weight])
+    duration_by_kind = np.stack(
+        [forward, backward_input + backward_weight, backward_input, backward_weight]
+    )
     needs, delay = _dependencies(order, boundary)
-    return Simulation(order=order, **_run(order, duration_by_kind[order.kind, order.stage], needs, delay))
+    return Simulation(
+        order=order, **_run(order, duration_by_kind[order.kind, order.stage], needs, delay)
+    )
 
 
-def simulate_plan(plan: Plan, *, num_microbatches: int | None = None, **times: Array | float) -> Simulation:
-    """Returns the simulation of a plan's schedule, of all its micro-batches or of so many; `times` as in `simulate`."""
-    count, schedule = num_microbatches or plan.num_microbatches, plan.schedule if plan.pipeline_parallel > 1 else "1f1b"
+def simulate_plan(
+    plan: Plan, *, num_microbatches: int | None = None, **times: Array | float
+) -> Simulation:
+    """Returns the simulation of a plan's schedule, of all its micro-batches or of so many;
+    `times` as in `simulate`.
+    """
+    count, schedule = (
+        num_microbatches or plan.num_microbatches,
+        plan.schedule if plan.pipeline_parallel > 1 else "1f1b",
+    )
     p, v = plan.pipeline_parallel, plan.virtual_stages
-    return simulate(Order.of(schedule, pipeline_parallel=p, num_microbatches=count, virtual_stages=v), **times)
+    return simulate(
+        Order.of(schedule, pipeline_parallel=p, num_microbatches=count, virtual_stages=v), **times
+    )
 
 
 def _times(name: str, value: Array | float, count: int) -> Array:
     array = np.asarray(value, dtype=float)
     if array.ndim and array.shape != (count,):
-        raise ConfigError(f"{name}: shape {array.shape} is not allowed. Give one number, or {count}.")
+        raise ConfigError(
+            f"{name}: shape {array.shape} is not allowed. Give one number, or {count}."
+        )
     if not (np.isfinite(array) & (array >= 0)).all():
         raise ConfigError(f"{name}: {value!r} is not allowed. Give seconds from 0.")
     return np.broadcast_to(array, count)
 
 
 def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
-    """Returns, of each operation, the flat index of the one whose result it needs, and the time from there to here.
+    """Returns, of each operation, the flat index of the one whose result it needs, and the time
+    from there to here.
 
     Index -1 is an operation that ended at 0 (nothing needed), -2 one that never ends (padding).
     """
@@ -103,42 +142,59 @@ def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
     between = np.where(order.device_of_stage[1:] != order.device_of_stage[:-1], boundary_s, 0.0)
     between = np.concatenate([[0.0], between, [0.0]])
     delay = np.select(
-        [kind == FORWARD, (kind == BACKWARD) | (kind == BACKWARD_INPUT)], [between[stage], between[stage + 1]], 0.0
+        [kind == FORWARD, (kind == BACKWARD) | (kind == BACKWARD_INPUT)],
+        [between[stage], between[stage + 1]],
+        0.0,
     )
     return needs, delay
 
 
 def _places(order: Order) -> Array:
-    """Returns the flat index of each operation, shape (kinds, stages, micro-batches), -1 where there is none.
+    """Returns the flat index of each operation, shape (kinds, stages, micro-batches), -1 where
+    there is none.
 
-    The whole backward and the backward for the input share a place, since what waits for either may go on.
+    The whole backward and the backward for the input share a place, since what waits for either may
+    go on.
     """
     place = np.full((len(KINDS), order.num_stages, order.num_microbatches), -1)
     work = np.flatnonzero(order.kind != PADDING)
-    kind, stage, micro_batch = (column.ravel()[work] for column in (order.kind, order.stage, order.micro_batch))
+    kind, stage, micro_batch = (
+        column.ravel()[work] for column in (order.kind, order.stage, order.micro_batch)
+    )
     split = np.zeros(place.shape[1:], dtype=bool)
     split[stage[kind == BACKWARD_INPUT], micro_batch[kind == BACKWARD_INPUT]] = True
     place[np.where(kind == BACKWARD_INPUT, BACKWARD, kind), stage, micro_batch] = work
     expected = 2 * split.size + split.sum()
-    missing = (place[FORWARD] < 0) | (place[BACKWARD] < 0) | ((place[BACKWARD_WEIGHT] >= 0) != split)
+    missing = (
+        (place[FORWARD] < 0) | (place[BACKWARD] < 0) | ((place[BACKWARD_WEIGHT] >= 0) != split)
+    )
     if missing.any() or len(work) != expected:
-        where = ", ".join(f"stage {s} micro-batch {b}" for s, b in np.argwhere(missing)[:3]) or "some is there twice"
+        where = (
+            ", ".join(f"stage {s} micro-batch {b}" for s, b in np.argwhere(missing)[:3])
+            or "some is there twice"
+        )
         raise ConfigError(
-            f"order {order.name!r}: {len(work)} operations, expected {expected}: one forward and one backward of each "
-            f"stage and micro-batch, the backward whole or in two parts ({where})."
+            f"order {order.name!r}: {len(work)} operations, expected {expected}: one forward and"
+            " one backward of each stage and micro-batch, the backward whole or in two parts"
+            f" ({where})."
         )
     return place
 
 
 def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[str, Array]:
-    """Returns start and end of all operations. Each sweep starts the next operation of every device that can go on."""
+    """Returns start and end of all operations.
+
+    Each sweep starts the next operation of every device that can go on.
+    """
     devices, width = order.kind.shape
     end = np.full(devices * width + 2, np.inf)
     end[-1] = 0.0
     start = np.full(devices * width, np.nan)
     # One column of padding more, on which a device that is done waits for ever.
     padded = ((0, 0), (0, 1))
-    needs, delay = (np.pad(a, padded, constant_values=value).ravel() for a, value in ((needs, -2), (delay, 0.0)))
+    needs, delay = (
+        np.pad(a, padded, constant_values=value).ravel() for a, value in ((needs, -2), (delay, 0.0))
+    )
     duration = duration_s.ravel()
     here, column = np.arange(devices) * (width + 1), np.arange(devices) * width
     free = np.zeros(devices)
@@ -158,8 +214,9 @@ def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[st
     if stuck.any():
         device, index = np.argwhere(stuck)[0]
         raise ConfigError(
-            f"order {order.name!r}: waits for ever. Device {device} stops before stage {order.stage[device, index]}, "
-            f"kind {KINDS[order.kind[device, index]]}, micro-batch {order.micro_batch[device, index]}: what that needs "
-            f"stands behind it on another device."
+            f"order {order.name!r}: waits for ever. Device {device} stops before stage"
+            f" {order.stage[device, index]}, kind {KINDS[order.kind[device, index]]}, micro-batch"
+            f" {order.micro_batch[device, index]}: what that needs stands behind it on another"
+            " device."
         )
     return {"start_s": start, "end_s": np.where(np.isinf(end), np.nan, end)}

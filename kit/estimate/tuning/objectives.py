@@ -1,4 +1,6 @@
-"""Objectives of a hyperparameter search: the rate that the estimator gives a layout, or that a real run reaches."""
+"""Objectives of a hyperparameter search: the rate that the estimator gives a layout, or that a
+real run reaches.
+"""
 
 import contextlib
 import dataclasses
@@ -26,14 +28,18 @@ FRONTIER_SPACE: dict[str, tuple] = {
     "zero_stage": (0, 1),
     "num_nodes": (12, 16),
 }
-"""Space of the 175B study, arXiv 2312.12705, section IV, as quoted elsewhere: not checked against the text itself."""
+"""Space of the 175B study, arXiv 2312.12705, section IV, as quoted elsewhere: not checked
+against the text itself."""
 
 
-def plan_of(parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None) -> Plan:
+def plan_of(
+    parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None
+) -> Plan:
     """Returns the plan on all devices of the nodes that a trial's parameters describe.
 
-    They are fields of Plan, the others being those of `base`, and `num_nodes` and `num_microbatches` (gradient
-    accumulation steps), 1 each unless given, from which data parallelism and global batch size follow.
+    They are fields of Plan, the others being those of `base`, and `num_nodes` and
+    `num_microbatches` (gradient accumulation steps), 1 each unless given, from which data
+    parallelism and global batch size follow.
 
     Raises:
         ConfigError: the devices do not divide, or a rule of Plan is broken.
@@ -45,12 +51,19 @@ def plan_of(parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan 
         raise ConfigError(f"plan: tensor x pipeline = {held} devices do not divide {devices}.")
     fields["data_parallel"] = devices // held
     count = fields.pop("num_microbatches", 1)
-    return Plan.from_dict({**fields, "global_batch_size": count * fields["micro_batch_size"] * fields["data_parallel"]})
+    return Plan.from_dict(
+        {
+            **fields,
+            "global_batch_size": count * fields["micro_batch_size"] * fields["data_parallel"],
+        }
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimatedRate:
-    """Objective on the estimator: modelled tokens per second and device; a layout at risk of its memory fails."""
+    """Objective on the estimator: modelled tokens per second and device; a layout at risk of its
+    memory fails.
+    """
 
     spec: ModelSpec
     machine: Machine
@@ -71,7 +84,9 @@ class EstimatedRate:
         return rate.item()
 
     def rates(self, space: Mapping[str, Sequence]) -> Array:
-        """Returns the objective on the whole grid of a space, one axis per parameter, NaN where it fails."""
+        """Returns the objective on the whole grid of a space, one axis per parameter, NaN where
+        it fails.
+        """
         plans: list[tuple[int, Plan]] = []
         for number, choice in enumerate(itertools.product(*space.values())):
             with contextlib.suppress(ConfigError):
@@ -90,16 +105,19 @@ class EstimatedRate:
 
     def _risk_and_rate(self, plans: list[Plan]) -> tuple[Array, Array]:
         layouts = Layouts.of(self.spec, plans)
-        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        risk = self.machine.memory(layouts).out_of_memory_probability(
+            float(self.machine.hardware.memory_bytes)
+        )
         return risk, self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredRate:
-    """Objective on real runs of the kit: tokens per second, median over the steps after the first `warm_up`.
+    """Objective on real runs of the kit: tokens per second, median over the steps after the first
+    `warm_up`.
 
-    Each trial is a run directory below `directory`, named by its parameters. One that has ended is not run again, and
-    one that outlived the search that started it is waited for.
+    Each trial is a run directory below `directory`, named by its parameters. One that has ended is
+    not run again, and one that outlived the search that started it is waited for.
     """
 
     spec: ModelSpec
@@ -122,7 +140,9 @@ class MeasuredRate:
         from kit.run import Run
 
         plan = plan_of(parameters, devices_per_node=self.num_devices, base=self.base)
-        directory = Path(self.directory) / "-".join(f"{name}_{value}" for name, value in sorted(parameters.items()))
+        directory = Path(self.directory) / "-".join(
+            f"{name}_{value}" for name, value in sorted(parameters.items())
+        )
         run = Run.open(directory) if (directory / "job.json").exists() else None
         if run is None or run.job.status().state is JobState.LOST:
             run = launch(directory, spec=self.spec, plan=plan, recipe=self.recipe, site=self.site)
@@ -135,5 +155,7 @@ class MeasuredRate:
             raise TrialFailure(f"{status.state}: {status.reason}")
         rates = run.metrics().tokens_per_s[self.warm_up :]
         if not rates.size:
-            raise TrialFailure(f"only {counted(len(run.metrics()), 'step')}, of which {self.warm_up} are warm-up")
+            raise TrialFailure(
+                f"only {counted(len(run.metrics()), 'step')}, of which {self.warm_up} are warm-up"
+            )
         return float(np.median(rates))

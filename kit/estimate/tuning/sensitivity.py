@@ -1,4 +1,6 @@
-"""What mattered in a hyperparameter search: each parameter's share of the variance, in a picture."""
+"""What mattered in a hyperparameter search: each parameter's share of the variance, in a
+picture.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,10 +30,14 @@ def sensitivity(trials: Trials) -> dict[str, float]:
     lowest = min((trial.value for trial in trials.trials if trial.value is not None), default=0.0)
     values = np.nan_to_num(trials.values, nan=lowest)
     if np.ptp(values) == 0:
-        raise RunError(f"{counted(len(values), 'trial')}, one value: nothing to explain. Make more.")
+        raise RunError(
+            f"{counted(len(values), 'trial')}, one value: nothing to explain. Make more."
+        )
     study, choices = optuna().create_study(direction="maximize"), trials.distributions()
     for index, value in zip(trials.indices(), values.tolist(), strict=True):
-        study.add_trial(optuna().trial.create_trial(params=index, distributions=choices, value=value))
+        study.add_trial(
+            optuna().trial.create_trial(params=index, distributions=choices, value=value)
+        )
     forest = optuna().importance.FanovaImportanceEvaluator(seed=trials.seed)
     shares = optuna().importance.get_param_importances(study, evaluator=forest)
     return {name: float(share) for name, share in shares.items()}
@@ -50,4 +56,6 @@ def sensitivity_figure(shares: Mapping[str, float]) -> tuple[Any, Rows]:
         axis.set(title="share of the variance, %", xlim=(0, 115 * max(shares.values())))
         axis.invert_yaxis()
         axis.grid(visible=False)
-    return figure, [{"parameter": name, "share of the variance": share} for name, share in shares.items()]
+    return figure, [
+        {"parameter": name, "share of the variance": share} for name, share in shares.items()
+    ]

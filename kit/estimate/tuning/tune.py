@@ -35,7 +35,9 @@ MALFORMED = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeErr
 
 
 class TrialFailure(Exception):
-    """Raised by an objective whose evaluation failed, with the reason: out of memory, does not divide, crashed."""
+    """Raised by an objective whose evaluation failed, with the reason: out of memory, does not
+    divide, crashed.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,9 @@ class Trials:
     @property
     def values(self) -> Array:
         """Value of each trial, NaN where it failed."""
-        return np.array([math.nan if trial.value is None else trial.value for trial in self.trials], dtype=float)
+        return np.array(
+            [math.nan if trial.value is None else trial.value for trial in self.trials], dtype=float
+        )
 
     @property
     def best_so_far(self) -> Array:
@@ -113,7 +117,8 @@ class Trials:
         if np.isnan(self.values).all():
             reasons = {trial.failure for trial in self.trials}
             raise RunError(
-                f"None of {counted(len(self.trials), 'trial')} succeeded ({'; '.join(map(str, list(reasons)[:3]))})."
+                f"None of {counted(len(self.trials), 'trial')} succeeded"
+                f" ({'; '.join(map(str, list(reasons)[:3]))})."
             )
         return self.trials[int(np.nanargmax(self.values))]
 
@@ -139,11 +144,13 @@ def tune(
     sampler: str = "optuna",
     storage: str | Path | None = None,
 ) -> Trials:
-    """Returns the trials of a search for the largest value of `objective`; no choice is evaluated twice.
+    """Returns the trials of a search for the largest value of `objective`; no choice is evaluated
+    twice.
 
-    A trial that raises TrialFailure, ConfigError, RunError, JobError or MemoryError, or whose value is not a finite
-    number, is kept as a failure, and the sampler learns to stay away. A proposal depends on the trials before it and
-    the seed only, so a search that was cut off goes on as if it had not been.
+    A trial that raises TrialFailure, ConfigError, RunError, JobError or MemoryError, or whose value
+    is not a finite number, is kept as a failure, and the sampler learns to stay away. A proposal
+    depends on the trials before it and the seed only, so a search that was cut off goes on as if it
+    had not been.
 
     Args:
         objective: of one choice per parameter, by name.
@@ -190,12 +197,16 @@ def _check(trials: Trials, num_trials: int) -> None:
     if num_trials < 1:
         raise ConfigError(f"num_trials: {num_trials} is not allowed. Give a whole number from 1.")
     if trials.sampler not in SAMPLERS:
-        raise ConfigError(f"sampler: {trials.sampler!r} is not known. {suggestion(trials.sampler, SAMPLERS)}")
+        raise ConfigError(
+            f"sampler: {trials.sampler!r} is not known. {suggestion(trials.sampler, SAMPLERS)}"
+        )
     if not trials.space:
         raise ConfigError("space: it has no parameters. Give at least one, with its choices.")
     for name, choices in trials.space.items():
         if not choices or len(set(choices)) < len(choices):
-            raise ConfigError(f"space.{name}: {choices} is not allowed. Give at least one choice, each once.")
+            raise ConfigError(
+                f"space.{name}: {choices} is not allowed. Give at least one choice, each once."
+            )
 
 
 def _journal(storage: Path) -> Any:
@@ -209,11 +220,16 @@ def _study(new: Trials, storage: str | Path | None) -> Any:
     if file is not None and file.exists() and file.stat().st_size:
         old = Trials.read(file)
         if dataclasses.replace(old, trials=()) != new:
-            raise ConfigError(f"{file} holds another search: {old.words}, not {new.words}. Use another file.")
+            raise ConfigError(
+                f"{file} holds another search: {old.words}, not {new.words}. Use another file."
+            )
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     return optuna().create_study(
-        study_name=new.words, storage=file and _journal(file), direction="maximize", load_if_exists=True
+        study_name=new.words,
+        storage=file and _journal(file),
+        direction="maximize",
+        load_if_exists=True,
     )
 
 
@@ -240,7 +256,9 @@ def _ask(study: Any, trials: Trials) -> Any:
 
 
 def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
-    """Returns of 64 random choices that farthest from all trials: the way out where all have failed."""
+    """Returns of 64 random choices that farthest from all trials: the way out where all have
+    failed.
+    """
     sizes = np.array([len(choices) for choices in trials.space.values()])
     drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))
     taken = np.array([list(index.values()) for index in trials.indices()])
@@ -258,8 +276,11 @@ def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | Non
     return (value, None) if math.isfinite(value) else (None, f"value {value}")
 
 
-def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | None = None) -> tuple[Any, Rows]:
-    """Returns a picture of a search: each trial's value, the best so far, failures below; and its table.
+def trials_figure(
+    trials: Trials, *, unit: str = "objective", control: Trials | None = None
+) -> tuple[Any, Rows]:
+    """Returns a picture of a search: each trial's value, the best so far, failures below; and its
+    table.
 
     The best so far of `control`, another search such as a random one, is drawn beside it.
 
@@ -269,7 +290,13 @@ def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | 
     values, best, highest = trials.values, trials.best_so_far, trials.best.value or 0.0
     top = float(np.nanmax(control.values, initial=highest)) if control else highest
     rows = [
-        {"trial": number, **trial.parameters, "value": trial.value, "best": best[number - 1], "failure": trial.failure}
+        {
+            "trial": number,
+            **trial.parameters,
+            "value": trial.value,
+            "best": best[number - 1],
+            "failure": trial.failure,
+        }
         for number, trial in enumerate(trials.trials, start=1)
     ]
     number = np.arange(1, len(values) + 1)
@@ -278,8 +305,15 @@ def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | 
         axis.plot(number, values, "o", color=BLUE, alpha=0.55, label="trial")
         axis.step(number, best, where="post", color=BLUE, label="best so far")
         if control is not None:
-            axis.step(np.arange(1, len(control.trials) + 1), control.best_so_far, where="post", color=GREY,
-                      linestyle=(0, (4, 2)), linewidth=1.2, label=f"best so far, {control.sampler} search")  # fmt: skip
+            axis.step(
+                np.arange(1, len(control.trials) + 1),
+                control.best_so_far,
+                where="post",
+                color=GREY,
+                linestyle=(0, (4, 2)),
+                linewidth=1.2,
+                label=f"best so far, {control.sampler} search",
+            )
         axis.set_title(f"{unit}, by trial ({trials.sampler})")
         axis.set_ylim(min(0.0, np.nanmin(values)), 1.12 * top)
         axis.legend(loc="lower right", frameon=True)

@@ -1,4 +1,6 @@
-"""The published machines as validation sees them: runs of each, and which of them are held out together. No torch."""
+"""The published machines as validation sees them: runs of each, and which of them are held out
+together. No torch.
+"""
 
 import dataclasses
 from collections.abc import Callable, Hashable
@@ -55,20 +57,37 @@ def _bridge(device: str) -> Choice:
     return lambda run: "Bridge" in run.source and run.device == device
 
 
-# What counts as one machine; recalled or second-hand numbers and one mis-configured run are left out.
+# What counts as one machine; recalled or second-hand numbers and one mis-configured run are left
+# out.
 MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
-    ("Selene", "Selene", lambda run: run.system == "Selene" and not run.source.startswith("MT-NLG"), _each),
+    (
+        "Selene",
+        "Selene",
+        lambda run: run.system == "Selene" and not run.source.startswith("MT-NLG"),
+        _each,
+    ),
     ("KAIST multi-node", "KAIST", lambda run: run.system == "KAIST A100 cluster", size_of),
     ("KAIST single node", "KAIST", lambda run: run.system == "KAIST A100 node", size_of),
     ("Aleph Alpha", "Aleph Alpha", lambda run: run.source.startswith("Aleph Alpha"), size_of),
-    ("Jean Zay", "Jean Zay", lambda run: run.system == "Jean Zay" and "prequel" in run.source, shape_of),
-    ("MI250X", "MI250X", lambda run: run.system in ("Frontier", "LUMI") and run.zero_stage < 3
-     and run.status != "derived", _each),
+    (
+        "Jean Zay",
+        "Jean Zay",
+        lambda run: run.system == "Jean Zay" and "prequel" in run.source,
+        shape_of,
+    ),
+    (
+        "MI250X",
+        "MI250X",
+        lambda run: (
+            run.system in ("Frontier", "LUMI") and run.zero_stage < 3 and run.status != "derived"
+        ),
+        _each,
+    ),
     ("trn1", "trn1", lambda run: run.system == "trn1.32xlarge", _layout),
     ("H100", "Bridge", _bridge("H100"), shape_of),
     ("GB200", "Bridge", _bridge("GB200"), shape_of),
     ("GB300", "Bridge", _bridge("GB300"), shape_of),
-)  # fmt: skip
+)
 
 
 def machines() -> dict[str, Machine]:
@@ -83,4 +102,6 @@ def machines() -> dict[str, Machine]:
 
 def population_without(all_machines: dict[str, Machine], family: str | None) -> Prior:
     """Returns the population of all machines but those of one family."""
-    return fitting.population([machine.small() for machine in all_machines.values() if machine.family != family])
+    return fitting.population(
+        [machine.small() for machine in all_machines.values() if machine.family != family]
+    )

@@ -16,7 +16,9 @@ from kit.show.results import Row, row
 
 
 def readings(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns the error on measured bytes per device, two numbers fitted, a model shape held out."""
+    """Returns the error on measured bytes per device, two numbers fitted, a model shape held
+    out.
+    """
     if len(runs) < 3:
         return []
     layouts, measured = memory_layouts(runs), np.array([run.memory_bytes for run in runs])
@@ -25,7 +27,9 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
     shape = np.array([f"{run.spec.num_layers} x {run.spec.hidden_size}" for run in runs])
 
     def used(train: Array) -> Array:
-        fitted = fit_reserve(state[train], dynamic[train], measured[train], start=MONITOR_RESERVE, source="")
+        fitted = fit_reserve(
+            state[train], dynamic[train], measured[train], start=MONITOR_RESERVE, source=""
+        )
         return fitted.used_bytes(state, dynamic)
 
     error = np.abs(without_group(shape, used) / measured - 1)
@@ -35,7 +39,9 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
     name = f"Memory: readings, a shape held out ({len(runs)})"
     return [
         row(name, float(error.mean()), "fraction", at_most=0.05, note=note),
-        row("Memory: readings, fitted on all", everywhere, "fraction", note="floor of the 2 numbers"),
+        row(
+            "Memory: readings, fitted on all", everywhere, "fraction", note="floor of the 2 numbers"
+        ),
     ]
 
 
@@ -46,7 +52,10 @@ def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
     sum with bf16.
     """
     layouts = published.layouts(runs)
-    wide = [6.0 if run.precision == "bf16" and run.source.startswith("bigscience") else 2.0 for run in runs]
+    wide = [
+        6.0 if run.precision == "bf16" and run.source.startswith("bigscience") else 2.0
+        for run in runs
+    ]
     return dataclasses.replace(layouts, gradient_bytes=np.array(wide))
 
 

@@ -1,8 +1,9 @@
-"""Validation as a command: the estimator's error on published runs, with whole groups held out. No torch.
+"""Validation as a command: the estimator's error on published runs, with whole groups held out. No
+torch.
 
-For each machine the prior is the population of all other machines, so that nothing of a machine is known beforehand;
-its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it;
-`make validate` adds machines never met, memory, and how good the choices are.
+For each machine the prior is the population of all other machines, so that nothing of a machine is
+known beforehand; its own rows outside the held-out group are fitted, the group is scored. `kit
+validate` prints it; `make validate` adds machines never met, memory, and how good the choices are.
 """
 
 import os
@@ -20,27 +21,34 @@ SELENE_FITTED = ("factor",)
 
 
 def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[Array, Array]:
-    """Returns (relative error, ln half-width of its 90 % interval) of each row, its group not fitted."""
+    """Returns (relative error, ln half-width of its 90 % interval) of each row, its group not
+    fitted.
+    """
     rows, error, half = machine.rows, np.empty(len(machine.rows)), np.empty(len(machine.rows))
     labels = {group: i for i, group in enumerate(dict.fromkeys(machine.groups))}
     group = np.array([labels[each] for each in machine.groups])
     for i in range(len(labels)):
         test = rows.select(group == i)
         found = fitting.fit(rows.select(group != i), prior, stacks=stacks)
-        centre, variance = interval.spread(test.layouts, test.hardware, found.values, found.covariance)
+        centre, variance = interval.spread(
+            test.layouts, test.hardware, found.values, found.covariance
+        )
         if stacks:
             factors = np.append(found.stack_factors, np.zeros(int(rows.stack.max()) + 1))
             centre = centre + factors[test.stack]
         error[group == i] = np.exp(centre) / test.seconds - 1
         misfit = interval.SCALES.misfit_after(found.left_out_error, found.left_out_variance)
-        half[group == i] = interval.SCALES.half_width(variance, misfit, np.zeros(len(test)), len(rows) - len(test))
+        half[group == i] = interval.SCALES.half_width(
+            variance, misfit, np.zeros(len(test)), len(rows) - len(test)
+        )
     return error, half
 
 
 def validate(
     rows_csv: str | os.PathLike[str] | None = None, calibrate: int | None = None, seed: int = 0
 ) -> tuple[Row, ...]:
-    """Returns the table of errors on published runs, groups held out, or on a CSV with their columns (`validate_rows`).
+    """Returns the table of errors on published runs, groups held out, or on a CSV with their
+    columns (`validate_rows`).
 
     Raises:
         ConfigError: the CSV cannot be read or holds no measured run.
@@ -61,13 +69,17 @@ LIMITS = {
     "Selene": ("Selene, each row held out", 0.035),
     "KAIST multi-node": ("vTrain multi-node, model size held out", 0.07),
     "KAIST single node": ("vTrain single node, hidden size held out", 0.15),
-    "Aleph Alpha": ("Aleph Alpha, model size held out", 0.065), "Jean Zay": ("BLOOM, shape held out", 0.06),
-    "MI250X": ("MI250X, each row held out", 0.07), "trn1": ("trn1, layout held out", 0.15),
-}  # fmt: skip
+    "Aleph Alpha": ("Aleph Alpha, model size held out", 0.065),
+    "Jean Zay": ("BLOOM, shape held out", 0.06),
+    "MI250X": ("MI250X, each row held out", 0.07),
+    "trn1": ("trn1, layout held out", 0.15),
+}
 
 
 def predictions() -> dict[str, tuple[Array, Array]]:
-    """Returns (measured, predicted) seconds per step of every published run by machine, its own group not fitted."""
+    """Returns (measured, predicted) seconds per step of every published run by machine, its own
+    group not fitted.
+    """
     everything = machines()
     found = {}
     for name, machine in everything.items():
@@ -91,7 +103,10 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
         numbers = f"{len(SELENE_FITTED)} number fitted ({', '.join(SELENE_FITTED)})"
     elif machine.name == "MI250X":
         numbers += f", and {stacks} factors of software stacks"
-    note = f"{len(off)} rows, {len(set(machine.groups))} groups; median {np.median(off):.1%}, worst {off.max():.0%}"
+    note = (
+        f"{len(off)} rows, {len(set(machine.groups))} groups; median {np.median(off):.1%}, worst"
+        f" {off.max():.0%}"
+    )
     note += f"; {numbers}"
     rows = [row(f"{title}: mean error", float(off.mean()), "fraction", at_most=limit, note=note)]
     if machine.name == "Selene":
@@ -101,9 +116,19 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
     if machine.name == "MI250X":
         paper = [i for i, run in enumerate(machine.runs) if run.source.startswith("Dash")]
         inside = [abs(np.log1p(error[i])) <= half[i] for i in paper]
-        text = ", ".join(f"{machine.runs[i].spec.name} on {machine.runs[i].num_devices} {error[i]:+.0%}" for i in paper)
-        rows.append(row("Frontier paper's rows inside the interval", float(np.mean(inside)), "fraction", at_least=1.0,
-                        note=text))  # fmt: skip
+        text = ", ".join(
+            f"{machine.runs[i].spec.name} on {machine.runs[i].num_devices} {error[i]:+.0%}"
+            for i in paper
+        )
+        rows.append(
+            row(
+                "Frontier paper's rows inside the interval",
+                float(np.mean(inside)),
+                "fraction",
+                at_least=1.0,
+                note=text,
+            )
+        )
     return rows
 
 

@@ -1,7 +1,8 @@
 """What the open source of NxD imports and nobody can install outside AWS's index: found, but empty.
 
-NxD imports the closed packages for kernels and compilers that training on the CPU never calls, and for three facts that
-it does use: the platform, the size of a host, and which ranks pass to which. Those are given here.
+NxD imports the closed packages for kernels and compilers that training on the CPU never calls, and
+for three facts that it does use: the platform, the size of a host, and which ranks pass to which.
+Those are given here.
 """
 
 import importlib.abc
@@ -13,7 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "neuronx_distributed_inference")
+CLOSED = (
+    "torch_neuronx",
+    "libneuronxla",
+    "neuronxcc",
+    "nki",
+    "nkilib",
+    "neuronx_distributed_inference",
+)
 ABSENT = "libneuronxla.libneuronpjrt_path"
 """By its being there Torch-XLA takes a machine for a Neuron host."""
 PLATFORM = "NXD_PLATFORM"
@@ -22,7 +30,9 @@ PATCHED = ("torch_xla.core.xla_env_vars", "torch_xla.core.xla_model", "torch_xla
 
 
 def installed() -> dict[str, str]:
-    """Returns what shall count as installed, and its versions: NxD, where its source is on the path, says its own."""
+    """Returns what shall count as installed, and its versions: NxD, where its source is on the
+    path, says its own.
+    """
     spec = importlib.machinery.PathFinder.find_spec("neuronx_distributed")
     found = {"torch_neuronx": "2.9.0.2.12.22436"}
     if spec is not None and spec.origin is not None:
@@ -32,9 +42,13 @@ def installed() -> dict[str, str]:
 
 
 class ClosedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the closed packages and their modules, whatever their names, and distributions of those that are asked."""
+    """Finds the closed packages and their modules, whatever their names, and distributions of
+    those that are asked.
+    """
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname in PATCHED:
             spec = importlib.machinery.PathFinder.find_spec(fullname, path)
             if spec is not None:
@@ -96,13 +110,19 @@ class EmptyModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = EmptyClass(name, (Nothing,), {}) if name[0].isupper() and not name.isupper() else Nothing()
+        made = (
+            EmptyClass(name, (Nothing,), {})
+            if name[0].isupper() and not name.isupper()
+            else Nothing()
+        )
         setattr(self, name, made)
         return made
 
 
 class Nothing:
-    """Stands for a kernel, a decorator or a constant: it gives another of its kind, or what it decorates."""
+    """Stands for a kernel, a decorator or a constant: it gives another of its kind, or what it
+    decorates.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -135,11 +155,15 @@ class EmptyClass(type):
 
 
 class SourcesAndTargets:
-    """Who passes to whom in a ring: a fact of torch_neuronx's private kernels that NxD's groups ask for."""
+    """Who passes to whom in a ring: a fact of torch_neuronx's private kernels that NxD's groups
+    ask for.
+    """
 
     def __init__(self, *, replica_groups: list[list[int]]) -> None:
         self.rank_src_tgt_pairs = {
-            rank: list(zip(group, [*group[1:], group[0]], strict=True)) for group in replica_groups for rank in group
+            rank: list(zip(group, [*group[1:], group[0]], strict=True))
+            for group in replica_groups
+            for rank in group
         }
 
 
@@ -157,6 +181,9 @@ def _register_device_class() -> None:
 
 FACTS: dict[str, dict[str, Any]] = {
     "torch_neuronx.utils": {"get_platform_target": platform},
-    "torch_neuronx.utils.utils": {"get_platform_target": platform, "SUPPORTED_TYPES": ["trn1", "trn2", "inf2"]},
+    "torch_neuronx.utils.utils": {
+        "get_platform_target": platform,
+        "SUPPORTED_TYPES": ["trn1", "trn2", "inf2"],
+    },
     "neuronxcc.nki._pre_prod_kernels.collectives": {"CollectivesConfig": SourcesAndTargets},
 }

@@ -1,12 +1,14 @@
 """XLA's collectives between processes that have a CPU device each: over the host, by gloo.
 
-Every process of Torch-XLA on CPUs is a world of its own, so what `xla_model` and `runtime` say of the world, and the
-collectives of `xla_model`, are replaced. Sums of bf16 are made in fp32 and rounded once.
+Every process of Torch-XLA on CPUs is a world of its own, so what `xla_model` and `runtime` say of
+the world, and the collectives of `xla_model`, are replaced. Sums of bf16 are made in fp32 and
+rounded once.
 
-On a device a collective is a node of the step's one graph. Here it ends a graph, and must end it for all tensors: one
-read alone is computed by a graph of its own, and Torch-XLA 2.9 tells graphs apart by a hash that does not see which of
-several inputs of one shape an operation takes (github.com/pytorch/xla/issues/8353). So two weights of one shape, read
-while the gradient norm is still to be computed, are both updated by the first one's gradient.
+On a device a collective is a node of the step's one graph. Here it ends a graph, and must end it
+for all tensors: one read alone is computed by a graph of its own, and Torch-XLA 2.9 tells graphs
+apart by a hash that does not see which of several inputs of one shape an operation takes
+(github.com/pytorch/xla/issues/8353). So two weights of one shape, read while the gradient norm is
+still to be computed, are both updated by the first one's gradient.
 """
 
 import datetime
@@ -43,20 +45,25 @@ def local_world_size() -> int:
 def members(groups: Groups) -> tuple[int, ...]:
     """Returns the ranks of this rank's group, in order; without groups, all ranks.
 
-    With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names the first group alone: the others have as many neighbours each.
+    With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names the first group alone: the others have as many
+    neighbours each.
     """
     if not groups:
         return tuple(range(world_size()))
     for group in groups:
         if rank() in group:
             return tuple(group)
-    assert len(groups) == 1 and groups[0] == list(range(len(groups[0]))), f"rank {rank()} is in none of {groups}"
+    assert len(groups) == 1 and groups[0] == list(range(len(groups[0]))), (
+        f"rank {rank()} is in none of {groups}"
+    )
     first = rank() - rank() % len(groups[0])
     return tuple(range(first, first + len(groups[0])))
 
 
 def gloo(ranks: tuple[int, ...]) -> Any:
-    """Returns the process group of these ranks, which are in it alone: others need not know of it."""
+    """Returns the process group of these ranks, which are in it alone: others need not know of
+    it.
+    """
     if ranks not in _made:
         name = "over-gloo-" + "-".join(map(str, ranks))
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -74,7 +81,11 @@ def total(reduce_type: str, tensor: Tensor, groups: Groups, scale: float) -> Ten
     """Returns the sum, minimum or maximum over the group, on the host."""
     ranks, value = members(groups), on_host(tensor)
     options = dist.AllreduceOptions()
-    options.reduceOp = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[reduce_type]
+    options.reduceOp = {
+        "sum": dist.ReduceOp.SUM,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+    }[reduce_type]
     if len(ranks) > 1:
         gloo(ranks).allreduce([value], options).wait()
     return value if scale == 1 else value * scale
@@ -85,7 +96,9 @@ def back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def listed(one: Callable[[Tensor], Tensor], given: Any, output: Any) -> Any:
-    """Returns `one` of a tensor, or of each of a list; written into `output`, where there is one."""
+    """Returns `one` of a tensor, or of each of a list; written into `output`, where there is
+    one.
+    """
     many = isinstance(given, list | tuple)
     torch_xla.sync()  # before any is read: see the top
     made = [one(tensor) for tensor in (given if many else [given])]
@@ -99,15 +112,26 @@ def listed(one: Callable[[Tensor], Tensor], given: Any, output: Any) -> Any:
 
 
 def all_reduce(
-    reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
+    reduce_type: str,
+    inputs: Any,
+    scale: float = 1.0,
+    groups: Groups = None,
+    pin_layout: bool = True,
 ) -> Any:
     """A tensor gives a new one; a list is changed in place."""
     is_list = not isinstance(inputs, Tensor)
-    return listed(lambda t: back(total(reduce_type, t, groups, scale), t), inputs, inputs if is_list else None)
+    return listed(
+        lambda t: back(total(reduce_type, t, groups, scale), t), inputs, inputs if is_list else None
+    )
 
 
 def all_gather(
-    value: Any, dim: int = 0, groups: Groups = None, output: Any = None, pin_layout: bool = True, **ignored: Any
+    value: Any,
+    dim: int = 0,
+    groups: Groups = None,
+    output: Any = None,
+    pin_layout: bool = True,
+    **ignored: Any,
 ) -> Any:
     ranks = members(groups)
 
@@ -122,14 +146,23 @@ def all_gather(
 
 
 def reduce_scatter(
-    reduce_type: str, input: Any, scale: float, scatter_dim: int, shard_count: int, groups: Groups = None,
-    output: Any = None, pin_layout: bool = True, **ignored: Any,
-) -> Any:  # fmt: skip
+    reduce_type: str,
+    input: Any,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Any = None,
+    pin_layout: bool = True,
+    **ignored: Any,
+) -> Any:
     ranks = members(groups)
     assert shard_count == len(ranks), f"{shard_count} parts for {len(ranks)} ranks"
 
     def one(tensor: Tensor) -> Tensor:
-        assert tensor.shape[scatter_dim] % shard_count == 0, f"{tuple(tensor.shape)} over {shard_count} ranks"
+        assert tensor.shape[scatter_dim] % shard_count == 0, (
+            f"{tuple(tensor.shape)} over {shard_count} ranks"
+        )
         parts = total(reduce_type, tensor, groups, scale).chunk(shard_count, scatter_dim)
         return back(parts[ranks.index(rank())].contiguous(), tensor)
 
@@ -143,9 +176,15 @@ def all_gather_bucketized(
 
 
 def reduce_scatter_bucketized(
-    reduce_type: str, input_list: Any, scale: float, scatter_dim: int, shard_count: int, groups: Groups = None,
-    output: Any = None, **ignored: Any,
-) -> Any:  # fmt: skip
+    reduce_type: str,
+    input_list: Any,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Any = None,
+    **ignored: Any,
+) -> Any:
     return reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
 
 
@@ -160,7 +199,9 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Any = None) -> list[byt
 def replacements(module: str) -> dict[str, Any]:
     """Returns what takes the place of names in a module of Torch-XLA."""
     if module == "torch_xla.core.xla_env_vars":
-        return {"HOST_WORLD_SIZE": "HOST_WORLD_SIZE"}  # the name of the variable that says how many hosts there are
+        return {
+            "HOST_WORLD_SIZE": "HOST_WORLD_SIZE"
+        }  # the name of the variable that says how many hosts there are
     if module == "torch_xla.runtime":
         return {
             "world_size": world_size,
@@ -169,5 +210,12 @@ def replacements(module: str) -> dict[str, Any]:
             "local_ordinal": local_rank,
             "local_process_count": local_world_size,
         }
-    moved = (all_reduce, all_gather, reduce_scatter, all_gather_bucketized, reduce_scatter_bucketized, rendezvous)
+    moved = (
+        all_reduce,
+        all_gather,
+        reduce_scatter,
+        all_gather_bucketized,
+        reduce_scatter_bucketized,
+        rendezvous,
+    )
     return {function.__name__: function for function in moved}

@@ -1,4 +1,6 @@
-"""Runs where NxD's source is on the path, as `make test-nxd` puts it there; elsewhere nothing here is collected."""
+"""Runs where NxD's source is on the path, as `make test-nxd` puts it there; elsewhere nothing
+here is collected.
+"""
 
 import os
 import sys
@@ -22,9 +24,15 @@ def imported() -> None:
 def mha() -> ModelSpec:
     """As in HLAT's 7B, every query head has a key/value head."""
     return ModelSpec.llama(
-        name="tiny-mha", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_hidden_size=64, vocab_size=128,
+        name="tiny-mha",
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=4,
+        ffn_hidden_size=64,
+        vocab_size=128,
         sequence_length=16,
-    )  # fmt: skip
+    )
 
 
 def start_xla() -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints that NxD itself writes: of the step of the save, on a disk as slow as may be; resumed, and imported."""
+"""Checkpoints that NxD itself writes: of the step of the save, on a disk as slow as may be;
+resumed, and imported.
+"""
 
 import threading
 from pathlib import Path
@@ -28,13 +30,23 @@ SAVED = {
 
 
 def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
-    return {"step": step, "samples": step * BATCH, "tokens": step * BATCH * spec.sequence_length, "seed": 1234,
-            "spec": spec, "plan": plan}  # fmt: skip
+    return {
+        "step": step,
+        "samples": step * BATCH,
+        "tokens": step * BATCH * spec.sequence_length,
+        "seed": 1234,
+        "spec": spec,
+        "plan": plan,
+    }
 
 
 def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains three steps, saves, and returns what three more give, which end before the disk has written anything."""
-    from neuronx_distributed.trainer import checkpoint_storage  # pyright: ignore[reportMissingImports]
+    """Trains three steps, saves, and returns what three more give, which end before the disk has
+    written anything.
+    """
+    from neuronx_distributed.trainer import (
+        checkpoint_storage,
+    )  # pyright: ignore[reportMissingImports]
 
     storage, trained = checkpoint_storage.FilesysCheckpointStorage, threading.Event()
     write = storage.save_object
@@ -45,7 +57,9 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
     storage.save_object = write_late
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints = NxdCheckpoints(
+        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
+    )
     mine = batches(spec, plan, engine.data_rank)[:6]
     for samples in mine[:3]:
         engine.train_step(samples, 1e-3)
@@ -58,19 +72,30 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(3)
-    return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[3:6]]
+    NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(
+        3
+    )
+    return [
+        engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[3:6]
+    ]
 
 
 @pytest.mark.parametrize("recipe", SAVED)
 def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
-    spec, plan = mha.replace(num_kv_heads=4 if recipe == "7B" else 2), make_plan(SAVED[recipe], "neuron")
-    expected = run_ranks(2, save_on_a_slow_disk, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla)
+    spec, plan = (
+        mha.replace(num_kv_heads=4 if recipe == "7B" else 2),
+        make_plan(SAVED[recipe], "neuron"),
+    )
+    expected = run_ranks(
+        2, save_on_a_slow_disk, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla
+    )
     for file in (tmp_path / "step_00000003" / "optim").glob("*.pt"):
         assert saved_steps(torch.load(file, weights_only=False)) == {3}, file
     manifest = Checkpoints(tmp_path).manifest(3)
     Checkpoints(tmp_path).verify(manifest, manifest.files)
-    assert run_ranks(2, resume, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla) == expected
+    assert (
+        run_ranks(2, resume, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla) == expected
+    )
 
 
 def saved_steps(state: dict) -> set[int]:
@@ -83,11 +108,15 @@ def save_initial(spec: ModelSpec, plan: Plan, folder: Path, use_xser: bool) -> N
     import neuronx_distributed  # pyright: ignore[reportMissingImports]
 
     model = build(spec, plan).model
-    neuronx_distributed.save_checkpoint(checkpoint_dir_str=str(folder), tag="first", model=model, use_xser=use_xser)
+    neuronx_distributed.save_checkpoint(
+        checkpoint_dir_str=str(folder), tag="first", model=model, use_xser=use_xser
+    )
 
 
 def save_as_the_converter(folder: Path) -> None:
-    """Writes shards as AWS's converter does with --save_xser: tensors in memory, which stay in the file."""
+    """Writes shards as AWS's converter does with --save_xser: tensors in memory, which stay in
+    the file.
+    """
     import torch_xla.utils.serialization as xser  # pyright: ignore[reportMissingImports]
 
     for file in folder.glob("*.pt"):
@@ -98,9 +127,23 @@ def save_as_the_converter(folder: Path) -> None:
 @pytest.mark.parametrize(("num_kv_heads", "tensor", "pipeline"), [(4, 2, 1), (2, 2, 2), (1, 2, 1)])
 def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_path):
     spec = mha.replace(num_kv_heads=num_kv_heads)
-    plan = make_plan({"tensor_parallel": tensor, "pipeline_parallel": pipeline, "zero_stage": 1}, "neuron")
-    run_ranks(plan.num_devices, save_initial, spec, plan, tmp_path, use_xser, timeout_s=LIMIT_S, start=start_xla)
-    folder, expected = tmp_path / "first" / "model", build_decoder(spec, seed=RECIPE.seed).state_dict()
+    plan = make_plan(
+        {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "zero_stage": 1}, "neuron"
+    )
+    run_ranks(
+        plan.num_devices,
+        save_initial,
+        spec,
+        plan,
+        tmp_path,
+        use_xser,
+        timeout_s=LIMIT_S,
+        start=start_xla,
+    )
+    folder, expected = (
+        tmp_path / "first" / "model",
+        build_decoder(spec, seed=RECIPE.seed).state_dict(),
+    )
 
     def is_whole() -> bool:
         found = import_nxd(folder, spec).decoder().state_dict()

@@ -1,4 +1,6 @@
-"""Collectives of the test end a graph where a device's do not; that must not change what they carry."""
+"""Collectives of the test end a graph where a device's do not; that must not change what they
+carry.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ pytestmark = pytest.mark.neuron
 
 
 def gather_unfinished() -> list[float]:
-    """Returns what a gathering makes of two tensors whose graphs Torch-XLA takes for the same one."""
+    """Returns what a gathering makes of two tensors whose graphs Torch-XLA takes for the same
+    one.
+    """
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
 

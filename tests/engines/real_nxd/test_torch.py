@@ -11,7 +11,7 @@ def test_is_as_recorded():
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]  # makes groups
 
     has, recorded = inventory(list(record()["lacks"])), record()["torch"] | record()["torch_xla"]
-    assert {module: set(names) & set(has[module]) for module, names in record()["lacks"].items()} == {
-        module: set() for module in record()["lacks"]
-    }
+    assert {
+        module: set(names) & set(has[module]) for module, names in record()["lacks"].items()
+    } == {module: set() for module in record()["lacks"]}
     assert signatures(set(recorded)) == recorded

@@ -1,4 +1,6 @@
-"""Both recipes of HLAT in miniature train on NxD as the native engine does on one process, in fp32 and in bf16."""
+"""Both recipes of HLAT in miniature train on NxD as the native engine does on one process, in
+fp32 and in bf16.
+"""
 
 import functools
 import os
@@ -31,20 +33,27 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "70B: DP2": (SHARED, {**ZERO, "data_parallel": 2}),
     "70B: TP2, sequence parallel": (SHARED, {**SP2, **ZERO}),
     "70B: TP2 x PP2, recompute selective": (
-        SHARED, {**ZERO, "tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "selective"}),
+        SHARED,
+        {**ZERO, "tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "selective"},
+    ),
     "70B: TP2 x PP2, sequence parallel, recompute full": (
-        SHARED, {**ZERO, **SP2, "pipeline_parallel": 2, "recompute": "full"}),
+        SHARED,
+        {**ZERO, **SP2, "pipeline_parallel": 2, "recompute": "full"},
+    ),
     "copied heads: TP2": (ONE, {"tensor_parallel": 2}),
     "70B: TP2, sequence parallel, copied heads": (ONE, {**SP2, **ZERO}),
     "70B: TP8, sequence parallel, four copies": (SHARED, {**SP2, **ZERO, "tensor_parallel": 8}),
-}  # fmt: skip
-"""Key/value heads for the query heads, four or one on each tensor rank, and what the plan changes."""
+}
+"""Key/value heads for the query heads, four or one on each tensor rank, and what the plan
+changes."""
 
 
 @functools.cache
 def native(spec: ModelSpec, precision: str) -> Trained:
     """Returns what the native engine says on one process."""
-    return run_ranks(1, train, spec, make_plan({"precision": precision}), RECIPE.replace(num_steps=STEPS))[0]
+    return run_ranks(
+        1, train, spec, make_plan({"precision": precision}), RECIPE.replace(num_steps=STEPS)
+    )[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,9 +61,13 @@ def native(spec: ModelSpec, precision: str) -> Trained:
 def test_trains_as_the_native_engine(layout, precision, mha, record_property):
     num_kv_heads, changes = LAYOUTS[layout]
     plan = make_plan({**changes, "precision": precision}, "neuron")
-    spec = mha.replace(num_kv_heads=num_kv_heads, num_heads=max(mha.num_heads, plan.tensor_parallel))
+    spec = mha.replace(
+        num_kv_heads=num_kv_heads, num_heads=max(mha.num_heads, plan.tensor_parallel)
+    )
     recipe = RECIPE.replace(num_steps=STEPS)
-    said = run_ranks(plan.num_devices, train, spec, plan, recipe, timeout_s=LIMIT_S, start=start_xla)
+    said = run_ranks(
+        plan.num_devices, train, spec, plan, recipe, timeout_s=LIMIT_S, start=start_xla
+    )
     found = differences(said, native(spec, precision))
     record_property("differences", found)
     print(f"\n| {layout} | {precision} | {found['loss']:.0e} | {found['grad_norm']:.0e} |")
@@ -80,7 +93,9 @@ def test_grouped_heads_are_refused_where_nxd_makes_no_layer_of_them(mha):
     [[ours, theirs]] = run_ranks(
         1, build_on_trn3, mha.replace(num_kv_heads=2), make_plan({}, "neuron"), start=start_xla
     )
-    assert ours.startswith("spec.num_kv_heads: 2 for num_heads 4 on engine 'neuron' is not allowed on 'trn3'")
+    assert ours.startswith(
+        "spec.num_kv_heads: 2 for num_heads 4 on engine 'neuron' is not allowed on 'trn3'"
+    )
     assert theirs == "Configure kv weight initialization as per hw architecture"
 
 
@@ -94,12 +109,19 @@ def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_four_tensor_ranks_learn_a_batch(zero_stage, mha):
-    """As the native engine does, where there are fp32 weights; where there are none, as one process without them."""
+    """As the native engine does, where there are fp32 weights; where there are none, as one
+    process without them.
+    """
     changes = {**SP2, "tensor_parallel": 4, "precision": "bf16", "zero_stage": zero_stage}
     alone = make_plan({"precision": "bf16"}, "native" if zero_stage else "neuron")
     start = {} if zero_stage else {"start": start_xla}
     [(_, expected)] = run_ranks(1, repeat_one_batch, mha, alone, timeout_s=LIMIT_S, **start)
-    found = run_ranks(4, repeat_one_batch, mha, make_plan(changes, "neuron"), timeout_s=LIMIT_S, start=start_xla)
+    found = run_ranks(
+        4, repeat_one_batch, mha, make_plan(changes, "neuron"), timeout_s=LIMIT_S, start=start_xla
+    )
     first, last = found[0]
-    print(f"\n| {alone.engine} alone {expected:.4f} | TP4, ZeRO {zero_stage}: {first:.4f} to {last:.4f} |")
+    print(
+        f"\n| {alone.engine} alone {expected:.4f} | TP4, ZeRO {zero_stage}: {first:.4f} to"
+        f" {last:.4f} |"
+    )
     assert last <= 1.005 * expected and last < 0.6 * first

@@ -1,1 +1,3 @@
-"""The planner's exams: `make validate` prints how far its estimates are from what others measured."""
+"""The planner's exams: `make validate` prints how far its estimates are from what others
+measured.
+"""

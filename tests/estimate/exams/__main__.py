@@ -1,4 +1,6 @@
-"""`python -m tests.estimate.exams`: the whole table, kept in results/, and the picture of machines never met."""
+"""`python -m tests.estimate.exams`: the whole table, kept in results/, and the picture of
+machines never met.
+"""
 
 import io
 

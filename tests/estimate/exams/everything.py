@@ -15,12 +15,16 @@ from tests.estimate.exams.search import search_exam
 
 
 def everything() -> tuple[Row, ...]:
-    """Returns the error of step times, of machines never met, of choices and of memory, and the search's speed."""
+    """Returns the error of step times, of machines never met, of choices and of memory, and the
+    search's speed.
+    """
     return (*validate(), *new_machine(machines()), *regrets(), *memory_exam(), *search_exam())
 
 
 def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
-    """Returns (how much slower the predicted best is than the measured best, averaged over groups, their number)."""
+    """Returns (how much slower the predicted best is than the measured best, averaged over
+    groups, their number).
+    """
     lost = []
     keys = [group(run) for run in runs]
     for key in dict.fromkeys(keys):
@@ -37,7 +41,10 @@ def regrets() -> list[Row]:
     known, predicted, rows = machines(), predictions(), []
     for name, group in (
         ("KAIST multi-node", size_of),
-        ("Aleph Alpha", lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length)),
+        (
+            "Aleph Alpha",
+            lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length),
+        ),
     ):
         lost, count = regret(known[name].runs, predicted[name][1], group)
         note = f"{count} groups; predictions with the model size held out"

@@ -1,4 +1,6 @@
-"""The memory model against published measurements: readings in GB, out-of-memory labels, allocator logs, a paper."""
+"""The memory model against published measurements: readings in GB, out-of-memory labels,
+allocator logs, a paper.
+"""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -28,8 +30,9 @@ A100_BYTES = 80 * GIB
 # How far, in ln, a number may believably be from where the fit starts.
 RESERVE_SPREAD = {"factor": 0.15, "extra_bytes": 0.4, "sharpness": 0.3}
 KERNEL_SPREAD = {"logit_bytes": 0.25, "score_bytes": 0.7}
-# Figure 1 of arXiv 2205.05198, GiB per device: (model, heads, layers, hidden, TP, PP, v, micro-batch, batch,
-# weights and optimizer averaged over devices, activations of the first), sequence parallel, selective recomputation.
+# Figure 1 of arXiv 2205.05198, GiB per device: (model, heads, layers, hidden, TP, PP, v,
+# micro-batch, batch, weights and optimizer averaged over devices, activations of the first),
+# sequence parallel, selective recomputation.
 KORTHIKANTI = (
     ("22B", 64, 48, 6144, 8, 1, 1, 4, 4, 45.56, 9.56),
     ("175B", 96, 96, 12288, 8, 8, 3, 1, 64, 45.56, 12.35),
@@ -47,44 +50,69 @@ def memory_exam() -> list[Row]:
 
 
 def labels(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns how well out-of-memory labels are predicted: a model size held out, and by the numbers shipped."""
+    """Returns how well out-of-memory labels are predicted: a model size held out, and by the
+    numbers shipped.
+    """
     layouts, out = memory_layouts(runs), np.array([run.kind == "oom" for run in runs])
     size = np.array([run.spec.name for run in runs])
     shipped = memory(layouts, kernels=ALEPH_ALPHA, reserve=RESERVE).used_bytes > A100_BYTES
 
     def predicted(train: Array) -> Array:
         reserve, kernels = fit_out_of_memory(
-            layouts.select(train), out[train], A100_BYTES, kernels=ALEPH_ALPHA, reserve=RESERVE, source=""
+            layouts.select(train),
+            out[train],
+            A100_BYTES,
+            kernels=ALEPH_ALPHA,
+            reserve=RESERVE,
+            source="",
         )
         return memory(layouts, kernels=kernels, reserve=reserve).used_bytes > A100_BYTES
 
     held_out, count = without_group(size, predicted) > 0, len(runs)
     return [
-        *_accuracy(f"Out of memory, a model size held out ({count})", out, held_out, "5 numbers fitted"),
+        *_accuracy(
+            f"Out of memory, a model size held out ({count})", out, held_out, "5 numbers fitted"
+        ),
         *(
-            row(f"Out of memory, {name} held out", float((out == held_out)[size == name].mean()), "fraction")
+            row(
+                f"Out of memory, {name} held out",
+                float((out == held_out)[size == name].mean()),
+                "fraction",
+            )
             for name in sorted(set(size))
         ),
-        *_accuracy(f"Out of memory, numbers as shipped ({count})", out, shipped, "nothing fitted here"),
+        *_accuracy(
+            f"Out of memory, numbers as shipped ({count})", out, shipped, "nothing fitted here"
+        ),
     ]
 
 
 def fit_out_of_memory(
-    layouts: Layouts, is_out_of_memory: Array, device_bytes: float, *, kernels: Kernels, reserve: Reserve, source: str
+    layouts: Layouts,
+    is_out_of_memory: Array,
+    device_bytes: float,
+    *,
+    kernels: Kernels,
+    reserve: Reserve,
+    source: str,
 ) -> tuple[Reserve, Kernels]:
     """Returns (reserve, kernels) that make the labels most likely: five fitted numbers.
 
-    They are the three of the reserve, and what the code base keeps of a logit and of a score (the latter only where
-    some layout writes scores out). Each is drawn towards where it starts with the spread of a log-normal prior; flags
-    of `kernels` stay as they are.
+    They are the three of the reserve, and what the code base keeps of a logit and of a score (the
+    latter only where some layout writes scores out). Each is drawn towards where it starts with the
+    spread of a log-normal prior; flags of `kernels` stay as they are.
     """
     labels = np.asarray(is_out_of_memory, dtype=bool)
     if labels.all() or not labels.any():
-        raise ConfigError("fit_out_of_memory: all labels are alike. Give runs that fitted and runs that did not.")
+        raise ConfigError(
+            "fit_out_of_memory: all labels are alike. Give runs that fitted and runs that did not."
+        )
     spread = RESERVE_SPREAD | KERNEL_SPREAD
     if not np.any(layouts.flash_attention == 0):
         spread = {name: width for name, width in spread.items() if name != "score_bytes"}
-    start = np.array([getattr(reserve if name in RESERVE_SPREAD else kernels, name) for name in spread])
+    start = np.array(
+        [getattr(reserve if name in RESERVE_SPREAD else kernels, name) for name in spread]
+    )
     width = np.array(list(spread.values()))
 
     def model(values: Array) -> tuple[Reserve, Kernels]:
@@ -96,7 +124,9 @@ def fit_out_of_memory(
 
     def loss(values: Array) -> float:
         fitted, flavour = model(values)
-        odds = fitted.sharpness * np.log(memory(layouts, kernels=flavour, reserve=fitted).used_bytes / device_bytes)
+        odds = fitted.sharpness * np.log(
+            memory(layouts, kernels=flavour, reserve=fitted).used_bytes / device_bytes
+        )
         prior = 0.5 * np.sum((np.log(values / start) / width) ** 2)
         return float(np.sum(np.logaddexp(0, np.where(labels, -odds, odds))) + prior)
 
@@ -112,18 +142,42 @@ def allocator_logs() -> list[Row]:
     after_error = (after.state + after.buffers) / MIB / _logged("stage_allocated_mib")[1] - 1
     logged_peak = _logged("stage_peak_mib")[1]
     peak_error = peak.total / MIB / logged_peak - 1
-    step, logged_step = float(-np.diff(peak.activations).mean() / MIB), float(-np.diff(logged_peak[1:-1]).mean())
+    step, logged_step = (
+        float(-np.diff(peak.activations).mean() / MIB),
+        float(-np.diff(logged_peak[1:-1]).mean()),
+    )
     ends = [0, 1, -1]
     lines = f"{_line(replicas, modelled)}; measured {_line(replicas, measured)}; nothing fitted"
     return [
-        row("Memory: LUMI 176B, five replica counts, worst error", worst, "fraction", at_most=0.03, note=lines),
-        row("Memory: Frontier 175B, MiB from stage to stage, error", abs(step / logged_step - 1),
-            "fraction", at_most=0.03, note=f"{step:.1f} MiB; measured {logged_step:.0f}; nothing fitted"),
-        row("Memory: Frontier 175B, 16 stages after a skipped step, worst error", float(np.abs(after_error).max()),
-            "fraction", at_most=0.02, note=f"{_signed(after_error[ends])} on first, second, last; nothing fitted"),
-        row("Memory: Frontier 175B, 16 stages at their peak, worst error", float(np.abs(peak_error).max()),
-            "fraction", at_most=0.02, note=f"{_signed(peak_error[ends])} on first, second, last; nothing fitted"),
-    ]  # fmt: skip
+        row(
+            "Memory: LUMI 176B, five replica counts, worst error",
+            worst,
+            "fraction",
+            at_most=0.03,
+            note=lines,
+        ),
+        row(
+            "Memory: Frontier 175B, MiB from stage to stage, error",
+            abs(step / logged_step - 1),
+            "fraction",
+            at_most=0.03,
+            note=f"{step:.1f} MiB; measured {logged_step:.0f}; nothing fitted",
+        ),
+        row(
+            "Memory: Frontier 175B, 16 stages after a skipped step, worst error",
+            float(np.abs(after_error).max()),
+            "fraction",
+            at_most=0.02,
+            note=f"{_signed(after_error[ends])} on first, second, last; nothing fitted",
+        ),
+        row(
+            "Memory: Frontier 175B, 16 stages at their peak, worst error",
+            float(np.abs(peak_error).max()),
+            "fraction",
+            at_most=0.02,
+            note=f"{_signed(peak_error[ends])} on first, second, last; nothing fitted",
+        ),
+    ]
 
 
 def _logged(series: str) -> tuple[Array, Array]:
@@ -133,7 +187,9 @@ def _logged(series: str) -> tuple[Array, Array]:
 
 
 def _line(replicas: Array, allocated_mib: Array) -> str:
-    """Returns the line through LUMI's five bytes as text: what every device holds, and what the replicas share."""
+    """Returns the line through LUMI's five bytes as text: what every device holds, and what the
+    replicas share.
+    """
     slope, constant = np.polyfit(1 / replicas, allocated_mib, 1)
     return f"{constant:,.0f} + {slope:,.0f} / DP MiB"
 
@@ -141,32 +197,72 @@ def _line(replicas: Array, allocated_mib: Array) -> str:
 def korthikanti() -> list[Row]:
     """Returns the mean error against figure 1 of Korthikanti et al., nothing fitted."""
     state, activations = [], []
-    for name, heads, layers, hidden, t, p, v, micro, batch, gib_state, gib_activations in KORTHIKANTI:
-        spec = ModelSpec.gpt(name=name, num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=51_200,
-                             sequence_length=2048)  # fmt: skip
+    for (
+        name,
+        heads,
+        layers,
+        hidden,
+        t,
+        p,
+        v,
+        micro,
+        batch,
+        gib_state,
+        gib_activations,
+    ) in KORTHIKANTI:
+        spec = ModelSpec.gpt(
+            name=name,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            vocab_size=51_200,
+            sequence_length=2048,
+        )
         plan = Plan(
-            tensor_parallel=t, pipeline_parallel=p, virtual_stages=v, schedule="interleaved" if v > 1 else "1f1b",
-            sequence_parallel=True, recompute="selective", micro_batch_size=micro, global_batch_size=batch,
-        )  # fmt: skip
+            tensor_parallel=t,
+            pipeline_parallel=p,
+            virtual_stages=v,
+            schedule="interleaved" if v > 1 else "1f1b",
+            sequence_parallel=True,
+            recompute="selective",
+            micro_batch_size=micro,
+            global_batch_size=batch,
+        )
         stage = memory_by_stage(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON)
         state.append(stage.state.mean() / GIB / gib_state - 1)
-        activations.append((stage.activations + stage.embedding_logits)[0] / GIB / gib_activations - 1)
+        activations.append(
+            (stage.activations + stage.embedding_logits)[0] / GIB / gib_activations - 1
+        )
     return [
-        row("Memory: Korthikanti figure 1, weights and optimizer, mean error", float(np.mean(np.abs(state))),
-            "fraction", at_most=0.05, note=_signed(state)),
-        row("Memory: Korthikanti figure 1, activations, mean error", float(np.mean(np.abs(activations))), "fraction",
-            at_most=0.05, note=_signed(activations) + "; messages under way are counted here, not there"),
-    ]  # fmt: skip
+        row(
+            "Memory: Korthikanti figure 1, weights and optimizer, mean error",
+            float(np.mean(np.abs(state))),
+            "fraction",
+            at_most=0.05,
+            note=_signed(state),
+        ),
+        row(
+            "Memory: Korthikanti figure 1, activations, mean error",
+            float(np.mean(np.abs(activations))),
+            "fraction",
+            at_most=0.05,
+            note=_signed(activations) + "; messages under way are counted here, not there",
+        ),
+    ]
 
 
 def counted_steps() -> list[Row]:
-    """Returns the error on most bytes alive in a step of the kit's own engines, counted on CPUs; nothing fitted.
+    """Returns the error on most bytes alive in a step of the kit's own engines, counted on CPUs;
+    nothing fitted.
 
-    The third step of small bf16 models without fused kernels, operation by operation: the native engine in a process
-    group that moves nothing (torch 2.13), DeepSpeed 0.19.8 on two processes.
+    The third step of small bf16 models without fused kernels, operation by operation: the native
+    engine in a process group that moves nothing (torch 2.13), DeepSpeed 0.19.8 on two processes.
     """
     with (Path(__file__).parent / "counted_steps.csv").open(encoding="utf-8") as stream:
-        rows = [{name: int(x) if x.isdigit() else x for name, x in each.items()} for each in csv.DictReader(stream)]
+        rows = [
+            {name: int(x) if x.isdigit() else x for name, x in each.items()}
+            for each in csv.DictReader(stream)
+        ]
     table = []
     for engine in ("native", "deepspeed"):
         error = np.array([_counted_error(engine, row) for row in rows if row["engine"] == engine])
@@ -178,16 +274,27 @@ def counted_steps() -> list[Row]:
 
 
 def _counted_error(engine: EngineName, x: dict[str, Any]) -> float:
-    shape = dict(name="counted", num_layers=x["layers"], hidden_size=x["hidden"], num_heads=4, vocab_size=x["vocab"],
-                 sequence_length=x["seq"])  # fmt: skip
+    shape = dict(
+        name="counted",
+        num_layers=x["layers"],
+        hidden_size=x["hidden"],
+        num_heads=4,
+        vocab_size=x["vocab"],
+        sequence_length=x["seq"],
+    )
     spec = ModelSpec.gpt(**shape)
     if x["family"] != "gpt":
         ffn, kv = x["hidden"] * 11 // 4, 2 if x["family"] == "grouped" else 4
         spec = ModelSpec.llama(**shape, ffn_hidden_size=ffn, num_kv_heads=kv)
     plan = Plan(
-        tensor_parallel=x["tp"], data_parallel=x["dp"], zero_stage=x["zero_stage"], micro_batch_size=x["micro_batch"],
-        global_batch_size=x["dp"] * x["micro_batches"] * x["micro_batch"], recompute=x["recompute"], engine=engine,
-    )  # fmt: skip
+        tensor_parallel=x["tp"],
+        data_parallel=x["dp"],
+        zero_stage=x["zero_stage"],
+        micro_batch_size=x["micro_batch"],
+        global_batch_size=x["dp"] * x["micro_batches"] * x["micro_batch"],
+        recompute=x["recompute"],
+        engine=engine,
+    )
     found = memory(Layouts.of(spec, [plan], fused_norm=False), kernels=engine_kernels(engine))
     return abs(found.first.total.item() / x["peak_bytes"] - 1)
 
@@ -195,7 +302,13 @@ def _counted_error(engine: EngineName, x: dict[str, Any]) -> float:
 def _accuracy(name: str, out: Array, predicted: Array, note: str) -> list[Row]:
     missed, false = int((out & ~predicted).sum()), int((predicted & ~out).sum())
     return [
-        row(f"{name}: accuracy", float((out == predicted).mean()), "fraction", at_least=0.94, note=note),
+        row(
+            f"{name}: accuracy",
+            float((out == predicted).mean()),
+            "fraction",
+            at_least=0.94,
+            note=note,
+        ),
         row(f"{name}: missed", missed, note=f"of {int(out.sum())} that ran out"),
         row(f"{name}: false alarms", false, note=f"of {int((~out).sum())} that ran"),
     ]

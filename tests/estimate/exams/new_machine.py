@@ -1,9 +1,11 @@
-"""What an estimate is worth on a machine and a code base that were never met: nested, whole ones left out. No torch.
+"""What an estimate is worth on a machine and a code base that were never met: nested, whole ones
+left out. No torch.
 
-A stranger is what one code base was measured to do on one machine. Its prior is the population without any machine or
-code base that it shares; how wide its intervals are is chosen on the remaining strangers alone, each predicted without
-its own machine and code base too. Two ways are compared: hierarchical (the narrowest `interval.Scales` that hold, which
-the kit uses) and conformal (the quantile of normalised errors, each stranger counted once).
+A stranger is what one code base was measured to do on one machine. Its prior is the population
+without any machine or code base that it shares; how wide its intervals are is chosen on the
+remaining strangers alone, each predicted without its own machine and code base too. Two ways are
+compared: hierarchical (the narrowest `interval.Scales` that hold, which the kit uses) and conformal
+(the quantile of normalised errors, each stranger counted once).
 """
 
 import dataclasses
@@ -39,20 +41,32 @@ DRAWS = 20
 """Random choices of five runs that the proposed five are compared with."""
 # Machine and code base of what the population is made of, by the names of `machines.MACHINES`.
 FITTED = {
-    "Selene": ("Selene", "Megatron-LM"), "KAIST multi-node": ("KAIST", "Megatron-LM"),
-    "KAIST single node": ("KAIST", "Megatron-LM"), "Aleph Alpha": ("Aleph Alpha", "Aleph Alpha"),
-    "Jean Zay": ("Jean Zay", "Megatron-DeepSpeed"), "MI250X": ("MI250X", "Megatron-DeepSpeed"),
-    "trn1": ("trn1", "NxD"), "H100": ("H100", "Bridge"), "GB200": ("GB200", "Bridge"), "GB300": ("GB300", "Bridge"),
-}  # fmt: skip
+    "Selene": ("Selene", "Megatron-LM"),
+    "KAIST multi-node": ("KAIST", "Megatron-LM"),
+    "KAIST single node": ("KAIST", "Megatron-LM"),
+    "Aleph Alpha": ("Aleph Alpha", "Aleph Alpha"),
+    "Jean Zay": ("Jean Zay", "Megatron-DeepSpeed"),
+    "MI250X": ("MI250X", "Megatron-DeepSpeed"),
+    "trn1": ("trn1", "NxD"),
+    "H100": ("H100", "Bridge"),
+    "GB200": ("GB200", "Bridge"),
+    "GB300": ("GB300", "Bridge"),
+}
 OTHERS: tuple[tuple[str, str, str, Choice], ...] = (
     ("FORGE", "MI250X", "GPT-NeoX", lambda run: "forge" in run.source),
     ("LUMI", "MI250X", "Megatron-DeepSpeed", lambda run: run.system == "LUMI"),
     ("Frontier paper", "MI250X", "Megatron-DeepSpeed", lambda run: run.source.startswith("Dash")),
     ("Eos", "H100", "Megatron-LM", lambda run: run.system == "Eos-class H100"),
-    ("torchtitan", "MI250X", "torchtitan", lambda run: "torchtitan" in run.source and run.system == "Frontier"),
+    (
+        "torchtitan",
+        "MI250X",
+        "torchtitan",
+        lambda run: "torchtitan" in run.source and run.system == "Frontier",
+    ),
     ("PaLM", "TPU v4", "PaLM", lambda run: run.source.startswith("PaLM")),
 )
-"""Strangers that the population does not have: the parts of MI250X, and rows that were never fitted."""
+"""Strangers that the population does not have: the parts of MI250X, and rows that were never
+fitted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,19 +114,32 @@ class Strangers:
             Stranger(name=name, machine=machine, code_base=code, rows=known[name].small())
             for name, (machine, code) in FITTED.items()
         )
-        runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
+        runs = [
+            run
+            for run in published.load()
+            if run.kind == "measured" and run.status in ("read", "mixed")
+        ]
         others = tuple(
-            Stranger(name=name, machine=machine, code_base=code, rows=rows_of([run for run in runs if choice(run)]))
+            Stranger(
+                name=name,
+                machine=machine,
+                code_base=code,
+                rows=rows_of([run for run in runs if choice(run)]),
+            )
             for name, machine, code, choice in OTHERS
         )
-        return cls(fitted=fitted, scored=(*(each for each in fitted if each.name != "MI250X"), *others))
+        return cls(
+            fitted=fitted, scored=(*(each for each in fitted if each.name != "MI250X"), *others)
+        )
 
     @cached_property
     def _cache(self) -> dict:
         return {}
 
     def _fitted_without(self, *unknown: Stranger) -> tuple[Stranger, ...]:
-        return tuple(each for each in self.fitted if not any(each.knows(other) for other in unknown))
+        return tuple(
+            each for each in self.fitted if not any(each.knows(other) for other in unknown)
+        )
 
     def prior(self, *unknown: Stranger) -> Prior:
         """Returns the population without the machines and code bases of these."""
@@ -123,7 +150,8 @@ class Strangers:
         return self._cache[key]
 
     def trial(self, one: Stranger, count: int, *unknown: Stranger) -> Trial | None:
-        """Returns a stranger's trial after `count` proposed runs; `unknown` are left out of its prior beside itself.
+        """Returns a stranger's trial after `count` proposed runs; `unknown` are left out of its
+        prior beside itself.
 
         None where too few rows would be left.
         """
@@ -137,7 +165,9 @@ class Strangers:
         return self._cache[key]
 
     def others(self, one: Stranger, count: int) -> list[Trial]:
-        """Returns the trials of all strangers that share nothing with `one`, none of which has seen it."""
+        """Returns the trials of all strangers that share nothing with `one`, none of which has
+        seen it.
+        """
         trials = [self.trial(each, count, one) for each in self.scored if not each.knows(one)]
         return [trial for trial in trials if trial is not None]
 
@@ -152,45 +182,62 @@ class Strangers:
 def limits(parts: list[Rows]) -> dict[str, tuple[float, float]]:
     """Returns lowest and highest of each of `interval.balances` among rows."""
     each = [interval.balances(rows.hardware) for rows in parts]
-    return {name: (min(float(np.min(b[name])) for b in each), max(float(np.max(b[name])) for b in each))
-            for name in interval.BALANCES}  # fmt: skip
+    return {
+        name: (min(float(np.min(b[name])) for b in each), max(float(np.max(b[name])) for b in each))
+        for name in interval.BALANCES
+    }
 
 
 def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], count: int) -> Trial:
     chosen = propose(rows.layouts, rows.hardware, prior.mean, np.diag(prior.spread**2), count)
-    rest, runs = rows.select(~np.isin(np.arange(len(rows)), chosen)), rows.select(np.array(chosen, dtype=int))
+    rest, runs = (
+        rows.select(~np.isin(np.arange(len(rows)), chosen)),
+        rows.select(np.array(chosen, dtype=int)),
+    )
     found = fitting.fit(runs, prior)
     centre, variance = interval.spread(rest.layouts, rest.hardware, found.values, found.covariance)
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if count else None
     untried = interval.untried(rest.layouts, rest.hardware, measured, known)
     return Trial(
-        off=centre - np.log(rest.seconds), variance=variance, num_untried=sum(untried.values(), np.zeros(len(rest))),
+        off=centre - np.log(rest.seconds),
+        variance=variance,
+        num_untried=sum(untried.values(), np.zeros(len(rest))),
         left_out=(found.left_out_error, found.left_out_variance),
-    )  # fmt: skip
+    )
 
 
 def narrowest(trials: list[list[Trial]]) -> Scales:
-    """Returns the scales of GRID with the narrowest intervals that hold 90 % after each number of runs.
+    """Returns the scales of GRID with the narrowest intervals that hold 90 % after each number of
+    runs.
 
-    Trials come grouped by that number, and each counts the same in its group; where no scales hold so many, those that
-    fall short least.
+    Trials come grouped by that number, and each counts the same in its group; where no scales hold
+    so many, those that fall short least.
     """
 
     def cost(scales: Scales) -> float:
         total = 0.0
         for group in trials:
             halves = [each.half(scales) for each in group]
-            held = np.mean([np.mean(np.abs(each.off) <= half) for each, half in zip(group, halves, strict=True)])
-            total += float(np.mean([np.median(half) for half in halves]) + SHORT * max(0.0, 0.9 - held))
+            held = np.mean(
+                [
+                    np.mean(np.abs(each.off) <= half)
+                    for each, half in zip(group, halves, strict=True)
+                ]
+            )
+            total += float(
+                np.mean([np.median(half) for half in halves]) + SHORT * max(0.0, 0.9 - held)
+            )
         return total
 
     return min(GRID, key=cost)
 
 
 def conformal(trial: Trial, others: list[Trial]) -> Array:
-    """Returns half of each interval by split conformal prediction with each of the others counted once.
+    """Returns half of each interval by split conformal prediction with each of the others counted
+    once.
 
-    The variance that normalises errors is the kit's own with its usual scales, without the doubt about each machine.
+    The variance that normalises errors is the kit's own with its usual scales, without the doubt
+    about each machine.
     """
     plain = Scales(doubt=1.0)
 
@@ -228,32 +275,56 @@ class Met:
 
 
 def never_met(strangers: Strangers | None = None) -> list[Met]:
-    """Returns every stranger among the published runs after 0, 1, 5 and 10 of its runs, as far as it has so many."""
+    """Returns every stranger among the published runs after 0, 1, 5 and 10 of its runs, as far
+    as it has so many.
+    """
     found, met = strangers or Strangers.of(machines()), []
     for one in found.scored:
         others = {count: found.others(one, count) for count in COUNTS}
         scales = found.narrowest(list(others.values()))
         for count in COUNTS:
             if trial := found.trial(one, count):
-                met.append(Met(name=one.name, num_runs=count, off=trial.off, half=trial.half(scales),
-                                 conformal=conformal(trial, others[count])))  # fmt: skip
+                met.append(
+                    Met(
+                        name=one.name,
+                        num_runs=count,
+                        off=trial.off,
+                        half=trial.half(scales),
+                        conformal=conformal(trial, others[count]),
+                    )
+                )
     return met
 
 
 def never_met_figure(trials: Sequence[Met]) -> Any:
-    """Returns a picture of machines never met: errors within their 90 % intervals, with 0 and with 5 of their runs.
+    """Returns a picture of machines never met: errors within their 90 % intervals, with 0 and with
+    5 of their runs.
 
-    `trials` come from `never_met`: measured over predicted time of each run, and the interval of the median run.
+    `trials` come from `never_met`: measured over predicted time of each run, and the interval of
+    the median run.
     """
     names = list(dict.fromkeys(each.name for each in trials))
     with new_figure(1, 2, height=4.2, sharey=True, sharex=True) as (figure, axes):
         for axis, count in zip(axes, (0, 5), strict=True):
             for each in (trial for trial in trials if trial.num_runs == count):
                 place, width = names.index(each.name), float(np.median(each.half))
-                axis.barh(place, 2 * np.sinh(width), left=np.exp(-width), color=BLUE, alpha=0.25, height=0.7)
+                axis.barh(
+                    place,
+                    2 * np.sinh(width),
+                    left=np.exp(-width),
+                    color=BLUE,
+                    alpha=0.25,
+                    height=0.7,
+                )
                 outside = np.abs(each.off) > each.half
                 for mask, colour in ((~outside, BLUE), (outside, VERMILION)):
-                    axis.plot(np.exp(-each.off[mask]), np.full(mask.sum(), place), ".", color=colour, alpha=0.6)
+                    axis.plot(
+                        np.exp(-each.off[mask]),
+                        np.full(mask.sum(), place),
+                        ".",
+                        color=colour,
+                        alpha=0.6,
+                    )
             axis.axvline(1, color=GREY, linewidth=1)
             axis.set_xscale("log")
             axis.set_xticks([0.5, 1, 2], ["0.5", "1", "2"])
@@ -265,7 +336,9 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
 
 
 def new_machine(everything: dict[str, Machine]) -> list[Row]:
-    """Returns error, coverage and width on strangers after 0, 1, 5 and 10 runs, and what proposed runs are worth."""
+    """Returns error, coverage and width on strangers after 0, 1, 5 and 10 runs, and what
+    proposed runs are worth.
+    """
     strangers, rows = Strangers.of(everything), []
     every = never_met(strangers)
     for count in COUNTS:
@@ -273,18 +346,37 @@ def new_machine(everything: dict[str, Machine]) -> list[Row]:
         name = f"never met, {count} runs"
         held = float(np.mean([each.held(each.half) for each in met]))
         instead = float(np.mean([each.held(each.conformal) for each in met]))
-        width, other = (float(np.median([np.median(half) for half in halves]))
-                        for halves in ([each.half for each in met], [each.conformal for each in met]))  # fmt: skip
+        width, other = (
+            float(np.median([np.median(half) for half in halves]))
+            for halves in ([each.half for each in met], [each.conformal for each in met])
+        )
         wide = f"times or divided by {np.exp(width):.2f}"
-        inside, errors = ({each.name: each.held(each.half) for each in met}, {each.name: each.error for each in met})
+        inside, errors = (
+            {each.name: each.held(each.half) for each in met},
+            {each.name: each.error for each in met},
+        )
         rows += [
-            row(f"{name}: mean error", float(np.mean(list(errors.values()))), "fraction",
-                note=f"its machine and code base left out: {_list(errors)}"),
-            Row(name=f"{name}: coverage of the 90 % interval", value=held, unit="fraction", target="85 to 95 %",
-                ok=0.85 <= held <= 0.95, note=f"{wide}: {_list(inside)}"),
-            row(f"{name}: median half-width of the interval", float(np.expm1(width)), "fraction",
-                note=f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held"),
-        ]  # fmt: skip
+            row(
+                f"{name}: mean error",
+                float(np.mean(list(errors.values()))),
+                "fraction",
+                note=f"its machine and code base left out: {_list(errors)}",
+            ),
+            Row(
+                name=f"{name}: coverage of the 90 % interval",
+                value=held,
+                unit="fraction",
+                target="85 to 95 %",
+                ok=0.85 <= held <= 0.95,
+                note=f"{wide}: {_list(inside)}",
+            ),
+            row(
+                f"{name}: median half-width of the interval",
+                float(np.expm1(width)),
+                "fraction",
+                note=f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held",
+            ),
+        ]
     return [*rows, *_proposed(strangers)]
 
 
@@ -293,7 +385,9 @@ def _list(values: dict[str, float]) -> str:
 
 
 def _proposed(strangers: Strangers) -> list[Row]:
-    """Returns by how much five proposed runs leave less error than five random ones, on strangers with ten rows."""
+    """Returns by how much five proposed runs leave less error than five random ones, on
+    strangers with ten rows.
+    """
     ratio, wins = {}, {}
     for one in strangers.scored:
         if len(one.rows) < 10:
@@ -306,11 +400,21 @@ def _proposed(strangers: Strangers) -> list[Row]:
         random = np.array([_error(one.rows, prior, chosen) for chosen in drawn])
         ratio[one.name], wins[one.name] = float(mine / random.mean()), float(np.mean(random > mine))
     return [
-        row("five proposed runs: error over that of five random", float(np.mean(list(ratio.values()))), "fraction",
-            at_most=1.0, note=_list(ratio)),
-        row("five proposed runs: better than random draws", float(np.mean(list(wins.values()))), "fraction",
-            at_least=0.5, note=f"{DRAWS} draws each: {_list(wins)}"),
-    ]  # fmt: skip
+        row(
+            "five proposed runs: error over that of five random",
+            float(np.mean(list(ratio.values()))),
+            "fraction",
+            at_most=1.0,
+            note=_list(ratio),
+        ),
+        row(
+            "five proposed runs: better than random draws",
+            float(np.mean(list(wins.values()))),
+            "fraction",
+            at_least=0.5,
+            note=f"{DRAWS} draws each: {_list(wins)}",
+        ),
+    ]
 
 
 def _error(rows: Rows, prior: Prior, chosen: Array) -> float:

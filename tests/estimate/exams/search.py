@@ -12,7 +12,9 @@ REPEATS = 5
 
 
 def search_exam() -> list[Row]:
-    """Returns layouts per second (time and memory) on one core, and seconds of the largest search."""
+    """Returns layouts per second (time and memory) on one core, and seconds of the largest
+    search.
+    """
     spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     found = search(spec, site, 3072, 9600)
     count = len(found.layouts)
@@ -21,8 +23,20 @@ def search_exam() -> list[Row]:
     note = f"{count:,} layouts of 1T parameters on 3,072 devices; CPU time, best of {REPEATS}"
     listing = _least(lambda: candidates(spec, 3072, 9600))
     return [
-        row("Search: time and memory, one core", count / evaluation, "layouts/s", at_least=3e6, note=note),
-        row("Search: 1T on 3,072 devices, whole space", whole, "s", at_most=0.1, note=f"{listing:.3f} s to list it"),
+        row(
+            "Search: time and memory, one core",
+            count / evaluation,
+            "layouts/s",
+            at_least=3e6,
+            note=note,
+        ),
+        row(
+            "Search: 1T on 3,072 devices, whole space",
+            whole,
+            "s",
+            at_most=0.1,
+            note=f"{listing:.3f} s to list it",
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""Python imports this at its start where the folder is on PYTHONPATH, so that every process of a run has it."""
+"""Python imports this at its start where the folder is on PYTHONPATH, so that every process of a
+run has it.
+"""
 
 import os
 import sys
@@ -8,5 +10,7 @@ from tests.engines.real_nxd.closed import ClosedPackages
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("HOST_WORLD_SIZE", "1")
 # Graphs here are small and run a few times: to compile them well takes longer than they run.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 sys.meta_path.insert(0, ClosedPackages())

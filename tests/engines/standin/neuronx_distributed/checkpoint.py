@@ -1,7 +1,8 @@
-"""Checkpoints of the stand-in: NxD's names and marks, written when saving is finished, as by async_save on a slow disk.
+"""Checkpoints of the stand-in: NxD's names and marks, written when saving is finished, as by
+async_save on a slow disk.
 
-What counts as memory of the device is copied at the save. AdamW counts its steps on the host: those are written as they
-are when the writer comes to them.
+What counts as memory of the device is copied at the save. AdamW counts its steps on the host: those
+are written as they are when the writer comes to them.
 """
 
 import copy
@@ -19,17 +20,26 @@ PENDING: list[tuple[Path, list[tuple[Any, Path]]]] = []
 
 
 def ranks() -> dict[str, int]:
-    return {name: parallel_state.mesh()[name].get_local_rank() for name in ("data", "tensor", "pipeline")}
+    return {
+        name: parallel_state.mesh()[name].get_local_rank()
+        for name in ("data", "tensor", "pipeline")
+    }
 
 
 def file(folder: Path, kind: str, is_sharded: bool = False) -> Path:
     of = ranks()
     replica = of["data"] if is_sharded else 0
-    return folder / kind / f"dp_rank_{replica:02d}_tp_rank_{of['tensor']:02d}_pp_rank_{of['pipeline']:02d}.pt"
+    return (
+        folder
+        / kind
+        / f"dp_rank_{replica:02d}_tp_rank_{of['tensor']:02d}_pp_rank_{of['pipeline']:02d}.pt"
+    )
 
 
 @recorded(NAME)
-def save_checkpoint(checkpoint_dir_str, tag, model, optimizer, zero1_optimizer, user_content, async_save):
+def save_checkpoint(
+    checkpoint_dir_str, tag, model, optimizer, zero1_optimizer, user_content, async_save
+):
     assert async_save and isinstance(optimizer, dict)
     folder = Path(checkpoint_dir_str) / tag
     for kind in ("model", "optim"):

@@ -5,7 +5,9 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from neuronx_distributed.parallel_layers import parallel_state
 from tests.engines.signatures import CALLS, check, recorded
@@ -15,7 +17,9 @@ NAME = "neuronx_distributed"
 
 @recorded(NAME)
 def neuronx_distributed_config(**arguments):
-    parallel_state.initialise(arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"])
+    parallel_state.initialise(
+        arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
+    )
     optimizer, precision = arguments["optimizer_config"], arguments["mixed_precision_config"]
     if precision["use_master_weights"] and not optimizer["zero_one_enabled"]:
         raise RuntimeError("ZeRO-1 optimizer is not enabled, while `use_master_weights` is True.")
@@ -48,18 +52,27 @@ def initialize_parallel_model(nxd_config, model_fn):
         layout = nxd_config["pipeline_config"]
         check("neuronx_distributed.pipeline.NxDPPModel", {"module": model, **layout})
         names = dict(model.named_modules())
-        assert all(isinstance(names[cut], layout["transformer_layer_cls"]) for cut in layout["pipeline_cuts"])
+        assert all(
+            isinstance(names[cut], layout["transformer_layer_cls"])
+            for cut in layout["pipeline_cuts"]
+        )
     fill = nxd_config["model_init_config"]["param_init_fn"]
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                given = {key: value for key, value in vars(parameter).items() if key == "sequence_parallel_enabled"}
+                given = {
+                    key: value
+                    for key, value in vars(parameter).items()
+                    if key == "sequence_parallel_enabled"
+                }
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
                 vars(module._parameters[name]).update(given)
             fill(module, torch.device("cpu"))
     classes = nxd_config["activation_checkpoint_config"]
     if classes:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, tuple(classes)))
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, tuple(classes))
+        )
     return NxDModel(model, nxd_config)
 
 
@@ -81,12 +94,16 @@ class NxDModel(nn.Module):
 
     def run_eval(self, **inputs):
         CALLS.append(("run_eval", inputs))
-        assert self.layout is not None, "`run_eval` should be used only when pipeline parallel is enabled."
+        assert self.layout is not None, (
+            "`run_eval` should be used only when pipeline parallel is enabled."
+        )
         return self.pipeline(inputs, backward=False)
 
     def pipeline(self, inputs, backward):
         count, losses = self.layout["num_microbatches"], []
-        assert list(inputs) == self.layout["input_names"] and self.layout["output_loss_value_spec"] == (True, False)
+        assert list(inputs) == self.layout["input_names"] and self.layout[
+            "output_loss_value_spec"
+        ] == (True, False)
         for parts in zip(*(value.chunk(count) for value in inputs.values()), strict=True):
             loss, _ = self(**dict(zip(inputs, parts, strict=True)))
             if backward:
@@ -114,23 +131,33 @@ def initialize_parallel_optimizer(nxd_config, optimizer_class, parameters, **def
 
 class NxDOptimizer:
     def __init__(self, optimizer_class, parameters, defaults, config):
-        assert not config["optimizer_config"]["grad_clipping"], "NxD's gradient norm is not modelled"
+        assert not config["optimizer_config"]["grad_clipping"], (
+            "NxD's gradient norm is not modelled"
+        )
         self.parameters, self.config, self.grad_norm = parameters, config, None
         has_master = config["mixed_precision_config"]["use_master_weights"]
         self.is_sharded = config["optimizer_config"]["zero_one_enabled"]
-        self.stepped = [self.shard(p.detach()).float().clone() for p in parameters] if has_master else parameters
+        self.stepped = (
+            [self.shard(p.detach()).float().clone() for p in parameters]
+            if has_master
+            else parameters
+        )
         self.optimizer = optimizer_class(self.stepped, **defaults)
         self.param_groups = self.optimizer.param_groups
         if has_master:
             self.optimizer.init_zero = self.init_zero
 
     def shard(self, whole):
-        """Returns this replica's part, cut over the first dimension, which is filled up with zeros."""
+        """Returns this replica's part, cut over the first dimension, which is filled up with
+        zeros.
+        """
         if not self.is_sharded:
             return whole
         data = parallel_state.mesh()["data"].get_group()
         missing = -len(whole) % data.size()
-        return nn.functional.pad(whole, [0, 0] * (whole.dim() - 1) + [0, missing]).chunk(data.size())[data.rank()]
+        return nn.functional.pad(whole, [0, 0] * (whole.dim() - 1) + [0, missing]).chunk(
+            data.size()
+        )[data.rank()]
 
     @torch.no_grad()
     def spread(self):
@@ -179,5 +206,7 @@ def add_up(tensors, group):
     if tensors and group.size() > 1:
         whole = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(whole, group=group)
-        for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(part.view_as(tensor))

@@ -16,14 +16,24 @@ class GQAQKVColumnParallelLinear(nn.Module):
     def __init__(self, **arguments):
         super().__init__()
         check("neuronx_distributed.modules.qkv_linear.GQAQKVColumnParallelLinear", arguments)
-        assert not arguments["fuse_qkv"] and not arguments["bias"] and not arguments["gather_output"]
+        assert (
+            not arguments["fuse_qkv"] and not arguments["bias"] and not arguments["gather_output"]
+        )
         self.is_sequence_parallel = arguments["sequence_parallel_enabled"]
-        copies, (query, key), ranks = arguments["kv_size_multiplier"], arguments["output_sizes"], tensor_group().size()
+        copies, (query, key), ranks = (
+            arguments["kv_size_multiplier"],
+            arguments["output_sizes"],
+            tensor_group().size(),
+        )
         assert ranks % copies == 0 and key * copies % ranks == 0
         self.group = kv_group(copies)
         sizes = (query // ranks, key * copies // ranks, key * copies // ranks)
         for name, size in zip(WEIGHTS, sizes, strict=True):
-            setattr(self, name, nn.Parameter(torch.empty(size, arguments["input_size"], dtype=arguments["dtype"])))
+            setattr(
+                self,
+                name,
+                nn.Parameter(torch.empty(size, arguments["input_size"], dtype=arguments["dtype"])),
+            )
 
     def initialize_weight_biases(self):
         for name in WEIGHTS:
@@ -37,5 +47,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
             x = mappings.Mapping.apply(x, mappings.gather, mappings.reduce_scatter)
         else:
             x = copy_to_ranks(x, tensor_group())
-        key, value = (copy_to_ranks(weight, self.group) for weight in (self.weight_k, self.weight_v))
+        key, value = (
+            copy_to_ranks(weight, self.group) for weight in (self.weight_k, self.weight_v)
+        )
         return F.linear(x, self.weight_q), F.linear(x, key), F.linear(x, value)

@@ -1,4 +1,7 @@
-"""Cut layers of the stand-in. As in NxD, a weight is known to be cut only once `init_weight_cpu` was called."""
+"""Cut layers of the stand-in.
+
+As in NxD, a weight is known to be cut only once `init_weight_cpu` was called.
+"""
 
 import torch
 import torch.distributed as dist
@@ -21,13 +24,17 @@ class Layer(nn.Module):
         self.is_sequence_parallel = arguments.get("sequence_parallel_enabled", False)
 
     def init_weight_cpu(self):
-        assert self.weight.device.type == "cpu" and not hasattr(self.weight, "tensor_model_parallel")
+        assert self.weight.device.type == "cpu" and not hasattr(
+            self.weight, "tensor_model_parallel"
+        )
         nn.init.constant_(self.weight, float("nan"))  # to be filled
         self.weight.tensor_model_parallel = True
 
 
 class Whole(torch.autograd.Function):
-    """As NxD since 0.11: a gradient of another dtype than the sum's is copied, and the copy with the sum is dropped."""
+    """As NxD since 0.11: a gradient of another dtype than the sum's is copied, and the copy with
+    the sum is dropped.
+    """
 
     @staticmethod
     def forward(ctx, x, reduce_dtype):
@@ -48,12 +55,16 @@ class ColumnParallelLinear(Layer):
         assert not arguments["bias"] and not arguments["gather_output"]
         self.reduce_dtype = torch.float32
         self.weight = nn.Parameter(
-            torch.empty(arguments["output_size"] // self.size, arguments["input_size"], dtype=self.dtype)
+            torch.empty(
+                arguments["output_size"] // self.size, arguments["input_size"], dtype=self.dtype
+            )
         )
 
     def forward(self, x):
         if self.is_sequence_parallel:
-            return F.linear(mappings.Mapping.apply(x, mappings.gather, mappings.reduce_scatter), self.weight)
+            return F.linear(
+                mappings.Mapping.apply(x, mappings.gather, mappings.reduce_scatter), self.weight
+            )
         return F.linear(Whole.apply(x, self.reduce_dtype), self.weight)
 
 
@@ -62,7 +73,9 @@ class RowParallelLinear(Layer):
         super().__init__("RowParallelLinear", arguments)
         assert not arguments["bias"] and arguments["input_is_parallel"]
         self.weight = nn.Parameter(
-            torch.empty(arguments["output_size"], arguments["input_size"] // self.size, dtype=self.dtype)
+            torch.empty(
+                arguments["output_size"], arguments["input_size"] // self.size, dtype=self.dtype
+            )
         )
 
     def forward(self, x):
@@ -76,10 +89,14 @@ class ParallelEmbedding(Layer):
     def __init__(self, **arguments):
         super().__init__("ParallelEmbedding", arguments)
         self.rows = arguments["num_embeddings"] // self.size
-        self.weight = nn.Parameter(torch.empty(self.rows, arguments["embedding_dim"], dtype=self.dtype))
+        self.weight = nn.Parameter(
+            torch.empty(self.rows, arguments["embedding_dim"], dtype=self.dtype)
+        )
 
     def forward(self, tokens):
         first = tensor_group().rank() * self.rows
         mine = (tokens >= first) & (tokens < first + self.rows)
-        found = F.embedding((tokens - first).masked_fill(~mine, 0), self.weight) * mine.unsqueeze(-1)
+        found = F.embedding((tokens - first).masked_fill(~mine, 0), self.weight) * mine.unsqueeze(
+            -1
+        )
         return sum_over_ranks(found, tensor_group())

@@ -17,5 +17,7 @@ def parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0):
     shifted = logits - peak.unsqueeze(-1)
     first = group.rank() * logits.shape[-1]
     mine = (target >= first) & (target < first + logits.shape[-1])
-    own = shifted.gather(-1, (target - first).masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1) * mine
+    own = (
+        shifted.gather(-1, (target - first).masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1) * mine
+    )
     return torch.log(sum_over_ranks(shifted.exp().sum(-1), group)) - sum_over_ranks(own, group)

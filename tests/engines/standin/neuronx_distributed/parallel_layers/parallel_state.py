@@ -1,7 +1,8 @@
-"""Groups of ranks of the stand-in: tensor ranks are neighbours, then replicas, then pipeline stages, as in NxD on Trn1.
+"""Groups of ranks of the stand-in: tensor ranks are neighbours, then replicas, then pipeline
+stages, as in NxD on Trn1.
 
-Four tensor ranks are not, as there: they are spread over their node, of which the groups of copied key/value heads do
-not know.
+Four tensor ranks are not, as there: they are spread over their node, of which the groups of copied
+key/value heads do not know.
 """
 
 import os
@@ -21,7 +22,9 @@ def initialise(tensor: int, pipeline: int) -> None:
     ranks, data = torch.arange(world), world // (tensor * pipeline)
     if tensor == 4:
         groups_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world)) // tensor
-        ranks = ranks.reshape(pipeline, data // groups_per_node, tensor, groups_per_node).transpose(-1, -2)
+        ranks = ranks.reshape(pipeline, data // groups_per_node, tensor, groups_per_node).transpose(
+            -1, -2
+        )
     names = ("pipeline", "data", "tensor")
     STATE["mesh"] = DeviceMesh("cpu", ranks.reshape(pipeline, data, tensor), mesh_dim_names=names)
     STATE["alone"], _ = dist.new_subgroups(group_size=1)
@@ -34,7 +37,9 @@ def mesh() -> DeviceMesh:
 def kv_group(copies: int):
     """Returns the ranks that hold the same key/value heads, if tensor ranks are neighbours."""
     if copies not in STATE:
-        for ranks in torch.arange(dist.get_world_size()).unflatten(0, (-1, tensor_group().size())).tolist():
+        for ranks in (
+            torch.arange(dist.get_world_size()).unflatten(0, (-1, tensor_group().size())).tolist()
+        ):
             for first in range(len(ranks) // copies):
                 group = dist.new_group(ranks[first :: len(ranks) // copies])
                 if dist.get_rank() in ranks[first :: len(ranks) // copies]:

@@ -1,4 +1,7 @@
-"""Registers the backend `xla` of the stand-in: gloo. Groups are made as Torch-XLA 2.9 makes them."""
+"""Registers the backend `xla` of the stand-in: gloo.
+
+Groups are made as Torch-XLA 2.9 makes them.
+"""
 
 import torch.distributed as dist
 
@@ -7,7 +10,9 @@ def _group(store, rank, size, timeout):
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def new_xla_process_group(ranks=None, timeout=dist.default_pg_timeout, backend=None, pg_options=None):
+def new_xla_process_group(
+    ranks=None, timeout=dist.default_pg_timeout, backend=None, pg_options=None
+):
     """Takes the place of `dist.new_group`, which takes more."""
     return _new_group(ranks=ranks, timeout=timeout, backend=backend, pg_options=pg_options)
 
