@@ -20,7 +20,7 @@ from cluster.slurm import preflight
 from cluster.slurm.queries import NoAnswerError, slurm_command
 from cluster.slurm.queries import look as look
 from cluster.slurm.script import ARRAY_SCRIPT, array_script, slurm_scripts
-from cluster.state import JobError, SchedulerJob, read_history
+from cluster.state import JobError, SchedulerJob, read_history, refuse_other_owner
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
@@ -70,13 +70,14 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
 
     Raises:
         ConfigError: the job cannot run there.
-        JobError: a job that was sent from that directory is in the queue, or Slurm refuses, with
-            its words.
+        JobError: the directory is somebody else's, a job that was sent from it is in the queue, or
+            Slurm refuses.
     """
+    run_dir = Path(job.run_dir)
+    refuse_other_owner(run_dir, "start a job in it")
     check(job, site)
     check_submittable(site)
     preflight.check(job, site)
-    run_dir = Path(job.run_dir)
     words = ["squeue", "--me", "--noheader", "--format=%F %Z"]
     for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines():
         number, _, place = line.partition(" ")

@@ -93,7 +93,8 @@ refuse checkpoint RUN
 refuse sink RUN --to tensorboard --no-follow
 refuse bench site --apply RUN
 refuse import LOG --out RUN --site lumi --format megatron
-refuse data build FOLDER/run --site SLURM --source TEXT --tokenizer TOKENIZER
+taken  data build RUN --source TEXT --overwrite
+refuse data build RUN --source TEXT --tokenizer TOKENIZER --part all/1 --site SLURM
 """
 """What each command does with a run of somebody else.
 
@@ -175,7 +176,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
 @pytest.fixture
 def run(template: Path, tmp_path: Path) -> Path:
     """A copy of it, still the viewer's own."""
-    copy = shutil.copytree(template, tmp_path / "shared" / "run-build")
+    copy = shutil.copytree(template, tmp_path / "shared" / "run")
     job = json.loads((copy / "job.json").read_text())
     (copy / "job.json").write_text(json.dumps(job | {"run_dir": str(copy)}))
     return copy
@@ -416,7 +417,7 @@ def widget(run: Run) -> None:
     from kit.monitor.widget import Monitor
 
     shown = Monitor(run)
-    time.sleep(1.2)
+    time.sleep(0.4)
     shown.close()
     assert not shown.failure
 
