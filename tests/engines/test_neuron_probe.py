@@ -12,7 +12,7 @@ import pytest
 
 import kit
 from kit import doctor
-from kit.commands.runs import engine as show_engine
+from kit.engines.configuration import configuration_files
 from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require
 from kit.errors import MissingPackageError
 from kit.plan import Plan
@@ -143,13 +143,10 @@ def test_doctor_does_not_promise_training_without_a_device(standin, monkeypatch)
     assert row.ok is None and row.found.startswith("0.17.26814, imported; no Neuron device")
 
 
-def test_engine_command_shows_what_nxd_is_told(spec, recipe, tmp_path, capsys):
-    run = kit.Run.create(
-        tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop")
-    )
-    show_engine(run.directory)
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["optimizer_config"] == {"zero_one_enabled": False, "grad_clipping": False}
+def test_the_run_directory_gets_what_nxd_is_told(spec, recipe):
+    (text,) = configuration_files(spec, NEURON, recipe).values()
+    told = {"zero_one_enabled": False, "grad_clipping": False}
+    assert json.loads(text)["optimizer_config"] == told
 
 
 @pytest.mark.parametrize("name", ["trainium.txt", "hlat.txt"])

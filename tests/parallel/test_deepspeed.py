@@ -20,9 +20,9 @@ pytest.importorskip("deepspeed")
 
 import kit
 from cluster.state import read_state
-from kit.commands.runs import engine as show_engine
 from kit.convert import load_model
 from kit.engines import build_engine
+from kit.engines.configuration import configuration_files
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config, megatron_arguments
 from kit.engines.deepspeed.engine import DeepSpeedEngine
 from kit.engines.deepspeed.package import DeepSpeedError
@@ -383,14 +383,11 @@ def test_frontier_175b_in_the_words_of_both():
         megatron_arguments(ModelSpec.preset("hlat-7b"), plan, recipe)
 
 
-def test_the_command_line_shows_both(gpt_spec, tmp_path, capsys):
+def test_the_run_directory_gets_both(gpt_spec):
     plan = make_plan({"pipeline_parallel": 2, "zero_stage": 1})
-    kit.Run.create(
-        tmp_path / "run", spec=gpt_spec, plan=plan, recipe=RECIPE, site=kit.Site.load("laptop")
-    )
-    show_engine(tmp_path / "run")
-    config, _, line = capsys.readouterr().out.partition("pretrain_gpt.py")
-    assert json.loads(config) == deepspeed_config(plan, RECIPE)
+    files = configuration_files(gpt_spec, plan, RECIPE)
+    assert json.loads(files["deepspeed.json"]) == deepspeed_config(plan, RECIPE)
+    line = files["megatron_deepspeed.txt"]
     assert "--pipeline-model-parallel-size 2" in line and "--clip-grad 0.5" in line
 
 
