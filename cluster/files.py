@@ -42,11 +42,12 @@ def read_small(file: Path) -> bytes:
         OSError: as `opened`, or it is larger than RECORD_BYTES.
     """
     with opened(file) as stream:
-        if os.fstat(stream.fileno()).st_size > RECORD_BYTES:
+        size = os.fstat(stream.fileno()).st_size
+        if size > RECORD_BYTES:
             raise OSError(
                 errno.EFBIG, f"larger than {RECORD_BYTES >> 20} MiB, so no record", str(file)
             )
-        return stream.read(RECORD_BYTES)
+        return stream.read(size)  # for which as much memory is taken first
 
 
 def appending(file: Path) -> io.FileIO:

@@ -8,7 +8,7 @@ from cluster.files import opened
 
 CHUNK_BYTES = 8 << 20
 FINGERPRINT_BYTES = 256
-MOST_PIECES = 4
+ENDLESS_BYTES = 4 * CHUNK_BYTES
 
 
 class Tail:
@@ -23,13 +23,13 @@ class Tail:
     """The bytes that each end a line."""
 
     def __init__(self, file: Path, position: int = 0) -> None:
-        self.file, self.position, self._last, self._pieces = file, position, b"", 0
+        self.file, self.position, self._last, self._endless = file, position, b"", 0
 
     def new_lines(self, limit_bytes: int = CHUNK_BYTES) -> bytes:
         """Returns the next lines, at most so many bytes of them; empty where nothing is new.
 
         A line without its end waits for the next call, unless it is longer than the limit: then it
-        is none of ours, and comes in pieces, MOST_PIECES of them at most: what is longer ends the
+        is none of ours, and comes in pieces, up to ENDLESS_BYTES: what is longer ends the
         reading, since it may have no end.
         """
         try:
@@ -41,9 +41,9 @@ class Tail:
         except OSError:  # not there yet, or removed while it was followed: what was read stays
             return b""
         whole = text[: max(map(text.rfind, self.ENDS)) + 1]
-        self._pieces = 0 if whole else self._pieces
-        if not whole and len(text) == limit_bytes and self._pieces < MOST_PIECES:
-            whole, self._pieces = text, self._pieces + 1
+        self._endless = 0 if whole else self._endless
+        if not whole and len(text) == limit_bytes and self._endless < ENDLESS_BYTES:
+            whole, self._endless = text, self._endless + len(text)
         self.position += len(whole)
         self._last = (self._last + whole)[-FINGERPRINT_BYTES:]
         return whole
@@ -57,7 +57,7 @@ class Tail:
 
     def restart(self) -> None:
         """Forgets what was read."""
-        self.position, self._last, self._pieces = 0, b"", 0
+        self.position, self._last, self._endless = 0, b"", 0
 
     @property
     def unread_bytes(self) -> int:
