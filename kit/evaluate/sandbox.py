@@ -66,13 +66,24 @@ class Outcome:
 SETUP = """
 set -e
 root=$1; python=$2; shift 2
+READ_ONLY='import ctypes, sys
+attributes = (ctypes.c_uint64 * 4)(1 | 2, 0, 0, 0)
+place = sys.argv[1].encode()
+sys.exit(ctypes.CDLL(None).syscall(442, -100, place, 0x8000, attributes, 32) != 0)'
 mount -t tmpfs -o size=16m,mode=755,nosuid,nodev tmpfs "$root"
 cd "$root"
 mkdir old
 mkdir -m 1777 work
 while [ "$1" != -- ]; do
   if [ -L "$1" ]; then cp -P "$1" ".$1"
-  else mkdir -p ".$1"; mount --rbind "$1" ".$1"; mount -o remount,bind,ro,nosuid ".$1"; fi
+  else
+    mkdir -p ".$1"
+    mount --rbind "$1" ".$1"
+    "$python" -I -S -c "$READ_ONLY" ".$1" || {
+      mount -o remount,bind,ro,nosuid ".$1"
+      if grep -q " $root$1/" /proc/self/mountinfo; then exit 1; fi
+    }
+  fi
   shift
 done
 shift
@@ -84,7 +95,10 @@ exec "$@"
 """In new namespaces: a file tree with read-only copies of the folders given, and nothing else,
 becomes the root.
 
-The command `umount` reads /proc, which is not there; hence the system call, with MNT_DETACH."""
+What is mounted below such a folder is read-only too: mount_setattr (system call 442, from Linux
+5.12) with MOUNT_ATTR_RDONLY and _NOSUID for the whole tree (AT_RECURSIVE). Where it is lacking, a
+folder with mounts below it cannot be given. The command `umount` reads /proc, which is not there;
+hence the system call, with MNT_DETACH."""
 
 DROP = [
     "setpriv",

@@ -3,7 +3,10 @@ this machine gives.
 """
 
 import os
+import shlex
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -140,6 +143,17 @@ def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
         "import os; os.chroot('/'); os.chdir('../..'); open('etc/passwd')"
     ).passed
     assert secret.read_text() == "x"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_what_is_mounted_below_a_folder_is_read_only_too():
+    program = "open('/usr/src/owned', 'w')"
+    code = f"from kit.evaluate.sandbox import Sandbox; print(Sandbox().run({program!r}).passed)"
+    mount = (
+        f"mount -t tmpfs -o mode=777 none /usr/src && exec {sys.executable} -c {shlex.quote(code)}"
+    )
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_no_connection_leaves(isolated):
