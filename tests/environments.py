@@ -66,7 +66,7 @@ def _own(extra: str) -> list[str]:
 def build_wheel(folder: Path) -> Path:
     """Returns a wheel of this checkout's packages, built in `folder` from a copy."""
     source = folder / "source"
-    leave_out = shutil.ignore_patterns("__pycache__", "vendor")
+    leave_out = shutil.ignore_patterns("__pycache__")
     for package in ("kit", "cluster"):
         shutil.copytree(ROOT / package, source / package, ignore=leave_out)
     for file in ("pyproject.toml", "README.md", "LICENSE"):

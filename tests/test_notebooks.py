@@ -19,7 +19,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "04_watch_a_run", "05_evaluate")
 """Those that train something of the reader's choice; the others are about papers, plans and one
 model."""
-MAX_CODE_CELLS, MAX_LINES = 25, 20
+MAX_CODE_CELLS, MAX_LINES = 25, 40
 EXECUTE = "import sys, pathlib, kit.demo; kit.demo.execute(*map(pathlib.Path, sys.argv[1:]))"
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 
