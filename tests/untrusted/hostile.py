@@ -174,6 +174,8 @@ def kit(*words: str | Path, ctrl_c_after_s: float | None = None) -> Said:
     pressed = threading.Timer(
         ctrl_c_after_s or 0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
     )
+    # What a shell starts in the background ignores it from the start.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     before, sys.argv = sys.argv, ["kit", *map(str, words)]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
@@ -189,6 +191,7 @@ def kit(*words: str | Path, ctrl_c_after_s: float | None = None) -> Said:
             traceback.print_exc(file=said)
         finally:
             pressed.cancel()
+            signal.signal(signal.SIGINT, handler)
             sys.argv = before
     return Said(code, said.getvalue())
 
