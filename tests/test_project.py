@@ -28,7 +28,6 @@ HEAVY = {
     "rich",
     "typer",
 }
-MAX_LINES = 400
 
 
 def requirement_name(requirement: str) -> str:
@@ -112,11 +111,9 @@ def test_packages_come_from_this_checkout():
     assert Path(cluster.__file__).parent == ROOT / "cluster"
 
 
-def test_files_stay_readable():
+def test_files_say_what_they_are_for():
     for package in ("kit", "cluster"):
         for file in (ROOT / package).rglob("*.py"):
-            lines = len(file.read_text().splitlines())
-            assert lines <= MAX_LINES, f"{file} has {lines} lines. Split it: one job per file."
             assert ast.get_docstring(ast.parse(file.read_text())), (
                 f"{file}: say what it is for in a first docstring"
             )
