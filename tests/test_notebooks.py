@@ -2,6 +2,8 @@
 readers.
 """
 
+import ast
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,7 +21,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "04_watch_a_run", "05_evaluate")
 """Those that train something of the reader's choice; the others are about papers, plans and one
 model."""
-MAX_CODE_CELLS, MAX_LINES = 25, 40
+MAX_CODE_CELLS, MAX_LINES, MAX_STATEMENTS = 25, 30, 18
 EXECUTE = "import sys, pathlib, kit.demo; kit.demo.execute(*map(pathlib.Path, sys.argv[1:]))"
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 
@@ -43,6 +45,8 @@ def test_is_written_by_the_rules(notebook: Path) -> None:
         "committed without outputs"
     )
     assert all(len(cell.source.splitlines()) <= MAX_LINES for cell in code)
+    trees = [ast.parse(re.sub(r"\bawait ", "", cell.source)) for cell in code]
+    assert all(len(tree.body) <= MAX_STATEMENTS for tree in trees)
     assert not any(line.startswith("class ") for cell in code for line in cell.source.splitlines())
     parameters = [cell.source for cell in code if "parameters" in cell.metadata.get("tags", [])]
     assert len(parameters) == (notebook.stem in AT_A_SCALE), "no parameter without a use"
