@@ -17,6 +17,8 @@ from kit.commands.app import app
 ROOT = Path(__file__).parent.parent
 LONGEST_FILE, LONGEST_FUNCTION = 460, 120
 """Lines: what the house has now. They may fall; a higher one is argued for in LOG.md."""
+LARGEST_FILE, LARGEST_FUNCTION = 251, 42
+"""Statements, which no formatter packs or stretches."""
 
 
 def rooms(package: str) -> dict[str, int]:
@@ -121,18 +123,14 @@ def test_no_circle():
 
 
 def test_files_and_functions_stay_short():
-    long_files, long_functions = [], []
-    for file in [*(ROOT / "kit").rglob("*.py"), *(ROOT / "cluster").rglob("*.py")]:
-        text = file.read_text()
-        if (lines := len(text.splitlines())) > LONGEST_FILE:
-            long_files.append(f"{file.relative_to(ROOT)}: {lines}")
-        for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.FunctionDef)
-                and (lines := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION
-            ):
-                long_functions.append(f"{file.relative_to(ROOT)}:{node.name}: {lines}")
-    assert not long_files and not long_functions
+    for file, tree in sources().items():
+        lines = len(file.read_text().splitlines())
+        assert lines <= LONGEST_FILE and statements(tree) <= LARGEST_FILE, file
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                small = statements(node) - 1 <= LARGEST_FUNCTION
+                assert lines <= LONGEST_FUNCTION and small, f"{file}: {node.name}"
 
 
 STATEMENTS = {
