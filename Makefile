@@ -66,7 +66,7 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, and what takes longest; refreshes results/
 	$(BIN)/python -m pytest -q --thorough tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
-	    tests/cluster/test_beats.py tests/cluster/test_many_nodes.py tests/cluster/test_notebooks_at_cluster_scale.py
+	    tests/cluster/test_many_nodes.py tests/cluster/test_notebooks_at_cluster_scale.py
 	$(BIN)/python -m pytest -q --thorough -m thorough --ignore tests/cluster/test_faults.py \
 	    --ignore tests/cluster/test_notebooks_at_cluster_scale.py
 

@@ -30,6 +30,9 @@ from cluster.state import (
 )
 from cluster.status import is_alive, read_status
 
+FOLLOWS = "KIT_FOLLOWS"
+"""Names the job and the attempt that have submitted this job in their place: it owns the directory
+after them."""
 Files = Mapping[str, str | None]
 """Texts by the name of their file in the run directory; None: the file is to go."""
 
@@ -165,10 +168,12 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
     with locked(run_dir):
         state = read_state(run_dir)
         known = state.scheduler_job if state else None
-        ours = known is None or known.id == job.id
-        job = (
-            known if known and ours else job
-        )  # keep how the submitter reaches the scheduler (its configuration)
+        follows = os.environ.get(FOLLOWS)
+        ours = (
+            not (state and known) or known.id == job.id or follows == f"{known.id}/{state.attempt}"
+        )
+        # Keep how the submitter reaches the scheduler.
+        job = job.replace(config=known.config) if known and ours else job
         here = {
             "state": JobState.STARTING,
             "process": Process.current(),

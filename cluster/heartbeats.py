@@ -1,10 +1,8 @@
 """Heartbeats of ranks: the last step of each, to find stragglers. Standard library only.
 
-    ranks/all.jsonl           a line for each rank; the supervisor of a Slurm job writes it every
-                              COLLECT_EVERY_S, from what the ranks told their keepers; without one,
-                              above MANY ranks, rank 0
-    ranks/rank_00003.json     of one rank, written by itself: without a supervisor up to MANY ranks,
-                              and in older runs
+    ranks/rank_00003.json     of one rank, written by itself: up to MANY ranks
+    ranks/all.jsonl           of more ranks: a line of each, which rank 0 gathers every
+                              GATHER_EVERY_S
 
 A file per rank and second is 15,000 metadata operations a second at 3,072 ranks, as many as a whole
 file system gives.
@@ -13,8 +11,6 @@ file system gives.
 import contextlib
 import dataclasses
 import json
-import os
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,12 +21,10 @@ from cluster.state import parsed, read_record
 MANY = 64
 """Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its
 log."""
-COLLECT_EVERY_S = 2.0
+GATHER_EVERY_S = 10.0
 PARTS = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
 """Of a step, columns of the metrics; a wait for other ranks or the network lies within the
 others."""
-PLACE = "KIT_PLACE"
-"""Names the abstract Unix socket at which the keeper of this node takes heartbeats."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,25 +53,9 @@ class RankHeartbeat(Record):
         return json.dumps(self.to_dict(), separators=(",", ":")).encode()
 
 
-def keeper_of(run_dir: Path) -> str | None:
-    """Returns where the keeper of this node listens, or None where none does: a job inside a job
-    has not its keeper.
-    """
-    return (
-        os.environ.get(PLACE) if os.environ.get("KIT_RUN_DIR") == os.path.abspath(run_dir) else None
-    )
-
-
 def tell(run_dir: Path, beat: RankHeartbeat) -> None:
-    """Tells the keeper of this node of a rank's step, or writes the rank's own file where there
-    is no keeper.
-    """
-    if place := keeper_of(run_dir):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
-            rank.setblocking(False)
-            rank.sendto(beat.line, f"\0{place}")
-    else:
-        beat.write(run_dir / "ranks" / f"rank_{beat.rank:05d}.json")
+    """Writes what a rank did last into its own file."""
+    beat.write(run_dir / "ranks" / f"rank_{beat.rank:05d}.json")
 
 
 def write_all_heartbeats(run_dir: Path, lines: Iterable[bytes]) -> None:

@@ -1,46 +1,12 @@
-"""What the record of a run tells of its progress: whether it hangs, was told to stop, and is worth
-another start.
+"""What the record of a run tells of its progress: whether it was told to stop, and is worth another
+start.
 
 Standard library only.
 """
 
-import time
 from pathlib import Path
 
-from cluster.files import why_full
-from cluster.state import JobState, read_asked, read_history, read_state, read_taken
-
-HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
-
-
-class HangJudge:
-    """Notices a running job that takes no steps, by the clock of this process, which nobody can
-    set.
-    """
-
-    def __init__(self) -> None:
-        self.seen: tuple[int, float] | None = None
-        self.since = time.monotonic()
-
-    def why_hung(self, run_dir: Path) -> str | None:
-        """Returns since when a running job has given no sign of life, or None if it does,
-        cannot, or has not begun.
-        """
-        state = read_state(run_dir)
-        if (
-            state is None
-            or state.state is not JobState.RUNNING
-            or state.heartbeat is None
-            or why_full(run_dir)
-        ):
-            self.seen = None
-            return None
-        if (state.attempt, state.heartbeat) != self.seen:
-            self.seen, self.since = (state.attempt, state.heartbeat), time.monotonic()
-        silent_s = time.monotonic() - self.since
-        if silent_s <= max(HUNG_AFTER_S, HUNG_AFTER_STEPS * (state.step_time_s or 0.0)):
-            return None
-        return f"no step for {silent_s:.0f} s after step {state.step}, though all nodes answer"
+from cluster.state import read_asked, read_history, read_state, read_taken
 
 
 def fruitless_starts(run_dir: Path, attempt: int) -> int:

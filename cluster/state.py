@@ -127,7 +127,10 @@ class Event(Record):
     reason: str = field_doc("one line for people", default="")
     step: int | None = field_doc("last finished optimizer step", default=None)
     job_id: str | None = field_doc("the scheduler's number", default=None)
-    lost_node: str | None = field_doc("the node whose silence ended the attempt", default=None)
+    lost_node: str | None = field_doc(
+        "the node that no longer answered when the attempt ended; of several, commas between",
+        default=None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,8 +187,7 @@ def update_state(
     starts afresh.
 
     The attempt is that of the caller (`KIT_ATTEMPT` in the environment of a rank), `changes` are
-    fields of `RunState`; `lost_node`, for the history, is the node whose silence has brought the
-    change about.
+    fields of `RunState`; `lost_node`, for the history, is the node that no longer answers.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up

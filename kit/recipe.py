@@ -90,7 +90,7 @@ class Recipe(Record):
     hung_after_s: float | None = field_doc(
         "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or"
         " engine neuron: never; not given, above 64 ranks: 600)",
-        default=40.0,
+        default=150.0,
     )
     keep_last: int = field_doc("newest checkpoints kept", default=2)
     keep_every: int | None = field_doc(

@@ -22,9 +22,7 @@ from kit.spec import ModelSpec
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--real-limits",
-        action="store_true",
-        help="beats as slow as in use, not a fifth (make faults)",
+        "--real-limits", action="store_true", help="limits as long as in use (make faults)"
     )
     parser.addoption(
         "--thorough",

@@ -134,12 +134,12 @@ def test_files_and_functions_stay_short():
 
 
 STATEMENTS = {
-    "cluster": 1583,
+    "cluster": 1580,
     "cluster/kubernetes": 193,
     "cluster/local": 287,
     "cluster/login": 440,
-    "cluster/sandbox": 273,
-    "cluster/slurm": 1018,
+    "cluster/sandbox": 272,
+    "cluster/slurm": 772,
     "kit": 920,
     "kit/commands": 969,
     "kit/convert": 770,
@@ -161,7 +161,7 @@ STATEMENTS = {
     "kit/rehearsal": 281,
     "kit/run": 889,
     "kit/show": 360,
-    "kit/trainer": 792,
+    "kit/trainer": 785,
 }
 """The most that each folder may hold: statements of Python without docstrings, since lines can be
 packed.

@@ -88,13 +88,11 @@ class Layout(Record):
             "devices": "Gres=gpu:sandbox:8" if devices else "",
             "device_files": "Name=gpu Type=sandbox File=/dev/tty[0-7]" if devices else "",
             "task_setup": "",
-            "environment": "",
         }
         if not self.isolated:
             here = "127.0.0.1"  # names of nodes that share one host resolve nowhere
             values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
             values["task_setup"] = f'"export MASTER_ADDR={here}"'
-            values["environment"] = f'KIT_BEAT_HOST = "{here}"'
         return values
 
 

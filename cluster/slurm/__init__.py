@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.attempts import Files, claimed, hand_over
+from cluster.attempts import FOLLOWS, Files, claimed, hand_over
 from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
 from cluster.render import check, check_submittable, scripts, slurm_table, warnings
@@ -20,7 +20,14 @@ from cluster.slurm import preflight
 from cluster.slurm.queries import NoAnswerError, slurm_command
 from cluster.slurm.queries import look as look
 from cluster.slurm.script import ARRAY_SCRIPT, array_script, slurm_scripts
-from cluster.state import JobError, SchedulerJob, read_history, refuse_other_owner
+from cluster.state import (
+    JobError,
+    SchedulerJob,
+    read_history,
+    read_state,
+    refuse_other_owner,
+    update_state,
+)
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
@@ -166,9 +173,35 @@ def requeue_this(job: SchedulerJob, run_dir: Path) -> None:
         slurm_command(["scontrol", "release", job.id], job.config)
 
 
+def begin_elsewhere(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
+    """Submits a run's job once more, in place of this one, whose attempt has lost a node; False
+    where Slurm refuses.
+
+    This job, requeued, would wait until Slurm takes the node for down, and keeps the node until
+    then; so the new one begins on others. It knows whom it follows, should this process die before
+    it has written who does.
+
+    Raises:
+        StaleAttemptError: it has begun already.
+    """
+    os.environ[FOLLOWS] = f"{job.id}/{attempt}"
+    try:
+        new = _sbatch(run_dir, "submit.sh")
+    except JobError as error:  # some clusters take no jobs from compute nodes
+        print(f"no new job: {error}", flush=True)
+        return False
+    with contextlib.suppress(OSError):
+        if (state := read_state(run_dir)) and state.scheduler_job:
+            update_state(
+                run_dir, attempt=attempt, scheduler_job=state.scheduler_job.replace(id=new)
+            )
+    return True
+
+
 def lost_nodes(run_dir: Path) -> list[str]:
     """Returns the nodes that were lost EXCLUDED_AFTER times or more in this run."""
-    losses = Counter(event.lost_node for event in read_history(run_dir) if event.lost_node)
+    named = (event.lost_node for event in read_history(run_dir) if event.lost_node)
+    losses = Counter(node for names in named for node in names.split(","))
     return sorted(node for node, times in losses.items() if times >= EXCLUDED_AFTER)
 
 
@@ -210,7 +243,9 @@ def _accepted(script: Path, silence: NoAnswerError) -> str:
                 line.split(maxsplit=1)
                 for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines()
             ]
-            if numbers := [int(number) for number, command in jobs if command == str(script)]:
+            here = os.environ.get("SLURM_JOB_ID")  # of a job that submits its follower
+            numbers = [int(job) for job, told in jobs if told == str(script) and job != here]
+            if numbers:
                 return str(max(numbers))
     raise JobError(
         f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me"

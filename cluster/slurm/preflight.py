@@ -21,7 +21,7 @@ from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
 
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-NODE_WAIT_S = 60.0
+NODE_WAIT_S, ANSWER_WAIT_S = 60.0, 20.0
 ASKED = """\
 token=$1 folder=$2 node="node $SLURMD_NODENAME"
 shift 2
@@ -86,25 +86,10 @@ def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
 
 
 def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> str | None:
-    words = ["srun", "--immediate=30", "--overlap"]
-    words += [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    words += ["bash", "-c", ASKED, "preflight", token, job.working_directory, *map(str, probes)]
+    words = ["bash", "-c", ASKED, "preflight", token, job.working_directory, *map(str, probes)]
     wait_s = NODE_WAIT_S + num_nodes / 4
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("SLURM_NTASKS", "SLURM_GPUS"))
-    }
     try:
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environment,
-            timeout=wait_s,
-            stdin=subprocess.DEVNULL,
-        )
+        done = _once_a_node(num_nodes, words, wait_s)
     except subprocess.TimeoutExpired as error:
         raise JobError(
             f"some node did not answer within {wait_s:g} s, before any rank was started"
@@ -117,6 +102,39 @@ def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> 
     if done.returncode:
         raise JobError(f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}")
     return None
+
+
+def answering_nodes(num_nodes: int) -> set[str]:
+    """Returns the nodes of this allocation that start a process when asked to; each says so
+    without the others.
+    """
+    try:
+        words = ["bash", "-c", "echo $SLURMD_NODENAME"]
+        said = _once_a_node(num_nodes, words, ANSWER_WAIT_S + num_nodes / 4).stdout
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode()
+    return {*said.split()}
+
+
+def _once_a_node(
+    num_nodes: int, words: list[str], wait_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command on each node of this allocation; raises TimeoutExpired, with what was said
+    until then.
+    """
+    asked = ["srun", "--immediate=30", "--overlap"]
+    asked += [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", *words]
+    ours = ("SLURM_NTASKS", "SLURM_GPUS")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    return subprocess.run(
+        asked,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environment,
+        timeout=wait_s,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def _check_partition(job: JobSpec, wanted: str | None) -> None:

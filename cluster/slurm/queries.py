@@ -107,22 +107,10 @@ def native_state(job: SchedulerJob) -> str:
         if int(found.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
             return "PENDING"
         return "TIMEOUT" if found["Reason"] == "TimeLimit" else "CANCELLED"
-    return (
-        "PREEMPTED" if state == "RUNNING" and found.get("PreemptTime", "None") != "None" else state
-    )
-
-
-def nodes_down(nodes: list[str], config: str | None) -> set[str]:
-    """Returns those of some nodes that Slurm takes for down, failed, or not responding.
-
-    Raises:
-        JobError: Slurm does not answer.
-    """
-    text = slurm_command(["scontrol", "--oneliner", "show", "nodes", ",".join(nodes)], config)
-    states = re.findall(r"^NodeName=(\S+) .*? State=(\S+)", text, re.MULTILINE)
-    return {
-        node for node, state in states if re.search(r"DOWN|FAIL|NOT_RESPONDING|POWERED|\*", state)
-    }
+    # SIGNALING: for as long as it is being told.
+    if state in ("RUNNING", "SIGNALING") and found.get("PreemptTime", "None") != "None":
+        return "PREEMPTED"
+    return state
 
 
 def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:

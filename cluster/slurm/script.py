@@ -277,11 +277,11 @@ def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[st
         RULER,
         (
             "# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save"
-            " and stop, ends ranks"
+            " and stop, starts anew,"
         ),
         (
-            "# that hang, requeues the job, and records its end. The keeper of each task tells it"
-            " that the node is alive."
+            "# here or elsewhere, what has failed, and records the end. The keeper of each task"
+            " says how it ended."
         ),
         f"cd {quote(source)} || fail 'the kit is not visible on this node'",
         f'exec {quote(python)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',

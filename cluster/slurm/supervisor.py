@@ -9,8 +9,9 @@ What ends an attempt, and what follows:
     all ranks ended well                             done
     a rank failed for a reason that will not pass    failed
     a rank crashed                                   restart in the same allocation
-    a node fell silent                               back to the queue; without that node when it
-                                                     happens twice
+    and a node no longer answers                     a new job, which begins elsewhere; or back to
+                                                     the queue, where Slurm takes no new one
+    and this node can start nothing any more         wait: Slurm starts the job elsewhere
     the run directory was deleted                    failed: ended, and nothing recorded
     preemption, time limit near                      request to stop, checkpoint, back to the queue
     scancel                                          failed: cancelled
@@ -26,7 +27,6 @@ import dataclasses
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,7 +36,7 @@ from typing import Literal
 from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
 from cluster.files import outlive_full_log, unless_full
-from cluster.heartbeats import COLLECT_EVERY_S, MANY, write_all_heartbeats
+from cluster.heartbeats import MANY
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.outcome import (
@@ -49,22 +49,22 @@ from cluster.outcome import (
     record_end,
     say,
 )
-from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped, is_told_to_stop
+from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import ConfigError, counted
-from cluster.slurm import requeue_this
-from cluster.slurm.beat import VARIABLE, Switchboard
-from cluster.slurm.preflight import check_nodes
-from cluster.slurm.queries import native_state
-from cluster.slurm.rank import Failure
-from cluster.slurm.silence import SilenceJudge
+from cluster.slurm import begin_elsewhere, requeue_this
+from cluster.slurm.preflight import answering_nodes, check_nodes
+from cluster.slurm.queries import native_state, slurm_command
+from cluster.slurm.rank import Failure, failures_of
 from cluster.state import (
     JobError,
     JobState,
     SchedulerJob,
     StaleAttemptError,
     ask,
+    read_record,
     read_state,
     record_event,
+    refuse_stale,
     update_state,
 )
 
@@ -76,8 +76,9 @@ WATCHED = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
-LOOK_EVERY_S, END_WAIT_S = 1.0, 30.0
+LOOK_EVERY_S, END_WAIT_S = 1.0, 15.0
 REQUEUE_PATIENCE_S = 120.0
+CUT_OFF_WAIT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,16 @@ class Ending:
     """What the run directory says until the next attempt starts."""
     failing_rank: int | None = None
     lost_node: str | None = None
+    """Or several, separated by commas."""
+
+
+WHY_TERMINATED = {
+    "CANCELLED": Ending("failed", "cancelled (scancel)", rc=128 + signal.SIGTERM),
+    "TIMEOUT": Ending("requeue", "the time limit was reached before it could save", rc=124),
+    "PENDING": Ending("taken", "requeued by Slurm or by its user", rc=128 + signal.SIGTERM),
+    "NODE_FAIL": Ending("taken", "a node failed", rc=1),
+}
+"""By Slurm's word for the state of a job that it ends."""
 
 
 class Supervisor:
@@ -104,7 +115,6 @@ class Supervisor:
         self.attempt = 0
         self.stop_reason: str | None = None
         self.stop_state = JobState.REQUEUED
-        self.told: list[bytes] = []
         self.reader, writer = os.pipe()
         for end in (self.reader, writer):
             os.set_blocking(end, False)
@@ -121,7 +131,7 @@ class Supervisor:
             say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
             try:
                 ending = self._check_nodes() if starts == 0 else None
-                ending = self._judge(ending or self._attempt(starts))
+                ending = self._judge(self._without_lost(ending or self._attempt(starts)))
                 say(f"attempt {self.attempt}: {ending.reason}: {ending.fate}")
                 if ending.fate != "restart":
                     return self._finish(ending)
@@ -146,20 +156,11 @@ class Supervisor:
         return Ending("failed", problem, rc=USELESS_TO_RETRY) if problem else None
 
     def _attempt(self, starts: int) -> Ending:
-        host = (
-            os.environ.get("KIT_BEAT_HOST") or os.environ.get("MASTER_ADDR") or socket.gethostname()
-        )
-        board = Switchboard(host)
         port = int(os.environ.get("MASTER_PORT", "29500")) + starts
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
-        environment |= {
-            "KIT_ATTEMPT": str(self.attempt),
-            "MASTER_PORT": str(port),
-            VARIABLE: board.address,
-        }
-        if (
-            self.spec.num_processes > MANY
-        ):  # as srun's --output: a file a node, each line with the number of its task
+        environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
+        if self.spec.num_processes > MANY:
+            # As srun's --output: a file a node, each line with the number of its task.
             environment["SLURM_STDOUTMODE"] = (
                 f"{self.run_dir}/logs/attempt_{self.attempt:02d}/node_%n.log"
             )
@@ -168,55 +169,33 @@ class Supervisor:
             f"{counted(self.spec.num_processes, 'rank')} starting on"
             f" {os.environ['SLURM_JOB_NODELIST']}",
         )
+        failures_of(self.run_dir, self.attempt).mkdir(parents=True, exist_ok=True)
         step = subprocess.Popen(
             self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            return self._watch(step, board)
+            return self._watch(step)
         finally:
-            self._end(step, board)
-            self._collect(board)
-            board.close()
+            self._end(step)
 
-    def _watch(self, step: subprocess.Popen, board: Switchboard) -> Ending:  # noqa: C901 - one flat case per event
-        failed_at, early, judge, silence = (
-            None,
-            None,
-            HangJudge(),
-            SilenceJudge(board, self.job.config),
-        )
-        collected = 0.0
+    def _watch(self, step: subprocess.Popen) -> Ending:
+        failed_at = None
         while True:
             ready, _, _ = select.select([self.reader], [], [], LOOK_EVERY_S)
             signals = os.read(self.reader, 256) if ready else b""
-            reports = board.taken()
-            if time.monotonic() - collected >= COLLECT_EVERY_S:
-                collected = time.monotonic()
-                self._collect(board)
             if step.poll() is not None:
-                return early or self._after(step.returncode)
+                return self._after(step.returncode)
             if any(number in signals for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                 if ending := self._told_to_end():
                     return ending
             if signal.SIGUSR1 in signals or signal.SIGUSR2 in signals:
                 self._ask_to_stop(JobState.REQUEUED, "the time limit is near")
-            if any(report["event"] == "terminate" for report in reports) and not board.ending:
-                if early is None and (early := self._why_terminated()):
-                    board.end()
-            if board.ending and failed_at is None:
-                failed_at = time.monotonic()
             if lost := self.home.why_lost():
                 return Ending("failed", lost, rc=1)
-            if lost := silence.lost():
-                return Ending("requeue", lost[1], rc=1, lost_node=lost[0])
-            if (
-                failed_at
-                and time.monotonic() - failed_at > END_WAIT_S + self.spec.grace_s
-                and not early
-            ):
-                return self._after(1)
-            if reason := judge.why_hung(self.run_dir):
-                return Ending("restart", reason, rc=1)
+            if failed_at is None and self._failures():
+                failed_at = time.monotonic()
+            if failed_at and time.monotonic() - failed_at > END_WAIT_S:
+                return self._after(1)  # srun waits for a node that does not answer its order to end
 
     def _after(self, code: int) -> Ending:
         """Returns what follows when srun has ended, or when it should have."""
@@ -261,18 +240,35 @@ class Supervisor:
         )
         return Ending("restart" if tried else "failed", f"{where} {words}", rc, failing_rank=rank)
 
-    def _collect(self, board: Switchboard) -> None:
-        """Writes what the ranks did last, for all who watch."""
-        if (told := list(board.ranks.values())) != self.told and self.home.why_lost() is None:
-            self.told = told
-            with contextlib.suppress(OSError):
-                write_all_heartbeats(self.run_dir, told)
+    def _without_lost(self, ending: Ending) -> Ending:
+        """Returns a start elsewhere instead of one in this allocation, some of whose nodes no
+        longer answer.
+        """
+        while ending.fate == "restart":
+            names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+            nodes = slurm_command(names, self.job.config).split()
+            lost = sorted({*nodes} - answering_nodes(len(nodes)))
+            if os.environ["SLURMD_NODENAME"] not in lost:
+                if not lost:
+                    return ending
+                answer = "answers" if len(lost) == 1 else "answer"
+                reason = f"{', '.join(lost)} no longer {answer} ({ending.reason})"
+                return dataclasses.replace(
+                    ending, fate="requeue", reason=reason, lost_node=",".join(lost)
+                )
+            say("this node can start nothing any more: Slurm will start the job elsewhere")
+            refuse_stale(self.run_dir, self.attempt)
+            time.sleep(CUT_OFF_WAIT_S)
+        return ending
 
     def _told_to_end(self) -> Ending | None:
-        """Returns what a SIGTERM to this very process means: Slurm kills it in a moment."""
+        """Returns what a SIGTERM means: Slurm kills this process in a moment, or gives the ranks
+        time to save.
+        """
         ending = self._why_terminated()
-        if ending is None:
-            self._ask_to_stop(JobState.REQUEUED, "SIGTERM was sent to the job")
+        # srun may send it too, to ranks whose peer has failed.
+        if ending is None and not self._failures():
+            self._ask_to_stop(JobState.REQUEUED, "the scheduler sent SIGTERM")
         return ending
 
     def _why_terminated(self) -> Ending | None:
@@ -282,21 +278,11 @@ class Supervisor:
         """
         try:
             native = native_state(self.job)
-        except JobError as error:
-            native = str(error)
-        if native == "CANCELLED":
-            return Ending("failed", "cancelled (scancel)", rc=128 + signal.SIGTERM)
-        if native == "TIMEOUT":
-            return Ending("requeue", "the time limit was reached before it could save", rc=124)
-        if native == "PENDING":
-            return Ending("taken", "requeued by Slurm or by its user", rc=128 + signal.SIGTERM)
-        if native == "NODE_FAIL":
-            return Ending("taken", "a node failed", rc=1)
+        except JobError:
+            return None
         if native == "PREEMPTED":
             self._ask_to_stop(JobState.PREEMPTED, "preempted by a job of higher priority")
-        elif native == "RUNNING":
-            self._ask_to_stop(JobState.REQUEUED, "the scheduler sent SIGTERM")
-        return None
+        return WHY_TERMINATED.get(native)
 
     def _ask_to_stop(self, state: JobState, reason: str) -> None:
         if self.stop_reason is None and not is_told_to_stop(self.run_dir):
@@ -344,6 +330,8 @@ class Supervisor:
             return ending.rc
         with contextlib.suppress(OSError):
             self._note(ending.state, ending.reason, ending.lost_node)
+        if ending.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
+            return ending.rc
         return self._requeue(ending) if ending.fate == "requeue" else ending.rc
 
     def _requeue(self, ending: Ending) -> int:
@@ -378,22 +366,19 @@ class Supervisor:
         )
 
     def _failures(self) -> list[Failure]:
-        folder, found = self.run_dir / "ranks" / f"failed_attempt_{self.attempt:02d}", []
-        for file in folder.glob("rank_*.json"):
-            with contextlib.suppress(ConfigError, OSError):
-                found.append(Failure.read(file))
-        return found
+        with contextlib.suppress(OSError):  # a file system in trouble is no reason to end
+            files = failures_of(self.run_dir, self.attempt).glob("rank_*.json")
+            return [failure for file in files if (failure := read_record(Failure, file))]
+        return []
 
-    def _end(self, step: subprocess.Popen, board: Switchboard) -> None:
+    def _end(self, step: subprocess.Popen) -> None:
         """Ends srun and with it all ranks that can be reached."""
-        board.end()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if step.poll() is not None:
                 break
             step.send_signal(number)
-            deadline = time.monotonic() + (
-                0.5 if board.silent() else 3.0
-            )  # of a silent node it would wait for ever
+            # For a node that does not answer it would wait for ever.
+            deadline = time.monotonic() + 3.0
             while step.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
         step.wait()

@@ -6,10 +6,9 @@ import math
 
 import numpy as np
 
-from cluster.heartbeats import COLLECT_EVERY_S
+from cluster.heartbeats import GATHER_EVERY_S, MANY
 from cluster.record import counted
 from cluster.render import STORM_NODES, reads_shared_disk
-from cluster.slurm.beat import BEAT_EVERY_S
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.rehearsal.count import Count
 from kit.rehearsal.job import Job
@@ -22,14 +21,12 @@ tests.benchmarks groups`."""
 IMPORT_CALLS, IMPORT_BYTES = 33_000, 592e6
 """File calls and bytes read until a rank trains: strace of `kit.train` with torch 2.13 on Linux,
 a rank alone."""
-JOB_CALLS_PER_S = 20.0
-"""File calls of a whole job that trains, whatever its size: rank 0 tells its step once a second,
-and the supervisor writes what all ranks did every COLLECT_EVERY_S (`python -m tests.benchmarks
+JOB_CALLS_PER_S, RANK_CALLS_PER_S = 20.0, 6.0
+"""File calls of a job that trains: rank 0 tells its step once a second, and the supervisor looks
+after it; and of each rank that tells its own in a file of its own (`python -m tests.benchmarks
 rehearsal`)."""
 SHARE_OF_METADATA = 0.1
 """What one job may take of the file calls that a file system serves: it is not alone there."""
-DATAGRAMS_PER_S = 10_000.0
-"""That take the supervisor a tenth of a core (`python -m tests.benchmarks.scale`)."""
 
 
 def plan(job: Job) -> list[Count]:
@@ -168,23 +165,17 @@ def signs_of_life(job: Job) -> list[Count]:
     """What tells, second by second, that a job under Slurm lives."""
     if job.site.scheduler != "slurm":
         return []
-    every = f"of any size: one file for all ranks every {COLLECT_EVERY_S:g} s"
+    own_files = job.plan.num_devices if job.plan.num_devices <= MANY else 0
     return [
         Count(
             stage="signs of life",
-            what="datagrams",
-            value=job.num_nodes / BEAT_EVERY_S,
-            unit="per s",
-            limit=DATAGRAMS_PER_S,
-            limit_source="a tenth of a core of the supervisor",
-            is_limited=True,
-            note=f"one a node every {BEAT_EVERY_S:g} s",
-        ),
-        Count(
-            stage="signs of life",
             what="file calls of the job",
-            value=JOB_CALLS_PER_S,
+            value=JOB_CALLS_PER_S + RANK_CALLS_PER_S * own_files,
             unit="per s",
-            note=every,
-        ).within(job.site.storage.metadata_calls_per_s, share=SHARE_OF_METADATA),
+            note=(
+                "each rank writes a file of its own"
+                if own_files
+                else f"rank 0 writes one file for all ranks every {GATHER_EVERY_S:g} s"
+            ),
+        ).within(job.site.storage.metadata_calls_per_s, share=SHARE_OF_METADATA)
     ]

@@ -6,7 +6,6 @@ import functools
 import math
 
 from cluster.scheduler import EDIT
-from cluster.slurm.beat import SILENT_AFTER_S
 from kit.errors import ConfigError, DataError
 from kit.evaluate.jobs import layout as evaluation_layout
 from kit.evaluate.options import Options
@@ -14,6 +13,7 @@ from kit.launcher import check_data
 from kit.rehearsal.count import Count
 from kit.rehearsal.goodput import DEVICE_HOURS_BETWEEN_FAILURES, Goodput
 from kit.rehearsal.job import Job
+from kit.trainer.watchdog import patience_s
 
 PLANNING_S_PER_RANK = 9.1 / 3072
 """CPU seconds of rank 0 to plan a first checkpoint of gpt-1t; later ones keep the plan
@@ -21,6 +21,8 @@ PLANNING_S_PER_RANK = 9.1 / 3072
 COPY_BYTES_PER_S = 5e9
 """From a device to its host's memory, for which alone training waits: a sixth of PCIe 4.0 x16
 (PCI-SIG: 31.5 GB/s)."""
+SLURM_PATIENCE_S = 360.0
+"""With a node that says nothing more: SlurmdTimeout, by default 300 s, and until it looks again."""
 START_S = 120.0
 """From the start of a job to its first step, but for its checkpoint: imports, process groups,
 model. Assumed."""
@@ -133,15 +135,16 @@ def failures(job: Job) -> list[Count]:
         )
         return [*counts, count(what="what they cost", value=None, note=lacking)]
     read_s, write_s = size / storage.read_bytes_per_s.value, size / storage.write_bytes_per_s.value
+    noticed_s = min(patience_s(job.recipe, job.plan) or math.inf, SLURM_PATIENCE_S)
     goodput = Goodput(
         between_failures_s=hours * 3600,
         save_s=size / job.plan.num_devices / COPY_BYTES_PER_S,
-        restart_s=SILENT_AFTER_S + START_S + read_s,
+        restart_s=noticed_s + START_S + read_s,
         write_s=write_s,
     )
     best_s = goodput.best_interval_s()
     restart = (
-        f"noticed {SILENT_AFTER_S:.0f}, started {START_S:.0f} (assumed), checkpoint read"
+        f"a lost node noticed {noticed_s:.0f}, started {START_S:.0f} (assumed), checkpoint read"
         f" {read_s:.0f} s; without the queue"
     )
     cadence = (

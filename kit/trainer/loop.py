@@ -348,9 +348,8 @@ class Trainer:
         if now - self.last_beat < HEARTBEAT_EVERY_S and self.step < self.recipe.num_steps:
             return
         self.last_beat = now
-        if (
-            self.rank == 0 or self.signs.has_own_file
-        ):  # else nothing is written, and thousands of ranks would look
+        # Else nothing is written, and thousands of ranks would look.
+        if self.rank == 0 or not self.signs.is_gathered:
             self.home.check()
         with unless_full():
             self.signs.say()

@@ -1,8 +1,8 @@
 """Signs of life of one rank, for those who watch the run and for the watchdog that must name the
 rank that hangs.
 
-Under Slurm they go to the keeper of the node. Without a keeper each rank has a file; of more than
-MANY ranks, rank 0 gathers them every GATHER_EVERY_S. So no file system meets many ranks at once.
+Each rank has a file; of more than MANY ranks, rank 0 gathers them every GATHER_EVERY_S. So no file
+system meets many ranks at once.
 """
 
 import os
@@ -17,25 +17,19 @@ import torch.distributed as dist
 
 from cluster.files import unless_full
 from cluster.heartbeats import (
-    COLLECT_EVERY_S,
+    GATHER_EVERY_S,
     MANY,
     PARTS,
     RankHeartbeat,
-    keeper_of,
     read_rank_heartbeats,
     tell,
     write_all_heartbeats,
 )
-from cluster.slurm.beat import BEAT_EVERY_S
 
-GATHER_EVERY_S = 10.0
 LINE_BYTES = 400
 RECENT, SPLIT_EVERY_S = 15, 1.0
 """Steps, of whose parts the medians are told, and how often: one step alone says little on a
 busy machine."""
-RELAYED_S = 2 * BEAT_EVERY_S + COLLECT_EVERY_S
-"""How old the newest word of a rank may be that answers, by way of its keeper, of whose beats
-one may be lost."""
 
 
 class Signs:
@@ -56,17 +50,11 @@ class Signs:
             time=time.time(),
             host=os.uname().nodename,
         )
-        self.is_relayed = keeper_of(directory) is not None
-        self.is_gathered = self.num_ranks > MANY and not self.is_relayed
+        self.is_gathered = self.num_ranks > MANY
         self.gathered_at = float("-inf")
         self.last = dict[str, Any]()
         self.recent = deque[list[float | None]](maxlen=RECENT)
         self.split_at, self.parts_s, self.own_s = float("-inf"), [], None
-
-    @property
-    def has_own_file(self) -> bool:
-        """Whether this rank writes a file of its own."""
-        return not (self.is_relayed or self.is_gathered)
 
     def step_done(self, row: dict[str, Any], work_s: float | None) -> None:
         """Takes note of a step, to be told: of its row of the metrics, and how long this rank
@@ -125,7 +113,6 @@ class Signs:
         """
         if self.is_gathered:
             return None
-        for_s = max(for_s, RELAYED_S) if self.is_relayed else for_s
         beats = {
             beat.rank: beat.time for beat in read_rank_heartbeats(self.directory, self.beat.attempt)
         }

@@ -70,7 +70,7 @@ def _compare(told: Rehearsal, run: Run, seconds: float) -> list[Row]:
         file.stat().st_size for file in run.checkpoints.path(run.checkpoints.newest()).iterdir()
     )
     size = counts["kept"].value * 1e12 / (run.recipe.keep_last + 1)
-    ranks = [pid for pid in _processes(run) if _read(pid, "comm").startswith("rank ")]
+    ranks = [pid for pid in _processes(run) if "\0kit.train\0" in _read(pid, "cmdline")]
     open_files = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in ranks)
     rows = [
         *_pair("a checkpoint", size / 1e6, written / 1e6, "MB", "names and zip archives included"),

@@ -1,15 +1,52 @@
-"""A trainer without torch: RUN_DIR STEPS SECONDS. Steps, heartbeats, a checkpoint every 5 steps,
-a stop when asked.
+"""A trainer without torch: RUN_DIR STEPS SECONDS [LIMIT].
+
+It has steps, a checkpoint every 5 of them, and stops when asked.
+
+With a limit, all ranks wait for each other at each step, over the network, and end when that takes
+so many seconds: as collectives and their watchdog would have it.
 """
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
 
 from cluster.files import write_atomic
-from cluster.heartbeats import RankHeartbeat, keeper_of, tell
 from cluster.state import take_request, update_state
+
+
+def meeting(rank: int, limit_s: float) -> list[socket.socket]:
+    """Returns the connections of rank 0 to all others, or the one of another rank to it."""
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        with socket.create_server(("", where[1]), backlog=1024) as door:
+            ends = [door.accept()[0] for _ in range(int(os.environ["WORLD_SIZE"]) - 1)]
+    else:
+        while True:
+            try:
+                ends = [socket.create_connection(where)]
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+    for end in ends:
+        end.settimeout(limit_s)
+    return ends
+
+
+def wait_for_all(rank: int, ends: list[socket.socket]) -> None:
+    """Returns when every rank has called it, and ends this one if some do not in time."""
+    try:
+        for end in ends:
+            if rank:
+                end.sendall(b".")
+            if not end.recv(1):
+                raise ConnectionError("a rank has ended")
+        for end in ends if rank == 0 else []:
+            end.sendall(b".")
+    except OSError as error:
+        sys.exit(0 if stopped.exists() else f"Hung: {error}")
+
 
 run_dir, num_steps, step_time_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 rank, attempt = int(os.environ["RANK"]), int(os.environ["KIT_ATTEMPT"])
@@ -24,15 +61,11 @@ while not begun.exists():  # rank 0 may have saved already when this one starts
     time.sleep(0.02)
 step = int(begun.read_text())
 print(f"attempt {attempt} rank {rank} from step {step}", flush=True)
+others = meeting(rank, float(sys.argv[4])) if sys.argv[4:] else []
 while step < num_steps and not stopped.exists():
     time.sleep(step_time_s)
+    wait_for_all(rank, others)
     step += 1
-    if keeper_of(run_dir):
-        node = os.environ.get("SLURMD_NODENAME")
-        tell(
-            run_dir,
-            RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), host=node),
-        )
     if rank == 0:
         beat = {"step": step, "heartbeat": time.time(), "step_time_s": step_time_s}
         update_state(run_dir, attempt=attempt, state="running", **beat)

@@ -18,7 +18,6 @@ from cluster.home import Home
 from cluster.job import JobSpec, read_status
 from cluster.outcome import Outcome, record_end, write_end
 from cluster.process import Process
-from cluster.progress import HangJudge
 from cluster.state import (
     JobState,
     ask,
@@ -165,18 +164,6 @@ def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir):
     write_end(run_dir, attempt=1, rc=0, reason="done")
     fill(filler(run_dir))
     assert read_status(run_dir).reason == "done"
-
-
-def test_run_that_cannot_beat_is_not_taken_for_hung(run_dir, monkeypatch):
-    judge, now = HangJudge(), time.monotonic()
-    assert judge.why_hung(run_dir) is None
-    monkeypatch.setattr("cluster.progress.time.monotonic", lambda: now + 910)
-    fill(filler(run_dir))
-    assert judge.why_hung(run_dir) is None
-    filler(run_dir).unlink()
-    assert judge.why_hung(run_dir) is None, "it has its time again"
-    monkeypatch.setattr("cluster.progress.time.monotonic", lambda: now + 1830)
-    assert judge.why_hung(run_dir) is not None
 
 
 def test_line_that_was_cut_off_costs_no_other(run_dir):

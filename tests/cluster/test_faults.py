@@ -5,10 +5,13 @@ The rows go to results/faults.json. Nodes that are cut off or switched off need 
 root.
 """
 
+import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,13 +22,13 @@ import pytest
 
 import kit
 from cluster import slurm
-from cluster.heartbeats import read_rank_heartbeats
 from cluster.job import Job, JobSpec
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
 from kit import launcher
 from kit.convert import load_model
 from kit.monitor.goodput import ledger
 from kit.plan import Plan
+from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, load_average, row, write_results
 from tests.cluster.recovery import recover
@@ -45,15 +48,6 @@ def results():
         write_results(
             "faults", ROWS, command="pytest tests/cluster/test_faults.py", load_before=load
         )
-
-
-@pytest.fixture(autouse=True)
-def beats(request, monkeypatch):
-    """Five times as fast as in use, and the limits with them, unless the real ones are asked
-    for.
-    """
-    if not request.config.getoption("--real-limits"):
-        monkeypatch.setenv("KIT_BEAT_EVERY_S", "1")
 
 
 @pytest.fixture
@@ -84,14 +78,6 @@ def standin(
 def running(job: Job) -> bool:
     state = read_state(job.run_dir)
     return state is not None and state.state is JobState.RUNNING
-
-
-def heard(job: Job) -> set[int]:
-    """Returns the ranks of the newest attempt that have told of a step: only what was heard can
-    fall silent.
-    """
-    attempt = last_attempt(job.run_dir)
-    return {beat.rank for beat in read_rank_heartbeats(job.run_dir, attempt)}
 
 
 def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
@@ -181,88 +167,250 @@ def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
     assert "given up after 3 starts without a new step" in status.reason
 
 
-def lose(nodes, job: Job, node: str, how: str) -> tuple[float, Event]:
-    """Loses a node of a running job; returns when, and the requeue that follows."""
-    at_step(job, 10)
-    start = time.time()
-    getattr(nodes, how)(node)
-    return start, event(job, "requeued", start)
+@pytest.fixture
+def is_full(request):
+    return request.config.getoption("--real-limits")
 
 
-def comes_back(job: Job, since: float) -> Event:
-    """Returns the first step of a job whose node came back, and has it stop."""
-    # A start that Slurm loses, on a node just switched on, is missed when the node registers: a
-    # third of SlurmdTimeout.
-    resumed = event(job, "running", since, timeout_s=300)
+@pytest.fixture
+def freeze(nodes):
+    """A function that stops all processes of a node, and one that has them go on."""
+    stopped = []
+
+    def on(node):
+        words = ["ip", "netns", "pids", nodes.layout.namespace(node)]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+        stopped.extend(map(int, found))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    def off():
+        while stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped.pop(), signal.SIGCONT)
+
+    yield on, off
+    off()
+
+
+@pytest.fixture
+def lose(nodes, freeze):
+    """A function that takes a node away in one of these ways."""
+    return lambda how, node: WAYS[how](nodes, freeze, node)
+
+
+WAYS = {
+    "switched off": lambda nodes, freeze, node: nodes.power_off(node),
+    "cut off": lambda nodes, freeze, node: nodes.cut(node),
+    "frozen": lambda nodes, freeze, node: freeze[0](node),
+}
+
+
+@pytest.fixture
+def hanging_job(request, site, tmp_path, is_full):
+    """A function: a job of a rank a node that ends when a step takes so long; in full, training."""
+
+    def start(limit_s, num_nodes):
+        if not is_full:
+            run_dir = tmp_path / "standin"
+            argv = (sys.executable, STANDIN, str(run_dir), "100000", "0.2", str(limit_s))
+            size = {"num_processes": num_nodes, "num_nodes": num_nodes}
+            return slurm.submit(
+                JobSpec(name="standin", run_dir=str(run_dir), argv=argv, **size), site
+            )
+        spec, recipe = request.getfixturevalue("spec"), request.getfixturevalue("recipe")
+        recipe = recipe.replace(num_steps=10**6, checkpoint_every=100, hung_after_s=limit_s)
+        plan = Plan(data_parallel=num_nodes, micro_batch_size=1, global_batch_size=num_nodes)
+        one_each = site.replace(devices_per_node=1)
+        return kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe, site=one_each).job
+
+    return start
+
+
+def number_of(job: Job) -> str:
+    """Returns Slurm's number of a job, which may change."""
+    state = read_state(job.run_dir)
+    assert state and state.scheduler_job
+    return state.scheduler_job.id
+
+
+def nodes_of(nodes, job: Job) -> list[str]:
+    """Returns the nodes on which a job runs now."""
+    shown = nodes.run("squeue", "--noheader", f"--jobs={number_of(job)}", "--format=%N")
+    return nodes.run("scontrol", "show", "hostnames", shown.strip()).split()
+
+
+def stops(job: Job, attempts: int = 2) -> None:
+    """Ends a job that must have lost one attempt so far, or a few."""
+    assert 2 <= last_attempt(job.run_dir) <= attempts, job.history
     job.stop()
     assert job.wait(120).state is JobState.DONE
-    # A node that comes back may still get orders to end older attempts, and end newer ones: a start
-    # more, but no loss.
-    again = [
-        event
-        for event in read_history(job.run_dir)
-        if event.time > since and event.state == "requeued"
-    ]
-    assert len(again) <= 3 and not any(event.lost_node for event in again), again
-    return resumed
 
 
-@pytest.mark.parametrize("how", ["power_off", "cut"], ids=["switched_off", "cut_off_silently"])
-def test_lost_node(nodes, site, tmp_path, how):
-    job = standin(
-        tmp_path / how, site, num_processes=8
-    )  # two ranks a node, none of which may be forgotten
-    start, requeued = lose(nodes, job, "node3", how)
-    what = "node switched off" if how == "power_off" else "node cut off silently"
-    measured(
-        f"{what}: noticed and requeued", requeued.time - start, at_most=60, note=requeued.reason
+@pytest.fixture
+def only_in_full(is_full):
+    if not is_full:
+        pytest.skip("minutes long; `make faults` runs it")
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how):
+    """Nobody brings it back, and Slurm takes it for down after minutes only."""
+    leaves_behind(nodes, lose, hanging_job, how, 40.0 if is_full else 5.0)
+
+
+@pytest.mark.usefixtures("only_in_full")
+def test_lost_node_is_left_behind_with_the_usual_limit(nodes, lose, hanging_job):
+    leaves_behind(nodes, lose, hanging_job, "cut off", Recipe.hung_after_s)
+
+
+def leaves_behind(nodes, lose, hanging_job, how, limit_s):
+    job = hanging_job(limit_s, num_nodes=3)
+    at_step(job, 10)
+    number, start = number_of(job), time.time()
+    lose(how, "node2")
+    requeued = event(job, "requeued", start, limit_s + 100)
+    assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
+    resumed = event(job, "running", requeued.time)
+    what = f"node {how}, hung_after_s {limit_s:g}"
+    measured(f"{what}: noticed", requeued.time - start, note=requeued.reason)
+    measured(f"{what}: first step without it", resumed.time - start, at_most=limit_s + 80)
+    assert number_of(job) != number and "node2" not in nodes_of(nodes, job)
+    assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
+    stops(job)
+
+
+@pytest.mark.parametrize("node", ["node1", "node2"])
+def test_node_that_stalls_for_less_than_the_limit_loses_nothing(freeze, hanging_job, is_full, node):
+    """With the supervisor on it, or without."""
+    limit_s, stall_s = (Recipe.hung_after_s, 120) if is_full else (20.0, 10)
+    job = hanging_job(limit_s, num_nodes=3)
+    at_step(job, 10)
+    freeze[0](node)
+    time.sleep(stall_s)
+    freeze[1]()
+    state = read_state(job.run_dir)
+    assert state
+    at_step(job, (state.step or 0) + 10)
+    time.sleep(5)
+    lost = float(last_attempt(job.run_dir) - 1)
+    what = f"{node} frozen for {stall_s} s, hung_after_s {limit_s:g}: attempts lost"
+    measured(what, lost, at_most=0.0)
+    job.stop()
+    assert job.wait(120).state is JobState.DONE
+
+
+@pytest.fixture
+def forbid_sbatch_on_nodes(nodes):
+    """A function: from where a job came, others may be submitted, and from nowhere else."""
+
+    def forbid(job):
+        shown = nodes.run("scontrol", "show", "job", number_of(job))
+        (host,) = re.findall(r" AllocNode:Sid=(\S+):", shown)
+        nodes.run("scontrol", "update", "PartitionName=batch", f"AllocNodes={host}")
+
+    yield forbid
+    nodes.run("scontrol", "update", "PartitionName=batch", "AllocNodes=ALL")
+
+
+@pytest.mark.parametrize("submits", [True, False], ids=["no other node", "no sbatch on nodes"])
+def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, is_full, submits):
+    """Where there are no others, or only a requeue of the old job is allowed."""
+    job = hanging_job(40.0 if is_full else 5.0, num_nodes=4)
+    at_step(job, 10)
+    if not submits:
+        forbid_sbatch_on_nodes(job)
+    number, start = number_of(job), time.time()
+    nodes.cut("node2")
+    nodes.cut("node3")
+    requeued = event(job, "requeued", start, 150)
+    assert (
+        requeued.lost_node == "node2,node3" and "node2, node3 no longer answer" in requeued.reason
     )
-    assert requeued.lost_node == "node3" and "node3 fell silent" in requeued.reason
-    assert job.state is JobState.REQUEUED
-    assert eventually(lambda: not processes(STANDIN), 240), (
-        "the lost node still runs ranks of the old attempt"
-    )
-    measured(f"{what}: last rank of the old attempt gone", time.time() - start, at_most=240)
-    recover(nodes, "node3")
+    gone = eventually(lambda: not processes(str(job.run_dir)), 60)
+    assert gone, "a node that is cut off still runs a rank"
+    assert eventually(lambda: "CG" in nodes.run("squeue", "--noheader", "--format=%t"), 30)
+    assert job.state is JobState.REQUEUED and (number_of(job) != number) == submits
+    for node in ("node2", "node3"):
+        recover(nodes, node)
     back = time.time()
-    measured(f"{what}: running again after the node came back", comes_back(job, back).time - back)
+    # A start that Slurm loses, on a node just switched on, is missed when the node registers.
+    event(job, "running", back, 300)
+    # Under the old number a node that comes back may end newer attempts by older orders: no loss.
+    stops(job, attempts=2 if submits else 4)
 
 
-def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
-    job = standin(tmp_path / "first", site)
-    start = time.time()
+@pytest.fixture
+def impatient(nodes):
+    """A function: after how long Slurm takes a node for down, as an administrator may have it."""
+    file = nodes.layout.path("etc", "slurm.conf")
+    text = file.read_text()
+
+    def after(seconds):
+        file.write_text(text.replace("SlurmdTimeout=300", f"SlurmdTimeout={seconds}"))
+        nodes.run("scontrol", "reconfigure")
+
+    yield after
+    file.write_text(text)
+    nodes.run("scontrol", "reconfigure")
+
+
+def supervisors(job: Job) -> set[int]:
+    return {*processes("cluster.slurm.supervisor")} & {*processes(str(job.run_dir))}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_lost_first_node_is_noticed_by_slurm(nodes, lose, hanging_job, impatient, is_full, how):
+    """The supervisor is lost with it, or waits there, and does not use up the job's restarts."""
+    patience_s = 60 if is_full else 20
+    impatient(patience_s)
+    goes_on_without_first(nodes, lose, hanging_job, how, 40.0 if is_full else 5.0, patience_s)
+
+
+@pytest.mark.usefixtures("only_in_full")
+def test_lost_first_node_is_noticed_by_slurm_as_it_comes(nodes, lose, hanging_job):
+    goes_on_without_first(nodes, lose, hanging_job, "switched off", 40.0, 300)
+
+
+def goes_on_without_first(nodes, lose, hanging_job, how, limit_s, patience_s):
+    job = hanging_job(limit_s, num_nodes=3)
     at_step(job, 10)
     start = time.time()
-    nodes.power_off("node1")
-    requeued = event(job, "requeued", start)
-    measured(
-        "first node lost (rendezvous, supervisor): requeued",
-        requeued.time - start,
-        at_most=60,
-        note=requeued.reason,
-    )
-    assert requeued.lost_node == "node1"
-    recover(nodes, "node1")
-    comes_back(job, time.time())
+    lose(how, "node1")
+    resumed = event(job, "running", start, patience_s + 150)
+    what = f"first node {how}, SlurmdTimeout {patience_s}: first step without it"
+    measured(what, resumed.time - start, at_most=patience_s + 120)
+    assert "node1" not in nodes_of(nodes, job)
+    if how == "cut off":
+        assert eventually(lambda: len(supervisors(job)) == 1, 90), "the one that is cut off goes on"
+    stops(job)
 
 
-def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
+def test_job_that_was_submitted_just_before_its_supervisor_died_goes_on(
+    nodes, hanging_job, monkeypatch
+):
+    """Nobody has written down that it follows, and it waits for nobody."""
+    job = hanging_job(5.0, num_nodes=4)
+    at_step(job, 10)
+    monkeypatch.setenv("KIT_FOLLOWS", f"{number_of(job)}/1")
+    follower, start = slurm._sbatch(job.run_dir, "submit.sh"), time.time()
+    (supervisor,) = supervisors(job)
+    os.kill(supervisor, signal.SIGKILL)
+    event(job, "running", start)
+    assert number_of(job) == follower
+    stops(job)
+
+
+def test_node_lost_twice_is_left_out(nodes, hanging_job):
     spare = "NodeName=node[3-4]"
-    nodes.run(
-        "scontrol", "update", spare, "State=drain", "Reason=spare"
-    )  # or the job would leave node2 by itself
-    # Enough steps for all attempts: the first node goes on while the silence of the second is not
-    # noticed yet.
-    job = standin(tmp_path / "twice", site, num_steps=10_000, num_nodes=2, num_processes=2)
-    for _ in range(
-        4
-        # a node that comes back may get the order to end the old attempt, and end the new one: no
-        # loss
-    ):
-        assert eventually(lambda: running(job) and {0, 1} == heard(job), 180), job.status()
+    # Else the job would leave node2 by itself.
+    nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")
+    job = hanging_job(5.0, num_nodes=2)
+    for _ in range(4):  # a node that comes back may end a newer attempt by an older order: no loss
+        assert eventually(lambda: running(job), 180), job.status()
         start = time.time()
         nodes.cut("node2")
-        event(job, "requeued", start)
+        event(job, "requeued", start, 150)
         recover(nodes, "node2")
         if slurm.lost_nodes(job.run_dir):
             break
@@ -270,13 +418,13 @@ def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
     start = time.time()
     assert slurm.lost_nodes(job.run_dir) == ["node2"]
     assert eventually(lambda: running(job), 180), job.status()
-    state = read_state(job.run_dir)
-    assert state is not None and state.scheduler_job is not None and state.attempt >= 3
-    shown = nodes.run("squeue", "--noheader", f"--jobs={state.scheduler_job.id}", "--format=%N")
+    found = nodes_of(nodes, job)
     measured(
-        "node lost twice: running without it", time.time() - start, note=f"now on {shown.strip()}"
+        "node lost twice: running without it",
+        time.time() - start,
+        note=f"now on {', '.join(found)}",
     )
-    assert "node2" not in nodes.run("scontrol", "show", "hostnames", shown.strip()).split()
+    assert "node2" not in found
     job.cancel()
     job.wait(30)
 
@@ -331,10 +479,7 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
     assert job.wait(5).state is JobState.FAILED
 
 
-def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path, monkeypatch):
-    monkeypatch.setenv(
-        "KIT_BEAT_EVERY_S", "5"
-    )  # Slurm ends such a job in 10 s, before its ranks know they are alone
+def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
     job = standin(tmp_path / "beheaded", site)
     at_step(job, 10)
     start = time.time()

@@ -15,18 +15,17 @@ from pathlib import Path
 import pytest
 
 from cluster import poll, slurm
-from cluster.heartbeats import read_rank_heartbeats
 from cluster.job import JobSpec
 from cluster.sandbox import Sandbox, stop, why_not
 from cluster.site import Site
-from cluster.state import JobState, log_path, read_state
+from cluster.state import log_path
 from kit.show.results import Row, load_average, row, write_results
 from tests.cluster.test_faults import at_step, event, processes
 from tests.cluster.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STANDIN = str(Path(__file__).parent / "standin.py")
-PER_NODE = 8
+PER_NODE, LIMIT_S = 8, 40
 # Only rank 0 costs a Python, beside the keepers.
 LIGHT = (
     'if [ "$RANK" = 0 ]; then exec "$@"; fi; echo "attempt $KIT_ATTEMPT rank $RANK"; exec sleep'
@@ -84,31 +83,18 @@ def supervisor_of(job) -> int:
     return pid
 
 
-def all_heard(job, attempt, ranks):
-    heard = read_rank_heartbeats(job.run_dir, attempt)
-    return len(heard) == ranks and heard
-
-
-def survives_frozen_processes(job, supervisor, node, ranks, rows) -> int:
-    """Freezes the supervisor, which loses no rank, then a node, which is noticed; returns the
+def survives_a_frozen_node(job, node, rows) -> int:
+    """Freezes a node, which alone is blamed, and thaws it, as there is no other; returns the
     attempt after it.
     """
-    os.kill(supervisor, signal.SIGSTOP)
-    time.sleep(120)
-    os.kill(supervisor, signal.SIGCONT)
-    time.sleep(60)
-    state = read_state(job.run_dir)
-    assert state and (state.state, state.attempt) == (JobState.RUNNING, 1), "a healthy job was lost"
-    rows.append(row("supervisor frozen for 120 s: attempts lost", 0.0, at_most=0.0))
     frozen, lost_at = of_node(node), time.time()
     assert len(frozen) > 2 * PER_NODE
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
-    requeued = event(job, "requeued", lost_at)
-    rows.append(
-        row("one node frozen: noticed and requeued", requeued.time - lost_at, "s", at_most=60)
-    )
-    assert requeued.lost_node == node and requeued.reason == f"{node} fell silent"
+    requeued = event(job, "requeued", lost_at, LIMIT_S + 120)
+    what = f"one node frozen, ranks end after {LIMIT_S} s: noticed"
+    rows.append(row(what, requeued.time - lost_at, "s", at_most=LIMIT_S + 90, note=requeued.reason))
+    assert requeued.lost_node == node
     for process in frozen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
@@ -121,7 +107,6 @@ def survives_frozen_processes(job, supervisor, node, ranks, rows) -> int:
             note="2 cores for all",
         )
     )
-    assert eventually(lambda: all_heard(job, resumed.attempt, ranks), 240)
     return resumed.attempt
 
 
@@ -130,7 +115,7 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     load, num_nodes = load_average(), len(many.layout.nodes)
     ranks = PER_NODE * num_nodes
     command = (sys.executable, STANDIN, str(tmp_path / "run"), "100000", "1")
-    argv = command if is_full else ("bash", "-c", LIGHT, "rank", *command)
+    argv = (*command, str(LIMIT_S)) if is_full else ("bash", "-c", LIGHT, "rank", *command)
     site = Site.load(many.site_file).replace(devices_per_node=PER_NODE)
     spec = JobSpec(
         name="many",
@@ -142,13 +127,11 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     start = time.time()
     job = slurm.submit(spec, site)
     at_step(job, 3, 300)
-    told = ranks if is_full else 1
-    assert eventually(lambda: all_heard(job, 1, told), 240)
     rows.append(
-        row(f"{num_nodes} nodes x {PER_NODE} ranks: all heard after", time.time() - start, "s")
+        row(f"{num_nodes} nodes x {PER_NODE} ranks: third step after", time.time() - start, "s")
     )
     folder = log_path(job.run_dir, 1, 0).parent
-    assert {file.name for file in (job.run_dir / "ranks").iterdir()} == {"all.jsonl"}
+    assert not list(job.run_dir.glob("ranks/*.json*")), "no file of a rank"
     assert {file.name for file in folder.iterdir()} == {
         "rank_00000.log",
         *(f"node_{n}.log" for n in range(num_nodes)),
@@ -169,9 +152,7 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
         )
     )
 
-    attempt = (
-        survives_frozen_processes(job, pid, many.layout.nodes[39], ranks, rows) if is_full else 1
-    )
+    attempt = survives_a_frozen_node(job, many.layout.nodes[39], rows) if is_full else 1
     start = time.time()
     victims = [
         p for p in processes(STANDIN if is_full else "sleep\x001000") if rank_of(p) == ranks - 1

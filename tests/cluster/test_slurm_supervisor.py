@@ -1,5 +1,6 @@
 """What follows the end of an attempt, without a Slurm."""
 
+import dataclasses
 import errno
 import os
 import signal
@@ -7,15 +8,25 @@ import sys
 
 import pytest
 
+from cluster import slurm
 from cluster.attempts import take_over
 from cluster.job import JobSpec
+from cluster.slurm import preflight
+from cluster.slurm import supervisor as module
+from cluster.slurm.preflight import answering_nodes
+from cluster.slurm.queries import NoAnswerError, native_state
+from cluster.slurm.rank import Failure, failures_of
 from cluster.slurm.supervisor import Ending, Supervisor
 from cluster.state import (
+    JobError,
     JobState,
     SchedulerJob,
+    StaleAttemptError,
     ask,
     read_asked,
     read_exit,
+    read_history,
+    read_state,
     take_request,
     update_state,
 )
@@ -36,7 +47,12 @@ def supervisor(tmp_path, monkeypatch):
 
 
 KILLED = Ending("restart", "rank 3 on node2 was killed by SIGKILL", rc=137, failing_rank=3)
-LOST = Ending("requeue", "node2 fell silent", rc=1, lost_node="node2")
+LOST = Ending(
+    "requeue",
+    "node2 no longer answers (rank 0 on node1 ended with code 1)",
+    rc=1,
+    lost_node="node2",
+)
 
 
 @pytest.mark.parametrize("ending", [KILLED, LOST], ids=["killed", "lost"])
@@ -113,3 +129,128 @@ def test_trouble_with_the_disk_is_recorded_as_the_end(supervisor, monkeypatch):
         and (report.attempt, report.rc) == (2, 1)
         and "No space left on device" in report.reason
     )
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the nodes of an allocation of three answer, one list after the other."""
+    said: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    monkeypatch.setattr(module, "slurm_command", lambda words, config: "node1\nnode2\nnode3\n")
+    monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: {*said.pop(0).split()})
+    monkeypatch.setattr(module, "CUT_OFF_WAIT_S", 0.0)
+    return said
+
+
+def test_a_start_elsewhere_names_all_nodes_that_no_longer_answer(supervisor, answers):
+    answers[:] = ["node3 node1 node2", "node3 node1", "node1"]
+    assert supervisor._without_lost(KILLED) == KILLED
+    lost = supervisor._without_lost(KILLED)
+    assert (lost.fate, lost.rc, lost.lost_node) == ("requeue", 137, "node2")
+    assert lost.reason == f"node2 no longer answers ({KILLED.reason})"
+    lost = supervisor._without_lost(KILLED)
+    assert lost.lost_node == "node2,node3" and lost.reason.startswith(
+        "node2, node3 no longer answer ("
+    )
+    assert supervisor._without_lost(LOST) == LOST, "nobody is asked where no start follows"
+
+
+def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_on(
+    supervisor, answers
+):
+    """It may be cut off, or the controller away: its restarts are not used up meanwhile."""
+    answers[:] = ["", "", "node1 node2 node3"]
+    assert supervisor._without_lost(KILLED) == KILLED and not answers
+    answers[:] = ["", "", "node1 node2 node3"]
+    assert take_over(supervisor.run_dir, supervisor.job) == 2
+    with pytest.raises(StaleAttemptError):
+        supervisor._without_lost(KILLED)
+    assert len(answers) == 2
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """The commands that go to Slurm, and its answers: it has this job, and takes a new one as 8."""
+    commands = []
+    answers = {"sbatch": "8\n", "squeue": f"7 {tmp_path.resolve()}/submit.sh\n"}
+
+    def command(words, config, cwd=None):
+        commands.append(words)
+        answer = answers.get(words[0], "")
+        if isinstance(answer, JobError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm, "slurm_command", command)
+    monkeypatch.setattr(slurm, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return commands, answers
+
+
+def test_a_job_that_has_lost_a_node_begins_elsewhere_under_another_number(supervisor, asked):
+    commands, _ = asked
+    assert supervisor._finish(LOST) == 1
+    assert commands == [["sbatch", "--parsable", "submit.sh"]], (
+        "Slurm gives no node away that this job holds"
+    )
+    state = read_state(supervisor.run_dir)
+    assert state and (state.state, state.attempt, state.reason) == ("requeued", 1, LOST.reason)
+    new = SchedulerJob(scheduler="slurm", id="8")
+    assert state.scheduler_job == new
+    assert read_history(supervisor.run_dir)[-1].lost_node == "node2"
+    supervisor.attempt = take_over(supervisor.run_dir, new)
+    supervisor._finish(dataclasses.replace(LOST, lost_node="node2,node3"))
+    assert commands[1:] == [["sbatch", "--parsable", "--exclude=node2", "submit.sh"]], "lost twice"
+
+
+REFUSED = JobError("sbatch: access denied")
+
+
+@pytest.mark.parametrize("answer", [REFUSED, NoAnswerError("none")], ids=["refused", "no answer"])
+def test_a_job_that_may_submit_none_goes_back_to_the_queue(supervisor, asked, answer):
+    """Of two jobs with the same script, the one that asks is not taken for the new one."""
+    commands, answers = asked
+    answers["sbatch"] = answer
+    assert supervisor._finish(LOST) == 1
+    assert commands[-1] == ["scontrol", "requeue", "7"]
+    state = read_state(supervisor.run_dir)
+    assert state and (state.state, state.scheduler_job) == ("requeued", supervisor.job)
+
+
+def test_a_new_job_that_slurm_took_without_a_word_is_found(supervisor, asked):
+    _, answers = asked
+    answers["sbatch"] = NoAnswerError("none")
+    answers["squeue"] += answers["squeue"].replace("7", "9", 1)
+    assert supervisor._finish(LOST) == 1
+    state = read_state(supervisor.run_dir)
+    assert state and state.scheduler_job and state.scheduler_job.id == "9"
+
+
+def test_nodes_that_answer_are_known_though_another_does_not(monkeypatch, tmp_path):
+    (tmp_path / "srun").write_text("#!/bin/sh\necho node1\necho node3\nsleep 1000\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(preflight, "ANSWER_WAIT_S", 0.5)
+    assert answering_nodes(0) == {"node1", "node3"}
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
+def test_a_job_that_is_being_told_of_its_preemption_is_preempted(monkeypatch, state):
+    found = f"JobState={state} Reason=None Dependency=(null)\n"
+    text = f"JobId=7\n   {found}   PreemptEligibleTime=now PreemptTime=now\n"
+    monkeypatch.setattr("cluster.slurm.queries.slurm_command", lambda words, config: text)
+    assert native_state(SchedulerJob(scheduler="slurm", id="7")) == "PREEMPTED"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_srun_s_own_sigterm_asks_nobody_to_stop(supervisor, monkeypatch, has_failed):
+    """It ends ranks whose peer has failed; their keeper cannot tell it from the scheduler's."""
+    monkeypatch.setattr(module, "native_state", lambda job: "RUNNING")
+    failures_of(supervisor.run_dir, 1).mkdir(parents=True)
+    if has_failed:
+        Failure(rank=3, code=1, node="node2", time=1.0).write(
+            failures_of(supervisor.run_dir, 1) / "rank_00003.json"
+        )
+    assert supervisor._told_to_end() is None
+    assert (read_asked(supervisor.run_dir, "stop") is None) == has_failed

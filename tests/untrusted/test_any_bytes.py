@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from cluster.heartbeats import read_rank_heartbeats
 from cluster.record import ConfigError
 from cluster.site import Site
-from cluster.slurm.beat import Switchboard
 from cluster.state import read_exit, read_history, read_state
 from kit.convert.hugging_face import SafetensorsFolder, import_hugging_face
 from kit.data import Corpus, TokenFile, load_tokenizer
@@ -417,23 +416,3 @@ def test_text_and_tokenizers(tmp_path: Path, data: bytes) -> None:
         ours_or_value(lambda name=name: list(Corpus([tmp_path / name])))
     for name in ("tokenizer.json", "tokenizer.model"):
         ours_or_value(lambda name=name: load_tokenizer(tmp_path / name))
-
-
-def test_no_datagram_ends_a_supervisor() -> None:
-    import socket
-
-    board = Switchboard("127.0.0.1")
-    port = int(board.address.split(":")[1])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        for data in (
-            b"[" * 4000,
-            b"\xff",
-            b"null",
-            b'{"token": []}',
-            b"9" * 4000,
-            json.dumps({"token": board.token}).encode(),
-        ):
-            stranger.sendto(data, ("127.0.0.1", port))
-    time.sleep(0.1)
-    assert board.taken() == []
-    board.close()

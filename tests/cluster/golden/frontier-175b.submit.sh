@@ -67,8 +67,8 @@ run_rank() {
 }
 export -f run_rank
 # ----------------------------------------------------------------------------------------------------
-# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks
-# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.
+# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, starts anew,
+# here or elsewhere, what has failed, and records the end. The keeper of each task says how it ended.
 cd /shared/kit || fail 'the kit is not visible on this node'
 exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=16 --ntasks=128 --ntasks-per-node=8 \

@@ -68,8 +68,8 @@ copy_cache() {
 export -f copy_cache
 srun --nodes=64 --ntasks=64 --ntasks-per-node=1 bash -c copy_cache || fail "the compiled graphs cannot be copied to all nodes"
 # ----------------------------------------------------------------------------------------------------
-# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks
-# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.
+# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, starts anew,
+# here or elsewhere, what has failed, and records the end. The keeper of each task says how it ended.
 cd /shared/kit || fail 'the kit is not visible on this node'
 exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=64 --ntasks=64 --ntasks-per-node=1 \

@@ -1,0 +1,107 @@
+"""What is kept of a rank: how it ended, what it said; and what of Slurm's signals reaches whom."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cluster.outcome import keep_words
+from cluster.process import Process
+from cluster.slurm.rank import Failure, failures_of
+from cluster.state import find_log, update_state
+from tests.cluster.waiting import eventually
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    """A function: starts the keeper of a rank with a command of sh."""
+    started = []
+
+    def start(script, rank=0):
+        environment = {
+            **os.environ,
+            "KIT_RUN_DIR": str(tmp_path),
+            "KIT_ATTEMPT": "1",
+            "SLURM_PROCID": str(rank),
+        }
+        words = [sys.executable, "-S", "-m", "cluster.slurm.rank", "sh", "-c", script]
+        started.append(subprocess.Popen(words, env=environment))
+        return started[-1]
+
+    failures_of(tmp_path, 1).mkdir(parents=True)
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_failure_is_recorded_and_nothing_is_left_of_its_rank(keeper, tmp_path):
+    process = keeper(
+        f"sleep 1000 & echo $! > {shlex.quote(str(tmp_path / 'left'))}; kill -9 $$", rank=3
+    )
+    assert process.wait(30) == 137
+    failure = Failure.read(failures_of(tmp_path, 1) / "rank_00003.json")
+    assert (failure.rank, failure.code) == (3, -9)
+    assert not os.path.exists(f"/proc/{(tmp_path / 'left').read_text().strip()}")
+    assert keeper("exit 0").wait(30) == 0 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_does_not_hear_sigterm_and_the_first_one_s_keeper_tells_the_supervisor(
+    keeper, tmp_path, rank
+):
+    heard = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(time.time()))
+    try:
+        update_state(tmp_path, attempt=1, state="running", process=Process.current())
+        process = keeper(
+            f"cd {shlex.quote(str(tmp_path))}; touch begun; until [ -e end ]; do sleep 0.05; done",
+            rank,
+        )
+        assert eventually((tmp_path / "begun").exists, 30)
+        process.terminate()
+        assert bool(eventually(lambda: heard, 1)) == (rank == 0)
+        (tmp_path / "end").touch()
+        assert process.wait(30) == 0 and len(heard) <= 1
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_logs_of_every_layout_are_found(tmp_path):
+    logs = tmp_path / "logs"
+    (logs / "attempt_02").mkdir(parents=True)
+    (logs / "attempt_01_rank_00009.log").touch()
+    for name in ("node_1.log", "rank_00000.log", "rank_00010.log"):
+        (logs / "attempt_02" / name).touch()
+    found = [
+        find_log(tmp_path, attempt, rank, 8).relative_to(logs)
+        for attempt, rank in ((1, 9), (2, 9), (2, 10))
+    ]
+    assert list(map(str, found)) == [
+        "attempt_01_rank_00009.log",
+        "attempt_02/node_1.log",
+        "attempt_02/rank_00010.log",
+    ]
+    assert find_log(tmp_path, 3, 0, 8) == logs / "attempt_03" / "rank_00000.log"
+
+
+def test_words_of_a_rank_are_taken_out_of_the_log_of_its_node_alone(tmp_path):
+    folder = tmp_path / "logs" / "attempt_01"
+    folder.mkdir(parents=True)
+    (folder / "node_1.log").write_bytes(
+        b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n"
+    )
+    keep_words(tmp_path, 1, 9, 9, 8)
+    assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n"
+    old = tmp_path / "logs" / "attempt_02_rank_00009.log"
+    old.write_text("09: written by the script of an older version\n")
+    keep_words(tmp_path, 2, 9, 9, 8)
+    keep_words(tmp_path, 3, 9, 9, 8)
+    assert sorted(file.name for file in (tmp_path / "logs").rglob("*rank*")) == [
+        old.name,
+        "rank_00009.log",
+    ]
