@@ -1,4 +1,7 @@
-"""How an attempt ended, and its record in the run directory. Standard library only."""
+"""How an attempt ended, what follows, and its record in the run directory.
+
+Standard library only.
+"""
 
 import contextlib
 import dataclasses
@@ -7,10 +10,12 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Literal
 
 from cluster.files import FULL, RESERVE, opened, write_atomic
 from cluster.home import Home
-from cluster.record import cut
+from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
+from cluster.record import counted, cut
 from cluster.state import (
     ExitReport,
     JobError,
@@ -29,14 +34,51 @@ LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: return code, one line for people, first rank to fail, and whether
-    they start again.
-    """
+    """How the ranks ended, and what becomes of the job."""
 
     rc: int
     reason: str
+    """One line for people."""
     failing_rank: int | None = None
-    restarts: bool = False
+    """The first to fail."""
+    fate: Literal["end", "restart", "requeue", "taken"] = "end"
+    """`restart` in this allocation, `requeue` for another one, or `taken`: a newer attempt owns
+    the run."""
+    lost_node: str | None = None
+    """That no longer answers; of several, commas between."""
+
+
+def blame(code: int) -> tuple[bool, bool]:
+    """Sorts the codes of ranks that failed at once by what explains the others.
+
+    What cannot pass comes first, then a crash; an error for a lost peer is a consequence.
+    """
+    return code != USELESS_TO_RETRY, -code not in CRASHES
+
+
+def failed(run_dir: Path, rank: int, code: int, who: str) -> Outcome:
+    """Returns what follows when a rank has failed: a start, if it was killed, or if the job has
+    shown that it can run.
+    """
+    words, rc = end_of(code)
+    may_pass = rc > 128 or (code != USELESS_TO_RETRY and has_ever_stepped(run_dir))
+    return Outcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
+
+
+def judged(outcome: Outcome, home: Home, attempt: int, max_restarts: int) -> Outcome:
+    """Returns an outcome, with an end instead of a start that would lead nowhere."""
+    run_dir, reason = home.run_dir, outcome.reason
+    if lost := home.why_lost():
+        reason = lost
+    elif outcome.fate in ("end", "taken"):
+        return outcome
+    elif is_told_to_stop(run_dir):
+        reason = f"{reason}, after a request to stop"
+    elif max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > max_restarts:
+        reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
+    elif max_restarts or outcome.fate == "requeue":
+        return outcome
+    return dataclasses.replace(outcome, fate="end", reason=reason, rc=outcome.rc or 1)
 
 
 def record_end(home: Home, attempt: int, outcome: Outcome) -> None:

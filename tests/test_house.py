@@ -136,10 +136,10 @@ def test_files_and_functions_stay_short():
 STATEMENTS = {
     "cluster": 1580,
     "cluster/kubernetes": 193,
-    "cluster/local": 287,
+    "cluster/local": 274,
     "cluster/login": 440,
     "cluster/sandbox": 272,
-    "cluster/slurm": 772,
+    "cluster/slurm": 756,
     "kit": 920,
     "kit/commands": 969,
     "kit/convert": 770,

@@ -37,17 +37,16 @@ from cluster.job import JobSpec
 from cluster.local import render_script
 from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
-    CRASHES,
-    USELESS_TO_RETRY,
     Outcome,
-    end_of,
+    blame,
     ended_well,
+    failed,
+    judged,
     log_tail,
     record_end,
     say,
 )
 from cluster.process import Process
-from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import ConfigError, counted
 from cluster.state import JobError, JobState, log_path, read_exit, read_state, update_state
 
@@ -148,9 +147,9 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
     while True:
         outcome = run_attempt(home, job, attempt, started, deadline)
+        outcome = judged(outcome, home, attempt, job.max_restarts)
         say(f"{job.name}: attempt {attempt}: {outcome.reason}")
-        outcome = judge(home, job, attempt, outcome)
-        if not outcome.restarts:
+        if outcome.fate != "restart":
             break
         try:
             attempt = next_attempt(run_dir, attempt, outcome.reason)
@@ -203,24 +202,6 @@ def say_starting(run_dir: Path, attempt: int, reason: str) -> None:
     update_state(
         run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time()
     )
-
-
-def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
-    """Returns an outcome with whether another attempt follows, by the rules of
-    `cluster.slurm.supervisor`.
-    """
-    run_dir = home.run_dir
-    if outcome.failing_rank is None or is_told_to_stop(run_dir) or home.why_lost():
-        return outcome
-    was_killed = outcome.rc > 128
-    if not was_killed and (outcome.rc == USELESS_TO_RETRY or not has_ever_stepped(run_dir)):
-        return outcome
-    if job.max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > job.max_restarts:
-        reason = (
-            f"{outcome.reason}; given up after {counted(fruitless, 'start')} without a new step"
-        )
-        return dataclasses.replace(outcome, reason=reason)
-    return dataclasses.replace(outcome, restarts=job.max_restarts > 0)
 
 
 def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> socket.socket:
@@ -287,12 +268,10 @@ def watch(ranks: Ranks, time_limit_s: float | None, deadline: float, home: Home)
     lost, or a signal asks for the end."""
     while True:
         reap(ranks)
-        failed = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
-        # several at once: a crash is the cause, an error or abort for a lost peer the consequence
-        if failed:
-            first = min(failed, key=lambda rank: (-failed[rank] not in CRASHES, rank))
-            words, rc = end_of(failed[first])
-            return Outcome(rc, f"rank {first} {words}", first)
+        codes = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
+        if codes:
+            first = min(codes, key=lambda rank: (blame(codes[rank]), rank))
+            return failed(home.run_dir, first, codes[first], f"rank {first}")
         if all(process.returncode == 0 for process in ranks.values()):
             return Outcome(0, ended_well(len(ranks)))
         remaining_s = deadline - time.monotonic()

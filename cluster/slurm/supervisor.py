@@ -31,7 +31,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
@@ -40,16 +39,17 @@ from cluster.heartbeats import MANY
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.outcome import (
-    CRASHES,
     USELESS_TO_RETRY,
     Outcome,
-    end_of,
+    blame,
     ended_well,
+    failed,
+    judged,
     keep_words,
     record_end,
     say,
 )
-from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
+from cluster.progress import is_told_to_stop
 from cluster.record import ConfigError, counted
 from cluster.slurm import begin_elsewhere, requeue_this
 from cluster.slurm.preflight import answering_nodes, check_nodes
@@ -81,27 +81,11 @@ REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How an attempt ended, and what becomes of the job."""
-
-    fate: Literal["done", "failed", "restart", "requeue", "taken"]
-    """`restart` in this allocation, `requeue` for another one, or `taken`: a newer attempt owns
-    the run."""
-    reason: str
-    rc: int = 0
-    state: JobState = JobState.REQUEUED
-    """What the run directory says until the next attempt starts."""
-    failing_rank: int | None = None
-    lost_node: str | None = None
-    """Or several, separated by commas."""
-
-
 WHY_TERMINATED = {
-    "CANCELLED": Ending("failed", "cancelled (scancel)", rc=128 + signal.SIGTERM),
-    "TIMEOUT": Ending("requeue", "the time limit was reached before it could save", rc=124),
-    "PENDING": Ending("taken", "requeued by Slurm or by its user", rc=128 + signal.SIGTERM),
-    "NODE_FAIL": Ending("taken", "a node failed", rc=1),
+    "CANCELLED": Outcome(128 + signal.SIGTERM, "cancelled (scancel)"),
+    "TIMEOUT": Outcome(124, "the time limit was reached before it could save", fate="requeue"),
+    "PENDING": Outcome(128 + signal.SIGTERM, "requeued by Slurm or by its user", fate="taken"),
+    "NODE_FAIL": Outcome(1, "a node failed", fate="taken"),
 }
 """By Slurm's word for the state of a job that it ends."""
 
@@ -114,10 +98,9 @@ class Supervisor:
         self.home, self.spec = Home(run_dir), JobSpec.read(run_dir / "job.json")
         self.attempt = 0
         self.stop_reason: str | None = None
-        self.stop_state = JobState.REQUEUED
-        self.reader, writer = os.pipe()
-        for end in (self.reader, writer):
-            os.set_blocking(end, False)
+        self.next_state = JobState.REQUEUED
+        """What the run directory says until the next attempt starts, here or elsewhere."""
+        self.reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in WATCHED:
             signal.signal(number, lambda number, frame: None)
@@ -130,45 +113,42 @@ class Supervisor:
             nodes = os.environ["SLURM_JOB_NODELIST"]
             say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
             try:
-                ending = self._check_nodes() if starts == 0 else None
-                ending = self._judge(self._without_lost(ending or self._attempt(starts)))
-                say(f"attempt {self.attempt}: {ending.reason}: {ending.fate}")
-                if ending.fate != "restart":
-                    return self._finish(ending)
-                self._note(JobState.REQUEUED, f"{ending.reason}; restarting in the same allocation")
+                outcome = self._check_nodes() if starts == 0 else None
+                outcome = self._judge(self._without_lost(outcome or self._attempt(starts)))
+                say(f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}")
+                if outcome.fate != "restart":
+                    return self._finish(outcome)
+                told = f"{outcome.reason}; restarting in the same allocation"
+                self._note(JobState.REQUEUED, told)
             except StaleAttemptError as error:
                 say(str(error))
                 return 1
             except OSError as error:  # a full disk, say
-                return self._finish(Ending("failed", str(error), rc=1))
+                return self._finish(Outcome(1, str(error)))
             starts += 1
 
-    def _check_nodes(self) -> Ending | None:
+    def _check_nodes(self) -> Outcome | None:
         """Returns how it ends when the nodes do not see the same run directory, or do not
         answer, before any start.
         """
+        num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
-            problem = check_nodes(
-                self.spec, int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
-            )
+            problem = check_nodes(self.spec, num_nodes)
         except JobError as error:  # a node on its way out, or back: the queue may have better ones
-            return Ending("requeue", str(error), rc=1)
-        return Ending("failed", problem, rc=USELESS_TO_RETRY) if problem else None
+            return Outcome(1, str(error), fate="requeue")
+        return Outcome(USELESS_TO_RETRY, problem) if problem else None
 
-    def _attempt(self, starts: int) -> Ending:
+    def _attempt(self, starts: int) -> Outcome:
+        """Runs all ranks to their end and returns it; none that can be reached is left."""
         port = int(os.environ.get("MASTER_PORT", "29500")) + starts
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
         if self.spec.num_processes > MANY:
             # As srun's --output: a file a node, each line with the number of its task.
-            environment["SLURM_STDOUTMODE"] = (
-                f"{self.run_dir}/logs/attempt_{self.attempt:02d}/node_%n.log"
-            )
-        self._note(
-            JobState.STARTING,
-            f"{counted(self.spec.num_processes, 'rank')} starting on"
-            f" {os.environ['SLURM_JOB_NODELIST']}",
-        )
+            logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
+            environment["SLURM_STDOUTMODE"] = f"{logs}/node_%n.log"
+        ranks, nodes = counted(self.spec.num_processes, "rank"), os.environ["SLURM_JOB_NODELIST"]
+        self._note(JobState.STARTING, f"{ranks} starting on {nodes}")
         failures_of(self.run_dir, self.attempt).mkdir(parents=True, exist_ok=True)
         step = subprocess.Popen(
             self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -178,7 +158,7 @@ class Supervisor:
         finally:
             self._end(step)
 
-    def _watch(self, step: subprocess.Popen) -> Ending:
+    def _watch(self, step: subprocess.Popen) -> Outcome:
         failed_at = None
         while True:
             ready, _, _ = select.select([self.reader], [], [], LOOK_EVERY_S)
@@ -186,92 +166,80 @@ class Supervisor:
             if step.poll() is not None:
                 return self._after(step.returncode)
             if any(number in signals for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
-                if ending := self._told_to_end():
-                    return ending
+                if outcome := self._told_to_end():
+                    return outcome
             if signal.SIGUSR1 in signals or signal.SIGUSR2 in signals:
-                self._ask_to_stop(JobState.REQUEUED, "the time limit is near")
+                self._ask_to_stop("the time limit is near")
             if lost := self.home.why_lost():
-                return Ending("failed", lost, rc=1)
+                return Outcome(1, lost)
             if failed_at is None and self._failures():
                 failed_at = time.monotonic()
             if failed_at and time.monotonic() - failed_at > END_WAIT_S:
                 return self._after(1)  # srun waits for a node that does not answer its order to end
 
-    def _after(self, code: int) -> Ending:
+    def _after(self, code: int) -> Outcome:
         """Returns what follows when srun has ended, or when it should have."""
         if failures := self._failures():
-            # Several at once: what cannot pass comes first, then a crash; an error for a lost peer
-            # is a consequence.
-            first = min(
-                failures, key=lambda f: (f.code != USELESS_TO_RETRY, -f.code not in CRASHES, f.time)
-            )
+            first = min(failures, key=lambda failure: (blame(failure.code), failure.time))
             return self._failure(first)
         if code:
             reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
-            return self._why_terminated() or Ending("restart", reason, rc=code % 256)
-        return self._stopped() or Ending("done", ended_well(self.spec.num_processes))
+            return self._why_terminated() or Outcome(code % 256, reason, fate="restart")
+        return self._stopped() or Outcome(0, ended_well(self.spec.num_processes))
 
-    def _stopped(self) -> Ending | None:
+    def _failure(self, failure: Failure) -> Outcome:
+        # Under torchrun a task is the agent of all ranks of a node.
+        num_ranks, per_node = (
+            self.spec.num_processes,
+            self.spec.num_processes // self.spec.num_nodes,
+        )
+        ranks_per_task = max(1, num_ranks // int(os.environ.get("SLURM_NTASKS", num_ranks)))
+        rank = failure.rank * ranks_per_task
+        keep_words(self.run_dir, self.attempt, rank, failure.rank, per_node)
+        who = f"rank {rank}" if ranks_per_task == 1 else "a rank"
+        return failed(self.run_dir, rank, failure.code, f"{who} on {failure.node}")
+
+    def _stopped(self) -> Outcome | None:
         """Returns what follows when the trainer has saved and stopped because it was asked to."""
         state = read_state(self.run_dir)
         if state is None or state.state is not JobState.STOPPING:
             return None
         if self.stop_reason is None or is_told_to_stop(self.run_dir):
-            return Ending("done", f"stopped on request at step {state.step}")
-        return Ending(
-            "requeue", f"{self.stop_reason}; saved at step {state.step}", state=self.stop_state
-        )
+            return Outcome(0, f"stopped on request at step {state.step}")
+        return Outcome(0, f"{self.stop_reason}; saved at step {state.step}", fate="requeue")
 
-    def _failure(self, failure: Failure) -> Ending:
-        # Under torchrun a task is the agent of all ranks of a node.
-        ranks_per_task = max(
-            1,
-            self.spec.num_processes // int(os.environ.get("SLURM_NTASKS", self.spec.num_processes)),
-        )
-        rank = failure.rank * ranks_per_task
-        where = (
-            f"rank {rank} on {failure.node}" if ranks_per_task == 1 else f"a rank on {failure.node}"
-        )
-        words, rc = end_of(failure.code)
-        per_node = self.spec.num_processes // self.spec.num_nodes
-        keep_words(self.run_dir, self.attempt, rank, failure.rank, per_node)
-        tried = failure.code < 0 or (
-            failure.code != USELESS_TO_RETRY and has_ever_stepped(self.run_dir)
-        )
-        return Ending("restart" if tried else "failed", f"{where} {words}", rc, failing_rank=rank)
-
-    def _without_lost(self, ending: Ending) -> Ending:
+    def _without_lost(self, outcome: Outcome) -> Outcome:
         """Returns a start elsewhere instead of one in this allocation, some of whose nodes no
         longer answer.
         """
-        while ending.fate == "restart":
+        while outcome.fate == "restart":
             names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
             nodes = slurm_command(names, self.job.config).split()
             lost = sorted({*nodes} - answering_nodes(len(nodes)))
+            if not lost:
+                break
             if os.environ["SLURMD_NODENAME"] not in lost:
-                if not lost:
-                    return ending
                 answer = "answers" if len(lost) == 1 else "answer"
-                reason = f"{', '.join(lost)} no longer {answer} ({ending.reason})"
+                reason = f"{', '.join(lost)} no longer {answer} ({outcome.reason})"
                 return dataclasses.replace(
-                    ending, fate="requeue", reason=reason, lost_node=",".join(lost)
+                    outcome, fate="requeue", reason=reason, lost_node=",".join(lost)
                 )
             say("this node can start nothing any more: Slurm will start the job elsewhere")
             refuse_stale(self.run_dir, self.attempt)
             time.sleep(CUT_OFF_WAIT_S)
-        return ending
+        return outcome
 
-    def _told_to_end(self) -> Ending | None:
+    def _told_to_end(self) -> Outcome | None:
         """Returns what a SIGTERM means: Slurm kills this process in a moment, or gives the ranks
         time to save.
         """
-        ending = self._why_terminated()
+        outcome = self._why_terminated()
         # srun may send it too, to ranks whose peer has failed.
-        if ending is None and not self._failures():
-            self._ask_to_stop(JobState.REQUEUED, "the scheduler sent SIGTERM")
-        return ending
+        if outcome is None and not self._failures():
+            self._ask_to_stop("the scheduler sent SIGTERM")
+        return outcome
 
-    def _why_terminated(self) -> Ending | None:
+    def _why_terminated(self) -> Outcome | None:
         """Asks Slurm why it signals this job.
 
         Returns how it ends, or None when it may still save and stop.
@@ -281,77 +249,57 @@ class Supervisor:
         except JobError:
             return None
         if native == "PREEMPTED":
-            self._ask_to_stop(JobState.PREEMPTED, "preempted by a job of higher priority")
+            self._ask_to_stop("preempted by a job of higher priority", JobState.PREEMPTED)
         return WHY_TERMINATED.get(native)
 
-    def _ask_to_stop(self, state: JobState, reason: str) -> None:
+    def _ask_to_stop(self, reason: str, next_state: JobState = JobState.REQUEUED) -> None:
         if self.stop_reason is None and not is_told_to_stop(self.run_dir):
-            self.stop_reason, self.stop_state = reason, state
+            self.stop_reason, self.next_state = reason, next_state
             say(f"{reason}: asking the ranks to save and stop")
             with unless_full():  # it could not save either
                 ask(self.run_dir, "stop", by_person=False)
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
-    def _judge(self, ending: Ending) -> Ending:
-        """Returns a failure instead of a restart that would lead nowhere, and a requeue that has
-        been asked for.
+    def _judge(self, outcome: Outcome) -> Outcome:
+        """Returns an end instead of a start that would lead nowhere, and a requeue that has been
+        asked for.
         """
-        if lost := self.home.why_lost():
-            return Ending("failed", lost, rc=ending.rc or 1)
-        if ending.fate not in ("restart", "requeue"):
-            return ending
-        is_told = is_told_to_stop(self.run_dir)
-        if (self.stop_reason is None or is_told) and (stopped := self._stopped()):
-            return (
-                stopped  # all is saved: a rank or a node that was lost after that changes nothing
-            )
-        if is_told:
-            return dataclasses.replace(
-                ending, fate="failed", reason=f"{ending.reason}, after a request to stop"
-            )
-        fruitless = fruitless_starts(self.run_dir, self.attempt)
-        if fruitless > self.spec.max_restarts:
-            reason = (
-                f"{ending.reason}; given up after {counted(fruitless, 'start')} without a new step"
-            )
-            return dataclasses.replace(ending, fate="failed", reason=reason, rc=ending.rc or 1)
-        if (
-            ending.fate == "restart" and self.stop_reason is not None
-        ):  # time is short: start again with a fresh limit
-            return dataclasses.replace(ending, fate="requeue")
-        return ending
+        starts = outcome.fate in ("restart", "requeue") and not self.home.why_lost()
+        if starts and (self.stop_reason is None or is_told_to_stop(self.run_dir)):
+            # All is saved: a rank or a node that was lost after that changes nothing.
+            outcome = self._stopped() or outcome
+        outcome = judged(outcome, self.home, self.attempt, self.spec.max_restarts)
+        if outcome.fate == "restart" and self.stop_reason is not None:
+            # Time is short: start again with a fresh limit.
+            return dataclasses.replace(outcome, fate="requeue")
+        return outcome
 
-    def _finish(self, ending: Ending) -> int:
-        if ending.fate in ("done", "failed"):
-            record_end(
-                self.home, self.attempt, Outcome(ending.rc, ending.reason, ending.failing_rank)
-            )
-            return ending.rc
+    def _finish(self, outcome: Outcome) -> int:
+        if outcome.fate == "end":
+            record_end(self.home, self.attempt, outcome)
+            return outcome.rc
         with contextlib.suppress(OSError):
-            self._note(ending.state, ending.reason, ending.lost_node)
-        if ending.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
-            return ending.rc
-        return self._requeue(ending) if ending.fate == "requeue" else ending.rc
+            self._note(self.next_state, outcome.reason, outcome.lost_node)
+        if outcome.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
+            return outcome.rc
+        return self._requeue(outcome) if outcome.fate == "requeue" else outcome.rc
 
-    def _requeue(self, ending: Ending) -> int:
+    def _requeue(self, outcome: Outcome) -> int:
         deadline = time.monotonic() + REQUEUE_PATIENCE_S
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # a requeue sends it to the very commands that ask for it
+        # A requeue sends it to the very commands that ask for it.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             try:
                 requeue_this(self.job, self.run_dir)
-                return ending.rc
+                return outcome.rc
             except JobError as error:  # the controller may be restarting
                 say(f"not requeued: {error}")
                 if time.monotonic() > deadline:
-                    reason = (
-                        f"{ending.reason}; and it could not be requeued: {error}. `kit resume`"
-                        " starts it again"
-                    )
-                    record_end(self.home, self.attempt, Outcome(ending.rc or 1, reason))
-                    return ending.rc or 1
+                    tried = f"and it could not be requeued: {error}. `kit resume` starts it again"
+                    end = Outcome(outcome.rc or 1, f"{outcome.reason}; {tried}")
+                    record_end(self.home, self.attempt, end)
+                    return end.rc
             time.sleep(3)
 
     def _note(self, state: JobState, reason: str, lost_node: str | None = None) -> None:

@@ -11,12 +11,13 @@ import pytest
 from cluster import slurm
 from cluster.attempts import take_over
 from cluster.job import JobSpec
+from cluster.outcome import Outcome
 from cluster.slurm import preflight
 from cluster.slurm import supervisor as module
 from cluster.slurm.preflight import answering_nodes
 from cluster.slurm.queries import NoAnswerError, native_state
 from cluster.slurm.rank import Failure, failures_of
-from cluster.slurm.supervisor import Ending, Supervisor
+from cluster.slurm.supervisor import Supervisor
 from cluster.state import (
     JobError,
     JobState,
@@ -46,38 +47,39 @@ def supervisor(tmp_path, monkeypatch):
     return supervisor
 
 
-KILLED = Ending("restart", "rank 3 on node2 was killed by SIGKILL", rc=137, failing_rank=3)
-LOST = Ending(
-    "requeue",
+KILLED = Outcome(137, "rank 3 on node2 was killed by SIGKILL", failing_rank=3, fate="restart")
+LOST = Outcome(
+    1,
     "node2 no longer answers (rank 0 on node1 ended with code 1)",
-    rc=1,
+    fate="requeue",
     lost_node="node2",
 )
+STOPPED = Outcome(0, "stopped on request at step 2")
 
 
-@pytest.mark.parametrize("ending", [KILLED, LOST], ids=["killed", "lost"])
+@pytest.mark.parametrize("outcome", [KILLED, LOST], ids=["killed", "lost"])
 @pytest.mark.parametrize("is_taken", [False, True], ids=["not taken", "taken"])
-def test_a_request_to_stop_outlives_the_attempt(supervisor, ending, is_taken):
-    assert supervisor._judge(ending) == ending
+def test_a_request_to_stop_outlives_the_attempt(supervisor, outcome, is_taken):
+    assert supervisor._judge(outcome) == outcome
     ask(supervisor.run_dir, "stop")
     if is_taken:
         assert take_request(supervisor.run_dir, "stop", step=2)
-    judged = supervisor._judge(ending)
-    assert (judged.fate, judged.reason) == ("failed", f"{ending.reason}, after a request to stop")
+    judged = supervisor._judge(outcome)
+    assert (judged.fate, judged.reason) == ("end", f"{outcome.reason}, after a request to stop")
 
 
-@pytest.mark.parametrize("ending", [KILLED, LOST], ids=["killed", "lost"])
-def test_what_is_lost_after_the_last_checkpoint_changes_nothing(supervisor, ending):
+@pytest.mark.parametrize("outcome", [KILLED, LOST], ids=["killed", "lost"])
+def test_what_is_lost_after_the_last_checkpoint_changes_nothing(supervisor, outcome):
     ask(supervisor.run_dir, "stop")
     take_request(supervisor.run_dir, "stop", step=2)
     update_state(
         supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
     )
-    assert supervisor._judge(ending) == Ending("done", "stopped on request at step 2")
+    assert supervisor._judge(outcome) == STOPPED
 
 
 def test_a_stop_that_the_scheduler_wanted_is_followed_by_another_start(supervisor):
-    supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
+    supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
     assert take_request(supervisor.run_dir, "stop", step=2)
     update_state(
         supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
@@ -87,24 +89,20 @@ def test_a_stop_that_the_scheduler_wanted_is_followed_by_another_start(superviso
 
 @pytest.mark.parametrize("taken_first", [False, True], ids=["before it is taken", "after"])
 def test_a_person_who_asks_while_the_scheduler_does_is_heard(supervisor, taken_first):
-    supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
+    supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
     if taken_first:
         take_request(supervisor.run_dir, "stop", step=2)
     ask(supervisor.run_dir, "stop")
-    assert supervisor._judge(KILLED).fate == "failed"
+    assert supervisor._judge(KILLED).fate == "end"
     take_request(supervisor.run_dir, "stop", step=2)
     update_state(
         supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
     )
-    assert (
-        supervisor._judge(LOST)
-        == supervisor._after(0)
-        == Ending("done", "stopped on request at step 2")
-    )
+    assert supervisor._judge(LOST) == supervisor._after(0) == STOPPED
 
 
 def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
-    supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
+    supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
     assert (
         take_over(supervisor.run_dir, supervisor.job) == 2
         and read_asked(supervisor.run_dir, "stop") is None
