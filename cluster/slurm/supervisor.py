@@ -123,7 +123,7 @@ class Supervisor:
             except StaleAttemptError as error:
                 say(str(error))
                 return 1
-            except OSError as error:  # a full disk, say
+            except (OSError, JobError) as error:  # a full disk, or no word from Slurm
                 return self._finish(Outcome(1, str(error)))
             starts += 1
 

@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,18 +116,18 @@ def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
     )
 
 
-def test_trouble_with_the_disk_is_recorded_as_the_end(supervisor, monkeypatch):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    "trouble", [OSError(errno.ENOSPC, "No space left on device"), JobError("scontrol: no answer")]
+)
+def test_trouble_with_the_disk_or_with_slurm_is_recorded_as_the_end(
+    supervisor, monkeypatch, trouble
+):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
     monkeypatch.setattr(supervisor, "_check_nodes", lambda: None)
-    monkeypatch.setattr(supervisor, "_attempt", lambda starts: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(supervisor, "_attempt", Mock(side_effect=trouble))
     assert supervisor.run() == 1
     report = read_exit(supervisor.run_dir)
-    assert (
-        report is not None
-        and (report.attempt, report.rc) == (2, 1)
-        and "No space left on device" in report.reason
-    )
+    assert report and (report.attempt, report.rc, report.reason) == (2, 1, str(trouble))
 
 
 @pytest.fixture
