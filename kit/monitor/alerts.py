@@ -11,7 +11,6 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -34,6 +33,10 @@ MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
 ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none of which takes long
+Found = Iterator[tuple[str, Level, str]]
+"""Kind, level and message of what is found now."""
+FoundAt = Iterator[tuple[int, str, Level, str]]
+"""The same at a row of the metrics."""
 
 
 class Watchman:
@@ -43,194 +46,149 @@ class Watchman:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
-        self.log = AlertLog(run.directory / "alerts.jsonl")
+        self.run, self.log = run, AlertLog(run.directory / "alerts.jsonl")
         self._checked_rows, self._revision, self._rises = 0, -1, Rises()
         self._rows, self._rows_since = -1, time.monotonic()
-        self._device_memory = run.site.device.memory_bytes
 
     def look(
         self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes
     ) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
-        found = [
-            *self._at_steps(columns, curves),
-            *self._peak(curves),
-            *self._now(columns, curves, status, ranks),
-        ]
-        return self.log.add(found)
 
-    def _at_steps(self, columns: Columns, curves: Curves) -> Iterator[Alert]:
-        if columns.revision != self._revision:
-            self._revision, self._checked_rows, self._rises = columns.revision, 0, Rises()
-        start, end = self._checked_rows, min(len(columns), self._checked_rows + ROWS_PER_LOOK)
-        if start == end:
-            return
-        self._checked_rows = end
-        losses, steps = columns["loss"][:end], columns["step"]
-        yield from bad_lines(columns, start, end)
-        for name in ("loss", "grad_norm"):
-            for row in not_finite(columns, name, start, end):
-                yield _at(columns, row, "nan", "error", f"{name.replace('_', ' ')} is not finite")
-        guess = math.log(self.run.spec.vocab_size)
-        if (row := bad_start(losses, guess)) is not None and row >= start:
-            high = (
-                f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at"
-                f" random gives {guess:.3g}"
-            )
-            yield _at(
-                columns,
-                row,
-                "start",
-                "warning",
-                f"{high}. Lower the learning rate, or warm up for longer",
-            )
-        for row, before in spikes(losses, start):
-            yield _at(
-                columns,
-                row,
-                "spike",
-                "warning",
-                f"loss spike {losses[row]:.3g} (median before {before:.3g})",
-            )
-        mixes = np.searchsorted(
-            curves["tokens"], [phase.until_tokens for phase in self.run.recipe.phases]
-        )
-        for rise in self._rises.look(losses, columns["learning_rate"], mixes.tolist()):
-            low, now = (
-                f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}",
-                f"now {rise.level:.3g}",
-            )
-            away = f"not back for {steps[rise.row] - steps[rise.low_row]:,.0f} steps"
-            advice = "go back to a checkpoint before it, unless the data became harder"
-            yield _at(columns, rise.row, "rise", "warning", f"{low}, {now} and {away}; {advice}")
-
-    def _peak(self, curves: Curves) -> Iterator[Alert]:
-        """Judges the record, not the machine: of a run that has ended too."""
-        dtype, columns = self.run.plan.precision, curves.columns
-        peak = self.run.site.peak_flops_per_s(dtype)
-        if peak is None or not len(curves):
-            return
-        of, advice = f"{dtype} peak of {peak / 1e12:.3g} TFLOP/s a device", peak_advice(self.run)
-        recent = _finite(curves["mfu"][-MFU_STEPS:])
-        if curves.times_peak is not None:
-            told = (
-                f"the steps reach {curves.times_peak:.0%} of it, so no MFU or HFU is given."
-                f" {advice}"
-            )
-            yield _at(columns, len(curves) - 1, "peak", "error", f"the {of} cannot be true: {told}")
-        elif len(recent) and (mfu := float(np.median(recent))) > MFU_DOUBTFUL:
-            told = f"an MFU of {mfu:.0%} is higher than real runs reach. {advice}"
-            yield _at(columns, len(curves) - 1, "peak", "warning", f"the {of} is doubtful: {told}")
-
-    def _now(
-        self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes
-    ) -> Iterator[Alert]:
-        step = int(columns["step"][-1]) if len(columns) else 0
-
-        def alert(kind: str, level: Level, message: str) -> Alert:
+        def alert(kind: str, level: Level, message: str, row: int | None = None) -> Alert:
+            """Returns an alert of a row of the metrics, or of now."""
+            last = len(columns) - 1 if row is None else row
+            when = time.time() if row is None else float(columns["time"][row])
             return Alert(
                 kind=kind,
                 level=level,
                 message=message,
-                attempt=status.attempt,
-                step=step,
-                time=time.time(),
+                attempt=status.attempt if row is None else int(columns["attempt"][row]),
+                step=int(columns["step"][last]) if len(columns) else 0,
+                time=when if math.isfinite(when) else time.time(),
             )
 
-        removed = not (
-            self.run.directory / "state.json"
-        ).exists()  # or being so: nothing may be written there
-        if not removed and status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED):
-            yield alert("job", "error", f"job {status.state}: {status.reason}")
+        at_rows = [*self._at_rows(columns, curves), *self._peak(curves)]
+        found = [alert(kind, level, told, row) for row, kind, level, told in at_rows]
+        return self.log.add(found + [alert(*told) for told in self._now(curves, status, ranks)])
+
+    def _at_rows(self, columns: Columns, curves: Curves) -> FoundAt:
+        """Yields what the rows tell that no look has been at."""
+        if columns.revision != self._revision:
+            self._revision, self._checked_rows, self._rises = columns.revision, 0, Rises()
+        start, end = self._checked_rows, min(len(columns), self._checked_rows + ROWS_PER_LOOK)
+        self._checked_rows = end
+        if start == end:
+            return
+        yield from bad_lines(columns, start, end)
+        for name in ("loss", "grad_norm"):
+            for row in not_finite(columns, name, start, end):
+                yield row, "nan", "error", f"{name.replace('_', ' ')} is not finite"
+        losses, steps = columns["loss"][:end], columns["step"]
+        guess = math.log(self.run.spec.vocab_size)
+        if (row := bad_start(losses, guess)) is not None and row >= start:
+            yield (
+                row,
+                "start",
+                "warning",
+                f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at"
+                f" random gives {guess:.3g}. Lower the learning rate, or warm up for longer",
+            )
+        for row, before in spikes(losses, start):
+            told = f"loss spike {losses[row]:.3g} (median before {before:.3g})"
+            yield row, "spike", "warning", told
+        phases = [phase.until_tokens for phase in self.run.recipe.phases]
+        new_data = np.searchsorted(curves["tokens"], phases).tolist()
+        for rise in self._rises.look(losses, columns["learning_rate"], new_data):
+            yield (
+                rise.row,
+                "rise",
+                "warning",
+                f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}, now {rise.level:.3g}"
+                f" and not back for {steps[rise.row] - steps[rise.low_row]:,.0f} steps; go back to"
+                " a checkpoint before it, unless the data became harder",
+            )
+
+    def _peak(self, curves: Curves) -> FoundAt:
+        """Judges the record, not the machine: of a run that has ended too."""
+        dtype, last = self.run.plan.precision, len(curves) - 1
+        peak = self.run.site.peak_flops_per_s(dtype)
+        if peak is None or last < 0:
+            return
+        of = f"the {dtype} peak of {peak / 1e12:.3g} TFLOP/s a device"
+        if curves.times_peak is not None:
+            told = f"the steps reach {curves.times_peak:.0%} of it, so no MFU or HFU is given."
+            yield last, "peak", "error", f"{of} cannot be true: {told} {peak_advice(self.run)}"
+        elif (mfu := median(curves["mfu"][-MFU_STEPS:]) or 0) > MFU_DOUBTFUL:
+            told = f"an MFU of {mfu:.0%} is higher than real runs reach."
+            yield last, "peak", "warning", f"{of} is doubtful: {told} {peak_advice(self.run)}"
+
+    def _now(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Found:
+        columns = curves.columns
         if status.state is not JobState.RUNNING:
             self._rows_since = time.monotonic()
+        # Without its state a run was removed, or is being so: nothing may be written there.
+        bad = status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
+        if bad and (self.run.directory / "state.json").exists():
+            yield "job", "error", f"job {status.state}: {status.reason}"
+        if status.state is not JobState.RUNNING:
             return
-        checks = [
-            self._stall(columns),
-            self._mfu(curves),
-            self._straggler(ranks),
-            self._memory(columns),
-        ]
-        if not (
-            self.run.is_imported or self.run.is_mirror
-        ):  # else its checkpoints are on another machine's disk
-            checks += [self._disk(), self._checkpoint(columns, status.attempt, step)]
-        for kind, level, message in filter(None, checks):
-            yield alert(kind, level, message)
+        yield from self._stall(columns)
+        yield from self._mfu(curves)
+        if ranks.slowest and ranks.slowest.is_sure:
+            yield "straggler", "warning", str(ranks.slowest)
+        memory = self.run.site.device.memory_bytes
+        if memory and len(columns) and columns["memory_bytes"][-1] > MEMORY_FULL * memory.value:
+            used, of = columns["memory_bytes"][-1] / memory.value, memory.value / 2**30
+            yield "memory", "warning", f"{used:.0%} of {of:.0f} GiB device memory is in use"
+        # The checkpoints of the others are on another machine's disk.
+        if not (self.run.is_imported or self.run.is_mirror):
+            yield from self._disk()
+            yield from self._checkpoint(columns, status.attempt)
 
-    def _stall(self, columns: Columns) -> tuple[str, Level, str] | None:
+    def _stall(self, columns: Columns) -> Found:
         """Judges by this host's own clock, since another host's may differ, and nothing while it
         hears of no steps.
         """
         if len(columns) != self._rows or unheard(self.run.directory):
             self._rows, self._rows_since = len(columns), time.monotonic()
-        if len(columns) < 5:
-            return None  # the first steps compile
-        usual, silent = (
-            median(columns["step_time_s"][-50:]) or 0,
-            time.monotonic() - self._rows_since,
-        )
-        if silent <= max(STALL_S, STALL_STEPS * usual):
-            return None
-        return "stall", "warning", f"no step for {silent:.0f} s, where one takes {usual:.3g} s"
+        usual = median(columns["step_time_s"][-50:]) or 0
+        silent = time.monotonic() - self._rows_since
+        # The first steps compile.
+        if len(columns) >= 5 and silent > max(STALL_S, STALL_STEPS * usual):
+            told = f"no step for {silent:.0f} s, where one takes {usual:.3g} s"
+            yield "stall", "warning", told
 
-    def _mfu(self, curves: Curves) -> tuple[str, Level, str] | None:
-        recent = _finite(curves["mfu"][-MFU_STEPS:])
-        if not len(recent):
-            return None
-        now, before = float(np.median(recent)), _finite(curves["mfu"][-20_000:])
-        if len(before) >= 2 * MFU_STEPS and now < MFU_FALL * float(np.median(before)):
-            return "mfu", "warning", f"MFU fell to {now:.1%}, from {np.median(before):.1%}"
-        if len(before) >= 2 * MFU_STEPS and now < MFU_LOW and self.run.site.scheduler != "local":
-            return "mfu", "warning", f"MFU is {now:.1%}, below {MFU_LOW:.0%}"
-        return None
+    def _mfu(self, curves: Curves) -> Found:
+        now, before = (median(curves["mfu"][-count:]) for count in (MFU_STEPS, 20_000))
+        known = np.isfinite(curves["mfu"][-20_000:]).sum()
+        if now is None or before is None or known < 2 * MFU_STEPS:
+            return
+        if now < MFU_FALL * before:
+            yield "mfu", "warning", f"MFU fell to {now:.1%}, from {before:.1%}"
+        elif now < MFU_LOW and self.run.site.scheduler != "local":
+            yield "mfu", "warning", f"MFU is {now:.1%}, below {MFU_LOW:.0%}"
 
-    def _straggler(self, ranks: RankTimes) -> tuple[str, Level, str] | None:
-        slowest = ranks.slowest()
-        return ("straggler", "warning", str(slowest)) if slowest and slowest.is_sure else None
-
-    def _memory(self, columns: Columns) -> tuple[str, Level, str] | None:
-        if self._device_memory is None or not len(columns):
-            return None
-        used = columns["memory_bytes"][-1] / self._device_memory.value
-        if not used > MEMORY_FULL:
-            return None
-        return (
-            "memory",
-            "warning",
-            f"{used:.0%} of {self._device_memory.value / 2**30:.0f} GiB device memory is in use",
-        )
-
-    def _disk(self) -> tuple[str, Level, str] | None:
+    def _disk(self) -> Found:
         try:
             free = shutil.disk_usage(self.run.directory).free
         except OSError:
-            return None
+            return
         checkpoint = BYTES_PER_PARAM * self.run.spec.num_params
-        if free > 2.1 * checkpoint:
-            return None
-        level: Level = "error" if free < 1.05 * checkpoint else "warning"
-        return (
-            "disk",
-            level,
-            f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB",
-        )
+        if free <= 2.1 * checkpoint:
+            level: Level = "error" if free < 1.05 * checkpoint else "warning"
+            needed = f"a checkpoint takes {checkpoint / 2**30:.1f} GiB"
+            yield "disk", level, f"{free / 2**30:.1f} GiB free, {needed}"
 
-    def _checkpoint(
-        self, columns: Columns, attempt: int, step: int
-    ) -> tuple[str, Level, str] | None:
+    def _checkpoint(self, columns: Columns, attempt: int) -> Found:
         every = self.run.recipe.checkpoint_every
         if every is None or attempt not in columns.first_steps:
-            return None
-        old = step - max([columns.first_steps[attempt] - 1, *self.run.checkpoints.steps()])
-        if old <= CHECKPOINT_LATE * every:
-            return None
-        return (
-            "checkpoint",
-            "warning",
-            f"the last checkpoint is {old:,} steps old, one is due every {every:,}",
-        )
+            return
+        last = max(columns.first_steps[attempt] - 1, *self.run.checkpoints.steps(), 0)
+        old = int(columns["step"][-1]) - last
+        if old > CHECKPOINT_LATE * every:
+            told = f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
+            yield "checkpoint", "warning", told
 
 
 def peak_advice(run: Run) -> str:
@@ -271,31 +229,27 @@ def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
     return rows[~skipped[rows - since]]
 
 
-def bad_lines(columns: Columns, start: int, end: int) -> Iterator[Alert]:
+def bad_lines(columns: Columns, start: int, end: int) -> FoundAt:
     """Yields what a trainer says of itself: lines with steps that were not finite, and a loss
     scale that collapses.
     """
-    since = max(0, start - 1)
+    since, losses = max(0, start - 1), columns["loss"][:end]
     for row in _begins(columns["nan_steps"][since:end] > 0, start):
-        count, line = columns["nan_steps"][row], end_of_line(columns["loss"][:end], row) - row + 1
-        of = (
-            f"{count:,.0f} of {line:,} steps"
-            if np.isfinite(columns["loss"][row])
-            else f"{count:,.0f} steps"
-        )
-        yield _at(columns, row, "nan", "error", f"the loss of {of} is not finite")
+        line = end_of_line(losses, row) - row + 1
+        of = f" of {line:,}" if np.isfinite(losses[row]) else ""
+        count = f"{columns['nan_steps'][row]:,.0f}{of} steps"
+        yield row, "nan", "error", f"the loss of {count} is not finite"
     scales = columns["loss_scale"][:end]
     for row in _begins(scales[since:] <= 1, start):
         if (highest := np.nanmax(scales[: row + 1])) > 1:
-            told = (
+            yield (
+                row,
+                "loss_scale",
+                "error",
                 f"the loss scale fell to {scales[row]:g}, from up to {highest:,.0f}: gradients"
-                " overflow at any scale"
+                " overflow at any scale, and steps are skipped. Go back to a checkpoint before it,"
+                " lower the learning rate, or train in bf16",
             )
-            advice = (
-                "steps are skipped. Go back to a checkpoint before it, lower the learning rate, or"
-                " train in bf16"
-            )
-            yield _at(columns, row, "loss_scale", "error", f"{told}, and {advice}")
 
 
 def _begins(bad: np.ndarray, start: int) -> np.ndarray:
@@ -304,20 +258,3 @@ def _begins(bad: np.ndarray, start: int) -> np.ndarray:
     """
     rows = max(0, start - 1) + np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     return rows[rows >= start]
-
-
-def _at(columns: Columns, row: int, kind: str, level: Level, message: str) -> Alert:
-    values: dict[str, Any] = {name: columns[name][row] for name in ("attempt", "step", "time")}
-    when = float(values["time"]) if np.isfinite(values["time"]) else time.time()
-    return Alert(
-        kind=kind,
-        level=level,
-        message=message,
-        attempt=int(values["attempt"]),
-        step=int(values["step"]),
-        time=when,
-    )
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-    return values[np.isfinite(values)]

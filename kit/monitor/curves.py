@@ -5,7 +5,6 @@ Everything grows by the new rows only, so that a tick costs the same at a thousa
 million.
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +19,7 @@ SCHEDULED = ("learning_rate", "memory_bytes")
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time")
 UTILISATIONS = ("mfu", "hfu")
 """The other series are columns of the file as they are."""
+TAKEN = ("tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
 BLOCK = 32
@@ -42,10 +42,7 @@ class Curves:
         smoothing: float = 0.9,
     ) -> None:
         self.columns, self.utilisation, self.smoothing = columns, utilisation, smoothing
-        self._revision = columns.revision
-        self._values = {name: Growing() for name in DERIVED}
-        self._above_peak, self._known_peak = Growing(), 0
-        self._averages: dict[str, Average] = {}
+        self.restart()
 
     def __len__(self) -> int:
         return len(self._values["time"])
@@ -67,43 +64,40 @@ class Curves:
 
     def restart(self) -> None:
         """Works everything out again at the next update: the run has another peak now."""
-        self._revision = -1
+        self._revision = self.columns.revision
+        self._values = {name: Growing() for name in DERIVED}
+        self._above_peak, self._known_peak = Growing(), 0
+        self._averages: dict[str, Average] = {}
 
     def update(self) -> None:
         """Takes over the rows that are new in the columns; all of them where older ones have
         changed.
         """
         if self.columns.revision != self._revision:
-            self._revision = self.columns.revision
-            self._averages.clear()
-            self._known_peak = 0
-            for values in (*self._values.values(), self._above_peak):
-                values.clear()
-        new = slice(len(self), len(self.columns))
-        if new.start == new.stop:
+            self.restart()
+        first = len(self)
+        if first == len(self.columns):
             return
-        columns = self.columns
+        told = {name: self.columns[name][first:] for name in TAKEN}
         with np.errstate(divide="ignore", invalid="ignore"):
-            speed = columns["tokens"][new] / columns["step_time_s"][new]
+            speed = told["tokens"] / told["step_time_s"]
         speed[~np.isfinite(speed)] = np.nan
         self._values["tokens_per_s"].extend(speed)
-        self._utilise(speed, columns["attempt"][new])
+        self._utilise(speed, told["attempt"])
         tokens, time = self._values["tokens"], self._values["time"]
-        tokens.extend(
-            tokens_seen(columns["tokens"][new], columns["consumed_tokens"][new], tokens.last)
-        )
-        elapsed = columns["time"][new] - columns["time"][0]
+        seen = tokens.array[-1] if first else None
+        tokens.extend(tokens_seen(told["tokens"], told["consumed_tokens"], seen))
         # A clock that was set back must not make time run backwards.
-        time.extend(np.fmax.accumulate(np.append(time.last or 0.0, elapsed))[1:])
+        elapsed = np.append(time.array[-1:], told["time"] - self.columns["time"][0])
+        time.extend(np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :])
 
     def average(self, name: str) -> np.ndarray:
         """Returns the average of a series over all its steps, not of what is drawn, at the
         smoothing of now.
         """
-        average = self._averages.get(name)
-        if average is None or average.smoothing != self.smoothing:
-            average = self._averages[name] = Average(self.smoothing)
-        return average.update(self[name])
+        if name not in self._averages or self._averages[name].smoothing != self.smoothing:
+            self._averages[name] = Average(self.smoothing)
+        return self._averages[name].update(self[name])
 
     def window(
         self,
@@ -130,27 +124,24 @@ class Curves:
         rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
         at = x[last]
         if len(at) > 1:
-            at[0] = x[
-                edges[0]
-            ]  # of the last step in each pixel, but what is shown begins with the first one
+            # Of the last step in each pixel, but what is shown begins with the first one.
+            at[0] = x[edges[0]]
         return at, np.stack(rows)
 
     def _utilise(self, speed: np.ndarray, attempts: np.ndarray) -> None:
         """Takes over MFU and HFU of further steps; a value above 1 is none."""
         was_refuted = self.times_peak is not None
         numbers, index = np.unique(attempts, return_inverse=True)
-        factors = np.array([self.utilisation(int(number)) for number in numbers])[index]
-        values = speed * factors.T
+        rates = np.array([self.utilisation(int(number)) for number in numbers])[index]
+        values = speed * rates.T
         hardware = values[1]
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
         for name, row in zip(UTILISATIONS, values, strict=True):
             self._values[name].extend(np.where(row > 1, np.nan, row))
-        if was_refuted != (
-            self.times_peak is not None
-        ):  # what was averaged is no longer what is shown
-            for name in UTILISATIONS:
-                self._averages.pop(name, None)
+        if was_refuted != (self.times_peak is not None):
+            # What was averaged is no longer what is shown.
+            self._averages.clear()
 
 
 class Growing:
@@ -166,21 +157,13 @@ class Growing:
     def array(self) -> np.ndarray:
         return self._data[: self._length]
 
-    @property
-    def last(self) -> float | None:
-        return float(self._data[self._length - 1]) if self._length else None
-
     def extend(self, values: np.ndarray) -> None:
         needed = self._length + len(values)
         if needed > len(self._data):
-            larger = np.empty(max(needed, 2 * len(self._data)))
-            larger[: self._length] = self.array
-            self._data = larger
+            room = np.empty(max(needed - self._length, len(self._data)))
+            self._data = np.append(self.array, room)
         self._data[self._length : needed] = values
         self._length = needed
-
-    def clear(self) -> None:
-        self._length = 0
 
 
 class Average:
@@ -197,39 +180,31 @@ class Average:
                 f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1."
             )
         self.smoothing = smoothing
-        self._result, self._total, self._weight = Growing(), 0.0, 0.0
+        self._result, self._total, self._count = Growing(), 0.0, 0
 
     def update(self, values: np.ndarray) -> np.ndarray:
         """Returns the average at each of `values`, of which those seen before must not have
         changed.
         """
         new = values[len(self._result) :]
-        if len(new):
-            finite = np.isfinite(new)
-            if finite.all():
-                self._result.extend(self._extend(new))
-            else:  # only finite values move the average, so the recurrence runs over them alone
-                before = self._total / self._weight if self._weight else np.nan
-                self._result.extend(np.append(before, self._extend(new[finite]))[np.cumsum(finite)])
+        finite = np.isfinite(new)
+        averages = np.append(self._result.array[-1:], self._extend(new[finite]))
+        # Only finite values move the average; in their places it is the one of the last of them.
+        if len(averages) == finite.sum():
+            averages = np.append(np.nan, averages)
+        self._result.extend(averages[np.cumsum(finite)])
         return self._result.array
 
     def _extend(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at further values, all finite."""
-        if not len(values):
-            return values
+        """Returns the averages at further values, all finite.
+
+        The weights of n values sum to (1 - w**n) / (1 - w).
+        """
         totals = discounted_sum(values, self.smoothing, self._total)
-        # The weights tend to a limit, and soon are at it: w**age is below 1e-17 after `settled`
-        # values.
-        limit = 1 / (1 - self.smoothing)
-        settled = math.ceil(40 / -math.log(self.smoothing)) if self.smoothing else 0
-        weights = limit + (self._weight - limit) * self.smoothing ** np.arange(
-            1, min(settled, len(values)) + 1
-        )
-        self._total = float(totals[-1])
-        self._weight = float(weights[-1]) if len(values) <= settled else limit
-        totals[: len(weights)] /= weights
-        totals[len(weights) :] /= limit
-        return totals
+        counts = np.arange(self._count + 1, self._count + len(values) + 1)
+        self._count += len(values)
+        self._total = float(totals[-1]) if len(values) else self._total
+        return totals * (1 - self.smoothing) / (1 - self.smoothing**counts)
 
 
 def drawable(values: np.ndarray) -> np.ndarray:
@@ -271,13 +246,10 @@ def pixel_edges(
 
     One row on either side of the part that is shown is included, so that lines reach the border.
     """
-    if not len(x):
-        return np.zeros(0, dtype=np.intp)
     first = 0 if start is None else max(0, int(np.searchsorted(x, start)) - 1)
     if log:
-        first = max(
-            first, int(np.searchsorted(x, 0, side="right"))
-        )  # what a logarithmic axis cannot show
+        # A logarithmic axis cannot show the rest.
+        first = max(first, int(np.searchsorted(x, 0, side="right")))
     last = len(x) if end is None else min(len(x), int(np.searchsorted(x, end, side="right")) + 1)
     if first >= last:
         return np.zeros(0, dtype=np.intp)

@@ -22,7 +22,7 @@ from kit.errors import ConfigError, RunError
 from kit.monitor import logs
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman, peak_advice
-from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
+from kit.monitor.curves import AXES, SERIES, Curves
 from kit.monitor.outlook import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
@@ -54,8 +54,7 @@ class View:
             value = message.get(name)
             return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
-        axis = message.get("axis")
-        start, end = number("start"), number("end")
+        axis, start, end = message.get("axis"), number("start"), number("end")
         if start is not None and end is not None and not start < end:
             start = end = None
         return cls(
@@ -86,22 +85,17 @@ class Dashboard:
     ) -> None:
         self.run = run
         self.lock = threading.RLock()
-        self.columns = Columns(
-            run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin"
-        )
+        self.columns = _columns(run)
         self.curves = Curves(
             self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing
         )
-        self.levels = {
-            name: float(level)
-            for name, level in (baselines or {}).items()
-            if not isinstance(level, Run)
-        }
-        self.others = {
-            name: _curves(other)
-            for name, other in (baselines or {}).items()
-            if isinstance(other, Run)
-        }
+        self.levels: dict[str, float] = {}
+        self.others: dict[str, Curves] = {}
+        for name, baseline in (baselines or {}).items():
+            if isinstance(baseline, Run):
+                self.others[name] = Curves(_columns(baseline), lambda _: (math.nan, math.nan))
+            else:
+                self.levels[name] = float(baseline)
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
         self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
@@ -144,7 +138,7 @@ class Dashboard:
         """
         with self.lock:
             x, rows = self.curves.window(
-                SERIES,
+                (*SERIES, "validation_loss"),
                 axis=view.axis,
                 width=view.width,
                 start=view.start,
@@ -153,10 +147,9 @@ class Dashboard:
             )
             for other in self.others.values():
                 other.smoothing = self.curves.smoothing
-            extra = [
-                self._held_out(view, len(x)),
-                *(_at(other, view.axis, x) for other in self.others.values()),
-            ]
+            # Of the held-out losses in a pixel the largest is shown.
+            rows = [*rows[:-3], rows[-2]]
+            rows += [_at(other, view.axis, x) for other in self.others.values()]
             description = {
                 "series": SERIES,
                 "others": list(self.others),
@@ -170,10 +163,7 @@ class Dashboard:
                 "smoothing": self.curves.smoothing,
                 "read": self._share_read(),
             }
-        return (
-            description,
-            x.astype("<f8").tobytes() + np.vstack([rows, *extra]).astype("<f4").tobytes(),
-        )
+        return description, x.astype("<f8").tobytes() + np.vstack(rows).astype("<f4").tobytes()
 
     def facts(self) -> dict[str, Any]:
         """Returns state, numbers of the last step, and progress of requests, as plain values for
@@ -198,8 +188,7 @@ class Dashboard:
                 "now": time.time(),
                 "skipped_lines": self.columns.skipped_lines,
                 "num_steps": run.recipe.num_steps,
-                "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None,
-                "stages": self._stages(),
+                "straggler": str(slowest) if (slowest := self.ranks.slowest) else None,
                 "ranks": self.ranks.num_ranks,
                 "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
                 "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
@@ -244,43 +233,25 @@ class Dashboard:
         if not len(self.columns):
             return {"step": 0}
         run, columns, curves = self.run, self.columns, self.curves
-        recent = slice(-20, None)
-        step_time, mfu = median(columns["step_time_s"][recent]), median(curves["mfu"][recent])
-        speed, left = (
-            median(curves["tokens_per_s"][recent]),
-            max(0, run.recipe.num_steps - int(columns["step"][-1])),
-        )
-        tokens = int(_plain(curves["tokens"][-1]) or 0)
+        step, tokens = int(columns["step"][-1]), int(_plain(curves["tokens"][-1]) or 0)
         memory, spent = run.site.device.memory_bytes, (self.outlook.goodput or {}).get("usd")
+        price = str(run.site.price_per_node_hour)
+        mix = mix_words(run.recipe, run.spec.sequence_length, tokens)
+        left_s = None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps)
+        last = ("loss", "grad_norm", "learning_rate", "memory_bytes")
+        speeds = ("tokens_per_s", "mfu", "hfu", "step_time_s")
         return {
-            "step": int(columns["step"][-1]),
-            "loss": _plain(columns["loss"][-1]),
-            "grad_norm": _plain(columns["grad_norm"][-1]),
-            "learning_rate": _plain(columns["learning_rate"][-1]),
+            "step": step,
             "tokens": tokens,
-            "tokens_left": _plain(columns["tokens"][-1] * left),
-            "step_time_s": step_time,
-            "tokens_per_s": speed,
-            "mfu": mfu,
-            "hfu": median(curves["hfu"][recent]),
+            "tokens_left": _plain(columns["tokens"][-1] * max(0, run.recipe.num_steps - step)),
             "why_no_mfu": self.why_no_mfu,
-            "eta_s": (
-                None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps)
-            ),
-            "memory_bytes": _plain(columns["memory_bytes"][-1]),
+            "eta_s": left_s,
             "device_bytes": memory.value if memory else None,
-            "cost": (
-                None
-                if spent is None
-                else {"value": spent, "note": str(run.site.price_per_node_hour)}
-            ),
+            "cost": None if spent is None else {"value": spent, "note": price},
             "formula": self._formula(),
-            "data": "; ".join(
-                filter(
-                    None,
-                    (mix_words(run.recipe, run.spec.sequence_length, tokens), logs.hook_words(run)),
-                )
-            ),
+            "data": "; ".join(filter(None, (mix, logs.hook_words(run)))),
+            **{name: _plain(columns[name][-1]) for name in last},
+            **{name: median(curves[name][-20:]) for name in speeds},
         }
 
     @property
@@ -288,11 +259,8 @@ class Dashboard:
         """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
         if self.curves.times_peak is not None:
             return "above the peak"
-        return (
-            "peak unknown"
-            if self.run.site.peak_flops_per_s(self.run.plan.precision) is None
-            else None
-        )
+        peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
+        return "peak unknown" if peak is None else None
 
     def _formula(self) -> str:
         spec, plan, site = self.run.spec, self.run.plan, self.run.site
@@ -311,36 +279,14 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
-        steps, x = self.columns["step"], self.curves[axis]
-        if not len(x):
-            return []
-        starts = {
-            attempt: int(np.searchsorted(steps, first))
-            for attempt, first in self.columns.first_steps.items()
-        }
+        x, firsts = self.curves[axis], self.columns.first_steps
+        rows = np.searchsorted(self.columns["step"], list(firsts.values()))
+        starts = zip(firsts, rows.tolist(), strict=True)
         return [
             {"attempt": attempt, "x": float(x[min(row, len(x) - 1)])}
-            for attempt, row in sorted(starts.items())
+            for attempt, row in sorted(starts)
+            if len(x)
         ]
-
-    def _held_out(self, view: View, n: int) -> np.ndarray:
-        values = self.curves["validation_loss"]
-        edges = pixel_edges(self.curves[view.axis], view.width, view.start, view.end, view.log_x)
-        if not n:
-            return np.empty(0)
-        return np.fmax.reduceat(values[: edges[-1]], edges[:-1])
-
-    def _stages(self) -> list[float | None]:
-        """Returns the mean relative step time of each pipeline stage; its ranks follow one
-        another.
-        """
-        stages, relative = (
-            self.run.plan.pipeline_parallel,
-            self.ranks.last(min(10, len(self.ranks.samples))),
-        )
-        if stages < 2 or not relative.size:
-            return []
-        return [_mean(part) for part in np.array_split(relative, stages)]
 
     def _site_changed(self) -> float | None:
         """Returns when site.json was written last: `kit bench site --apply` corrects a peak in
@@ -367,37 +313,29 @@ class Dashboard:
             self.curves.restart()
 
 
+def _columns(run: Run) -> Columns:
+    return Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
+
+
 def _utilisation(run: Run, attempt: int) -> tuple[float, float]:
     try:
         plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     except ConfigError:  # written this moment, or damaged
         plan, site = run.plan, run.site
-    return utilisation_rates(run.spec, plan, site, is_imported=run.is_imported) or (
-        math.nan,
-        math.nan,
-    )
-
-
-def _curves(run: Run) -> Curves:
-    columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
-    return Curves(columns, lambda attempt: (math.nan, math.nan))
+    rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
+    return rates or (math.nan, math.nan)
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     """Returns the average loss of another run at the same step, tokens or time; NaN where it was
     not.
     """
-    average = other.average("loss")
-    known = np.isfinite(average)
+    known = np.isfinite(other.average("loss"))
     if not known.any():
         return np.full(len(x), np.nan)
-    return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
+    y = other.average("loss")[known]
+    return np.interp(x, other[axis][known], y, left=np.nan, right=np.nan)
 
 
 def _plain(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _mean(values: np.ndarray) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else None

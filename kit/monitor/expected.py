@@ -9,6 +9,7 @@ import numpy as np
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from cluster.state import last_attempt
 from kit.errors import RunError
 from kit.estimate.choose.nearest import Nearest, nearest_run
 from kit.estimate.fit.calibrate import calibrate, published_calibration
@@ -20,11 +21,12 @@ from kit.run.metrics import Metrics
 
 WARM, RECENT = 5, 200
 """Steps of an attempt that do not count, and how many of the newest do."""
+DATA = "waiting for data"
 WAITS, PASSES = "waiting for other ranks or the network", "forward and backward pass"
 LINKS = ("tensor_parallel", "context_parallel", "pipeline_send", "bubble", "data_parallel")
 PRODUCTS = ("gemm", "attention", "elementwise", "host_launch", "recompute", "overhead")
 MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "waiting for data": ("data_s", ()),
+    DATA: ("data_s", ()),
     "the optimizer": ("optimizer_s", ("optimizer",)),
     WAITS: ("waiting_s", LINKS),
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
@@ -33,10 +35,23 @@ MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
 """Parts of a step in words, what tells most first: their column of the metrics, and the terms of
 the estimate that they should take. A wait for others lies within the other parts."""
 
+TOLD = (
+    "took_s",
+    "expected_s",
+    "low_s",
+    "high_s",
+    "verdict",
+    "terms_s",
+    "parts_s",
+    "node_check",
+    "warnings",
+)
+"""What of a Pace goes into JSON under its own name."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """What a step of an attempt should take."""
+class Pace:
+    """What a step of an attempt should take, and what it takes."""
 
     attempt: int
     plan: Plan
@@ -52,14 +67,8 @@ class Expectation:
     warnings: tuple[str, ...]
     nearest: Nearest | None
     """Published run; None for a plan of this machine."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace(Expectation):
-    """What a step should take, and what it takes."""
-
-    took_s: float
-    """Median of the newest steps."""
+    took_s: float | None
+    """Median of the newest steps; None for too few of them."""
     parts_s: dict[str, float]
     """What they were made of, on rank 0, as far as it was recorded: names of MEASURED."""
     node_check: dict[str, float]
@@ -70,11 +79,13 @@ class Pace(Expectation):
         """The part of a step slower than its interval that makes up more than half of what is
         too much.
         """
+        if self.took_s is None or self.took_s <= self.high_s:
+            return None
         own_s = dict(self.parts_s)
         if {PASSES, WAITS} <= own_s.keys():
             own_s[PASSES] -= own_s[WAITS]
         half_s = (self.took_s - self.expected_s) / 2
-        for name, (_, terms) in MEASURED.items() if self.took_s > self.high_s else ():
+        for name, (_, terms) in MEASURED.items():
             if own_s.get(name, 0.0) - sum(self.terms_s[term] for term in terms) > half_s:
                 return name
         return None
@@ -84,27 +95,18 @@ class Pace(Expectation):
         """One sentence, and for a slow run the part of a step that is slow, where it was
         measured.
         """
+        if self.took_s is None:
+            band = f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
+            return f"expected: {band} ({self.label}); too few steps to compare"
         text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.label)
         part = self.slow_part
         return f"{text}. Most of it: {part}, {self.parts_s[part]:.3g} s a step" if part else text
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        names = (
-            "took_s",
-            "expected_s",
-            "low_s",
-            "high_s",
-            "verdict",
-            "terms_s",
-            "parts_s",
-            "node_check",
-            "warnings",
-        )
-        nearest = str(self.nearest) if self.nearest else None
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in TOLD} | {
             "calibration": self.label,
-            "nearest": nearest,
+            "nearest": str(self.nearest) if self.nearest else None,
         }
 
 
@@ -120,12 +122,15 @@ def sentence(took_s: float, expected_s: float, low_s: float, high_s: float, labe
     return f"{how} than expected by {abs(ratio):.0%}: {took_s:.3g} s, not {band} ({label})"
 
 
-def expectation(run: Run, attempt: int) -> Expectation:
-    """Returns what the estimate says of the steps of an attempt, by its plan and its site.
+def expectation(run: Run, attempt: int | None = None) -> Pace:
+    """Returns how the newest steps of an attempt compare with what the estimate says of them, by
+    its plan and its site; by default of the newest attempt.
 
     Raises:
         ConfigError: the site lacks a number that the estimate needs.
     """
+    if attempt is None:
+        attempt = max(*run.plans(), last_attempt(run.directory), 1)
     plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     layouts = Layouts.of(run.spec, [plan])
     hardware = hardware_on(site, layouts, plan.precision)
@@ -135,7 +140,8 @@ def expectation(run: Run, attempt: int) -> Expectation:
     )
     prediction = calibration.predict(layouts, hardware)
     terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
-    return Expectation(
+    took_s, parts_s = _took(run.metrics(), attempt)
+    return Pace(
         attempt=attempt,
         plan=plan,
         site=site,
@@ -148,6 +154,9 @@ def expectation(run: Run, attempt: int) -> Expectation:
         nearest=(
             None if is_local else nearest_run(run.spec, plan, hardware, calibration.coefficients)
         ),
+        took_s=took_s,
+        parts_s=parts_s,
+        node_check=_node_check(run, site),
     )
 
 
@@ -158,41 +167,31 @@ def pace(run: Run) -> Pace:
         RunError: too few steps.
         ConfigError: as `expectation`.
     """
-    took_s, attempt, parts_s = _took(run, run.metrics())
-    expected = expectation(run, attempt)
-    checked = _node_check(run, expected.site)
-    return Pace(**vars(expected), took_s=took_s, parts_s=parts_s, node_check=checked)
+    found = expectation(run)
+    if found.took_s is None:
+        raise RunError(
+            f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when"
+            " it has more."
+        )
+    return found
 
 
-def _took(run: Run, metrics: Metrics) -> tuple[float, int, dict[str, float]]:
-    """Returns the median time of the newest attempt's newest steps, in seconds, its number, and
-    parts of that time.
+def _took(metrics: Metrics, attempt: int) -> tuple[float | None, dict[str, float]]:
+    """Returns the median seconds of an attempt's newest steps and of their parts that were
+    recorded, by their names in MEASURED; None and none where there are too few.
     """
-    if len(metrics):
-        attempt, seconds = int(metrics["attempt"][-1]), metrics["step_time_s"]
-        rows = np.flatnonzero((metrics["attempt"] == attempt) & np.isfinite(seconds))[WARM:][
-            -RECENT:
-        ]
-        if len(rows) >= WARM:
-            took_s = float(np.median(seconds[rows]))
-            return took_s, attempt, _parts(metrics, rows, took_s)
-    raise RunError(
-        f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when it"
-        " has more."
-    )
-
-
-def _parts(metrics: Metrics, rows: np.ndarray, took_s: float) -> dict[str, float]:
-    """Returns the median seconds of the parts of a step that were recorded, by their names in
-    MEASURED.
-    """
+    known = (metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"])
+    rows = np.flatnonzero(known)[WARM:][-RECENT:]
+    if len(rows) < WARM:
+        return None, {}
     told = {name: column for name, (column, _) in MEASURED.items() if column in metrics.columns}
     parts = {name: float(np.median(metrics[column][rows])) for name, column in told.items()}
     parts = {name: seconds for name, seconds in parts.items() if np.isfinite(seconds)}
-    phases = [seconds for name, seconds in parts.items() if name not in ("waiting for data", WAITS)]
-    if phases and "waiting for data" in parts:  # beside a GPU's work it costs nothing
-        parts["waiting for data"] = min(parts["waiting for data"], max(0.0, took_s - sum(phases)))
-    return parts
+    took_s = float(np.median(metrics["step_time_s"][rows]))
+    phases = [seconds for name, seconds in parts.items() if name not in (DATA, WAITS)]
+    if phases and DATA in parts:  # beside a GPU's work it costs nothing
+        parts[DATA] = min(parts[DATA], max(0.0, took_s - sum(phases)))
+    return took_s, parts
 
 
 def _node_check(run: Run, site: Site) -> dict[str, float]:
@@ -203,13 +202,16 @@ def _node_check(run: Run, site: Site) -> dict[str, float]:
         seen = Site.read(run.directory / "measured_site.json")
     except (OSError, ConfigError):
         return {}
-    stated, facts = site.device.matmul_flops_per_s, seen.device.matmul_flops_per_s
-    measured, promised = seen.links.inter_node_bytes_per_s, site.links.inter_node_bytes_per_s
-    pairs = [(f"{dtype} matrix products", fact, stated.get(dtype)) for dtype, fact in facts.items()]
+    network = "the network between nodes"
+    stated = {network: site.links.inter_node_bytes_per_s}
+    measured = {network: seen.links.inter_node_bytes_per_s}
+    for dtype, fact in seen.device.matmul_flops_per_s.items():
+        measured[f"{dtype} matrix products"] = fact
+        stated[f"{dtype} matrix products"] = site.device.matmul_flops_per_s.get(dtype)
     return {
-        part: ours.value / theirs.value
-        for part, ours, theirs in [*pairs, ("the network between nodes", measured, promised)]
-        if ours and theirs and ours.value != theirs.value
+        name: ours.value / theirs.value
+        for name, ours in measured.items()
+        if ours and (theirs := stated[name]) and ours.value != theirs.value
     }
 
 

@@ -5,20 +5,18 @@ Worked out in a thread of its own and seldom, so no view waits for it: the estim
 and the ledger reads the whole history. What cannot be told says why.
 """
 
-import dataclasses
 import math
 import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cluster.state import last_attempt
 from kit.run import Run
 from kit.run.metrics import utilisation_rates
 from kit.show.theme import GREY
 
 if TYPE_CHECKING:
-    from kit.monitor.expected import Expectation
+    from kit.monitor.expected import Pace
 
 EVERY_S, SHARE = 20.0, 0.02
 """Least seconds between two answers, and the most of its time that a view spends on them."""
@@ -28,16 +26,9 @@ curve must stay one."""
 BAND = "expected (modelled, 90 %)"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Band:
-    """The 90 % interval of the estimate for an attempt: seconds a step, and the speeds that
-    follow, low and high.
-    """
-
-    attempt: int
-    step_time_s: tuple[float, float]
-    tokens_per_s: tuple[float, float]
-    mfu: tuple[float, float] | None
+Band = dict[str, Any]
+"""The 90 % interval of the estimate for an `attempt`: `step_time_s`, and the speeds that follow,
+`tokens_per_s` and `mfu` (None for an unknown peak), low and high."""
 
 
 class Outlook:
@@ -67,14 +58,8 @@ class Outlook:
 
     def facts(self) -> dict[str, Any]:
         """Returns the answers as plain values, for JSON."""
-        band = dataclasses.asdict(self.band) if self.band else None
-        return {
-            "band": band,
-            "label": BAND,
-            "verdict": self.verdict,
-            "parts_s": self.parts_s,
-            "goodput": self.goodput,
-        }
+        names = ("band", "verdict", "parts_s", "goodput")
+        return {"label": BAND} | {name: getattr(self, name) for name in names}
 
     def _work_out(self) -> None:
         start = time.thread_time()
@@ -92,25 +77,14 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
 
     Raises nothing.
     """
-    band = None
     try:
-        from kit.errors import RunError
-        from kit.monitor.expected import expectation, pace
+        from kit.monitor.expected import expectation
 
-        attempt = max(*run.plans(), last_attempt(run.directory), 1)
-        expected = expectation(run, attempt)
-        band = _band(run, attempt, expected)
-        try:
-            found = pace(run)
-            if found.attempt == attempt:  # else it has no step yet
-                return band, found.verdict, found.parts_s
-        except RunError:
-            pass
-        words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.label})"
-        return band, f"expected: {words}; too few steps to compare", {}
+        found = expectation(run)
+        return _band(run, found), found.verdict, found.parts_s
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        return band, f"no estimate: {why}", {}
+        return None, f"no estimate: {why}", {}
 
 
 def draw_band(
@@ -119,11 +93,11 @@ def draw_band(
     """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
     attempt's first on.
     """
-    speeds = getattr(band, name) if band else None
+    speeds = band[name] if band else None
     if band is None or speeds is None:
         return
     low, high = (100 * speed if name == "mfu" else speed for speed in speeds)
-    start = first_steps.get(band.attempt, 0)
+    start = first_steps.get(band["attempt"], 0)
     bottom, top = axis.get_ylim()
     axis.fill_between(
         (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
@@ -132,29 +106,24 @@ def draw_band(
     axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
 
 
-def _band(run: Run, attempt: int, expected: "Expectation") -> Band:
+def _band(run: Run, expected: "Pace") -> Band:
     tokens = expected.plan.global_batch_size * run.spec.sequence_length
     slow, fast = tokens / expected.high_s, tokens / expected.low_s
     rates = utilisation_rates(run.spec, expected.plan, expected.site, is_imported=run.is_imported)
-    return Band(
-        attempt=attempt,
-        step_time_s=(expected.low_s, expected.high_s),
-        tokens_per_s=(slow, fast),
-        mfu=None if rates is None else (rates[0] * slow, rates[0] * fast),
-    )
+    return {
+        "attempt": expected.attempt,
+        "step_time_s": (expected.low_s, expected.high_s),
+        "tokens_per_s": (slow, fast),
+        "mfu": None if rates is None else (rates[0] * slow, rates[0] * fast),
+    }
 
 
 def _goodput(run: Run) -> dict[str, Any]:
     from kit.monitor.goodput import ledger
 
     found = ledger(run)
-    parts = [
-        {name: row[name] for name in ("part", "seconds", "share", "meaning")}
-        for row in found.rows()
-    ]
-    share = found.goodput if math.isfinite(found.goodput) else None
     return {
-        "share": share,
+        "share": found.goodput if math.isfinite(found.goodput) else None,
         "usd": found.usd,
-        "parts": [part for part in parts if part["seconds"] > 0],
+        "parts": [row for row in found.rows() if row["seconds"] > 0],
     }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
+from kit.run.metrics import median
 
 SAMPLES, BLOCKS = 120, 12
 MIN_SAMPLES = 2 * BLOCKS
@@ -53,11 +54,25 @@ class Straggler:
 
 
 class RankTimes:
-    """Samples of the ranks' heartbeats, kept while someone looks; a new attempt starts afresh."""
+    """Samples of the ranks' step times, kept while someone looks; a new attempt starts afresh.
+
+    Attributes:
+        samples: of the last looks, each step time over the median of all ranks, float32 [rank];
+            NaN where a rank has not said.
+        hosts: by rank.
+        slowest: rank in one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples.
+    """
 
     def __init__(self, run_dir: Path, num_ranks: int) -> None:
         self.run_dir, self.num_ranks = run_dir, num_ranks
         self._start(0)
+
+    def _start(self, attempt: int) -> None:
+        self.attempt, self._step, self._rest_until = attempt, -1, 0.0
+        self.samples: list[np.ndarray] = []
+        self.hosts: dict[int, str | None] = {}
+        self.beats: dict[int, RankHeartbeat] = {}
+        self.slowest: Straggler | None = None
 
     def look(self, attempt: int) -> bool:
         """Takes a sample if any rank has finished a step since the last; returns whether one
@@ -68,63 +83,37 @@ class RankTimes:
         begun = time.monotonic()
         if begun < self._rest_until:
             return False
-        beats = [
-            beat
-            for beat in read_rank_heartbeats(self.run_dir, attempt)
-            if beat.rank < self.num_ranks
-        ]
+        told = read_rank_heartbeats(self.run_dir, attempt)
         took_s = time.monotonic() - begun
-        self._rest_until = time.monotonic() + (took_s / SHARE if took_s > SHARE else 0.0)
-        step = max((beat.step for beat in beats), default=-1)
-        if step <= (self.steps[-1] if self.steps else -1):
+        self._rest_until = begun + took_s / SHARE if took_s > SHARE else 0.0
+        beats = {beat.rank: beat for beat in told if beat.rank < self.num_ranks}
+        step = max((beat.step for beat in beats.values()), default=-1)
+        if step <= self._step:
             return False
-        column = np.full(self.num_ranks, np.nan, dtype=np.float32)
-        self.beats = {beat.rank: beat for beat in beats}
-        for beat in beats:
-            own = (
-                beat.step_time_s if beat.work_s is None else beat.work_s
-            )  # a whole step includes waiting for the slow
-            column[beat.rank] = np.nan if own is None else own
-            self.hosts[beat.rank] = beat.host
+        self._step, self.beats = step, beats
+        self.hosts |= {rank: beat.host for rank, beat in beats.items()}
+        sample = np.full(self.num_ranks, np.nan, dtype=np.float32)
+        for rank, beat in beats.items():
+            # A whole step includes waiting for the slow.
+            own = beat.step_time_s if beat.work_s is None else beat.work_s
+            sample[rank] = np.nan if own is None else own
         with np.errstate(all="ignore"):
-            column /= (
-                np.median(column[np.isfinite(column)])
-                if np.isfinite(column).any()
-                else np.float32(np.nan)
-            )
-        self.steps, self.samples = (
-            [*self.steps, step][-SAMPLES:],
-            [*self.samples, column][-SAMPLES:],
-        )
+            sample /= median(sample) or np.nan
+        self.samples = [*self.samples, sample][-SAMPLES:]
+        self.slowest = self._slowest()
         return True
 
-    @property
-    def relative(self) -> np.ndarray:
-        """Step time over the median of all ranks, float32 [rank, sample]; NaN where a rank has
-        not said.
-        """
-        return self.last(len(self.samples))
-
     def last(self, count: int) -> np.ndarray:
-        """Returns the newest `count` columns of `relative`; for many ranks, all of them are a
-        lot of memory.
-        """
-        columns = self.samples[len(self.samples) - count :]
-        return (
-            np.stack(columns, axis=1)
-            if columns
-            else np.empty((self.num_ranks, 0), dtype=np.float32)
-        )
+        """Returns the newest `count` samples at most, [rank, sample]."""
+        return np.reshape(self.samples[-count:], (-1, self.num_ranks)).T
 
     def rows(self, most: int) -> np.ndarray:
-        """Returns `relative` in at most `most` rows, [row, sample]: of neighbours the slowest
+        """Returns all samples in at most `most` rows, [row, sample]: of neighbours the slowest
         stands for all.
         """
-        size = -(-self.num_ranks // most)
-        if size == 1 or not self.samples:
-            return self.relative
-        starts = np.arange(0, self.num_ranks, size)
-        return np.stack([np.fmax.reduceat(column, starts) for column in self.samples], axis=1)
+        starts = np.arange(0, self.num_ranks, -(-self.num_ranks // most))
+        rows = [np.fmax.reduceat(sample, starts) for sample in self.samples]
+        return np.reshape(rows, (-1, len(starts))).T
 
     def split(self) -> list[dict[str, Any]]:
         """Returns what the last steps were made of on the SPLIT ranks that work longest, in rank
@@ -145,39 +134,18 @@ class RankTimes:
             rows.append({"rank": rank, "host": self.hosts.get(rank), "seconds": seconds})
         return rows
 
-    def slowest(self) -> Straggler | None:
-        """Returns the slowest rank of one of the WINDOWS, the surest; None beside fewer than
-        MIN_SAMPLES samples.
-        """
-        samples = (
-            self.samples
-        )  # replaced as a whole at each look, after which what was found is old
-        if samples is not self._judged:
-            self._judged, self._found = samples, None
-            if self.num_ranks > 1 and len(samples) >= MIN_SAMPLES:
-                sizes = {min(size, len(samples) // BLOCKS * BLOCKS) for size in WINDOWS}
-                found = [
-                    rank
-                    for size in sorted(sizes)
-                    if (rank := slowest_rank(self.last(size))) is not None
-                ]
-                self._found = min(found, key=lambda rank: rank[2], default=None)
-        if self._found is None:
+    def _slowest(self) -> Straggler | None:
+        if self.num_ranks < 2 or len(self.samples) < MIN_SAMPLES:
             return None
-        rank, ratio, by_chance = self._found
+        whole_blocks = len(self.samples) // BLOCKS * BLOCKS
+        sizes = sorted({min(size, whole_blocks) for size in WINDOWS})
+        found = list(filter(None, (slowest_rank(self.last(size)) for size in sizes)))
+        if not found:
+            return None
+        rank, ratio, by_chance = min(found, key=lambda each: each[2])
         return Straggler(
             rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.hosts.get(rank)
         )
-
-    def _start(self, attempt: int) -> None:
-        self.attempt = attempt
-        self.steps: list[int] = []
-        self.samples: list[np.ndarray] = []
-        self.hosts: dict[int, str | None] = {}
-        self.beats: dict[int, RankHeartbeat] = {}
-        self._rest_until = 0.0
-        self._judged: list[np.ndarray] | None = None
-        self._found: tuple[int, float, float] | None = None
 
 
 def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
@@ -202,11 +170,10 @@ def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
         blocks = np.nanmedian(np.log(ratios).reshape(BLOCKS, -1), axis=1)
     if not np.isfinite(blocks).all():
         return None
-    error = float(np.std(blocks, ddof=1)) / math.sqrt(BLOCKS)
-    excess = float(np.mean(blocks)) - math.log(SLOW)
-    if error == 0:
-        return rank, math.exp(np.mean(blocks)), 0.0 if excess > 0 else 1.0
-    return rank, math.exp(np.mean(blocks)), min(1.0, len(relative) * _tail(excess / error))
+    mean, error = float(np.mean(blocks)), float(np.std(blocks, ddof=1)) / math.sqrt(BLOCKS)
+    excess = mean - math.log(SLOW)
+    by_chance = _tail(excess / error if error else math.copysign(math.inf, excess))
+    return rank, math.exp(mean), min(1.0, len(relative) * by_chance)
 
 
 def _tail(t: float) -> float:

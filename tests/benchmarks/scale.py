@@ -154,7 +154,7 @@ def monitor(folder: Path, size: int) -> Work:
         dashboard.ranks.steps = list(range(1, SAMPLES + 1))
         dashboard.read()
         dashboard.frame(View())
-        assert dashboard.ranks.slowest() is not None
+        assert dashboard.ranks.slowest is not None
         dashboard.facts()
         dashboard.heat()
 

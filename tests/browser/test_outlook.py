@@ -20,7 +20,7 @@ def _at_pace(folder: Path, times: float) -> Run:
     outlook = Outlook(run)
     outlook.refresh(wait=True)
     assert outlook.band
-    low, high = outlook.band.step_time_s
+    low, high = outlook.band["step_time_s"]
     file, now = run.directory / "metrics.jsonl", time.time()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     wanted = times * (low * high) ** 0.5
@@ -60,7 +60,7 @@ def test_the_band_the_sentence_and_the_goodput(
         "as expected" if times == 1 else "slower than expected by"
     )
     mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.band
-    assert band and (band.mfu[0] < mfu < band.mfu[1]) == (times == 1), (
+    assert band and (band["mfu"][0] < mfu < band["mfu"][1]) == (times == 1), (
         "the chart says the same as the sentence"
     )
     assert BAND in screen.page.get_by_role("img", name="MFU").get_attribute("aria-label")

@@ -162,9 +162,9 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
         and "too few steps" in outlook.verdict
         and outlook.band
     )
-    low, high = outlook.band.step_time_s
+    low, high = outlook.band["step_time_s"]
     tokens = run.plan.global_batch_size * run.spec.sequence_length
-    assert outlook.band.tokens_per_s == pytest.approx((tokens / high, tokens / low))
+    assert outlook.band["tokens_per_s"] == pytest.approx((tokens / high, tokens / low))
     assert outlook.facts()["goodput"]["share"] == pytest.approx(1, abs=0.2)
     (run.directory / "plan.attempt_01.json").write_text("{")
     outlook.refresh(wait=True)
@@ -188,4 +188,4 @@ def test_a_new_attempt_is_not_judged_by_the_steps_of_the_one_before(tmp_path):
     assert compare(run)[1].startswith("slower than expected")
     update_state(run.directory, attempt=2, state=JobState.STARTING)  # its plan comes later
     band, words, _ = compare(run)
-    assert words.endswith("too few steps to compare") and band and band.attempt == 2
+    assert words.endswith("too few steps to compare") and band and band["attempt"] == 2

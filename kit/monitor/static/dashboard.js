@@ -187,7 +187,6 @@ function render({ model, el }) {
   const heat = make("canvas", "kit-heat", rankFigure);
   heat.setAttribute("role", "img");
   const rankScale = make("div", "kit-muted kit-scale", rankFigure);
-  const stages = make("div", "kit-stages", rankFigure);
   const split = make("table", "kit-split", rankFigure);
   const logFigure = make("figure", "kit-figure kit-logs", low);
   const logHead = make("figcaption", "", logFigure);
@@ -547,11 +546,6 @@ function render({ model, el }) {
     rankTitle.textContent = "Step time by rank, over the median";
     rankScale.textContent = `rank 0 (top) to ${ranks - 1}${f.ranks_per_row > 1 ? `, a row is the slowest of ${f.ranks_per_row}` : ""}, the last ${samples} heartbeat${samples > 1 ? "s" : ""}; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
     heat.setAttribute("aria-label", f.straggler || "no rank is known to be slow");
-    stages.replaceChildren(...(f.stages || []).map((v, i) => {
-      const stage = make("span", "kit-stage", null, `stage ${i}: ${v == null ? "–" : v.toFixed(2) + " ×"}`);
-      if (v != null) stage.style.borderColor = `rgb(${shade(Math.min(254, Math.max(0, ((v - 0.8) / 0.6) * 254)))})`;
-      return stage;
-    }));
     showSplit(f.split || []);
   }
   function showSplit(told) { // what a step was made of, by rank
