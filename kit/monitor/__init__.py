@@ -3,33 +3,17 @@ scores of checkpoints.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kit.monitor.figure import run_figure
-    from kit.monitor.score_figure import eval_figure
-    from kit.monitor.scores import eval_curve
-    from kit.monitor.text import status_row, status_table, watch
-    from kit.monitor.widget import Monitor
+from typing import Any
 
 _PLACES = {
     "Monitor": "widget",
     "eval_curve": "scores",
-    "eval_figure": "score_figure",
+    "eval_figure": "scores",
     "run_figure": "figure",
     "status_row": "text",
     "status_table": "text",
     "watch": "text",
 }
-__all__ = [
-    "Monitor",
-    "eval_curve",
-    "eval_figure",
-    "run_figure",
-    "status_row",
-    "status_table",
-    "watch",
-]
 
 
 def __getattr__(name: str) -> Any:

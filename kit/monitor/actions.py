@@ -55,9 +55,8 @@ class Actions:
 
     def allowed(self, status: JobStatus) -> list[str]:
         """Returns the actions that make sense for a job in this state."""
-        if self.run.is_imported or other_owner(
-            self.run.directory
-        ):  # its trainer, or its owner, asks for nothing here
+        # Its trainer, or its owner, asks for nothing here.
+        if self.run.is_imported or other_owner(self.run.directory):
             return []
         if not status.state.is_final:
             return ["checkpoint", "stop", "cancel"]
@@ -69,10 +68,8 @@ class Actions:
         became of it.
         """
         for name in ("checkpoint", "stop"):
-            waiting, taken = (
-                read_asked(self.run.directory, name),
-                read_taken(self.run.directory, name),
-            )
+            folder = self.run.directory
+            waiting, taken = read_asked(folder, name), read_taken(folder, name)
             known = self._progress.get(name)
             if waiting is not None and (known is None or known.done_at):
                 self._progress[name] = self._new(status, waiting.asked_at)

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,21 +20,22 @@ from cluster.login.mirror import unheard, wanted
 from cluster.state import find_log, read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
-from kit.monitor import logs
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman, peak_advice
 from kit.monitor.curves import AXES, SERIES, Curves
 from kit.monitor.outlook import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
-from kit.run.columns import Columns
+from kit.run.columns import Columns, parse_row
 from kit.run.metrics import median, time_left_s, utilisation_rates
-from kit.run.tail import CHUNK_BYTES
+from kit.run.tail import CHUNK_BYTES, last_lines
 
 MAX_WIDTH = 2400
 ALERTS_SHOWN = 50
 # of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
 HEAT_ROWS = 512
+TAIL_BYTES, SEARCH_BYTES = 32 * 2**10, 16 * 2**20
+MAX_LINES = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class Dashboard:
             self.run.directory,
             find_log(self.run.directory, self.status.attempt, self.log_rank, per_node),
         )
-        text = logs.search(file, self.log_search) if self.log_search else logs.tail(file)
+        text = log_lines(file, self.log_search)
         report = read_exit(self.run.directory) if self.status.exit_code else None
         return report.log_tail if report and not text and not self.log_search else text
 
@@ -249,7 +251,7 @@ class Dashboard:
             "device_bytes": memory.value if memory else None,
             "cost": None if spent is None else {"value": spent, "note": price},
             "formula": self._formula(),
-            "data": "; ".join(filter(None, (mix, logs.hook_words(run)))),
+            "data": "; ".join(filter(None, (mix, hook_words(run)))),
             **{name: _plain(columns[name][-1]) for name in last},
             **{name: median(curves[name][-20:]) for name in speeds},
         }
@@ -311,6 +313,32 @@ class Dashboard:
             self.outlook.again(run)
             self.ranks = RankTimes(run.directory, run.plan.num_devices)
             self.curves.restart()
+
+
+def log_lines(file: Path, search: str = "") -> str:
+    """Returns the last lines of a log, at most MAX_LINES; only those that hold `search`, in any
+    case, of its last 16 MiB.
+
+    A log of any size costs the same.
+    """
+    lines = last_lines(file, SEARCH_BYTES if search else TAIL_BYTES, follows=True)
+    # Progress bars return to the start of the line; only what they showed last is of interest.
+    texts = [line.decode(errors="replace").rsplit("\r", 1)[-1] for line in lines]
+    wanted = search.casefold()
+    return "\n".join([text for text in texts if wanted in text.casefold()][-MAX_LINES:])
+
+
+def hook_words(run: Run) -> str:
+    """Returns the last numbers of a run's hook, in a line; "" without a hook."""
+    if run.recipe.hook is None:
+        return ""
+    rows = map(parse_row, reversed(last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)))
+    numbers = [
+        f"{name[5:]} {value:.4g}"
+        for name, value in next(filter(None, rows), {}).items()
+        if name.startswith("hook/") and name != "hook/seconds"
+    ]
+    return f"hook: {', '.join(numbers) or 'nothing'}"
 
 
 def _columns(run: Run) -> Columns:

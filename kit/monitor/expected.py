@@ -3,6 +3,7 @@ its steps took.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,8 @@ class Pace:
     warnings: tuple[str, ...]
     nearest: Nearest | None
     """Published run; None for a plan of this machine."""
-    took_s: float | None
-    """Median of the newest steps; None for too few of them."""
+    took_s: float
+    """Median of the newest steps; NaN for too few of them."""
     parts_s: dict[str, float]
     """What they were made of, on rank 0, as far as it was recorded: names of MEASURED."""
     node_check: dict[str, float]
@@ -79,7 +80,7 @@ class Pace:
         """The part of a step slower than its interval that makes up more than half of what is
         too much.
         """
-        if self.took_s is None or self.took_s <= self.high_s:
+        if not self.took_s > self.high_s:
             return None
         own_s = dict(self.parts_s)
         if {PASSES, WAITS} <= own_s.keys():
@@ -95,7 +96,7 @@ class Pace:
         """One sentence, and for a slow run the part of a step that is slow, where it was
         measured.
         """
-        if self.took_s is None:
+        if math.isnan(self.took_s):
             band = f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
             return f"expected: {band} ({self.label}); too few steps to compare"
         text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.label)
@@ -168,7 +169,7 @@ def pace(run: Run) -> Pace:
         ConfigError: as `expectation`.
     """
     found = expectation(run)
-    if found.took_s is None:
+    if math.isnan(found.took_s):
         raise RunError(
             f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when"
             " it has more."
@@ -176,14 +177,14 @@ def pace(run: Run) -> Pace:
     return found
 
 
-def _took(metrics: Metrics, attempt: int) -> tuple[float | None, dict[str, float]]:
+def _took(metrics: Metrics, attempt: int) -> tuple[float, dict[str, float]]:
     """Returns the median seconds of an attempt's newest steps and of their parts that were
-    recorded, by their names in MEASURED; None and none where there are too few.
+    recorded, by their names in MEASURED; NaN and none where there are too few.
     """
     known = (metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"])
     rows = np.flatnonzero(known)[WARM:][-RECENT:]
     if len(rows) < WARM:
-        return None, {}
+        return math.nan, {}
     told = {name: column for name, (column, _) in MEASURED.items() if column in metrics.columns}
     parts = {name: float(np.median(metrics[column][rows])) for name, column in told.items()}
     parts = {name: seconds for name, seconds in parts.items() if np.isfinite(seconds)}

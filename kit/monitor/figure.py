@@ -10,8 +10,7 @@ import numpy as np
 from kit.data import mix_words
 from kit.monitor.curves import Average, drawable
 from kit.monitor.outlook import compare, draw_band
-from kit.monitor.score_figure import draw_scores
-from kit.monitor.scores import eval_curve
+from kit.monitor.scores import draw_scores, eval_curve
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.metrics import Metrics, median

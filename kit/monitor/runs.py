@@ -6,7 +6,6 @@ short runs.
 """
 
 import dataclasses
-import html
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kit.run.columns import parse_row
 from kit.run.rows import rows_to_metrics
 from kit.run.tail import last_lines
 from kit.show.style import new_figure, short
+from kit.show.table import Table
 from kit.show.terminal import number
 from kit.show.theme import HUES
 
@@ -57,14 +57,11 @@ class RunsTable:
         return [{name: row.get(name) for name in names} for row in self.rows]
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(heading(name))}</th>" for name in self.columns)
-        body = "".join(
-            f"<tr title='{html.escape(str(row.get('reason') or ''), quote=True)}'>"
-            + "".join(f"<td>{html.escape(show(name, row.get(name)))}</td>" for name in self.columns)
-            + "</tr>"
+        shown = [
+            {heading(name): show(name, row.get(name)) for name in (*self.columns, "reason")}
             for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        ]
+        return Table(shown)._repr_html_()
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -92,24 +89,23 @@ def runs_table(folder: str | Path) -> RunsTable:
         RunError: there is no such folder.
     """
     folder = Path(folder).expanduser().resolve()
-    rows, settings = [], []
+    rows: list[dict[str, Any]] = []
+    opened: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for directory in find_runs(folder):
         name = str(directory.relative_to(folder)) if directory != folder else directory.name
+        row: dict[str, Any] = {"run": name, "directory": str(directory)}
+        rows.append(row)
         try:
             run = Run.open(directory)
-            rows.append({"run": name, "directory": str(directory), **live_row(run)})
-            settings.append(_settings(run))
-        except (
-            Exception
-        ) as error:  # half-made, damaged, hostile, or deleted meanwhile: the others are shown
+            row |= live_row(run)
+            opened.append((row, _settings(run)))
+        except Exception as error:
+            # Half-made, damaged, hostile, or deleted meanwhile: the others are shown.
             reason = str(error) if directory.is_dir() else "deleted while it was looked at"
-            rows.append(
-                {"run": name, "directory": str(directory), "state": "unreadable", "reason": reason}
-            )
-            settings.append(None)
-    shown = _differing([values for values in settings if values is not None])
-    for row, values in zip(rows, settings, strict=True):
-        row |= {name: values.get(name) for name in shown} if values else {}
+            row |= {"state": "unreadable", "reason": reason}
+    shown = _differing([settings for _, settings in opened])
+    for row, settings in opened:
+        row |= {name: settings[name] for name in shown}
     return RunsTable(folder=folder, rows=rows, settings=shown)
 
 
@@ -152,39 +148,25 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         raise RunError(
             f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare."
         )
-    labels = _labels(runs)
-    found = [run.metrics() for run in runs]
-    utilisations, speeds = (
-        [metrics.mfu() for metrics in found],
-        [metrics.tokens_per_s for metrics in found],
-    )
-    whys = sorted({why for metrics in found if (why := metrics.why_no_mfu)})
-    speed = "tokens_per_s" if any(values is None for values in utilisations) else "mfu"
-    values = [
-        u if speed == "mfu" and u is not None else s
-        for u, s in zip(utilisations, speeds, strict=True)
-    ]
+    found = dict(zip(_labels(runs), [run.metrics() for run in runs], strict=True))
+    whys = sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)})
+    speed, scale, title = "mfu", 100, "MFU, % of peak"
+    speeds = {label: mfu for label, run in found.items() if (mfu := run.mfu()) is not None}
+    if len(speeds) < len(found):
+        speed, scale, title = "tokens_per_s", 1, f"Tokens/s\n(no MFU: {', '.join(whys)})"
+        speeds = {label: metrics.tokens_per_s for label, metrics in found.items()}
     table = {
-        label: {"step": metrics["step"], "loss": metrics["loss"], speed: value}
-        for label, metrics, value in zip(labels, found, values, strict=True)
+        label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label]}
+        for label, metrics in found.items()
     }
-    with new_figure(1, 2, height=3.2 + 0.25 * (len(runs) // 3), width_ratios=[3, 2]) as (
-        figure,
-        (left, right),
-    ):
-        left.set_title("Loss, mean of ~5 steps")
-        right.set_title(
-            "MFU, % of peak" if speed == "mfu" else f"Tokens/s\n(no MFU: {', '.join(whys)})"
-        )
+    height = 3.2 + 0.25 * (len(runs) // 3)
+    with new_figure(1, 2, height=height, width_ratios=[3, 2]) as (figure, (left, right)):
+        left.set(title="Loss, mean of ~5 steps", xlabel="optimizer step")
         for i, (label, columns) in enumerate(table.items()):
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
             left.plot(columns["step"], smooth(columns["loss"]), label=short(label), **style)
-            right.plot(
-                columns["step"], (100 if speed == "mfu" else 1) * drawable(columns[speed]), **style
-            )
-        right.set_ylim(bottom=0)
-        for axis in (left, right):
-            axis.set_xlabel("optimizer step")
+            right.plot(columns["step"], scale * drawable(columns[speed]), **style)
+        right.set(title=title, xlabel="optimizer step", ylim=(0, None))
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure, table
 
@@ -228,23 +210,18 @@ def _differing(settings: list[dict[str, Any]]) -> list[str]:
     """Returns the names whose value is not the same in all runs; no shape of a model that the
     model's name tells.
     """
-    names = [
-        name
-        for name in (settings[0] if settings else ())
-        if any(s[name] != settings[0][name] for s in settings)
-    ]
-    by_model: dict[str, dict[str, Any]] = {}
+    by_model: dict[str, list[dict[str, Any]]] = {}
     for values in settings:
-        by_model.setdefault(values["spec.name"], values)
-    told = {
-        name
-        for name in names
-        if name.startswith("spec.")
-        and all(s[name] == by_model[s["spec.name"]][name] for s in settings)
-    } - {"spec.name"}
-    return [
-        name for name in names if name not in told and name != "recipe.num_steps"
-    ]  # that has its own column
+        by_model.setdefault(values["spec.name"], []).append(values)
+
+    def differs(name: str) -> bool:
+        is_shape = name.startswith("spec.") and name != "spec.name"
+        groups = by_model.values() if is_shape else [settings]
+        return any(values[name] != group[0][name] for group in groups for values in group)
+
+    names = settings[0] if settings else ()
+    # The number of steps has its own column.
+    return [name for name in names if name != "recipe.num_steps" and differs(name)]
 
 
 def _labels(runs: list[Run]) -> list[str]:

@@ -1,16 +1,22 @@
-"""Scores of a run's checkpoints as curves, read from its `eval/step_*.json`.
-
-No torch, no lm-eval.
+"""Scores of a run's checkpoints as curves, read from its `eval/step_*.json`, and their figure:
+scores against training tokens, with their 95 % intervals. No torch, no lm-eval.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, RunError, kit_command
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.run import Run
+from kit.show.style import new_figure
+from kit.show.theme import HUES, SLATE
+
+COLOURS = (*HUES, SLATE)
+MARKERS = ("o", "s", "^", "D", "v")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,11 @@ class ScoreCurve:
         name += f", temperature {self.temperature:g}" if self.temperature else ""
         return name + (f", {self.precision}" if self.precision != "fp32" else "")
 
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether its scores are shares of items, and not bits or probabilities."""
+        return not self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
+
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each checkpoint; NaN is what is not known."""
         numbers = {
@@ -59,19 +70,12 @@ def eval_reports(run: Run) -> list[EvalReport]:
     out.
     """
     reports = []
-    for file in sorted((run.directory / "eval").glob("step_*.json")):
-        try:
+    for file in (run.directory / "eval").glob("step_*.json"):
+        # One may be of another writer, or deleted meanwhile.
+        with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):
             reports.append(EvalReport.read(file))
-        except (
-            ConfigError,
-            OSError,
-            UnicodeDecodeError,
-        ):  # of another writer, or deleted meanwhile
-            continue
-    return sorted(
-        (report for report in reports if report.step is not None),
-        key=lambda report: report.step or 0,
-    )
+    known = [report for report in reports if report.step is not None]
+    return sorted(known, key=lambda report: report.step or 0)
 
 
 def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
@@ -95,25 +99,23 @@ def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
 
 
 def _curve(points: list[tuple[EvalReport, TaskScore, Metric]]) -> ScoreCurve:
-    first, metrics = points[0][1], [metric for *_, metric in points]
+    first, name = points[0][1], points[0][2].name
 
-    def column(values: list[Any]) -> np.ndarray:
-        return np.array([np.nan if value is None else value for value in values], dtype=float)
+    def column(values: Iterable[float | None]) -> np.ndarray:
+        return np.array(list(values), dtype=float)  # None is NaN
 
     return ScoreCurve(
         task=first.task,
         num_fewshot=first.num_fewshot,
-        metric=metrics[0].name,
+        metric=name,
         step=np.array([report.step for report, *_ in points]),
-        tokens=column([report.tokens_seen for report, *_ in points]),
-        score=column([metric.value for metric in metrics]),
-        stderr=column([metric.stderr for metric in metrics]),
-        low=column([metric.low for metric in metrics]),
-        high=column([metric.high for metric in metrics]),
+        tokens=column(report.tokens_seen for report, *_ in points),
+        score=column(metric.value for *_, metric in points),
+        stderr=column(metric.stderr for *_, metric in points),
+        low=column(metric.low for *_, metric in points),
+        high=column(metric.high for *_, metric in points),
         partial=np.array([score.partial for _, score, _ in points]),
-        chance=(
-            float("nan") if first.chance is None or metrics[0].name == ANSWER_BITS else first.chance
-        ),
+        chance=np.nan if first.chance is None or name == ANSWER_BITS else first.chance,
         temperature=first.temperature,
         precision=first.precision,
     )
@@ -123,10 +125,10 @@ def last_scores(run: Run) -> dict[str, dict[str, Any]]:
     """Returns the newest score of each task, a row as of `ScoreCurve.rows` with None for what is
     not known.
     """
-    last = {curve.name: curve.rows()[-1] for curve in eval_curve(run)}
     return {
-        name: {key: None if value != value else value for key, value in row.items()}
-        for name, row in last.items()
+        curve.name: {key: value if value == value else None for key, value in last.items()}
+        for curve in eval_curve(run)
+        for last in curve.rows()[-1:]
     }
 
 
@@ -164,3 +166,63 @@ class ScoreFollower:
                 values[name] = metric.value
                 values |= {} if metric.stderr is None else {f"{name}_stderr": metric.stderr}
         return values
+
+
+def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it
+    shows.
+
+    Accuracies, bits per byte of right answers and those of texts have a panel each. A bar is the 95
+    % interval; a hollow marker is a score of a part of the items; a dotted line is guessing. The
+    table has a row for each point: task, metric, step, tokens, score, stderr (the harness's), low,
+    high, partial.
+
+    Raises:
+        RunError: no checkpoint of the run has been scored.
+    """
+    curves = eval_curve(run)
+    if not curves:
+        raise RunError(
+            f"{run.directory} has no scores yet. Make some: `{kit_command('eval', run.directory)}`."
+        )
+    answers = eval_curve(run, ANSWER_BITS)
+    accuracies = [curve for curve in curves if curve.is_accuracy]
+    others = [curve for curve in curves if not curve.is_accuracy]
+    panels = [group for group in (accuracies, answers, others) if group]
+    with new_figure(len(panels), height=3.0 * len(panels), squeeze=False) as (figure, axes):
+        for axis, group in zip(axes[:, 0], panels, strict=True):
+            draw_scores(axis, group)
+    return figure, [row for curve in (*curves, *answers) for row in curve.rows()]
+
+
+def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
+    """Draws curves of one kind of metric: per cent for accuracies, else the metric's own unit."""
+    from matplotlib.ticker import EngFormatter
+
+    accuracy = all(curve.is_accuracy for curve in curves)
+    of_answers = all(curve.metric == ANSWER_BITS for curve in curves)
+    scale = 100 if accuracy else 1
+    for i, curve in enumerate(curves):
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        x, y = curve.tokens, scale * curve.score
+        label = curve.name if curve.metric == ANSWER_BITS else f"{curve.name} ({curve.metric})"
+        errors = scale * np.nan_to_num(
+            np.stack((curve.score - curve.low, curve.high - curve.score))
+        )
+        axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
+        for partial, face in ((False, colour), (True, "white")):
+            here = curve.partial == partial
+            axis.plot(x[here], y[here], marker, color=colour, markerfacecolor=face, markersize=5)
+        if accuracy and np.isfinite(curve.chance):
+            axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
+    names = [f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves]
+    title = ", ".join(dict.fromkeys(names))
+    if accuracy:
+        title = "Score, %; bars: 95 % interval; dotted: guessing"
+    elif of_answers:
+        title = "Bits per byte of the right answer: less is better"
+    hollow = "\nhollow: a part of the items" if any(curve.partial.any() for curve in curves) else ""
+    axis.set(title=title + hollow, xlabel="training tokens")
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if accuracy or of_answers:
+        axis.legend(frameon=True)

@@ -9,6 +9,7 @@ tick; the browser draws and asks. Needs anywidget where the kernel runs and wher
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,14 @@ from kit.run.tail import CHUNK_BYTES
 from kit.show.style import short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
 
-POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
+POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
 READING_LIMIT_S = 10.0
 STATIC = Path(__file__).parent / "static"
 # uPlot, the chart library (MIT), comes first: the others use it.
 SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
 STYLES = ("vendor/uPlot.min.css", "dashboard.css")
-_SHOWN: dict[str, tuple[str, list["Monitor"]]] = {}
-"""For each notebook cell: the id of its last execution and the monitors that it showed, closed
-when it runs again."""
+_SHOWN = weakref.WeakSet["Monitor"]()
+"""What cells have shown."""
 
 
 class Monitor(anywidget.AnyWidget):
@@ -64,9 +64,9 @@ class Monitor(anywidget.AnyWidget):
         super().__init__()
         self.view = View()
         self._failures: dict[str, str] = {}
-        self._heard = 0.0
+        self._heard, self._shown_by = 0.0, (None, None)
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
-        self._tick_s, self._closed, self._lock = TICK_S, threading.Event(), threading.RLock()
+        self._closed, self._lock = threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
         # A long history is read behind the view, which the browser builds in the meantime.
         self._more = self.dashboard.columns.unread_bytes > CHUNK_BYTES or self.dashboard.read()
@@ -91,19 +91,17 @@ class Monitor(anywidget.AnyWidget):
         # The file is asked more often than pictures are sent: a step that comes after a pause is
         # shown at once.
         while not self._closed.wait(0 if self._more else POLL_S):
-            if self._more or time.monotonic() - self._sent_at >= self._tick_s:
+            if self._more or time.monotonic() - self._sent_at >= TICK_S:
                 self._guarded(self._tick)
 
     def _tick(self) -> None:
-        before, start = (
-            (len(self.dashboard.columns), self.dashboard.columns.revision),
-            time.monotonic(),
-        )
+        start, columns = time.monotonic(), self.dashboard.columns
+        before = len(columns), columns.revision
         self._more = False  # also after a failure, which must not be repeated without a pause
-        while (more := self.dashboard.read()) and time.monotonic() - start < SLOWEST_TICK_S / 2:
+        while (more := self.dashboard.read()) and time.monotonic() - start < LOOK_S:
             pass
         self._more = more
-        if (len(self.dashboard.columns), self.dashboard.columns.revision) != before:
+        if (len(columns), columns.revision) != before:
             self._send_frame()
         if not more:
             self._caught_up.set()
@@ -168,10 +166,6 @@ class Monitor(anywidget.AnyWidget):
             if isinstance(value, int | float) and 0 <= value < 1:
                 self.dashboard.curves.smoothing = float(value)
                 self._guarded(self._send_frame)
-        elif kind == "drawn":  # a browser that needs long is sent fewer pictures
-            duration = message.get("duration_s")
-            if isinstance(duration, int | float):
-                self._tick_s = float(min(max(3 * duration, TICK_S), SLOWEST_TICK_S))
         elif kind == "log":
             self.dashboard.log_search = str(message.get("search", ""))[:200]
             rank = message.get("rank", 0)
@@ -191,11 +185,7 @@ class Monitor(anywidget.AnyWidget):
         from IPython.display import DisplayHandle, display
 
         self._replace_earlier()
-        facts = self.facts
-        text = (
-            f"{facts.get('name')}: {facts.get('state')}, step {facts.get('step')} of"
-            f" {facts.get('num_steps')}"
-        )
+        text = "{name}: {state}, step {step} of {num_steps}".format(**self.facts)
         bundle = self._repr_mimebundle_()
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
@@ -213,19 +203,12 @@ class Monitor(anywidget.AnyWidget):
         from IPython.core.getipython import get_ipython
 
         parent = getattr(get_ipython(), "get_parent", dict)()
-        cell, execution = (
-            parent.get("metadata", {}).get("cellId"),
-            parent.get("header", {}).get("msg_id"),
-        )
-        if cell is None:
-            return
-        before, shown = _SHOWN.get(cell, (execution, []))
-        if before != execution:
-            for earlier in shown:
-                if earlier is not self:
-                    earlier.close()
-            shown = []
-        _SHOWN[cell] = (execution, [*shown, self])
+        cell = parent.get("metadata", {}).get("cellId")
+        self._shown_by = cell, parent.get("header", {}).get("msg_id")
+        _SHOWN.add(self)
+        for earlier in list(_SHOWN) if cell else []:
+            if earlier._shown_by[0] == cell and earlier._shown_by != self._shown_by:
+                earlier.close()
 
     def _refresh_picture(self) -> None:
         """Keeps the picture of a notebook that is saved later near the present; the last one is
@@ -235,9 +218,8 @@ class Monitor(anywidget.AnyWidget):
             return
         when, state = self._pictured
         now = self.dashboard.status.state
-        if (now.is_final and now is not state) or (
-            not now.is_final and time.monotonic() - when > PICTURE_S
-        ):
+        is_old = now is not state if now.is_final else time.monotonic() - when > PICTURE_S
+        if is_old:
             self._pictured = (time.monotonic(), now)
             self._picture.update(self._still(), raw=True)
 

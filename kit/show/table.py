@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kit.show.terminal import Table as TextTable
+from kit.show.terminal import as_text
+
 
 def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
     """Returns notes as HTML to open below a figure or a table, and above them warnings that are
@@ -15,6 +18,10 @@ def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
         return seen
     items = "".join(f"<li>{html.escape(text)}</li>" for text in notes)
     return f"{seen}<details><summary>Sources and notes</summary><ul>{items}</ul></details>"
+
+
+NUMERIC = ("", *"0123456789+-")
+"""How the cells of a column of numbers begin."""
 
 
 class Table:
@@ -33,27 +40,18 @@ class Table:
         self.left_out: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
-        columns = zip(*self.cells, strict=True)
-        numbers = [
-            all(not cell or cell[0].isdigit() or cell[0] in "-+" for cell in column)
-            for column in columns
+        sides = [
+            "right" if all(cell[:1] in NUMERIC for cell in column) else "left"
+            for column in zip(*self.cells, strict=True)
         ]
-        sides = ["right" if number else "left" for number in numbers]
         body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in self.cells)
-        caption = (
-            f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>"
-            if self.caption
-            else ""
-        )
-        head = _html_cells("th", self.columns, sides)
-        table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>"
+        head = f"<thead><tr>{_html_cells('th', self.columns, sides)}</tr></thead>"
+        table = f"<table>{caption if self.caption else ''}{head}<tbody>{body}</tbody></table>"
         return table + notes_html(self.notes, self.left_out)
 
     def __repr__(self) -> str:
-        lines = [self.columns, *self.cells]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([self.caption, *text]).strip()
+        return as_text(TextTable(*self.columns, rows=self.cells, title=self.caption))
 
 
 def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:

@@ -40,8 +40,6 @@ def plain(text: str) -> str:
 
 
 GAP = "  "
-PROSE = 24
-"""Characters that a longer text may be folded to."""
 UNLIMITED, PICTURE = 100_000, 80
 """Characters in a line of a file or a pipe; of what is drawn, which would fill it."""
 APART_S = 30.0
@@ -154,13 +152,13 @@ class Trimmed:
 
 class Table:
     """Rows under named columns, each cell whole: a table as wide as its cells; in a terminal too
-    narrow for that, long texts are folded, and where names and numbers alone are too wide, each row
+    narrow for that, texts are folded between words, and where words alone are too wide, each row
     becomes a few lines of `name value`.
 
     Args:
         columns: their names; "" for a column that explains itself.
         rows: cells of each, plain words or styled texts; brackets are no markup.
-        right: names of those that are aligned right.
+        right: names of those that are aligned right, and never folded.
         title: a line above.
     """
 
@@ -172,45 +170,17 @@ class Table:
         title: str = "",
     ) -> None:
         self.columns, self.right, self.title = columns, frozenset(right), title
-        self.rows: list[tuple[list[Text], str]] = []
+        self.rows: list[list[Text]] = []
         for cells in rows:
             self.add(*cells)
 
-    def add(self, *cells: str | Text, style: str = "") -> None:
-        """Adds a row, of which the whole has a style."""
-        self.rows.append(
-            ([cell if isinstance(cell, Text) else Text(cell) for cell in cells], style)
-        )
+    def add(self, *cells: str | Text) -> None:
+        """Adds a row."""
+        self.rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title, style="bold")
-        widths = [
-            max(
-                (cell_len(line) for text in (name, *column) for line in str(text).splitlines()),
-                default=0,
-            )
-            for name, column in zip(self.columns, self._by_column(), strict=True)
-        ]
-        prose = [width > PROSE and self._has_words(i) for i, width in enumerate(widths)]
-        least = [
-            min(width, PROSE) if folds else width
-            for width, folds in zip(widths, prose, strict=True)
-        ]
-        if sum(least) + len(GAP) * (len(least) - 1) <= options.max_width:
-            yield Trimmed(self._drawn(widths, prose))
-        else:
-            yield from self._stacked(options.max_width)
-
-    def _by_column(self) -> list[list[Text]]:
-        return [[cells[i] for cells, _ in self.rows] for i in range(len(self.columns))]
-
-    def _has_words(self, column: int) -> bool:
-        """Whether no word of a column is too long to be folded at its spaces."""
-        words = (word for cells, _ in self.rows for word in cells[column].plain.split())
-        return max(map(cell_len, words), default=0) <= PROSE
-
-    def _drawn(self, widths: list[int], prose: list[bool]) -> RenderableType:
         table = RichTable(
             box=None,
             pad_edge=False,
@@ -218,39 +188,40 @@ class Table:
             show_header=any(self.columns),
             padding=(0, 1),
         )
-        for name, width, folds in zip(self.columns, widths, prose, strict=True):
+        least = len(GAP) * (len(self.columns) - 1)
+        for i, name in enumerate(self.columns):
+            whole = name in self.right
+            texts = [name, *(cells[i].plain for cells in self.rows)]
+            parts = [
+                part for text in texts for part in (text.splitlines() if whole else text.split())
+            ]
+            width = max(map(cell_len, parts), default=0)
+            least += width
             table.add_column(
                 Text(name),
-                justify="right" if name in self.right else "left",
-                no_wrap=not folds,
+                justify="right" if whole else "left",
+                no_wrap=whole,
                 overflow="fold",
-                min_width=min(width, PROSE) if folds else width,
+                min_width=width,
             )
-        for cells, style in self.rows:
-            table.add_row(*cells, style=style)
-        return table
+        for cells in self.rows:
+            table.add_row(*cells)
+        if least <= options.max_width:
+            yield Trimmed(table)
+        else:
+            yield from self._stacked(options.max_width)
 
     def _stacked(self, width: int) -> Iterator[Text]:
         """Yields each row as its first cell, then its others after their names, as many in a
         line as fit.
         """
-        for cells, style in self.rows:
-            line = Text(style=style)
+        for cells in self.rows:
+            line = Text(overflow="fold")
             for name, cell in zip(self.columns, cells, strict=True):
-                if not cell.plain:
-                    continue
                 pair = Text.assemble((f"{name} " if name else "", "dim"), cell)
-                if line.plain and cell_len(line.plain) + len(GAP) + cell_len(pair.plain) > width:
-                    yield _folding(line)
-                    line = Text("  ", style=style)
-                line = (
-                    line + pair
-                    if line.plain in ("", "  ")
-                    else Text.assemble(line, GAP, pair, style=style)
-                )
-            yield _folding(line)
-
-
-def _folding(line: Text) -> Text:
-    line.overflow = "fold"
-    return line
+                if line.plain.strip() and line.cell_len + len(GAP) + pair.cell_len > width:
+                    yield line
+                    line = Text("  ", overflow="fold")
+                if cell.plain:
+                    line.append_text(Text(GAP if line.plain.strip() else "")).append_text(pair)
+            yield line

@@ -17,8 +17,7 @@ import pytest
 from cluster.heartbeats import RankHeartbeat
 from cluster.process import Process
 from cluster.state import JobState, RunState, log_path
-from kit.monitor import logs
-from kit.monitor.dashboard import ALERTS_SHOWN, Dashboard, View
+from kit.monitor.dashboard import ALERTS_SHOWN, Dashboard, View, log_lines
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from tests.monitor.recorded import TOKENS, add_rows, beat, recorded_run
@@ -213,7 +212,7 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path: Path) -
         stream.write(b"a new line\n" + b"half a")
     dashboard.log_search = ""
     assert dashboard.log().endswith("a new line\nhalf a"), "what is being written is shown too"
-    assert logs.search(file, "NEW LINE") == "a new line"
+    assert log_lines(file, "NEW LINE") == "a new line"
 
 
 def test_a_long_log_is_followed_in_pieces(tmp_path: Path) -> None:

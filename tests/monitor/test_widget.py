@@ -95,7 +95,6 @@ def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> N
         {"type": "smoothing", "value": float("nan")},
         {"type": "log", "rank": "x"},
         {"type": "action", "name": "rm"},
-        {"type": "drawn", "duration_s": None},
         {"type": "view", "start": 5, "end": 2},
         {"type": "view", "width": float("inf")},
     ]
@@ -103,12 +102,6 @@ def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> N
         widget._on_message(widget, message, [])
         assert widget.failure == ""
     assert widget.dashboard.curves.smoothing == 0.0 and widget.frame["axis"] == "step"
-
-
-def test_a_slow_browser_is_sent_fewer_pictures(show, tmp_path: Path) -> None:
-    widget = show(recorded_run(tmp_path / "run"))
-    widget._on_message(widget, {"type": "drawn", "duration_s": 0.5}, [])
-    assert widget._tick_s == 1.5
 
 
 def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:

@@ -391,7 +391,6 @@ function render({ model, el }) {
   // --- what the kernel sends
   const waiting = new Map();
   const later = (work) => { if (!waiting.has(work)) waiting.set(work, requestAnimationFrame(() => { waiting.delete(work); if (root.isConnected) work(); })); };
-  let slowness = 0;
   function onFrame() {
     const frame = model.get("frame");
     if (!frame) return;
@@ -400,13 +399,8 @@ function render({ model, el }) {
     state.frame = frame;
     state.rows = unpack(model.get("window"), frame.n);
     if (document.activeElement !== slider && frame.smoothing != null) { slider.value = -Math.log10(1 - frame.smoothing) / 3; showWeight(); }
-    const started = performance.now();
     if (rebuild) build(); else draw();
     showNotice();
-    requestAnimationFrame(() => setTimeout(() => { // painted: the chart library draws after its data are set
-      const seconds = (performance.now() - started) / 1000;
-      if (Math.abs(seconds - slowness) > 0.05 + slowness / 3) { slowness = seconds; send({ type: "drawn", duration_s: seconds }); }
-    }));
   }
   function onFacts() {
     const f = (state.facts = model.get("facts") || {});
