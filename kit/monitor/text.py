@@ -111,14 +111,17 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
         wait=height is None
     )  # nobody looks a second time at a view that is printed once
     width = max(40, min(width, 120))
-    above, below = _heading(dashboard, width), _told(dashboard)
+    # Asked once: what the estimate says may come at any moment, and takes a line.
+    facts = dashboard.facts()
+    above, below = _heading(dashboard, facts, width), _told(dashboard, facts)
     if height is None:
         told = _alerts(dashboard, ALERTS_SHOWN)
         if more := len(dashboard.watchman.log.alerts) - len(told):
             every = kit_command("status", dashboard.run.directory, "--json")
             told.append(Text(f"and {counted(more, 'older alert')}: {every}", style="dim"))
-        return Group(*above, *_curves(dashboard, width), *told, *below)
-    least = CURVES_LEAST + (dashboard.outlook.band is not None)  # which has a line below the speed
+        return Group(*above, *_curves(dashboard, facts, width), *told, *below)
+    # The band has a line below the speed.
+    least = CURVES_LEAST + (facts["outlook"]["band"] is not None)
     alerts, free = (
         [],
         height - 1 - least - _lines([*above, *below], width),
@@ -127,7 +130,7 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
         if (free := free - _lines([alert], width)) < 0:
             break
         alerts.append(alert)
-    return Group(*above, *_curves(dashboard, width, spare=max(0, free)), *alerts, *below)
+    return Group(*above, *_curves(dashboard, facts, width, spare=max(0, free)), *alerts, *below)
 
 
 def _lines(parts: Sequence[RenderableType], width: int) -> int:
@@ -135,9 +138,8 @@ def _lines(parts: Sequence[RenderableType], width: int) -> int:
     return len(console.render_lines(Group(*parts), pad=False)) if parts else 0
 
 
-def _heading(dashboard: Dashboard, width: int) -> list[RenderableType]:
+def _heading(dashboard: Dashboard, facts: dict[str, Any], width: int) -> list[RenderableType]:
     """Returns name, state with its reason, and the numbers of the last step."""
-    facts = dashboard.facts()
     title = Text.assemble(
         (facts["name"], "bold"),
         "  ",
@@ -154,13 +156,13 @@ def _heading(dashboard: Dashboard, width: int) -> list[RenderableType]:
     return [title, _tiles(dashboard, facts, width), *pace, *mix]
 
 
-def _told(dashboard: Dashboard) -> list[RenderableType]:
+def _told(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
     """Returns scores, what was asked of the run, and its last words."""
     parts: list[RenderableType] = []
     if scores := last_scores(dashboard.run):
         spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
-    for name, request in dashboard.facts()["actions"].items():
+    for name, request in facts["actions"].items():
         done = (
             f", done {clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
         )
@@ -200,13 +202,13 @@ def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Trimmed:
     return Trimmed(table)
 
 
-def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
+def _curves(dashboard: Dashboard, facts: dict[str, Any], width: int, spare: int = 1) -> list[Text]:
     """Returns the loss as a curve of some lines, and the speed as one or a few; `spare` lines
     more than the least.
     """
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]
-    steps, facts = dashboard.columns["step"], dashboard.facts()
+    steps = dashboard.columns["step"]
     high = LOSS_LEAST + spare - spare // 4
     lines = [
         Text(line, style="blue") for line in curve(dashboard.columns["loss"], width - 10, high)
