@@ -128,6 +128,11 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "train.log"
 
 
+def written(log: Path, text: str) -> Path:
+    log.write_text(text)
+    return log
+
+
 def megatron(log: Path, site: str = "lumi", **options) -> tuple[ImportReport, Run]:
     out = log.parent / "run"
     report = import_log(log, out, format="megatron", site=Site.load(site), **options)
@@ -253,9 +258,8 @@ NEOX = """\
 
 
 def test_gpt_neox_tells_steps_and_losses_but_not_the_model(log: Path) -> None:
-    log.write_text(NEOX)
     with pytest.raises(ConfigError, match="does not tell num_layers, hidden_size"):
-        megatron(log, "frontier")
+        megatron(written(log, NEOX), "frontier")
     plan = {
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -269,24 +273,18 @@ def test_gpt_neox_tells_steps_and_losses_but_not_the_model(log: Path) -> None:
         6.2,
     ]
     assert metrics["validation_loss"][-1] == 6.9 and run.recipe.num_steps == 50
-
-
-def test_lines_that_two_ranks_print_stand_for_as_many_steps(log: Path) -> None:
-    log.write_text("".join(line * 2 for line in NEOX.splitlines(keepends=True)))
-    plan = {
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-        "data_parallel": 8,
-        "global_batch_size": 512,
-    }
-    report, run = megatron(log, "frontier", spec=ModelSpec.preset("demo"), changes={"plan": plan})
-    assert (report.attempts, run.metrics()["step"].tolist()) == (1, list(range(1, 31)))
+    twice = written(log, "".join(line * 2 for line in NEOX.splitlines(keepends=True)))
+    again = megatron(twice, "frontier", spec=ModelSpec.preset("demo"), changes={"plan": plan})[
+        1
+    ].metrics()
+    assert again["step"].tolist() == metrics["step"].tolist(), "as two ranks print them"
+    assert set(again["attempt"]) == {1}
 
 
 def test_lumi_log_gives_model_layout_and_the_published_utilisation(log: Path) -> None:
-    log.write_text(lumi())
-    report, run = megatron(log)
+    report, run = megatron(written(log, lumi()))
     assert (report.steps, report.attempts, report.skipped_lines) == (4, 1, 0)
+    assert ImportReport.read(run.directory / "import.json") == report
     plan = run.plan
     assert (plan.tensor_parallel, plan.pipeline_parallel, plan.data_parallel, plan.recompute) == (
         8,
@@ -304,8 +302,7 @@ def test_lumi_log_gives_model_layout_and_the_published_utilisation(log: Path) ->
 
 
 def test_tflops_of_a_log_whose_engine_ran_a_quarter_are_not_believed(log: Path) -> None:
-    log.write_text(frontier())
-    report, run = megatron(log, "frontier")
+    report, run = megatron(written(log, frontier()), "frontier")
     assert run.plan.global_batch_size == 320 and set(run.metrics()["tokens"]) == {320 * 2048}
     hfu = run.metrics().hfu()
     assert hfu is not None and hfu[-1] * 191.5 == pytest.approx(37.4, abs=0.3), "not 149"
@@ -314,21 +311,17 @@ def test_tflops_of_a_log_whose_engine_ran_a_quarter_are_not_believed(log: Path) 
 
 
 def test_steps_faster_than_matrix_products_are_refused_and_can_be_put_right(log: Path) -> None:
-    log.write_text(
-        frontier(engine_micro_batch=None)
-    )  # the log does not show DeepSpeed's configuration
     with pytest.raises(
         ConfigError, match=r"149\.\d TFLOP/s on each of 128 devices is more than the 125\.0"
     ):
-        megatron(log, "frontier")
+        megatron(written(log, frontier(engine_micro_batch=None)), "frontier")
     assert not (log.parent / "run").exists(), "nothing was written"
     _, run = megatron(log, "frontier", changes={"plan": {"global_batch_size": 320}})
     assert set(run.metrics()["tokens"]) == {320 * 2048}
 
 
 def test_views_work_on_an_imported_run(log: Path) -> None:
-    log.write_text(frontier())
-    _, run = megatron(log, "frontier")
+    _, run = megatron(written(log, frontier()), "frontier")
     row = status_row(run)
     assert (row["state"], row["step"], row["num_steps"]) == ("imported", 5, 5)
     assert row["reason"] == "the log says that training is done, at step 5"
@@ -520,8 +513,9 @@ def test_tokens_are_those_that_the_log_counts(log: Path) -> None:
         )
         for step in range(5010, 5101, 10)
     )
-    log.write_text(head({**MODERN, "log_interval": 10}, vocabulary=128256) + lines)
-    _, run = megatron(log, "dgx-h100")
+    _, run = megatron(
+        written(log, head({**MODERN, "log_interval": 10}, vocabulary=128256) + lines), "dgx-h100"
+    )
     seen = [(16 * 5000 + 32 * number) * 8192 for number in range(1, 101)]
     assert run.metrics().total_tokens.tolist() == seen
     dashboard = Dashboard(run)
@@ -541,19 +535,25 @@ def test_tokens_of_sequences_that_grew_are_those_that_the_log_counts(log: Path) 
         )
         for step, tokens in enumerate(seen, 3001)
     ]
-    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(lines))
-    assert megatron(log)[1].metrics().total_tokens.tolist() == seen
+    assert (
+        megatron(written(log, head(ARGUMENTS, vocabulary=51200) + "".join(lines)))[1]
+        .metrics()
+        .total_tokens.tolist()
+        == seen
+    )
 
 
 def test_restart_is_a_new_attempt_and_a_line_printed_twice_is_not(log: Path) -> None:
     start = head(ARGUMENTS, vocabulary=51200)
-    log.write_text(
-        start
-        + "".join(line(s, 346.0) for s in (1, 2, 3, 3, 4))
-        + start
-        + "".join(line(s, 350.0) for s in (3, 4, 5))
+    report, run = megatron(
+        written(
+            log,
+            start
+            + "".join(line(s, 346.0) for s in (1, 2, 3, 3, 4))
+            + start
+            + "".join(line(s, 350.0) for s in (3, 4, 5)),
+        )
     )
-    report, run = megatron(log)
     assert (report.attempts, report.steps) == (2, 7)
     metrics = run.metrics()
     assert metrics["step"].tolist() == [1, 2, 3, 4, 5] and metrics["attempt"].tolist() == [
@@ -568,18 +568,20 @@ def test_restart_is_a_new_attempt_and_a_line_printed_twice_is_not(log: Path) -> 
 
 def test_second_import_of_a_log_that_began_anew_keeps_nothing_of_the_first(log: Path) -> None:
     start = head(ARGUMENTS, vocabulary=51200)
-    log.write_text(start + "".join(line(s, 346.0) for s in (1, 2)) + start + line(2, 350.0))
-    assert megatron(log)[0].attempts == 2
-    log.write_text(start + line(1, 346.0))
-    report, run = megatron(log)
+    assert (
+        megatron(
+            written(log, start + "".join(line(s, 346.0) for s in (1, 2)) + start + line(2, 350.0))
+        )[0].attempts
+        == 2
+    )
+    report, run = megatron(written(log, start + line(1, 346.0)))
     assert report.attempts == 1 and sorted(run.plans()) == [1]
     assert run.job.status().attempt == 1 and len(run.job.history) == 1
 
 
 def test_restart_without_arguments_is_seen_by_its_repeated_steps(log: Path) -> None:
     steps = [line(step, 346.0) for step in (1, 2, 3)] + [line(step, 350.0) for step in (2, 3)]
-    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(steps))
-    report, run = megatron(log)
+    report, run = megatron(written(log, head(ARGUMENTS, vocabulary=51200) + "".join(steps)))
     assert report.attempts == 2 and run.metrics()["attempt"].tolist() == [1, 2, 2]
 
 
@@ -602,13 +604,15 @@ def test_torn_mixed_reordered_and_foreign_lines(log: Path) -> None:
 
 def test_nan_loss_and_skipped_steps_are_kept_as_they_are(log: Path) -> None:
     no_loss = line(2, 346.0).replace(" lm loss: 6.071495E+01 |", "")
-    log.write_text(
-        head(ARGUMENTS, vocabulary=51200)
-        + line(1, 346.0, loss="nan")
-        + no_loss
-        + line(3, 346.0, loss="inf")
+    report, run = megatron(
+        written(
+            log,
+            head(ARGUMENTS, vocabulary=51200)
+            + line(1, 346.0, loss="nan")
+            + no_loss
+            + line(3, 346.0, loss="inf"),
+        )
     )
-    report, run = megatron(log)
     losses = run.metrics()["loss"]
     assert report.attempts == 1, "the same line twice, though NaN is not equal to NaN"
     assert math.isnan(losses[0]) and math.isnan(losses[1]) and math.isinf(losses[2])
@@ -616,10 +620,12 @@ def test_nan_loss_and_skipped_steps_are_kept_as_they_are(log: Path) -> None:
 
 def test_line_for_several_steps_counts_for_each_of_them(log: Path) -> None:
     arguments = {**ARGUMENTS, "log_interval": 10}
-    log.write_text(
-        head(arguments, vocabulary=51200) + "".join(line(step, 346.0) for step in (10, 20, 50))
+    report, run = megatron(
+        written(
+            log,
+            head(arguments, vocabulary=51200) + "".join(line(step, 346.0) for step in (10, 20, 50)),
+        )
     )
-    report, run = megatron(log)
     assert run.metrics()["step"].tolist() == [*range(1, 21), *range(41, 51)], "a gap stays a gap"
     assert any(
         note == "one line stands for 10 steps; each of them is recorded with the line's means"
@@ -704,16 +710,17 @@ LUMI, 4-alibi-bf16-nods; what is between them is made up."""
 
 
 def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(log: Path) -> None:
-    log.write_text(lines_of(200, BLOWN_UP))
-    ((kind, step, message),) = alerts_of(log)
+    ((kind, step, message),) = alerts_of(written(log, lines_of(200, BLOWN_UP)))
     assert kind == "rise" and 3201 <= step <= 3400
     assert (
         message
         == "lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go back to a checkpoint"
         " before it, unless the data became harder"
     )
-    log.write_text(lines_of(200, BLOWN_UP[:16] + [3.51, 3.45, 3.4, 3.36, 3.33, 3.3]))
-    assert alerts_of(log) == [], "a bump of one line"
+    assert (
+        alerts_of(written(log, lines_of(200, BLOWN_UP[:16] + [3.51, 3.45, 3.4, 3.36, 3.33, 3.3])))
+        == []
+    ), "a bump of one line"
 
 
 NAN_LINE = (
@@ -733,16 +740,16 @@ def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(log: Path) -> None
     scaled = lines_of(200, BLOWN_UP[:9], {7: " lm loss: 1.110000E+01 |" + NAN_LINE}).replace(
         "loss scale: 1.0 | grad norm: 23", "loss scale: 65536.0 | grad norm: 23"
     )
-    log.write_text(scaled)
-    found = alerts_of(log)
+    found = alerts_of(written(log, scaled))
     assert found[0] == ("nan", 1201, "the loss of 81 of 200 steps is not finite")
     assert (
         found[1][:2] == ("loss_scale", 1201)
         and "fell to 1, from up to 65,536" in found[1][2]
         and len(found) == 2
     )
-    log.write_text(scaled.replace("81 |", "200 |").replace("lm loss: 1.110000E+01 |", ""))
-    assert alerts_of(log)[0] == (
+    assert alerts_of(
+        written(log, scaled.replace("81 |", "200 |").replace("lm loss: 1.110000E+01 |", ""))
+    )[0] == (
         "nan",
         1201,
         "the loss of 200 steps is not finite",
@@ -754,12 +761,20 @@ def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(log: Path) -> None:
         number: SKIPPED.format(2.0 ** max(16, 33 - number)) for number in (*range(1, 16), 40)
     }
     text = lines_of(1, [10.9 - 0.02 * number for number in range(1, 60)], skipped)
-    log.write_text(text.replace("loss scale: 1.0 |", "loss scale: 131072.0 |"))
-    assert alerts_of(log) == []
-    log.write_text(
-        text.replace("loss scale: 1.0 |", "loss scale: 131072.0 |").replace("1.030000E+01", "nan")
+    assert (
+        alerts_of(written(log, text.replace("loss scale: 1.0 |", "loss scale: 131072.0 |"))) == []
     )
-    assert [(kind, step) for kind, step, _ in alerts_of(log)] == [("nan", 30)]
+    assert [
+        (kind, step)
+        for kind, step, _ in alerts_of(
+            written(
+                log,
+                text.replace("loss scale: 1.0 |", "loss scale: 131072.0 |").replace(
+                    "1.030000E+01", "nan"
+                ),
+            )
+        )
+    ] == [("nan", 30)]
 
 
 def test_validation_loss_belongs_to_its_step(log: Path) -> None:
@@ -767,10 +782,16 @@ def test_validation_loss_belongs_to_its_step(log: Path) -> None:
         " validation loss at iteration 2 | lm loss value: 1.111471E+01 | lm loss PPL: 6.715179E+04"
         " | \n"
     )
-    log.write_text(
-        head(ARGUMENTS, vocabulary=51200) + line(1, 346.0) + line(2, 346.0) + said + line(3, 346.0)
-    )
-    metrics = megatron(log)[1].metrics()
+    metrics = megatron(
+        written(
+            log,
+            head(ARGUMENTS, vocabulary=51200)
+            + line(1, 346.0)
+            + line(2, 346.0)
+            + said
+            + line(3, 346.0),
+        )
+    )[1].metrics()
     assert metrics["validation_loss"][1] == pytest.approx(11.11471) and math.isnan(
         metrics["validation_loss"][2]
     )
@@ -799,21 +820,26 @@ def test_validation_loss_belongs_to_its_step(log: Path) -> None:
 def test_mistakes_are_told_and_nothing_is_written(
     log: Path, text: str, options: dict, error: type, message: str
 ) -> None:
-    log.write_text(text)
     with pytest.raises(error, match=message):
         import_log(
-            log, log.parent / "run", **{"format": "megatron", "site": Site.load("lumi"), **options}
+            written(log, text),
+            log.parent / "run",
+            **{"format": "megatron", "site": Site.load("lumi"), **options},
         )
     assert not (log.parent / "run").exists()
 
 
 def test_all_that_a_log_lacks_is_told_at_once(log: Path) -> None:
-    log.write_text(
-        "Epoch 0:   0%| | 5/10 [10:00<10:00, 60.0s/it, reduced_train_loss=2.5, global_step=4.0]\n"
-        * 2
-    )
     with pytest.raises(ConfigError) as told:
-        import_log(log, log.parent / "run", site=Site.load("trn1.32xlarge"))
+        import_log(
+            written(
+                log,
+                "Epoch 0:   0%| | 5/10 [10:00<10:00, 60.0s/it, reduced_train_loss=2.5,"
+                " global_step=4.0]\n" * 2,
+            ),
+            log.parent / "run",
+            site=Site.load("trn1.32xlarge"),
+        )
     for lacking in (
         "--model",
         "--set plan.tensor_parallel=... --set plan.pipeline_parallel=...",
@@ -900,8 +926,7 @@ def nxdt(log: Path, plan: dict, **options) -> tuple[ImportReport, Run]:
 
 
 def test_nxdt_progress_bar_gives_steps_batch_and_times_from_its_clock(log: Path) -> None:
-    log.write_text("junk\n" + BARS)
-    report, run = nxdt(log, LAYOUT)
+    report, run = nxdt(written(log, "junk\n" + BARS), LAYOUT)
     metrics = run.metrics()
     assert metrics["step"].tolist() == [189, 190, 191, 192] and report.attempts == 1
     assert run.plan.global_batch_size == 128 and run.plan.precision == "bf16"
@@ -912,20 +937,22 @@ def test_nxdt_progress_bar_gives_steps_batch_and_times_from_its_clock(log: Path)
 
 
 def test_nxdt_batch_that_contradicts_the_log_is_refused(log: Path) -> None:
-    log.write_text(BARS)
     with pytest.raises(ConfigError, match="256 sequences, but consumed_samples grows by 128"):
-        nxdt(log, {**LAYOUT, "global_batch_size": 256})
+        nxdt(written(log, BARS), {**LAYOUT, "global_batch_size": 256})
 
 
 def test_nxdt_steps_beyond_the_bars_precision_come_from_its_count(log: Path) -> None:
-    log.write_text(
-        "".join(
-            f"Epoch 0:  50%|xx| {step}/301501 [{clock}<1:00, 18.79s/it, reduced_train_loss={loss},"
-            " global_step=1.5e+5, consumed_samples=1.92e+7]\n"
-            for step, clock, loss in ((150101, "10:00", 2.1), (150102, "10:30", 2.2))
-        )
+    _, run = nxdt(
+        written(
+            log,
+            "".join(
+                f"Epoch 0:  50%|xx| {step}/301501 [{clock}<1:00, 18.79s/it,"
+                f" reduced_train_loss={loss}, global_step=1.5e+5, consumed_samples=1.92e+7]\n"
+                for step, clock, loss in ((150101, "10:00", 2.1), (150102, "10:30", 2.2))
+            ),
+        ),
+        {**LAYOUT, "global_batch_size": 128},
     )
-    _, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
     assert run.metrics()["step"].tolist() == [150101, 150102]
 
 
@@ -933,16 +960,19 @@ def test_nxdt_steps_that_a_bar_rounds_are_no_repeats(log: Path) -> None:
     """tqdm writes 995 to 1004 as 1e+3, which is shorter; ten held-out batches are in the bar's
     own count as well.
     """
-    log.write_text(
-        "".join(
-            f"Epoch 0:   3%|xx| {step + 11}/301501 [{step}:00<1:00, 60.0s/it,"
-            " reduced_train_loss=2.5,"
-            f" global_step={'1e+3' if 995 <= step <= 1004 else f'{step}.0'},"
-            f" consumed_samples={128 * step:.2e}]\n"
-            for step in range(990, 1010)
-        )
+    report, run = nxdt(
+        written(
+            log,
+            "".join(
+                f"Epoch 0:   3%|xx| {step + 11}/301501 [{step}:00<1:00, 60.0s/it,"
+                " reduced_train_loss=2.5,"
+                f" global_step={'1e+3' if 995 <= step <= 1004 else f'{step}.0'},"
+                f" consumed_samples={128 * step:.2e}]\n"
+                for step in range(990, 1010)
+            ),
+        ),
+        {**LAYOUT, "global_batch_size": 128},
     )
-    report, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
     assert run.metrics()["step"].tolist() == list(range(991, 1011)) and report.attempts == 1
 
 
@@ -952,9 +982,10 @@ def test_hlat_lines_with_norms_and_a_torn_one(log: Path) -> None:
         " learning_rate : 2.80e-06 throughput : 6497.86 param_norm : 12.5 grad-norm : 3.25\n"
         for step, second in ((1, "05"), (2, "30"), (3, "55"))
     ]
-    log.write_text("".join(said) + said[0][:90] + "\n")
     report, run = nxdt(
-        log, {**LAYOUT, "data_parallel": 32, "global_batch_size": 1024}, recipe={"num_steps": 500}
+        written(log, "".join(said) + said[0][:90] + "\n"),
+        {**LAYOUT, "data_parallel": 32, "global_batch_size": 1024},
+        recipe={"num_steps": 500},
     )
     metrics = run.metrics()
     assert (
@@ -973,8 +1004,10 @@ def test_two_lines_of_hlat_on_one_are_no_step(log: Path) -> None:
         f"learning_rate : 2.80e-06 throughput : 6497.86 grad-norm : {step}.25\n"
         for step in range(1, 6)
     ]
-    log.write_text("".join([said[0], said[1], said[2][:95], *said[3:]]))
-    report, run = nxdt(log, {**LAYOUT, "data_parallel": 32, "global_batch_size": 1024})
+    report, run = nxdt(
+        written(log, "".join([said[0], said[1], said[2][:95], *said[3:]])),
+        {**LAYOUT, "data_parallel": 32, "global_batch_size": 1024},
+    )
     assert run.metrics()["step"].tolist() == [1, 2, 5] and report.skipped_lines == 1
 
 
@@ -984,8 +1017,10 @@ def test_a_bar_that_is_redrawn_on_one_long_line(log: Path) -> None:
         .replace("global_step=188.0", "global_step={}.0")
         .replace("59:12", "{}:12")
     )
-    log.write_text("\r".join(bar.format(step, step) for step in range(100)))
-    _, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
+    _, run = nxdt(
+        written(log, "\r".join(bar.format(step, step) for step in range(100))),
+        {**LAYOUT, "global_batch_size": 128},
+    )
     assert run.metrics()["step"].tolist() == list(range(1, 101))
 
 
@@ -1006,9 +1041,3 @@ def test_bars_are_followed_though_none_ends_its_line(log: Path) -> None:
     report = import_log(log, out, site=site, spec=spec, changes=changes, follow=True, idle=grow)
     assert Run.open(out).metrics()["step"].tolist() == [189, 190, 191, 192]
     assert (report.steps, report.attempts, report.skipped_lines) == (4, 1, 0)
-
-
-def test_report_is_kept_beside_the_run(log: Path) -> None:
-    log.write_text(lumi())
-    report, run = megatron(log)
-    assert json.loads((run.directory / "import.json").read_text()) == report.to_dict()

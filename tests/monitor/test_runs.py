@@ -99,8 +99,7 @@ def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
         "running",
     ) and 7300 <= far["heard_s"] < 7400
     assert (
-        ">as of</th>" in table._repr_html_()
-        and "somebody else made this mirror" in far["reason"]
+        ">as of</th>" in table._repr_html_() and "somebody else made this mirror" in far["reason"]
     )
 
 
