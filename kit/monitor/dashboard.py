@@ -131,6 +131,12 @@ class Dashboard:
             self.status = status
             self.watchman.look(self.columns, self.curves, status, self.ranks)
 
+    def catch_up(self) -> None:
+        """Takes over all that is new."""
+        while self.read():
+            pass
+        self.look()
+
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
         (float32, [rows, n]).

@@ -95,18 +95,15 @@ def recorded_alerts(run: Run) -> list[Alert]:
 def _read(run: Run) -> Dashboard:
     """Returns a dashboard that has read a whole run and looked for alerts in all of it."""
     dashboard = Dashboard(run)
-    while dashboard.read():
-        pass
-    for _ in range(1 + len(dashboard.columns) // ROWS_PER_LOOK):
+    dashboard.catch_up()
+    for _ in range(len(dashboard.columns) // ROWS_PER_LOOK):
         dashboard.look()
     return dashboard
 
 
 def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> Group:
     """Returns the view of a run as it is now, its curves as high as the screen leaves room for."""
-    while dashboard.read():
-        pass
-    dashboard.look()
+    dashboard.catch_up()
     dashboard.outlook.refresh(
         wait=height is None
     )  # nobody looks a second time at a view that is printed once

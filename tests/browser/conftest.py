@@ -69,8 +69,6 @@ class Screen:
         self.page, self.dashboard, self.busy = page, Dashboard(run, **options), False
         self.heard = 0.0
         self.view = View()
-        while self.dashboard.read():
-            pass
         page.set_content(PAGE % (Monitor._css, base64.b64encode(Monitor._esm.encode()).decode()))
         page.wait_for_function("window.ready")
         page.expose_function("kernel", self.answer)
@@ -97,8 +95,7 @@ class Screen:
     def tick(self) -> None:
         """One look at the run, sent to the page."""
         dashboard = self.dashboard
-        dashboard.read()
-        dashboard.look()
+        dashboard.catch_up()
         frame, window = dashboard.frame(self.view)
         frame, facts = (
             {**frame, "heard": self.heard},
@@ -118,6 +115,11 @@ class Screen:
                 },
             },
         )
+
+    def refresh(self) -> None:
+        """One look at the run, sent to the page and drawn."""
+        self.tick()
+        self.settle()
 
     def settle(self, ms: int = 250) -> None:
         self.page.wait_for_timeout(ms)

@@ -54,8 +54,7 @@ def test_the_band_the_sentence_and_the_goodput(
         "the first view does not wait for the estimate"
     )
     screen.dashboard.outlook.refresh(wait=True)
-    screen.tick()
-    screen.settle()
+    screen.refresh()
     assert screen.text(".kit-verdict").startswith(
         "as expected" if times == 1 else "slower than expected by"
     )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.site import Site
 from cluster.state import JobState, RunState, log_path
+from kit.monitor.dashboard import Dashboard
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -100,6 +102,24 @@ def add_rows(run: Run, first: int, last: int) -> None:
     """Appends steps to the run's metrics."""
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.writelines(rows(first, last))
+
+
+def looked_at(run: Run, **options) -> Dashboard:
+    """Returns a dashboard that has read all of a run and has looked at it once."""
+    return look(Dashboard(run, **options))
+
+
+def look(dashboard: Dashboard) -> Dashboard:
+    """Lets a dashboard read all that is new and look once, and returns it."""
+    dashboard.catch_up()
+    return dashboard
+
+
+def spoil(run: Run, values: dict[int, dict[str, Any]]) -> None:
+    """Replaces values of recorded steps."""
+    file = run.directory / "metrics.jsonl"
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | values.get(row["step"], {})) + "\n" for row in told))
 
 
 def say(

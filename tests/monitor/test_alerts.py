@@ -19,14 +19,11 @@ from kit.monitor.ranks import MIN_SAMPLES
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
-from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, rows, say
+from tests.monitor.recorded import add_rows, beat, dead_process, look, recorded_run, rows, say
 
 
 def kinds(dashboard: Dashboard) -> list[str]:
-    while dashboard.read():
-        pass
-    dashboard.look()
-    return [alert.kind for alert in dashboard.watchman.log.alerts]
+    return [alert.kind for alert in look(dashboard).watchman.log.alerts]
 
 
 def append(run: Run, step: int, **values: object) -> None:

@@ -23,13 +23,13 @@ from kit.errors import DataError, RunError
 from kit.foreign.importers import ImportReport, import_log
 from kit.launcher import resume
 from kit.monitor import alerts, run_figure, status_row, status_table
-from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
 from kit.monitor.goodput import ledger
 from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.monitor.recorded import looked_at
 
 ARGUMENTS = {
     "bf16": True,
@@ -326,8 +326,7 @@ def test_views_work_on_an_imported_run(log: Path) -> None:
     assert (row["state"], row["step"], row["num_steps"]) == ("imported", 5, 5)
     assert row["reason"] == "the log says that training is done, at step 5"
     assert status_table(run) and len(run_figure(run)[1]["step"]) == 5
-    dashboard = Dashboard(run)
-    dashboard.read()
+    dashboard = looked_at(run)
     rows = [json.loads(row) for row in (run.directory / "metrics.jsonl").read_text().splitlines()]
     told = [
         dashboard.facts()["hfu"],
@@ -358,9 +357,7 @@ def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
     monkeypatch.setattr(
         alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})()
     )
-    dashboard = Dashboard(run)
-    dashboard.read()
-    dashboard.look()
+    dashboard = looked_at(run)
     now = alerts.time.monotonic()
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 1e6)
     dashboard.look()
@@ -386,9 +383,7 @@ def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log: Path, monkeypa
 
     def look(_: float) -> None:
         run = Run.open(log.parent / "run")
-        dashboard = Dashboard(run)
-        dashboard.read()
-        dashboard.look()
+        dashboard = looked_at(run)
         now = alerts.time.monotonic()
         with pytest.MonkeyPatch.context() as later:
             later.setattr(alerts.time, "monotonic", lambda: now + 1e5)
@@ -518,8 +513,7 @@ def test_tokens_are_those_that_the_log_counts(log: Path) -> None:
     )
     seen = [(16 * 5000 + 32 * number) * 8192 for number in range(1, 101)]
     assert run.metrics().total_tokens.tolist() == seen
-    dashboard = Dashboard(run)
-    dashboard.read()
+    dashboard = looked_at(run)
     assert dashboard.facts()["tokens"] == status_row(run)["tokens"] == seen[-1]
     assert export_table(run)["total_tokens"].to_pylist() == seen
 

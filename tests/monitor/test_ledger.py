@@ -13,12 +13,12 @@ from cluster.site import Fact, Site
 from cluster.state import Event, JobState
 from kit.commands.app import app
 from kit.errors import RunError
-from kit.monitor.dashboard import Dashboard
 from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.monitor.recorded import looked_at
 from tests.monitor.steps import lines, row
 
 
@@ -156,8 +156,7 @@ def test_dashboard_and_ledger_tell_the_same_cost_of_whole_nodes(tmp_path):
     JobSpec(name="run", run_dir=str(run.directory), argv=("true",), num_processes=4).write(
         run.directory / "job.json"
     )
-    dashboard = Dashboard(run)
-    dashboard.read()
+    dashboard = looked_at(run)
     dashboard.outlook.refresh(wait=True)
     assert ledger(run).usd == pytest.approx(17 * 21.50)
     assert dashboard.facts()["cost"]["value"] == pytest.approx(17 * 21.50)

@@ -15,7 +15,7 @@ from kit.monitor.on_alert import OnAlert, on_alert_command
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.show.terminal import PlainConsole
-from tests.monitor.recorded import add_rows, dead_process, recorded_run, rows, say
+from tests.monitor.recorded import add_rows, dead_process, look, recorded_run, rows, say
 
 
 @pytest.fixture
@@ -48,9 +48,8 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> 
     dashboard = Dashboard(run)
     on_alert = OnAlert(run, dashboard.watchman.log)
 
-    def look() -> list[str]:
-        dashboard.read()
-        dashboard.look()
+    def told_now() -> list[str]:
+        look(dashboard)
         on_alert.tell()
         return (
             [json.loads(line)["kind"] for line in told.read_text().splitlines()]
@@ -58,18 +57,17 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> 
             else []
         )
 
-    assert look() == [], "the spike was there before"
+    assert told_now() == [], "the spike was there before"
     _lose_a_loss(run, 301)
-    assert look() == ["nan"] == look()
+    assert told_now() == ["nan"] == told_now()
     AlertLog(run.directory / "alerts.jsonl").add([_alert("went back to step 200", step=301)])
     _lose_a_loss(run, 302)
-    assert look() == ["nan", "guard"], "the trainer's too; the loss is still lost"
+    assert told_now() == ["nan", "guard"], "the trainer's too; the loss is still lost"
     other = Dashboard(run)
     add_rows(run, 303, 400)
     _lose_a_loss(run, 401)
-    other.read()
-    other.look()
-    assert look() == ["nan", "guard", "nan"], "though another view has found it first"
+    look(other)
+    assert told_now() == ["nan", "guard", "nan"], "though another view has found it first"
     first = json.loads(told.read_text().splitlines()[0])
     assert (first["run"], first["directory"]) == ("run", str(run.directory))
     assert (first["step"], first["message"]) == (301, "loss is not finite")

@@ -14,7 +14,7 @@ from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.trainer.spikes import bad_start, spikes
-from tests.monitor.recorded import TOKENS, recorded_run
+from tests.monitor.recorded import TOKENS, look, recorded_run
 
 STEPS = np.arange(6000)
 HEALTHY = 1.9 + 9 * (1 + STEPS / 30) ** -0.45
@@ -146,9 +146,7 @@ def test_it_is_an_alert_that_is_said_once(tmp_path) -> None:
             row |= {"step": step, "loss": 3.25 + 0.03 * noise[step] + 0.0005 * (step - 2000)}
             stream.write(json.dumps(row) + "\n")
     for _ in range(3):
-        while dashboard.read():
-            pass
-        dashboard.look()
+        look(dashboard)
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert alert.kind == "rise" and 2400 <= alert.step < 2800
     assert "lowest 3.2" in alert.message and "go back to a checkpoint before it" in alert.message

@@ -20,7 +20,7 @@ from cluster.state import JobState, RunState, log_path
 from kit.monitor.dashboard import ALERTS_SHOWN, Dashboard, View, log_lines
 from kit.run import Run
 from kit.run.alerts import AlertLog
-from tests.monitor.recorded import TOKENS, add_rows, beat, recorded_run
+from tests.monitor.recorded import TOKENS, beat, look, recorded_run
 
 HOURS, STEP_S, TICK_STEPS, LOOK_TICKS = 24, 1.0, 50, 4  # a tick of 0.25 s at 200 times real speed
 RANKS, SLOW_RANK, SLOW_HOURS = 64, 37, (10, 12)
@@ -255,9 +255,7 @@ def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path: Path) ->
 
 def _everything(dashboard: Dashboard) -> dict:
     """Asks for all that a view shows, as it does in one second."""
-    while dashboard.read():
-        pass
-    dashboard.look()
+    look(dashboard)
     (
         dashboard.frame(View(axis="time", log_x=True)),
         dashboard.heat(),
@@ -307,4 +305,3 @@ def test_sixty_four_ranks_at_a_glance(tmp_path: Path) -> None:
     assert f"rank {SLOW_RANK}" in str(dashboard.facts()["straggler"])
     heat = np.frombuffer(dashboard.heat(), np.uint8).reshape(RANKS, -1)
     assert heat[:, -1].argmax() == SLOW_RANK and heat.shape[1] <= 120
-    add_rows(run, 401, 401)

@@ -25,6 +25,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.monitor.recorded import spoil
 from tests.monitor.steps import lines, row
 from tests.pictures import check_figure
 
@@ -129,13 +130,6 @@ def test_figure_and_its_table(run: Run) -> None:
     assert speed.get_title(loc="left") == "MFU, % of peak (fp32)"
 
 
-def _spoil(run: Run, values: dict[int, dict[str, float]]) -> None:
-    """Replaces values of recorded steps."""
-    file = run.directory / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(row | values.get(row["step"], {})) + "\n" for row in rows))
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_average_skips_what_is_not_finite_and_goes_on(bad: float) -> None:
     values = np.array([4.0, bad, 2.0, 2.0, bad])
@@ -146,7 +140,7 @@ def test_average_skips_what_is_not_finite_and_goes_on(bad: float) -> None:
 
 
 def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run: Run) -> None:
-    _spoil(
+    spoil(
         run,
         {10: {"loss": float("nan")}, 11: {"loss": float("inf")}, 30: {"step_time_s": float("nan")}},
     )
@@ -161,7 +155,7 @@ def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run: Run) -> None
 
 def test_text_says_not_finite_and_still_knows_the_time_left(run: Run) -> None:
     lost = {"loss": float("inf"), "grad_norm": float("nan"), "step_time_s": float("nan")}
-    _spoil(run, {40: lost, 39: {"tokens": 0}})
+    spoil(run, {40: lost, 39: {"tokens": 0}})
     row = status_row(run)
     assert row["step_time_s"] == pytest.approx(0.5) and row["tokens_per_s"] == pytest.approx(4096)
     screen = io.StringIO()
@@ -173,5 +167,5 @@ def test_text_says_not_finite_and_still_knows_the_time_left(run: Run) -> None:
 
 
 def test_a_series_that_was_never_recorded_is_no_alarm(run: Run) -> None:
-    _spoil(run, {step: {"grad_norm": None} for step in range(41)})  # type: ignore[dict-item]
+    spoil(run, {step: {"grad_norm": None} for step in range(41)})
     assert status_row(run)["grad_norm"] is None

@@ -28,7 +28,7 @@ from kit.monitor.text import curve
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.show import terminal
-from tests.monitor.recorded import dead_process, recorded_run, say
+from tests.monitor.recorded import dead_process, recorded_run, say, spoil
 
 
 @pytest.fixture
@@ -46,13 +46,6 @@ def _command(*arguments: object):
     return CliRunner().invoke(
         app, [str(argument) for argument in arguments], catch_exceptions=False
     )
-
-
-def _lose_a_loss(run: Run, step: int) -> None:
-    file = run.directory / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[step - 1]["loss"] = float("nan")
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_curve_falls_and_marks_what_is_not_finite() -> None:
@@ -73,7 +66,7 @@ def test_curve_falls_and_marks_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("width", [80, 60, 44, 200])
 def test_fits_the_terminal(run: Run, width: int) -> None:
-    _lose_a_loss(run, 390)
+    spoil(run, {390: {"loss": float("nan")}})
     ask(run.directory, "checkpoint")
     lines = _screen(run, width)
     words = " ".join(" ".join(lines).split())
@@ -93,7 +86,7 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
 
 
 def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
-    _lose_a_loss(run, 390)
+    spoil(run, {390: {"loss": float("nan")}})
     for step in range(10, 200, 20):
         AlertLog(run.directory / "alerts.jsonl").add(
             [
@@ -139,10 +132,7 @@ def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(
 
 
 def test_the_speed_beside_the_bars_is_that_of_the_heading(run: Run) -> None:
-    file = run.directory / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[-1]["step_time_s"] *= 10
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spoil(run, {400: {"step_time_s": 10.0}})
     words = " ".join(_screen(run, 80)).split()
     shown = [word for word in words if word.endswith("%")]
     assert len(shown) > 3 and len(set(shown[:2] + shown[-3:-2])) == 1, "MFU, HFU, and MFU again"
@@ -232,7 +222,7 @@ def test_watch_outlives_the_directory(run: Run) -> None:
 
 
 def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
-    _lose_a_loss(run, 390)
+    spoil(run, {390: {"loss": float("nan")}})
     say(run, JobState.RUNNING, attempt=2, step=400, process=dead_process())
     for _ in range(2):
         found = json.loads(_command("status", run.directory, "--json").stdout)["alerts"]

@@ -14,9 +14,9 @@ import pytest
 
 from cluster.state import JobState, read_asked, take_request
 from kit.data.wheels import file_sha256
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import View
 from kit.monitor.text import status_row
-from tests.monitor.recorded import add_rows, dead_process, recorded_run, rows, say
+from tests.monitor.recorded import add_rows, dead_process, looked_at, recorded_run, rows, say
 
 anywidget = pytest.importorskip("anywidget")
 from kit.monitor.widget import STATIC, Monitor  # noqa: E402
@@ -112,20 +112,12 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     assert take_request(run.directory, "checkpoint")
     until(lambda: widget.facts["actions"]["checkpoint"]["taken_at"])
     say(run, JobState.RUNNING, step=400, process=dead_process())
-    until(lambda: widget.facts["actions"]["checkpoint"]["done_at"])
+    until(lambda: widget.facts["actions"]["checkpoint"]["done_at"], limit_s=5)
     assert widget.facts["actions"]["checkpoint"]["note"] == "the job ended first"
     assert widget.facts["state"] == "lost" and widget.facts["allowed"] == ["resume"]
     widget._on_message(widget, {"type": "action", "name": "resume"}, [])
     until(lambda: widget.facts["actions"].get("resume", {}).get("done_at"))
     assert "refused" in widget.facts["actions"]["resume"]["note"], "there are no data to train on"
-
-
-def test_a_kill_is_shown_as_lost_within_five_seconds(show, tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "run")
-    widget = show(run)
-    until(lambda: widget.facts["state"] == "running")
-    say(run, JobState.RUNNING, step=400, process=dead_process())
-    until(lambda: widget.facts["state"] == "lost", limit_s=5)
 
 
 def test_a_removed_directory_keeps_the_last_picture(show, tmp_path: Path) -> None:
@@ -219,8 +211,7 @@ def test_a_cell_that_runs_again_replaces_its_view_and_no_other(
 def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=100)
     other = recorded_run(tmp_path / "other", steps=60)
-    dashboard = Dashboard(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
-    dashboard.read()
+    dashboard = looked_at(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
     description, window = dashboard.frame(View())
     curve = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[-1]
     expected = [json.loads(line)["loss"] for line in rows(1, 60)]
@@ -230,8 +221,7 @@ def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path: Path) -> 
 
 
 def test_facts_of_the_last_step(tmp_path: Path) -> None:
-    dashboard = Dashboard(recorded_run(tmp_path / "run", steps=100))
-    dashboard.read()
+    dashboard = looked_at(recorded_run(tmp_path / "run", steps=100))
     facts, metrics = dashboard.facts(), dashboard.run.metrics()
     assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
     assert facts["hfu"] == pytest.approx(float(np.median(metrics.hfu()[-20:])))
@@ -263,9 +253,7 @@ def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
         (run.directory / "metrics.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in taken)
         )
-        dashboard = Dashboard(run)
-        dashboard.read()
-        return [dashboard.facts()["eta_s"], status_row(run)["eta_s"]]
+        return [looked_at(run).facts()["eta_s"], status_row(run)["eta_s"]]
 
     assert told(attempt=1000) == pytest.approx([4 * 3600] * 2, rel=0.03)
     assert told(attempt=41) == pytest.approx([4 * 3600] * 2, rel=0.03), (
