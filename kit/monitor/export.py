@@ -35,20 +35,14 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
         row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows
     ]
     kept = recorded if every_attempt else _newest(recorded)
-    where: dict[str, Any] = {
-        "plans": run.plans(),
-        "site": run.site,
-        "other_sites": run.other_sites(),
-    }
-    metrics = rows_to_metrics(kept, spec=run.spec, is_imported=run.is_imported, **where)
+    metrics = metrics_of(run, kept)
     names = list(metrics.columns) + sorted(
         {name for row in kept for name in row} - set(metrics.columns)
     )
     columns = {name: _column([row.get(name) for row in kept]) for name in names}
-    columns |= {
-        name: pyarrow.array(column)
-        for name, column in _derived(metrics, total=not every_attempt).items()
-    }
+    totals = {} if every_attempt else {"total_tokens": metrics.total_tokens}
+    for name, column in (derived(metrics) | totals).items():
+        columns[name] = pyarrow.array(column)
     facts = {
         "run": run.name,
         "model": run.spec.name,
@@ -97,19 +91,25 @@ def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns each step once: a newer attempt's rows replace all that older ones did from its
     first step on.
     """
-    places = (
-        np.array([[row["step"], row["attempt"], i] for i, row in enumerate(rows)], float)
-        .reshape(-1, 3)
-        .T
-    )
+    keys = [[row["step"], row["attempt"], i] for i, row in enumerate(rows)]
+    places = np.array(keys, float).reshape(-1, 3).T
     return [rows[int(i)] for i in supersede(places, first_steps(places, {}))[2]]
 
 
-def _derived(metrics: Metrics, total: bool) -> dict[str, np.ndarray]:
-    derived = {"tokens_per_s": metrics.tokens_per_s}
-    derived |= {"total_tokens": metrics.total_tokens} if total else {}
-    utilisations = {"mfu": metrics.mfu(), "hfu": metrics.hfu()}
-    return derived | {name: values for name, values in utilisations.items() if values is not None}
+def metrics_of(run: Run, rows: list[dict[str, Any]]) -> Metrics:
+    """Returns rows of a run as they are, in their order and with repeated steps, as metrics."""
+    try:
+        plans, elsewhere = run.plans(), run.other_sites()
+    except ConfigError:  # damaged; what was recorded is still worth having
+        plans, elsewhere = {}, {}
+    of_run: dict[str, Any] = {"spec": run.spec, "site": run.site, "is_imported": run.is_imported}
+    return rows_to_metrics(rows, plans=plans, other_sites=elsewhere, **of_run)
+
+
+def derived(metrics: Metrics) -> dict[str, np.ndarray]:
+    """Returns tokens_per_s and, where the peak is known and holds, mfu and hfu."""
+    speeds = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
+    return {name: values for name, values in speeds.items() if values is not None}
 
 
 def _column(values: list[Any]) -> Any:

@@ -3,6 +3,7 @@ its scores.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.run.metrics import Metrics, median
 from kit.show.style import new_figure, short
-from kit.show.theme import BLUE, GREEN, GREY, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, TEXT, VERMILION
 
 EMA_STEPS = 5
 OFFSET = {"textcoords": "offset points", "color": GREY}
@@ -78,6 +79,15 @@ def loss_figure(
     return figure
 
 
+def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
+    """Draws losses as dashed lines with their names."""
+    for name, loss in levels.items():
+        axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
+        text, beside = f"{short(name)} {loss:.2f}", ("axes fraction", "data")
+        style = {"ha": "right", "fontsize": TEXT, **OFFSET}
+        axis.annotate(text, (1, loss), xycoords=beside, xytext=(-2, 3), **style)
+
+
 def smooth(values: np.ndarray) -> np.ndarray:
     """Returns the exponential moving average with a window of about EMA_STEPS, right from the first
     value.
@@ -122,10 +132,7 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     if held_out.any():
         x, y = table["step"][held_out], table["validation_loss"][held_out]
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held-out text")
-    for name, loss in baselines.items():
-        axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
-        text, beside = f"{short(name)} {loss:.2f}", ("axes fraction", "data")
-        axis.annotate(text, (1, loss), xycoords=beside, xytext=(-2, 3), ha="right", **OFFSET)
+    draw_levels(axis, baselines)
     axis.legend(loc="upper right", frameon=True)
 
 

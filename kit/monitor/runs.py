@@ -16,10 +16,10 @@ from cluster.login.mirror import SEEN, Seen
 from cluster.state import JobError, read_record
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import drawable
+from kit.monitor.export import metrics_of
 from kit.monitor.figure import smooth
 from kit.run import Run
 from kit.run.columns import parse_row
-from kit.run.rows import rows_to_metrics
 from kit.run.tail import last_lines
 from kit.show.style import new_figure, short
 from kit.show.table import Table
@@ -124,9 +124,7 @@ def live_row(run: Run) -> dict[str, Any]:
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}
-    metrics = rows_to_metrics(
-        newest, spec=run.spec, plans=run.plans(), site=run.site, is_imported=run.is_imported
-    )
+    metrics = metrics_of(run, newest)
     if metrics.why_no_mfu == "above the peak":
         row["reason"] = (
             f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"

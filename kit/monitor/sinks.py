@@ -17,15 +17,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError, refuse_other_owner
 from kit.errors import MissingPackageError
+from kit.monitor.export import derived, metrics_of
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
 from kit.run.columns import is_number, number
-from kit.run.rows import MetricsFollower, rows_to_metrics
+from kit.run.rows import MetricsFollower
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
@@ -35,26 +34,11 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and
     holds, mfu and hfu.
     """
-    try:
-        plans, elsewhere = run.plans(), run.other_sites()
-    except ConfigError:  # damaged; what was recorded is still worth sending
-        plans, elsewhere = {}, {}
-    of_run: dict[str, Any] = {"spec": run.spec, "site": run.site, "is_imported": run.is_imported}
-    metrics = rows_to_metrics(rows, plans=plans, other_sites=elsewhere, **of_run)
-    derived = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
-    found = []
+    speeds, found = derived(metrics_of(run, rows)), []
     for i, row in enumerate(rows):
-        numbers = {
-            name: float(value)
-            for name, value in row.items()
-            if is_number(value) and name not in NOT_SCALARS
-        }
-        numbers |= {
-            name: float(column[i]) for name, column in derived.items() if column is not None
-        }
-        found.append(
-            {name: value for name, value in numbers.items() if name in row or not np.isnan(value)}
-        )
+        numbers = {name: value for name, value in row.items() if is_number(value)}
+        numbers |= {name: column[i] for name, column in speeds.items() if column[i] == column[i]}
+        found.append({name: float(numbers[name]) for name in numbers if name not in NOT_SCALARS})
     return found
 
 

@@ -20,11 +20,12 @@ import traitlets
 
 from kit.monitor.curves import drawable
 from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.figure import draw_levels
 from kit.monitor.outlook import draw_band
 from kit.run import Run
 from kit.run.tail import CHUNK_BYTES
 from kit.show.style import short
-from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
+from kit.show.theme import BLUE, GREEN, GRID, INK, SLATE, TEXT, WIDTH
 
 POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -264,18 +265,7 @@ def snapshot(dashboard: Dashboard) -> Any:
         draw_band(
             figure.axes[1], dashboard.outlook.band, dashboard.columns.first_steps, x[-1], names[1]
         )
-    for name, level in dashboard.levels.items():
-        pane = figure.axes[0]
-        pane.axhline(level, color=GREY, linestyle="--", linewidth=1)
-        pane.annotate(
-            f"{short(name)} {level:.2f}",
-            (1, level),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            fontsize=TEXT,
-            color=GREY,
-        )
+    draw_levels(figure.axes[0], dashboard.levels)
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
     title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
     figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
