@@ -4,25 +4,34 @@ themselves.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate.choose.candidates import candidates, divisors
+from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, interval, search
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Layouts
+from kit.estimate.theory.layouts import (
+    CODES,
+    DEGREES,
+    EXCHANGES,
+    RECOMPUTE,
+    SCHEDULES,
+    Layouts,
+)
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
+from kit.rules import ENGINES
 from kit.spec import ModelSpec
 
 FRONTIER = Site.load("frontier")
@@ -38,57 +47,50 @@ SMALL = ModelSpec.llama(
 )
 
 
-def test_candidates_are_exactly_the_plans_that_pass():
-    """Every combination is tried on Plan itself; what it accepts must be there once, and nothing
-    else.
-    """
-    devices, batch = 16, 32
-    accepted = {"native": set(), "deepspeed": set(), "neuron": set()}
-    least_zero = {"native": 0, "deepspeed": 1, "neuron": 1}
-    degrees = divisors(devices)
-    for t, p in itertools.product(degrees, degrees):
-        if devices % (t * p):
-            continue
-        replicas = devices // (t * p)
-        choices = itertools.product(
-            range(1, 9), (1, 2, 4, 8, 16, 32), SCHEDULES, RECOMPUTE, range(4), (False, True)
+def random_plans(rng: np.random.Generator, count: int) -> Iterator[dict[str, Any]]:
+    """Yields fields of plans on a few devices, most of which break some rule."""
+    for _ in range(count):
+        t, p, r, c = rng.choice([1, 1, 2, 3, 4, 8], 4)
+        yield dict(
+            tensor_parallel=int(t),
+            pipeline_parallel=int(p),
+            data_parallel=int(r),
+            context_parallel=int(c) if rng.random() < 0.2 else 1,
+            context_exchange=str(rng.choice(EXCHANGES)) if rng.random() < 0.2 else "ring",
+            virtual_stages=int(rng.choice([1, 2, 4])),
+            zero_stage=int(rng.integers(4)),
+            shard_size=int(rng.choice([1, 2, 4])) if rng.random() < 0.2 else None,
+            sequence_parallel=bool(rng.random() < 0.5),
+            schedule=str(rng.choice(SCHEDULES)),
+            recompute=str(rng.choice(RECOMPUTE)),
+            micro_batch_size=int(rng.choice([1, 2])),
+            global_batch_size=int(rng.choice([8, 16, 24])),
+            precision="bf16",
         )
-        for v, micro, schedule, recompute, zero, sequence in choices:
-            if p == 1 and schedule != "1f1b":
-                continue  # the same run under another name
-            values = dict(
-                tensor_parallel=t,
-                pipeline_parallel=p,
-                data_parallel=replicas,
-                virtual_stages=v,
-                zero_stage=zero,
-                sequence_parallel=sequence,
-                schedule=schedule,
-                recompute=recompute,
-                micro_batch_size=micro,
-                global_batch_size=batch,
-                precision="bf16",
-            )
-            try:
-                Plan(**values)
-            except ConfigError:
-                continue
-            for engine in accepted:
-                if (replicas == 1 and zero > least_zero[engine]) or (
-                    engine == "neuron" and not zero
-                ):
-                    continue  # the same run under another name; another precision
-                with contextlib.suppress(ConfigError):
-                    plan = Plan(**values, engine=engine)
-                    plan.check(SMALL, devices)
-                    accepted[engine].add(plan)
-    for engine, plans in accepted.items():
-        layouts = candidates(SMALL, devices, batch, engine=engine)
-        found = [layouts.plan(i, engine) for i in range(len(layouts))]
-        assert set(found) == plans and len(found) == len(plans) > 100
-    assert max(plan.tensor_parallel for plan in accepted["neuron"]) == 8 > SMALL.num_kv_heads, (
-        "heads are copied"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
+    """The same rules are asked about arrays and about numbers; both must mean the same by them."""
+    rows, accepted = list(random_plans(np.random.default_rng(3), 1500)), []
+    for values in rows:
+        try:
+            Plan(**values, engine=engine).check_shapes(SMALL)
+        except ConfigError:
+            accepted.append(False)
+        else:
+            accepted.append(True)
+    table = {name: [values[name] for values in rows] for name in rows[0] if name != "precision"}
+    columns = table | {n: [known.index(v) for v in table[n]] for n, known in CODES.items()}
+    columns["shard_size"] = [size or 0 for size in table["shard_size"]]
+    columns["num_kv_heads"] = [
+        SMALL.num_kv_heads * Plan(tensor_parallel=t, engine=engine).kv_replication(SMALL)
+        for t in table["tensor_parallel"]
+    ]
+    layouts = dataclasses.replace(
+        Layouts.of(SMALL, [Plan()]), **{name: np.array(each) for name, each in columns.items()}
     )
+    assert allowed(layouts, SMALL, engine).tolist() == accepted and 20 < sum(accepted) < 750
 
 
 @pytest.mark.parametrize(
@@ -100,14 +102,16 @@ def test_candidates_are_exactly_the_plans_that_pass():
         ("demo", 8, 16, "native"),
     ],
 )
-def test_random_candidates_pass_every_check(model, devices, batch, engine):
+def test_candidates_pass_every_check_and_are_there_once(model, devices, batch, engine):
     rng = np.random.default_rng(2)
     spec = ModelSpec.preset(model)
     layouts = candidates(spec, devices, batch, engine=engine)
-    for i in rng.integers(0, len(layouts), 200):
+    for i in rng.integers(0, len(layouts), 100):
         plan = layouts.plan(int(i), engine)
         plan.check(spec, devices)
         assert plan.global_batch_size == batch
+    table = [np.broadcast_to(getattr(layouts, name), layouts.shape) for name in (*DEGREES, *CODES)]
+    assert np.unique(table, axis=1).shape[1] == len(layouts) > 100
 
 
 def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():

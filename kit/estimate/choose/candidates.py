@@ -11,7 +11,6 @@ import numpy as np
 from cluster.record import counted
 from kit.errors import ConfigError
 from kit.estimate.theory.layouts import (
-    DEGREES,
     EXCHANGES,
     FLASH_ATTENTION,
     KERNELS,
@@ -21,10 +20,10 @@ from kit.estimate.theory.layouts import (
     Array,
     Layouts,
 )
-from kit.plan import MULTI_STAGE_SCHEDULES, EngineName, Plan
+from kit.plan import EngineName, Plan
+from kit.rules import MODEL_RULES, RULES
 from kit.spec import ModelSpec
 
-_SCHEDULE = {name: code for code, name in enumerate(SCHEDULES)}
 _FREE = {
     "tensor_parallel": "devices",
     "pipeline_parallel": "devices",
@@ -69,26 +68,55 @@ def candidates(
             raise ConfigError(f"plan.{name}: {value!r} is not allowed. Give a whole number from 1.")
     limits = _limits(only or {})
     shapes = _shapes(spec, num_devices, global_batch_size, limits, engine)
-    modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
-    row, mode = np.nonzero(_allowed(shapes, modes, spec, node_devices))
-    if not len(row):
-        raise ConfigError(_none_left(num_devices, limits))
-    columns: dict[str, Array] = {
-        name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES
-    }
-    columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
-    columns |= {name: values[mode] for name, values in modes.items()}
-    is_hybrid = columns.pop("hybrid")
-    inside = node_devices / columns["tensor_parallel"]
-    columns["shard_size"] = np.where(is_hybrid, inside, 0.0) if is_hybrid.any() else np.zeros(1)
+    modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
+    columns = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
+    columns |= {name: values[:, None] for name, values in shapes.items()} | modes
     columns["global_batch_size"] = np.array([float(global_batch_size)])
+    inside = node_devices / columns["tensor_parallel"]
+    is_hybrid = columns.pop("hybrid")
+    columns["shard_size"] = np.where(is_hybrid, inside, 0.0) if is_hybrid.any() else np.zeros(1)
     if engine == "neuron":  # a rank holds at least one key/value head
         columns["num_kv_heads"] = np.maximum(columns["num_kv_heads"], columns["tensor_parallel"])
     kernels = KERNELS | {"flash_attention": FLASH_ATTENTION[engine]} | kernels
-    layouts = Layouts(**columns, **{name: np.atleast_1d(value) for name, value in kernels.items()})
-    return layouts if engine == "native" else layouts.select(_trained(layouts, spec, engine))
+    grid = Layouts(**columns, **{name: np.atleast_1d(value) for name, value in kernels.items()})
+    mask = allowed(grid, spec, engine)
+    if not mask.any():
+        others = grid.select(allowed(grid, spec, "native"))
+        if len(others):
+            others.plan(0, engine).check_shapes(spec)  # which raises what the engine refuses
+    mask &= _once(grid, mask, node_devices)
+    if not mask.any():
+        raise ConfigError(_none_left(num_devices, limits))
+    return grid.select(mask)
+
+
+def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
+    """Returns which layouts break no rule of a plan for this model and engine, bool."""
+    broken = np.zeros(layouts.shape, bool)
+    for rules, given in ((RULES, (layouts,)), (MODEL_RULES, (layouts, spec))):
+        for rule in rules:
+            if engine in rule.engines:
+                broken |= rule.breaks(*given)
+    return ~broken
+
+
+def _once(x: Layouts, mask: Array, node_devices: int) -> Array:
+    """Returns which layouts of a grid of shapes and modes are no other one under another name.
+
+    Without a pipeline all schedules are one, and on one replica all stages of ZeRO are the lowest
+    that is allowed. ZeRO 3 inside a node needs several whole nodes of several ranks.
+    """
+    schedules, stages = x.schedule, x.zero_stage[mask.any(axis=0)]
+    one = SCHEDULES.index("1f1b") if np.any(x.is_one_of("schedule", "1f1b")) else schedules.min()
+    ranks = x.tensor_parallel * x.data_parallel
+    nodes = (x.shard_size > 1) & (x.shard_size % 1 == 0) & (ranks > node_devices)
+    return (
+        ((x.pipeline_parallel > 1) | (schedules == one))
+        & ((x.context_parallel * x.data_parallel > 1) | (x.zero_stage == stages.min(initial=4)))
+        & (nodes | (x.shard_size == 0))
+    )
 
 
 def single_precision(layouts: Layouts) -> Layouts:
@@ -144,10 +172,7 @@ def _shapes(
         "data_parallel",
         "micro_batch_size",
     )
-    shapes = dict(zip(names, table, strict=True))
-    return shapes | {
-        "num_microbatches": batch / (shapes["micro_batch_size"] * shapes["data_parallel"])
-    }
+    return dict(zip(names, table, strict=True))
 
 
 def _inner_degrees(
@@ -174,24 +199,12 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
     """Returns all (schedule, recompute, ZeRO, sequence parallel, ZeRO inside a node only, if
     that is asked for).
     """
-    schedules = _choice(limits, "schedule", SCHEDULES)
-    piped = {
-        name: dict(pipeline_parallel=2, virtual_stages=1 + (name in MULTI_STAGE_SCHEDULES))
-        for name in schedules
-    }
-    schedules = [
-        name for name in schedules if _takes(engine, **piped[name], schedule=name)
-    ] or schedules
-    schedules = [_SCHEDULE[name] for name in schedules]
+    schedules = [SCHEDULES.index(name) for name in _choice(limits, "schedule", SCHEDULES)]
     recompute = [RECOMPUTE.index(name) for name in _choice(limits, "recompute", RECOMPUTE)]
     # With ZeRO 0 engine neuron has no fp32 master weights: another precision, which is chosen and
     # not searched for.
     stages = (1,) if engine == "neuron" and "zero_stage" not in limits else range(4)
-    zero = [
-        float(stage)
-        for stage in _choice(limits, "zero_stage", stages)
-        if _takes(engine, zero_stage=stage)
-    ]
+    zero = [float(stage) for stage in _choice(limits, "zero_stage", stages)]
     sequence = _choice(limits, "sequence_parallel", (False, True))
     exchanges = (
         EXCHANGES if {"context_parallel", "context_exchange"} & limits.keys() else EXCHANGES[:1]
@@ -215,86 +228,6 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
     )
     is_useful = (~grid[4] | (grid[2] == 3)).ravel()
     return {name: axis.ravel()[is_useful] for name, axis in zip(names, grid, strict=True)}
-
-
-def _allowed(
-    shapes: dict[str, Array], modes: dict[str, Array], spec: ModelSpec, node_devices: int
-) -> Array:
-    """Returns which shape goes with which mode, [shapes, modes] bool: the rules of Plan, written
-    for arrays.
-    """
-    column = {name: values[:, None] for name, values in shapes.items()}
-    t, p, v, r = (
-        column[name]
-        for name in ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel")
-    )
-    c = column["context_parallel"]
-    m, schedule, zero = column["num_microbatches"], modes["schedule"], modes["zero_stage"]
-    kind = {name: schedule == code for name, code in _SCHEDULE.items()}
-    many = np.isin(schedule, [_SCHEDULE[name] for name in MULTI_STAGE_SCHEDULES])
-    split = kind["zero_bubble"] | kind["zbv"]  # backward pass in two halves, see Plan
-    piped = (many == (v > 1)) & (~split | ((modes["recompute"] == 0) & (zero != 3)))
-    piped &= ~kind["zbv"] | ((v == 2) & (m >= 2 * p - 1))
-    piped &= ~(kind["interleaved"] | kind["zero_bubble"]) | (np.mod(m, p) == 0)
-    schedule_ok = np.where(
-        p > 1, piped, schedule == (_SCHEDULE["1f1b"] if kind["1f1b"].any() else schedule.min())
-    )
-    parts = np.where(c > 1, 2 * c, 1.0)  # head and tail, see Plan
-    sequence_ok = ~modes["sequence_parallel"] | (
-        (t > 1) & (np.mod(spec.sequence_length, parts * t) == 0)
-    )
-    if (c > 1).any() or modes["context_exchange"].any():
-        heads = np.gcd(spec.num_heads, spec.num_kv_heads)
-        whole_heads = modes["context_exchange"] * np.mod(heads, t * c) == 0
-        sequence_ok &= np.where(
-            c > 1,
-            (np.mod(spec.sequence_length, parts) == 0) & whole_heads,
-            modes["context_exchange"] == 0,
-        )
-    if modes["hybrid"].any():
-        whole_nodes = (t < node_devices) & (t * r > node_devices) & (c == 1)
-        whole_nodes &= (np.mod(node_devices, t) == 0) & (np.mod(t * r, node_devices) == 0)
-        sequence_ok &= ~modes["hybrid"] | whole_nodes
-    return schedule_ok & sequence_ok & ((c * r > 1) | (zero == zero.min()))
-
-
-def _takes(engine: EngineName, **fields: Any) -> bool:
-    try:
-        Plan.from_dict(
-            {"global_batch_size": 4, "zero_stage": 1, "precision": "bf16", "engine": engine}
-            | fields
-        )
-    except ConfigError:
-        return False
-    return True
-
-
-def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
-    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in
-    micro-batch only.
-
-    Raises:
-        ConfigError: none; with the reason of the first.
-    """
-    names = [
-        name
-        for name in (*DEGREES, "recompute", "schedule", "context_exchange")
-        if not name.endswith("batch_size")
-    ]
-    table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
-    _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
-
-    def refusal(index: int) -> ConfigError | None:
-        try:
-            layouts.plan(index, engine).check_shapes(spec)
-        except ConfigError as error:
-            return error
-        return None
-
-    refusals = [refusal(int(index)) for index in first]
-    if all(refusals):
-        raise ConfigError(str(refusals[0]))
-    return np.array([each is None for each in refusals])[inverse.ravel()]
 
 
 def divisors(number: int) -> list[int]:

@@ -8,16 +8,18 @@ global batch size in sequences; m micro-batches.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from kit.plan import PLANNED_ONLY, EngineName, Plan
+from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
 from kit.spec import ModelSpec
 
 RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("ring", "all_to_all")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+CODES = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "context_exchange": EXCHANGES}
+"""Names of the columns that hold a place among them."""
 Array = np.ndarray
 
 
@@ -77,6 +79,9 @@ class Layouts:
     native: Array
     """The kit's decoder in torch itself on a GPU (not fp32): an operation a kernel unless
     `compiled`; ZeRO is FSDP2."""
+    precision: ClassVar[Precision] = "bf16"
+    """Of the plans that layouts are; with `compile`, what the rules of a plan ask about."""
+    compile: ClassVar[bool] = False
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
@@ -92,24 +97,19 @@ class Layouts:
             plan.kv_replication(each) for plan, each in zip(plans, specs, strict=True)
         ]
         columns |= {name: _column([getattr(plan, name) for plan in plans]) for name in DEGREES}
-        columns["recompute"] = np.array(
-            [RECOMPUTE.index(plan.recompute) for plan in plans], dtype=np.int8
-        )
-        columns["schedule"] = np.array(
-            [SCHEDULES.index(plan.schedule) for plan in plans], dtype=np.int8
-        )
-        columns["context_exchange"] = np.array(
-            [EXCHANGES.index(plan.context_exchange) for plan in plans], np.int8
-        )
-        columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
-        own = {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]}
-        own |= {
-            "compiled": [p.compile for p in plans],
-            "narrow": [p.precision in PLANNED_ONLY for p in plans],
+        columns |= {
+            name: np.array([known.index(getattr(plan, name)) for plan in plans], np.int8)
+            for name, known in CODES.items()
         }
-        own["native"] = [p.engine == "native" and p.precision != "fp32" for p in plans]
-        kernels = KERNELS | own | kernels
-        return cls(**columns, **{name: np.asarray(value) for name, value in kernels.items()})
+        columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
+        own = {
+            "flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans],
+            "compiled": [plan.compile for plan in plans],
+            "narrow": [plan.precision in PLANNED_ONLY for plan in plans],
+            "native": [plan.engine == "native" and plan.precision != "fp32" for plan in plans],
+        }
+        kernels = {name: np.asarray(each) for name, each in (KERNELS | own | kernels).items()}
+        return cls(**columns, **kernels)
 
     @property
     def num_microbatches(self) -> Array:
@@ -127,14 +127,35 @@ class Layouts:
         )
 
     @property
+    def num_stages(self) -> Array:
+        """p x v."""
+        return self.pipeline_parallel * self.virtual_stages
+
+    @property
+    def is_hybrid(self) -> Array:
+        """As `Plan.is_hybrid`."""
+        return self.shard_size > 0
+
+    @property
+    def shard_group(self) -> Array:
+        """As `Plan.shard_group`."""
+        return np.where(self.is_hybrid, self.shard_size, self.data_parallel)
+
+    def kv_replication(self, spec: ModelSpec) -> Array:
+        """As `Plan.kv_replication`."""
+        return self.num_kv_heads / spec.num_kv_heads
+
+    def is_one_of(self, field: str, *names: str) -> Array | bool:
+        """As `Plan.is_one_of`."""
+        if field not in CODES:
+            return getattr(self, field) in names
+        return np.isin(getattr(self, field), [CODES[field].index(name) for name in names])
+
+    @property
     def num_shards(self) -> Array:
         """Ranks that ZeRO, where it is on, cuts states over."""
         whole = self.context_parallel * self.data_parallel
-        return (
-            np.where(self.shard_size > 0, self.shard_size, whole)
-            if np.any(self.shard_size)
-            else whole
-        )
+        return np.where(self.is_hybrid, self.shard_size, whole)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,13 +174,12 @@ class Layouts:
         return np.where(condition, yes, no).astype(self.hidden_size.dtype)
 
     def select(self, rows: Array | slice) -> Self:
-        """Returns some of the layouts, by index, mask or slice; columns of size 1 stay as they
-        are.
-        """
+        """Returns some of the layouts, flat, by index, mask or slice; columns of size 1 stay so."""
+        shape = self.shape
         columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return type(self)(
             **{
-                name: column[rows] if column.size > 1 else column
+                name: np.broadcast_to(column, shape)[rows] if column.size > 1 else column.ravel()
                 for name, column in columns.items()
             }
         )
@@ -171,21 +191,13 @@ class Layouts:
             ConfigError: the layout uses what a Plan does not have, or breaks one of its rules or of
                 the engine's.
         """
-        degrees: dict[str, Any] = {}
-        for name in DEGREES:
+        fields: dict[str, Any] = {}
+        for name in (*DEGREES, *CODES, "shard_size"):
             value = np.broadcast_to(getattr(self, name), self.shape).flat[index]
-            degrees[name] = bool(value) if name == "sequence_parallel" else int(value)
-        recompute = RECOMPUTE[np.broadcast_to(self.recompute, self.shape).flat[index]]
-        schedule = SCHEDULES[np.broadcast_to(self.schedule, self.shape).flat[index]]
-        degrees["context_exchange"] = EXCHANGES[
-            np.broadcast_to(self.context_exchange, self.shape).flat[index]
-        ]
-        degrees["shard_size"] = (
-            int(np.broadcast_to(self.shard_size, self.shape).flat[index]) or None
-        )
-        return Plan(
-            **degrees, recompute=recompute, schedule=schedule, precision="bf16", engine=engine
-        )
+            fields[name] = CODES[name][value] if name in CODES else int(value)
+        fields["sequence_parallel"] = bool(fields["sequence_parallel"])
+        fields["shard_size"] = fields["shard_size"] or None
+        return Plan(**fields, precision=self.precision, engine=engine)
 
 
 SHAPES = (

@@ -340,7 +340,8 @@ class _Stages:
             self.tokens,
             self.layouts.hidden_size / self.layer.sequence,
         )
-        layers = self._layers(is_first, is_last) if layers is None else layers
+        if layers is None:  # embedding and output each in the place of one, where that is how
+            layers = self.layers - self.balanced * np.add(is_first, is_last, dtype=tokens.dtype)
         params = layers * self.block_params + np.where(is_last, self.head_params, 0.0)
         params = params + np.where(is_first, self.embedding_params, 0.0)
         flying = in_flight(x, stage)
@@ -364,8 +365,3 @@ class _Stages:
             ),
             buffers=self.messages + self.gathered + np.where(is_last, self.output, 0.0),
         )
-
-    def _layers(self, is_first: Any, is_last: Any) -> Array:
-        if not np.any(self.balanced):
-            return self.layers
-        return self.layers - self.balanced * np.add(is_first, is_last, dtype=self.layers.dtype)

@@ -85,15 +85,6 @@ class StepTime:
         )
 
 
-def model_flops_per_token(x: Layouts) -> Array:
-    """Returns `FlopBasis.MODEL` (spec.py) for each layout."""
-    h = x.hidden_size
-    return (
-        6 * (x.num_layers * layer_params(x) + x.vocab_size * h)
-        + 12 * x.num_layers * h * x.sequence_length
-    )
-
-
 def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> StepTime:
     """Returns the time of one optimizer step of each layout, on hardware of one machine or one
     element per layout.

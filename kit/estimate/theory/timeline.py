@@ -44,7 +44,17 @@ def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
     stages are paler; grey is waiting, its share of the time at the right. Table: one row per
     simulation and device.
     """
-    rows = [row for simulation in simulations for row in _rows(simulation)]
+    rows = [
+        {
+            "schedule": simulation.order.name,
+            "device": device,
+            "busy_s": float(simulation.busy_s[device]),
+            "idle_fraction": float(simulation.idle_fraction[device]),
+            "peak_in_flight": float(simulation.order.peak_in_flight[device]),
+        }
+        for simulation in simulations
+        for device in range(simulation.order.num_devices)
+    ]
     heights = [min(0.26, 4 / s.order.num_devices) * s.order.num_devices + 0.5 for s in simulations]
     width_s = max(simulation.makespan_s for simulation in simulations)
     unit, name = (1.0, "s") if width_s >= 1 else (1e-3, "ms")
@@ -63,21 +73,9 @@ def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
     return figure, rows
 
 
-def _rows(simulation: Simulation) -> Rows:
-    return [
-        {
-            "schedule": simulation.order.name,
-            "device": device,
-            "busy_s": float(simulation.busy_s[device]),
-            "idle_fraction": float(simulation.idle_fraction[device]),
-            "peak_in_flight": float(simulation.order.peak_in_flight[device]),
-        }
-        for device in range(simulation.order.num_devices)
-    ]
-
-
 def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> None:
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
 
     order, devices = simulation.order, simulation.order.num_devices
     height = 0.86 if devices <= LABELLED_DEVICES else 1.0
@@ -100,7 +98,7 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
             axis.add_collection(
                 PolyCollection(
                     drawn,
-                    facecolor=_paler(colour, paleness),
+                    facecolor=to_rgba(colour, 1 - 0.5 * paleness),
                     linewidth=0 if crowded else 0.4,
                     edgecolor="none" if crowded else "white",
                     zorder=2,
@@ -154,12 +152,6 @@ def boxes(start: Array, end: Array, middle: Array, height: Any) -> Any:
     top, bottom = middle - height / 2, middle + height / 2
     corners = [(start, top), (end, top), (end, bottom), (start, bottom)]
     return np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
-
-
-def _paler(colour: str, share: float) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgba
-
-    return to_rgba(colour, 1 - 0.5 * share)
 
 
 def _number(axis: Any, simulation: Simulation, unit: float, width_s: float, chunk: Array) -> None:
