@@ -126,48 +126,45 @@ class Recipe(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps"):
-            _require(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
-        _require(
-            "num_steps",
-            self.num_steps,
-            self.num_steps < 2**53,
-            "less than 2**53, which is what metrics can count",
-        )
-        optional = (
+        above_0 = ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps")
+        or_null = (
             "decay_steps gradient_clip validation_every checkpoint_every keep_every hung_after_s"
-        )
-        for name in optional.split():
-            value = getattr(self, name)
-            _require(name, value, value is None or value > 0, "a number above 0, or null")
-        for name in ("beta1", "beta2"):
-            _require(
-                name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1"
-            )
-        for name in ("warmup_steps", "weight_decay", "min_learning_rate"):
-            _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        _require(
-            "decay_share", self.decay_share, 0 < self.decay_share <= 1, "a number above 0 up to 1"
-        )
-        below = f"at most learning_rate {self.learning_rate}"
-        _require(
-            "min_learning_rate",
-            self.min_learning_rate,
-            self.min_learning_rate <= self.learning_rate,
-            below,
-        )
+        ).split()
+        from_0 = ("warmup_steps", "weight_decay", "min_learning_rate")
         first, last = self.profile_steps or (1, 1)
-        few = 1 <= first <= last < first + PROFILED
-        _require(
-            "profile_steps", self.profile_steps, few, f"first and last of up to {PROFILED} steps"
-        )
         end = self.decay_steps or self.num_steps
-        _require(
-            "warmup_steps",
-            self.warmup_steps,
-            self.warmup_steps <= end,
-            f"at most the decay end {end}",
+        rules = (
+            *((name, getattr(self, name) > 0, "a number above 0") for name in above_0),
+            (
+                "num_steps",
+                self.num_steps < 2**53,
+                "less than 2**53, which is what metrics can count",
+            ),
+            *(
+                (name, value is None or value > 0, "a number above 0, or null")
+                for name in or_null
+                for value in [getattr(self, name)]
+            ),
+            *(
+                (name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+                for name in ("beta1", "beta2")
+            ),
+            *((name, getattr(self, name) >= 0, "0 or more") for name in from_0),
+            ("decay_share", 0 < self.decay_share <= 1, "a number above 0 up to 1"),
+            (
+                "min_learning_rate",
+                self.min_learning_rate <= self.learning_rate,
+                f"at most learning_rate {self.learning_rate}",
+            ),
+            (
+                "profile_steps",
+                1 <= first <= last < first + PROFILED,
+                f"first and last of up to {PROFILED} steps",
+            ),
+            ("warmup_steps", self.warmup_steps <= end, f"at most the decay end {end}"),
         )
+        for name, holds, allowed in rules:
+            _require(name, getattr(self, name), holds, allowed)
         self._check_mix()
 
     def _check_mix(self) -> None:

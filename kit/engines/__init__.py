@@ -81,21 +81,22 @@ class ScalingEngine(Engine, Protocol):
 def build_engine(
     spec: ModelSpec, plan: Plan, recipe: Recipe, device: "torch.device", *, initialise: bool = True
 ) -> Engine:
-    """Returns the engine that the plan names, of a process group of `plan.num_devices` ranks.
+    """Returns the engine that the plan names, of a process group of `plan.num_devices` ranks, which
+    `Plan.check` has passed for the model.
 
     Without `initialise` weights stay unset, to be filled from a checkpoint.
 
     Raises:
-        ConfigError: the plan does not fit the model, the process group or the engine.
+        ConfigError: the installed torch has not what the plan asks of it.
         MissingPackageError: the engine's package is not installed.
     """
-    if plan.engine == "native":
+    if plan.engine != "neuron":
         check_engine(plan)
+    if plan.engine == "native":
         from kit.engines.native import NativeEngine
 
         return NativeEngine(spec, plan, recipe, device, initialise=initialise)
     if plan.engine == "deepspeed":
-        check_engine(plan)
         from kit.engines.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)

@@ -65,9 +65,7 @@ class Run:
 
         Raises:
             RunError: the directory holds something else, or a run of another model or recipe.
-            ConfigError: the plan cannot run the model.
         """
-        plan.check(spec)
         directory = Path(directory).expanduser().resolve()
         if (directory / "spec.json").exists():
             old = cls.open(directory)
@@ -88,8 +86,9 @@ class Run:
         cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
     ) -> Self:
         """Returns a run whose directory holds what it was asked for; arguments and errors as in
-        `prepare`.
+        `prepare`, and ConfigError for a plan that cannot run the model.
         """
+        plan.check(spec)
         run = cls.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         run.directory.mkdir(parents=True, exist_ok=True)
         for name, text in run.asked().items():

@@ -31,8 +31,7 @@ class DeepSpeedEngine:
     `build_engine`.
 
     Raises:
-        ConfigError: the plan does not fit model or processes, or DeepSpeed would train on other
-            batches than it says.
+        ConfigError: DeepSpeed would train on other batches than it says.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class DeepSpeedEngine:
         initialise: bool = True,
         config: dict[str, Any] | None = None,
     ) -> None:
-        plan.check(spec, dist.get_world_size())
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
         deepspeed = import_deepspeed(device)
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")

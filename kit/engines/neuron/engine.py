@@ -16,7 +16,6 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -34,8 +33,7 @@ class NeuronEngine:
     `build_engine`.
 
     Raises:
-        ConfigError: the plan does not fit model or processes, or the environment computes in
-            another precision.
+        ConfigError: the environment computes in another precision.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class NeuronEngine:
         *,
         initialise: bool = True,
     ) -> None:
-        plan.check(spec, dist.get_world_size())
         check_environment(plan, os.environ)
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
