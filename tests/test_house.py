@@ -158,7 +158,7 @@ STATEMENTS = {
     "kit/monitor": 2030,
     "kit/papers": 2199,
     "kit/parallel": 425,
-    "kit/rehearsal": 281,
+    "kit/rehearsal": 199,
     "kit/run": 889,
     "kit/show": 349,
     "kit/trainer": 784,

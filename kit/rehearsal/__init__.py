@@ -2,7 +2,7 @@
 pays for it.
 
 The cutting code of every kind of rank runs; all else is counted from what the parts of the kit do,
-or modelled. BENCHMARKS.md compares the counts with small real jobs; what was never run is said
+or modelled. BENCHMARKS.md compares counts with a small real job; what was never run is said
 (`Rehearsal.never_run`).
 """
 
@@ -15,25 +15,28 @@ from kit.engines import check_site
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal.count import Count
-from kit.rehearsal.job import Job
-from kit.rehearsal.running import plan as plan_stage
-from kit.rehearsal.running import ranks, signs_of_life, start
-from kit.rehearsal.saving import checkpoints, data, failures, scores
+from kit.rehearsal.stages import Job, checkpoints, data, failures, ranks, start
+from kit.rehearsal.stages import plan as plan_stage
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
 __all__ = ["Count", "Rehearsal", "rehearse"]
-STAGES = (plan_stage, ranks, start, signs_of_life, checkpoints, data, scores, failures)
+STAGES = (plan_stage, ranks, start, checkpoints, data, failures)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
     """What was counted, stage by stage."""
 
-    spec: ModelSpec
-    plan: Plan
-    site: Site
+    job: Job
     counts: tuple[Count, ...]
+
+    header = ("stage", "what", "is", "limit", "fits", "known how", "")
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The counts as text."""
+        return [count.row for count in self.counts]
 
     @property
     def fits(self) -> bool:
@@ -44,53 +47,37 @@ class Rehearsal:
     def title(self) -> str:
         """What was rehearsed, and the verdict."""
         above = [count.what for count in self.counts if count.fits is False]
-        unknown = sum(count.fits is None and count.is_limited for count in self.counts)
+        unknown = sum(count.limit is None and bool(count.limit_source) for count in self.counts)
         verdict = f"does not fit: {', '.join(above)}" if above else "every count is under its limit"
         if unknown:
             verdict += f"; {unknown} without a known limit"
-        return (
-            f"{self.spec.name} on {counted(self.plan.num_devices, 'device')} of {self.site.name}:"
-            f" {verdict}"
-        )
+        devices = counted(self.job.plan.num_devices, "device")
+        return f"{self.job.spec.name} on {devices} of {self.job.site.name}: {verdict}"
 
     @property
     def never_run(self) -> list[str]:
         """What no rehearsal can show."""
         return [
-            (
-                f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512"
-                " light ones under Slurm, 128 in a process group)"
-            ),
-            f"the file system of {self.site.name}: its rates are those of its site file",
-        ]
-
-    header = ("stage", "what", "is", "limit", "fits", "known how", "")
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """The counts as text."""
-        verdicts = {True: "yes", False: "NO", None: ""}
-        return [
-            (c.stage, c.what, c.text, c.limit_text, verdicts[c.fits], c.known, c.note)
-            for c in self.counts
+            f"{self.job.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512"
+            " light ones under Slurm, 128 in a process group)",
+            f"the file system of {self.job.site.name}: its rates are those of its site file",
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
-        counts = [dataclasses.asdict(count) | {"fits": count.fits} for count in self.counts]
-        asked = {"model": self.spec.name, "plan": self.plan.to_dict(), "site": self.site.name}
-        return {**asked, "fits": self.fits, "counts": counts, "never_run": self.never_run}
+        return {
+            "model": self.job.spec.name,
+            "plan": self.job.plan.to_dict(),
+            "site": self.job.site.name,
+            "fits": self.fits,
+            "counts": [dataclasses.asdict(count) | {"fits": count.fits} for count in self.counts],
+            "never_run": self.never_run,
+        }
 
     def _repr_html_(self) -> str:
-        names = [name or "note" for name in self.header]
-        together = [
-            (*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:4]), *row[4:])
-            for row in self.rows
-        ]
-        rows = [dict(zip(names, row, strict=True)) for row in together]
-        limits = [
-            f"{count.what}: {count.limit_source}" for count in self.counts if count.limit_source
-        ]
+        names = [*self.header[:-1], "note"]
+        rows = [dict(zip(names, row, strict=True)) for row in self.rows]
+        limits = [f"{each.what}: {each.limit_source}" for each in self.counts if each.limit_source]
         notes = [f"Never run: {text}." for text in self.never_run]
         return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()
 
@@ -106,7 +93,7 @@ def rehearse(
     """Returns what a job would ask of its site.
 
     `hours_between_failures` is the mean of the whole job; by default that of published
-    interruptions, for as many devices (`kit.rehearsal.goodput`).
+    interruptions, for as many devices (`stages.py`).
 
     Raises:
         ConfigError: the plan cannot run the model, or the site lacks a number that step time needs.
@@ -120,4 +107,4 @@ def rehearse(
         site=site,
         hours_between_failures=hours_between_failures,
     )
-    return Rehearsal(spec, plan, site, tuple(count for stage in STAGES for count in stage(job)))
+    return Rehearsal(job, tuple(count for stage in STAGES for count in stage(job)))

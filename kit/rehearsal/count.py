@@ -19,8 +19,7 @@ class Count:
     limit: float | None = None
     """The highest value that fits."""
     limit_source: str = ""
-    is_limited: bool = False
-    """Whether it should have a limit: without one, nobody knows whether it fits."""
+    """Where the limit is from; without one, what nobody has stated. Empty: it needs none."""
     known: Literal["run", "counted", "modelled"] = "counted"
     """`run`: the real code did it; `counted`: from what the code does, times how many;
     `modelled`: by equations."""
@@ -32,20 +31,19 @@ class Count:
         return None if self.limit is None or self.value is None else self.value <= self.limit
 
     @property
-    def text(self) -> str:
-        """The value for people."""
-        return "not known" if self.value is None else format_value(self.value, self.unit)
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table: stage, what, value, limit, whether it fits, how it is known,
+        note.
+        """
+        value = "not known" if self.value is None else format_value(self.value, self.unit)
+        limit = "not known" if self.limit_source else ""
+        if self.limit is not None:
+            limit = f"≤ {format_value(self.limit, self.unit)}"
+        verdict = {True: "yes", False: "NO", None: ""}[self.fits]
+        return self.stage, self.what, value, limit, verdict, self.known, self.note
 
-    @property
-    def limit_text(self) -> str:
-        """The limit for people."""
-        if self.limit is None:
-            return "not known" if self.is_limited else ""
-        return f"≤ {format_value(self.limit, self.unit)}"
-
-    def within(self, fact: Fact | None, *, share: float = 1.0, unit: float = 1.0) -> "Count":
-        """Returns the count held to a share of what a site file states, in multiples of `unit`."""
+    def within(self, fact: Fact | None, name: str, unit: float = 1.0) -> "Count":
+        """Returns the count held to what a site file states as `name`, in multiples of `unit`."""
         if fact is None:
-            return dataclasses.replace(self, is_limited=True)
-        limit = share * fact.value / unit
-        return dataclasses.replace(self, limit=limit, limit_source=fact.source, is_limited=True)
+            return dataclasses.replace(self, limit_source=f"{name} is not stated")
+        return dataclasses.replace(self, limit=fact.value / unit, limit_source=fact.source)

@@ -2,9 +2,9 @@
 is needed.
 """
 
-import dataclasses
 import itertools
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -14,16 +14,13 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """What the ranks of a plan hold, by those that differ."""
 
     num_kinds: int
     """Ranks whose cutting code ran."""
     most_params: int
     """Numbers that the fullest rank stores as weights."""
-    groups: dict[str, int]
-    """In which a rank talks to others, and how many they are."""
     num_params: int
     """Of all pipeline stages together, before tensor and sharded data parallelism cut them; tied
     embeddings once."""
@@ -36,29 +33,20 @@ def cut(spec: ModelSpec, plan: Plan) -> Cut:
     Raises:
         ConfigError: the plan cannot run the model.
     """
-    kinds = Counter(_kind(spec, plan, place) for place in range(plan.pipeline_parallel))
-    first_of = {
-        _kind(spec, plan, place): place for place in reversed(range(plan.pipeline_parallel))
-    }
+    places = range(plan.pipeline_parallel)
+    kinds = {place: _kind(spec, plan, place) for place in places}
+    first_of = {kind: place for place, kind in reversed(kinds.items())}
+    ends = [{0, degree - 1} for degree in (plan.data_parallel, plan.tensor_parallel)]
     views, num_params = [], 0
-    for kind, count in kinds.items():
-        for tensor, data in itertools.product(
-            {0, plan.tensor_parallel - 1}, {0, plan.data_parallel - 1}
-        ):
+    for kind, count in Counter(kinds.values()).items():
+        for data, tensor in itertools.product(*ends):
             rank = (first_of[kind] * plan.data_parallel + data) * plan.tensor_parallel + tensor
             views.append(view_rank(spec, plan, rank))
-        num_params += count * sum(
-            torch.Size(parameter.whole_shape).numel() for parameter in views[-1].parameters
-        )
-    copies = plan.data_parallel // plan.shard_size if plan.shard_size else 1
-    data = {"copies of a shard": copies, "data": plan.data_parallel // copies}
-    axes = {"pipeline": plan.pipeline_parallel, **data, "tensor": plan.tensor_parallel}
-    groups = {"world": plan.num_devices} | {name: size for name, size in axes.items() if size > 1}
-    if spec.tied_embeddings and plan.pipeline_parallel > 1:
-        groups["tied embeddings"] = 2
-        num_params -= spec.vocab_size * spec.hidden_size  # the last stage has a copy
-    most = max(view.num_params for view in views)
-    return Cut(num_kinds=len(views), most_params=most, groups=groups, num_params=num_params)
+        shapes = [torch.Size(parameter.whole_shape) for parameter in views[-1].parameters]
+        num_params += count * sum(shape.numel() for shape in shapes)
+    if spec.tied_embeddings and plan.pipeline_parallel > 1:  # of which the last stage has a copy
+        num_params -= spec.vocab_size * spec.hidden_size
+    return Cut(len(views), max(view.num_params for view in views), num_params)
 
 
 def _kind(spec: ModelSpec, plan: Plan, place: int) -> tuple:

@@ -1,14 +1,8 @@
 """What a rehearsal counts, beside what a real job of eight training ranks does, on a real Slurm of
-four nodes.
-
-File calls are counted by strace (Debian's package) on the supervisor and every process of a rank;
-without strace, or without Slurm, those rows are left out.
+four nodes; nothing without Slurm.
 """
 
 import os
-import shutil
-import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -22,13 +16,12 @@ from kit.run import Run
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 
-SECONDS = 20.0
 PLAN = kit.Plan(
     pipeline_parallel=2, tensor_parallel=2, data_parallel=2, zero_stage=1, global_batch_size=8
 )
 
 
-def measure(workplace: Path, dataset: Dataset, seconds: float = SECONDS) -> list[Row]:
+def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     """Returns what was counted and what was seen, for each count that eight ranks can show."""
     if missing := why_not():
         print(f"rehearsal: {missing}")
@@ -49,7 +42,7 @@ def measure(workplace: Path, dataset: Dataset, seconds: float = SECONDS) -> list
         assert run.job is not None
         try:
             _wait_for(run.job, step=60)
-            return _compare(told, run, seconds)
+            return _compare(told, run)
         finally:
             run.job.cancel()
             run.job.wait(60)
@@ -64,7 +57,7 @@ def _wait_for(job: Job, step: int) -> None:
         time.sleep(0.5)
 
 
-def _compare(told: Rehearsal, run: Run, seconds: float) -> list[Row]:
+def _compare(told: Rehearsal, run: Run) -> list[Row]:
     counts: dict[str, Any] = {count.what: count for count in told.counts}
     written = sum(
         file.stat().st_size for file in run.checkpoints.path(run.checkpoints.newest()).iterdir()
@@ -72,7 +65,7 @@ def _compare(told: Rehearsal, run: Run, seconds: float) -> list[Row]:
     size = counts["kept"].value * 1e12 / (run.recipe.keep_last + 1)
     ranks = [pid for pid in _processes(run) if "\0kit.train\0" in _read(pid, "cmdline")]
     open_files = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in ranks)
-    rows = [
+    return [
         *_pair("a checkpoint", size / 1e6, written / 1e6, "MB", "names and zip archives included"),
         *_pair(
             "open files of rank 0",
@@ -82,17 +75,6 @@ def _compare(told: Rehearsal, run: Run, seconds: float) -> list[Row]:
             "the most of 8",
         ),
     ]
-    if shutil.which("strace"):
-        seen = _file_calls(run, seconds) / seconds
-        told_calls = counts["file calls of the job"].value
-        rows += _pair(
-            "file calls of the job",
-            told_calls,
-            seen,
-            "per s",
-            f"in its directory, {seconds:.0f} s of strace",
-        )
-    return rows
 
 
 def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row]:
@@ -100,20 +82,6 @@ def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row
         row(f"{what}, rehearsed", told, unit, note="for 8 ranks"),
         row(f"{what}, seen", seen, unit, at_most=1.05 * told, note=note),
     ]
-
-
-def _file_calls(run: Run, seconds: float) -> int:
-    """Returns how often all processes of a job name a file of its directory within some seconds,
-    checkpoints aside.
-    """
-    log = run.directory.parent / "strace"
-    options = [word for pid in _processes(run) for word in ("-p", str(pid))]
-    tracer = subprocess.Popen(["strace", "-f", "-qq", "-e", "trace=%file", "-o", log, *options])
-    time.sleep(seconds)
-    tracer.send_signal(signal.SIGINT)
-    tracer.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    return sum(str(run.directory) in line and "/checkpoints" not in line for line in lines)
 
 
 def _processes(run: Run) -> list[int]:
