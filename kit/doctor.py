@@ -5,7 +5,6 @@ No torch.
 
 import dataclasses
 import importlib.metadata
-import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,6 @@ EXTRAS = {
     "transformers": "eval",
     "wandb": "wandb",
 }
-SCHEDULER_PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "kubectl")
 PROBE_LIMIT_S = 120.0
 RANKS_LIMIT_S = 60.0
 SLOW_IMPORT_S = 20.0
@@ -41,7 +39,7 @@ if torch.cuda.is_available():
 """What torch sees; for a process of its own, as a broken driver can end it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """One thing that was looked at."""
 
@@ -56,81 +54,46 @@ def examine(*, deep: bool = False) -> list[Finding]:
     """Returns what was found, the free space of this folder too; it takes as long as a few imports
     of torch.
 
-    With `deep` DeepSpeed trains a step, which takes up to a minute.
+    With `deep` DeepSpeed, if it is installed, trains a step, which takes up to a minute.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = shutil.disk_usage(Path()).free
+    free, python = shutil.disk_usage(Path()).free, sys.version.split()[0]
     fits = (3, 11) <= sys.version_info[:2] <= (3, 14)
+    space = f"free space in {Path().absolute()}", f"{free / 2**30:.1f} GiB", free > 2**31
+    gpu, no_sandbox = _gpu(), why_not()
+    sandbox = "cannot run here" if no_sandbox else "can run here"
     return [
-        Finding(
-            subject="Python",
-            found=sys.version.split()[0],
-            ok=fits,
-            advice="" if fits else "use a Python from 3.11 to 3.14",
-        ),
-        Finding(
-            subject="cores, memory", found=f"{os.cpu_count()}, {memory / 2**30:.0f} GiB", ok=True
-        ),
-        Finding(
-            subject=f"free space in {Path().absolute()}",
-            found=f"{free / 2**30:.1f} GiB",
-            ok=free > 2**31,
-            advice="" if free > 2**31 else "checkpoints and data need more",
-        ),
+        Finding("Python", python, fits, "" if fits else "use a Python from 3.11 to 3.14"),
+        Finding(*space, "" if free > 2**31 else "checkpoints and data need more"),
         _import_time(),
-        (gpu := _gpu()),
+        gpu,
         *_rates(int(gpu.found.split()[0]) if gpu.ok else 0),
-        _compiler(),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
         _deepspeed(deep),
         _neuron(),
-        *(_program(name) for name in SCHEDULER_PROGRAMS),
-        _sandbox(),
+        Finding("Slurm sandbox", sandbox, None if no_sandbox else True, no_sandbox or ""),
     ]
 
 
 def _import_time() -> Finding:
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.__version__)"],
-        capture_output=True,
-        text=True,
-    )
+    done = _python("-c", "import torch; print(torch.__version__)")
     seconds = time.perf_counter() - start
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        return Finding(
-            subject="torch", found=f"cannot be imported: {last}", ok=False, advice=install_command()
-        )
-    advice = (
-        ""
-        if seconds < SLOW_IMPORT_S
-        else "copy the environment to each node's own disk (broadcast in the site file)"
-    )
-    return Finding(
-        subject="torch",
-        found=f"{done.stdout.strip()}, imported in {seconds:.1f} s",
-        ok=seconds < SLOW_IMPORT_S,
-        advice=advice,
-    )
+        told = f"cannot be imported: {_last(done.stderr)}"
+        return Finding("torch", told, False, install_command())
+    is_fast = seconds < SLOW_IMPORT_S
+    advice = "copy the environment to each node's own disk (broadcast in the site file)"
+    told = f"{done.stdout.strip()}, imported in {seconds:.1f} s"
+    return Finding("torch", told, is_fast, "" if is_fast else advice)
 
 
 def _gpu() -> Finding:
-    seen = subprocess.run(
-        [sys.executable, "-c", GPU_PROBE], capture_output=True, text=True
-    ).stdout.strip()
-    smi = shutil.which("nvidia-smi")
-    query = [smi or "", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.split() if smi else []
-    told = f", driver {driver[0]}" if driver else ""
-    if seen:
-        return Finding(subject="GPU", found=seen + told, ok=True)
-    return Finding(
-        subject="GPU",
-        found=f"torch sees none{told}",
-        ok=False if driver else None,
-        advice="a newer driver, or torch's wheel for this one" if driver else "",
-    )
+    if seen := _python("-c", GPU_PROBE).stdout.strip():
+        return Finding("GPU", seen, True)
+    if shutil.which("nvidia-smi"):
+        advice = "a newer driver, or torch's wheel for the one of `nvidia-smi`"
+        return Finding("GPU", "torch sees none", False, advice)
+    return Finding("GPU", "torch sees none", None)
 
 
 def _rates(gpus: int) -> list[Finding]:
@@ -143,81 +106,43 @@ def _rates(gpus: int) -> list[Finding]:
     try:
         seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
     except (RuntimeError, JobError) as error:
-        last = (str(error).strip().splitlines() or ["?"])[-1]
-        advice = (
-            "see NCCL_DEBUG=INFO kit doctor"
-            if gpus
-            else f"{install_command()} again; no run of several ranks works"
-        )
-        return [
-            Finding(
-                subject="matrix product, all-reduce",
-                found=f"{ranks} {what} failed: {last}",
-                ok=False,
-                advice=advice,
-            )
-        ]
+        again = f"{install_command()} again; no run of several ranks works"
+        advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else again
+        told = f"{ranks} {what} failed: {_last(str(error))}"
+        return [Finding("matrix product, all-reduce", told, False, advice)]
     rate, sent = seen["nodes"][0]["matmul_flops_per_s"], seen["all_reduce_bytes_per_s"]
     told = f"{rate / 1e12:.3g} TFLOP/s in {seen['dtype']}, the slower of {ranks} {what}"
-    summed = (
-        f"right, {sent / 1e9:.3g} GB/s sent by each of {ranks} {what}"
-        if sent
-        else "one GPU has none to add to"
-    )
+    summed = f"right, {(sent or 0) / 1e9:.3g} GB/s sent by each of {ranks} {what}"
     return [
-        Finding(subject="matrix product", found=told, ok=True),
-        Finding(subject="all-reduce", found=summed, ok=True if sent else None),
+        Finding("matrix product", told, True),
+        Finding("all-reduce", summed if sent else "one GPU has none to add to", bool(sent) or None),
     ]
-
-
-def _compiler() -> Finding:
-    path = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return Finding(
-        subject="C++ compiler",
-        found=path or "not found",
-        ok=True if path else None,
-        advice="" if path else "only plan.compile needs it",
-    )
 
 
 def _package(name: str, extra: str) -> Finding:
     try:
-        return Finding(subject=name, found=importlib.metadata.version(name), ok=True)
+        return Finding(name, importlib.metadata.version(name), True)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(subject=name, found="not installed", ok=None, advice=install_command(extra))
+        return Finding(name, "not installed", None, install_command(extra))
 
 
 def _deepspeed(deep: bool) -> Finding:
     """With `deep` made to train one step, since it can be installed and fail to start: a
     compiler, a lock, a torch.
     """
-    name = "deepspeed"
-    installed = _package(name, name)
-    if not installed.ok:
+    installed = _package("deepspeed", "deepspeed")
+    if not installed.ok or not deep:
         return installed
-    version = installed.found
-    if not deep:
-        advice = "a training step: `kit doctor --deep`"
-        return Finding(subject=name, found=f"{version}, not tried", ok=True, advice=advice)
-    probe = [sys.executable, "-m", "kit.engines.deepspeed.probe"]
+    probe = ("-m", "kit.engines.deepspeed.probe")
     try:
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
+        done = _python(*probe, timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return Finding(
-            subject=name,
-            found=f"{version}, but no training step within {PROBE_LIMIT_S:.0f} s",
-            ok=False,
-            advice=f"see where it waits: {' '.join(probe[1:])}",
-        )
+        done = subprocess.CompletedProcess(probe, 1, "", f"no step in {PROBE_LIMIT_S:.0f} s")
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it died"])[-1]
-        return Finding(
-            subject=name,
-            found=f"{version}, but cannot train: {reason}",
-            ok=False,
-            advice=f"{install_command('deepspeed')}, or engine 'native'",
-        )
-    return Finding(subject=name, found=f"{version}, made a training step", ok=True)
+        told = f"{installed.found}, but cannot train: {_last(done.stderr)}"
+        advice = f"{install_command('deepspeed')}, or engine 'native'; see {' '.join(probe)}"
+        return Finding("deepspeed", told, False, advice)
+    return Finding("deepspeed", f"{installed.found}, made a training step", True)
 
 
 def _neuron() -> Finding:
@@ -227,45 +152,20 @@ def _neuron() -> Finding:
     from kit.engines.neuron.probe import INSTALL, has_device, probe
 
     name, status = "neuronx-distributed", probe()
-    if status.state == "ok":
-        device = (
-            "a Neuron device is here"
-            if has_device()
-            else "no Neuron device is here, so nothing can be trained"
-        )
-        return Finding(
-            subject=name,
-            found=f"{status.versions[name]}, imported; {device}",
-            ok=has_device() or None,
-            advice="its training has reached its end of life: stay on SDK 2.28",
-        )
-    advice = f"on a Trainium host: {INSTALL}"
     if not status.versions:
-        return Finding(subject=name, found="not installed", ok=None, advice=advice)
-    versions = ", ".join(f"{package} {version}" for package, version in status.versions.items())
-    return Finding(
-        subject=name,
-        found=f"{status.state} ({versions}): {status.reason}",
-        ok=False,
-        advice=f"{advice}; elsewhere, uninstall it",
-    )
+        return Finding(name, "not installed", None, f"on a Trainium host: {INSTALL}")
+    if status.state == "ok":
+        device = "a" if has_device() else "no"
+        told = f"{status.versions[name]}, imported; {device} Neuron device is here"
+        return Finding(name, told, has_device() or None, "stay on SDK 2.28, the last that trains")
+    return Finding(name, f"{status.state}: {status.reason}", False, status.message)
 
 
-def _program(name: str) -> Finding:
-    path = shutil.which(name)
-    return Finding(
-        subject=name,
-        found=path or "not found",
-        ok=True if path else None,
-        advice="" if path else "only needed where jobs are submitted by it",
-    )
+def _python(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs this Python with some words, and returns what it wrote."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout)
 
 
-def _sandbox() -> Finding:
-    reason = why_not()
-    return Finding(
-        subject="Slurm sandbox",
-        found="can run here" if reason is None else "cannot run here",
-        ok=True if reason is None else None,
-        advice=reason or "python -m cluster.sandbox start",
-    )
+def _last(text: str) -> str:
+    """Returns the last line of what a process said."""
+    return (text.strip().splitlines() or ["it died"])[-1]

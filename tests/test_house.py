@@ -140,7 +140,7 @@ STATEMENTS = {
     "cluster/login": 440,
     "cluster/sandbox": 272,
     "cluster/slurm": 756,
-    "kit": 882,
+    "kit": 873,
     "kit/commands": 969,
     "kit/convert": 770,
     "kit/data": 1325,

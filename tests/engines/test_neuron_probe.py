@@ -133,7 +133,7 @@ def test_doctor_row(installed, monkeypatch):
     assert doctor._neuron().ok is None or probe().state == "ok"
     installed({"neuronx-distributed": "0.1"}, {})
     row = doctor._neuron()
-    assert row.ok is False and row.found.startswith("placeholder (neuronx-distributed 0.1)")
+    assert row.ok is False and row.found.startswith("placeholder: neuronx-distributed 0.1")
     assert "requirements/trainium.txt" in row.advice
 
 
