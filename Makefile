@@ -7,7 +7,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server slurmdbd slurm-wlm-mysql-plugin mariadb-server
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
 .PHONY: demo test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source clean
 

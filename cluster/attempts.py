@@ -74,15 +74,20 @@ def claimed(run_dir: Path, files: Files) -> Iterator[int]:
         }
         attempt = claim_attempt(run_dir)
         try:
-            for name, text in files.items():
-                if text is None:
-                    (run_dir / name).unlink(missing_ok=True)
-                else:
-                    write_atomic(run_dir / name, text)
+            write_files(run_dir, files)
             yield attempt
         except Exception:
             _put_back(run_dir, before, [*written, *_requests(run_dir)], attempt)
             raise
+
+
+def write_files(run_dir: Path, files: Files) -> None:
+    """Writes files of a run directory, or takes them away."""
+    for name, text in files.items():
+        if text is None:
+            (run_dir / name).unlink(missing_ok=True)
+        else:
+            write_atomic(run_dir / name, text)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,14 @@ Standard library only.
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import pwd
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,6 +65,24 @@ def appending(file: Path) -> io.FileIO:
             errno.EMLINK, "a file with other names, which no file of a run has", str(file)
         )
     return io.FileIO(handle, "ab+")
+
+
+def is_locked(stream: io.FileIO, wait_s: float) -> bool:
+    """Returns whether this caller has the lock of an open file now, waiting for it so long at most.
+
+    The lock falls with its process. True too where the file system has no locks.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        except OSError:
+            return True
 
 
 def append_lines(file: Path, lines: bytes) -> None:

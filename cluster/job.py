@@ -31,7 +31,6 @@ from cluster.state import (
     SchedulerJob,
     StaleAttemptError,
     ask,
-    find_log,
     last_attempt,
     read_history,
     read_state,
@@ -354,12 +353,8 @@ class Job:
             )
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
-        file = find_log(
-            self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes
-        )
-        if not file.exists() and mirror.wanted(self.run_dir, file).exists():
-            mirror.refresh(self.run_dir, now=True)
-        return file
+        per_node = self.spec.num_processes // self.spec.num_nodes
+        return mirror.wanted(self.run_dir, attempt or newest, rank, per_node, waits=True)
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

@@ -22,7 +22,6 @@ refused: see `update_state`. Standard library only.
 import contextlib
 import dataclasses
 import enum
-import fcntl
 import json
 import re
 import time
@@ -30,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cluster.files import append_lines, appending, other_owner, read_small, unless_full
+from cluster.files import append_lines, appending, is_locked, other_owner, read_small, unless_full
 from cluster.process import Process
 from cluster.record import ConfigError, Record, field_doc
 
@@ -262,16 +261,16 @@ def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
     return run_dir / "logs" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.log"
 
 
+def rank_logs(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> tuple[Path, Path]:
+    """Returns the logs that may hold what a rank has said: its own, and that of its node."""
+    own = log_path(run_dir, attempt, rank)
+    return own, own.with_name(f"node_{rank // ranks_per_node}.log")
+
+
 def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Path:
-    """Returns the log that holds what a rank has said: its own, that of its node, or as older
-    versions named it.
-    """
-    own, flat = (
-        log_path(run_dir, attempt, rank),
-        run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log",
-    )
-    node = own.with_name(f"node_{rank // ranks_per_node}.log")
-    return next((file for file in (own, node, flat) if file.exists()), own)
+    """Returns the log that holds what a rank has said."""
+    own, node = rank_logs(run_dir, attempt, rank, ranks_per_node)
+    return next((file for file in (own, node) if file.exists() and file.stat().st_size), own)
 
 
 def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
@@ -322,20 +321,11 @@ def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
 def locked(run_dir: Path) -> Iterator[None]:
     """Lets one writer at a time change state.json, exit.json or the attempt number.
 
-    The lock falls with its process. After LOCK_WAIT_S, or where the file system has no locks, the
-    work is done without it: each file is still replaced as a whole, and a frozen process must not
-    hold up a training run.
+    After LOCK_WAIT_S, or where the file system has no locks, the work is done without it: each file
+    is still replaced as a whole, and a frozen process must not hold up a training run.
     """
     with appending(run_dir / ".state.lock") as stream:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.005)
-            except OSError:
-                break
+        is_locked(stream, LOCK_WAIT_S)
         yield
 
 

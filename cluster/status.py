@@ -96,21 +96,20 @@ def read_status(run_dir: Path) -> JobStatus:
 
 def _mirrored(run_dir: Path) -> JobStatus:
     """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
-    seen, trouble = mirror.look(run_dir)
-    if seen is None:
+    seen = mirror.look(run_dir)
+    if not seen.time:
         return JobStatus(
             state=JobState.QUEUED,
-            reason=trouble or "nothing heard yet",
+            reason=seen.trouble or "nothing heard yet",
             attempt=last_attempt(run_dir),
         )
     status, age_s = JobStatus.from_dict(seen.status), seen.age_s
     if status.heartbeat_age_s is not None and not status.state.is_final:
         status = status.replace(heartbeat_age_s=status.heartbeat_age_s + age_s)
-    if not trouble and age_s < 3 * mirror.INTERVAL_S:
+    if not seen.trouble and age_s < 3 * mirror.INTERVAL_S:
         return status
-    return status.replace(
-        reason=f"{status.reason}; as of {seen.age} ago{f': {trouble}' if trouble else ''}"
-    )
+    trouble = f": {seen.trouble}" if seen.trouble else ""
+    return status.replace(reason=f"{status.reason}; as of {seen.age} ago{trouble}")
 
 
 def is_alive(state: RunState | None) -> bool | None:

@@ -1,12 +1,13 @@
-"""One command on a login node, by the system's own OpenSSH over one connection that is used again
-and again.
+"""One command on a login node, by the system's own OpenSSH and rsync, over one connection that is
+used again and again.
 
 Nobody is ever asked for a password or a second factor from here (BatchMode): who has to type one
 opens the connection with one command, which every error names. KIT_SSH_CONFIG names another
 configuration than ~/.ssh/config.
 
-Source: https://man.openbsd.org/ssh_config (ControlMaster, ControlPath, BatchMode) and
-https://man.openbsd.org/ssh (exit status 255)
+Source: https://man.openbsd.org/ssh_config (ControlMaster, ControlPath, BatchMode),
+https://man.openbsd.org/ssh (exit status 255) and https://download.samba.org/pub/rsync/rsync.1
+(options, exit values)
 """
 
 import functools
@@ -15,12 +16,15 @@ import re
 import shlex
 import subprocess
 import tempfile
+from pathlib import Path
 
 from cluster.state import JobError
 
 CONNECT_S, TIMEOUT_S = 10, 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
+# as rsync tells of a connection that ends or is silent, and of files that are gone or not readable
+CUT, SOME_FILES = (10, 12, 30, 35), (23, 24)
 FIRST = {
     "Could not resolve hostname": (
         "No machine of that name is known here: give its HostName in ~/.ssh/config. "
@@ -46,37 +50,19 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
         NoConnectionError: there is no connection; with the command that opens one.
         JobError: the command fails, with its last words.
     """
-    with (
-        tempfile.TemporaryFile() as said
-    ):  # not a pipe: a connection that stays open would keep it open
-        try:
-            done = subprocess.run(
-                _words(login, command),
-                input=data,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                timeout=timeout_s,
-                start_new_session=True,
-            )
-        except FileNotFoundError as error:
-            raise JobError(
-                "ssh is not installed here. Install OpenSSH's client (openssh-client)."
-            ) from error
-        except subprocess.TimeoutExpired as error:
-            raise NoConnectionError(
-                f"{login} did not answer within {timeout_s:g} s. {_advice(login)}"
-            ) from error
-        said.seek(0)
-        last = (said.read().decode(errors="replace").strip().splitlines() or ["no reason given"])[
-            -1
-        ]
-    if done.returncode == NOT_CONNECTED:
-        raise NoConnectionError(
-            f"no connection to {login} ({last.strip()}). {_advice(login, last)}"
-        )
-    if done.returncode:
-        raise JobError(f"{login}: exit code {done.returncode}: {last.strip()}")
-    return done.stdout
+    return _answer(login, [*_words(login), login, command], data, timeout_s)
+
+
+def copy(login: str, folder: str, here: Path, *options: str, names: str = "") -> None:
+    """Copies files of a folder on a login node into one here: those that rsync's options select,
+    or of these `names`, one a line.
+
+    Raises as `ssh`.
+    """
+    words = ["rsync", "-rtz", "--no-links", "--secluded-args", *options]
+    # without ssh's last word, `--`, since rsync puts the name of the machine there
+    shell = f"--rsh={shlex.join(_words(login)[:-1])}"
+    _answer(login, [*words, shell, "--", f"{login}:{folder}/", f"{here}/"], names.encode())
 
 
 def pass_through(login: str, command: str) -> int:
@@ -86,16 +72,10 @@ def pass_through(login: str, command: str) -> int:
     Raises:
         NoConnectionError: there is no connection.
     """
-    if (
-        code := subprocess.run(_words(login, command), stdin=subprocess.DEVNULL).returncode
-    ) == NOT_CONNECTED:
+    code = subprocess.run([*_words(login), login, command], stdin=subprocess.DEVNULL).returncode
+    if code == NOT_CONNECTED:
         raise NoConnectionError(f"no connection to {login}, or no longer. {_advice(login)}")
     return code
-
-
-def _words(login: str, command: str) -> list[str]:
-    batch = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
-    return ["ssh", *_config(), *batch, *_shared(login, "auto"), "--", login, command]
 
 
 def told(login: str, command: str) -> str:
@@ -108,6 +88,44 @@ def told(login: str, command: str) -> str:
 def open_command(login: str) -> str:
     """Returns the command by which a user opens the connection, and types what has to be typed."""
     return shlex.join(["ssh", *_config(), "-fN", *_shared(login, "yes"), "--", login])
+
+
+def _answer(login: str, words: list[str], data: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
+    # not a pipe: a connection that stays open would keep it open
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(
+                words,
+                input=data,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                timeout=timeout_s,
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            raise JobError(
+                f"{words[0]} is not installed here. Install it (openssh-client, rsync)."
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise NoConnectionError(
+                f"{login} did not answer within {timeout_s:g} s. {_advice(login)}"
+            ) from error
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines() or ["no reason given"]
+    code, is_copy = done.returncode, words[0] == "rsync"
+    if code == NOT_CONNECTED or (is_copy and code in CUT):
+        last = lines[0 if is_copy else -1]
+        raise NoConnectionError(
+            f"no connection to {login} ({last.strip()}). {_advice(login, last)}"
+        )
+    if code and not (is_copy and code in SOME_FILES):
+        raise JobError(f"{login}: exit code {code}: {lines[0 if is_copy else -1].strip()}")
+    return done.stdout
+
+
+def _words(login: str) -> list[str]:
+    batch = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    return ["ssh", *_config(), *batch, *_shared(login, "auto"), "--"]
 
 
 def _advice(login: str, said: str = "") -> str:
@@ -124,33 +142,20 @@ def _shared(login: str, master: str) -> list[str]:
     """Returns the options by which one connection serves all commands; none where the user's
     configuration has some.
     """
-    if _is_shared(login, os.environ.get("KIT_SSH_CONFIG")):
+    if _is_shared(login, *_config()):
         return []
-    return [
-        word
-        for option in (
-            f"ControlMaster={master}",
-            OWN_PATH,
-            "ControlPersist=yes",
-            "ServerAliveInterval=15",
-        )
-        for word in ("-o", option)
-    ]
+    options = (f"ControlMaster={master}", OWN_PATH, "ControlPersist=yes", "ServerAliveInterval=15")
+    return [word for option in options for word in ("-o", option)]
 
 
 @functools.cache
-def _is_shared(login: str, config: str | None) -> bool:
+def _is_shared(login: str, *config: str) -> bool:
+    words = ["ssh", *config, "-G", "--", login]
     try:
-        told = subprocess.run(
-            ["ssh", *_config(), "-G", "--", login],
-            capture_output=True,
-            text=True,
-            timeout=CONNECT_S,
-        )
+        told = subprocess.run(words, capture_output=True, text=True, timeout=CONNECT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return False
-    found = dict(re.findall(r"^(control\w+) (.+)$", told.stdout, re.MULTILINE))
-    return (
-        found.get("controlmaster", "false") not in ("false", "no")
-        and found.get("controlpath", "none") != "none"
+    return all(
+        re.search(rf"^control{each} (?!no$|none$|false$)", told, re.MULTILINE)
+        for each in ("master", "path")
     )

@@ -3,38 +3,31 @@ can read, offline too.
 
     login.json         whose mirror it is: the login node, the directory there, the Python and the
                        source that answer
-    login_seen.json    what was last heard: the job's status, when, and which version of each small
-                       file came
+    login_seen.json    what was last heard: the job's status, when, and what was in the way since
+    .login.lock        held while it is asked for; its time is when that began or ended last
 
-One round trip fills it: what grows (steps, history, logs that were asked for) comes from where it
-ended here, small files when they have changed. Data and checkpoints stay there. The job notices
-nothing.
+What is small comes by rsync when it has changed, steps and the logs that were asked for from where
+they end here. Data and weights stay there. The job notices nothing.
 """
 
-import contextlib
 import dataclasses
-import fcntl
-import hmac
+import hashlib
 import json
-import math
 import os
 import shlex
+import shutil
 import threading
 import time
-import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
-from cluster.files import appending, opened, other_owner, read_small, write_atomic
-from cluster.login.connection import NoConnectionError, ssh
+from cluster.files import append_lines, appending, is_locked, other_owner, write_atomic
+from cluster.login.connection import NoConnectionError, copy, ssh
 from cluster.record import Record, config_folder, field_doc
-from cluster.state import JobError, read_record
+from cluster.state import JobError, find_log, rank_logs, read_record
 
-MIRROR, SEEN = "login.json", "login_seen.json"
+MIRROR, SEEN, LOCK = "login.json", "login_seen.json", ".login.lock"
 INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
-MARK = b"\nKIT-ANSWER\n"
-"""Before the answer: what a login shell prints by itself comes first."""
-TAIL_BYTES = 256
 SYNCED = "/kit-source-"
 """In the path of source that was sent there, which must be its user's own; one that a site file
 names need not be."""
@@ -43,6 +36,29 @@ IS_OWN = """\
 can write to, and what it holds would be run. Remove it, or give another there.folder." >&2; exit 1; }; }"""  # noqa: E501
 """Ends a shell unless the folder that it is in, whatever bears its name by now, is its user's
 own."""
+SMALL = (
+    *(
+        "--max-size=16m",
+        "--delete",
+        "--filter=protect /*",
+        "--prune-empty-dirs",
+        "--modify-window=-1",
+    ),
+    *("--exclude=.*", "--exclude=/site.json", "--exclude=/login*"),
+    *("--include=/*.json", "--include=/*.sh", "--include=/history.jsonl"),
+    *(
+        "--include=/eval/",
+        "--include=/eval/*.json",
+        "--include=/ranks/",
+        "--include=/ranks/*.json*",
+    ),
+    *("--include=/control/", "--include=/control/*", "--include=/checkpoints/"),
+    *("--include=/checkpoints/*/", "--include=/checkpoints/*/manifest.json", "--exclude=*"),
+)
+"""Of rsync, for what is replaced as a whole: no larger than a record may be; neither whose mirror
+it is nor the site as the other side names it. What goes there goes here, but for the user's own."""
+GROWING = ("--max-size=1g", "--append", "--files-from=-", "--ignore-missing-args")
+"""Of rsync, for what only grows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,20 +69,20 @@ class Mirror(Record):
     python: str = field_doc("Python there")
     source: str = field_doc("folder of the kit there")
     directory: str = field_doc("run directory there")
-    seal: str = field_doc(
-        "shows that this user made it: run directories are passed on, and it says what is run there"
-    )
 
-    @classmethod
-    def sealed(cls, *, login: str, python: str, source: str, directory: str) -> Self:
-        """Returns a mirror of this user's own."""
-        return cls(
-            login=login,
-            python=python,
-            source=source,
-            directory=directory,
-            seal=_seal(login, python, source, directory),
-        )
+    @property
+    def note(self) -> Path:
+        """Where it is noted that this user has made it: run directories are passed on, and this
+        file of one says what is run where.
+        """
+        name = hashlib.sha256(self.to_json().encode()).hexdigest()
+        return config_folder() / "mirrors" / name
+
+    def own(self) -> Self:
+        """Notes that this user has made it, and returns it."""
+        self.note.parent.mkdir(parents=True, exist_ok=True)
+        self.note.touch()
+        return self
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Returns the answer of the other side to a request.
@@ -78,11 +94,11 @@ class Mirror(Record):
         answer = ssh(
             self.login,
             self.command("cluster.login.answer"),
-            zlib.compress(json.dumps({"run": self.directory, **request}).encode()),
+            json.dumps({"run": self.directory, **request}).encode(),
         )
-        try:
-            found = json.loads(zlib.decompress(answer.partition(MARK)[2]))
-        except (zlib.error, ValueError) as error:  # the connection broke in the middle of it
+        try:  # what a login shell prints by itself comes first
+            found = json.loads(answer[answer.rstrip().rfind(b"\n") + 1 :])
+        except ValueError as error:  # the connection broke in the middle of it
             raise NoConnectionError(
                 f"{self.login}: the answer was cut short ({len(answer):,} bytes)"
             ) from error
@@ -96,9 +112,7 @@ class Mirror(Record):
         Raises:
             JobError: the mirror was made by somebody else, so what it names may be anything.
         """
-        if not hmac.compare_digest(
-            self.seal, _seal(self.login, self.python, self.source, self.directory)
-        ):
+        if not self.note.exists():
             told = f"`kit attach RUN --site FILE.toml --there {shlex.quote(self.directory)}`"
             raise JobError(
                 f"somebody else made this mirror of {self.directory} on {self.login}. Make your"
@@ -115,26 +129,15 @@ def command(source: str, python: str, module: str, *words: str) -> str:
     return f"exec bash -lc {shlex.quote(inner)}"
 
 
-def _seal(*words: str) -> str:
-    """Returns a keyed hash; the key, made at first use, is this user's on this machine."""
-    file = config_folder() / "login.key"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            contextlib.suppress(FileExistsError),
-            open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as new,
-        ):
-            new.write(os.urandom(32))
-    return hmac.digest(file.read_bytes(), "\0".join(words).encode(), "sha256").hex()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen(Record):
     """login_seen.json: what was last heard from there."""
 
-    time: float = field_doc("unix time here")
-    status: dict[str, Any] = field_doc("JobStatus as the other side knew it")
-    versions: dict[str, int] = field_doc("checksums of small files that came", default_factory=dict)
+    time: float = field_doc("unix time here; 0: nothing yet", default=0.0)
+    status: dict[str, Any] = field_doc("JobStatus as the other side knew it", default_factory=dict)
+    began: float | None = field_doc("unix time there at which the run began", default=None)
+    alerts: int = field_doc("bytes of the alerts there that are among those here", default=0)
+    trouble: str = field_doc("what has been in the way of hearing more since", default="")
 
     @property
     def age_s(self) -> float:
@@ -156,12 +159,17 @@ def mirror_of(run_dir: Path) -> Mirror | None:
     return read_record(Mirror, run_dir / MIRROR)
 
 
+def seen_of(run_dir: Path) -> Seen:
+    """Returns what was last heard of a run elsewhere; of one that is here, nothing ever."""
+    return read_record(Seen, run_dir / SEEN) or Seen()
+
+
 def unheard(run_dir: Path) -> str | None:
     """Returns how old what is known of a run elsewhere is, if polls fail to tell; None
     otherwise, and of one here.
     """
-    seen = read_record(Seen, run_dir / SEEN)
-    return seen.age if seen and seen.age_s > LATE_S else None
+    seen = seen_of(run_dir)
+    return seen.age if seen.time and seen.age_s > LATE_S else None
 
 
 def forward(run_dir: Path, request: str) -> bool:
@@ -174,178 +182,97 @@ def forward(run_dir: Path, request: str) -> bool:
     """
     if (mirror := mirror_of(run_dir)) is None:
         return False
-    mirror.ask(do="request", request=request)
-    refresh(run_dir, now=True)
+    mirror.ask(do=request)
+    look(run_dir, now=True)
     return True
 
 
-def look(run_dir: Path) -> tuple[Seen | None, str]:
-    """Returns what was last heard of a run, and what is in the way of hearing more, if anything.
+def wanted(
+    run_dir: Path, attempt: int, rank: int, ranks_per_node: int, waits: bool = False
+) -> Path:
+    """Returns the log that holds what a rank has said, as `find_log`.
 
-    Asks at most every INTERVAL_S, in the background; waits only for a first answer of this process.
+    A mirror fetches the logs that it has, so there it is made, and `waits` for what is in it.
+    """
+    logs = rank_logs(run_dir, attempt, rank, ranks_per_node)
+    if not logs[0].exists() and mirror_of(run_dir) and not other_owner(run_dir):
+        logs[0].parent.mkdir(parents=True, exist_ok=True)
+        for log in logs:
+            log.touch()
+        if waits:
+            look(run_dir, now=True)
+    return find_log(run_dir, attempt, rank, ranks_per_node)
+
+
+def look(run_dir: Path, now: bool = False) -> Seen:
+    """Returns what was last heard of a run elsewhere, and what is in the way of hearing more.
+
+    Asks at most every INTERVAL_S, in the background, or `now`. It waits for the answer only then,
+    and where nobody has asked for a while.
     """
     if owner := other_owner(run_dir):
-        return (
-            read_record(Seen, run_dir / SEEN),
-            f"the mirror is {owner}'s, so it is asked for nothing new",
-        )
-    with _LOCK:
-        known = _ASKING.get(run_dir)
-        if known is None or (not known.is_alive() and time.monotonic() - known.begun > INTERVAL_S):
-            known = _ASKING[run_dir] = _Asking(
-                run_dir, first=known is None, trouble=known.trouble if known else ""
-            )
-            known.start()
-    if known.first:
-        known.join(FIRST_WAIT_S)
-    return read_record(Seen, run_dir / SEEN), known.trouble
+        trouble = f"the mirror is {owner}'s, so it is asked for nothing new"
+        return seen_of(run_dir).replace(trouble=trouble)
+    quiet_s = _age_s(run_dir / LOCK)
+    if now or quiet_s > INTERVAL_S:
+        asking = threading.Thread(target=_ask, args=(run_dir, now), name="login-poll", daemon=True)
+        asking.start()
+        if now or quiet_s > LATE_S:
+            asking.join(FIRST_WAIT_S)
+    return seen_of(run_dir)
 
 
-def wanted(run_dir: Path, log: Path) -> Path:
-    """Returns a log that somebody reads; a mirror fetches the logs that it has, so there it is
-    made.
-    """
-    if not log.exists() and mirror_of(run_dir) and not other_owner(run_dir):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
-    return log
+def _ask(run_dir: Path, now: bool) -> None:
+    """Makes one round trip, unless another is under way, and notes what was in its way."""
+    mirror = mirror_of(run_dir)
+    assert mirror is not None
+    # of the login node, so that a list of many runs waits for one of them
+    lost = config_folder() / f"unreachable_{Path(mirror.login).name}"
+    try:
+        with appending(run_dir / LOCK) as lock:
+            if not is_locked(lock, FIRST_WAIT_S if now else 0.0):
+                return
+            os.utime(lock.fileno())
+            try:
+                if _age_s(lost) < INTERVAL_S and not now:
+                    raise JobError(lost.read_text())
+                fetch(run_dir, mirror)
+            finally:
+                os.utime(lock.fileno())
+    except Exception as error:  # whatever went wrong, what is here already tells the rest
+        if isinstance(error, NoConnectionError):
+            write_atomic(lost, str(error))
+        seen_of(run_dir).replace(trouble=str(error)).write(run_dir / SEEN)
 
 
-def refresh(run_dir: Path, now: bool = False) -> None:
-    """Brings a mirror up to date and returns when it is; what is in the way is told by `look`,
-    not raised.
-    """
-    if now:
-        with _LOCK:
-            _ASKING.pop(run_dir, None)
-    look(run_dir)
-
-
-class _Asking(threading.Thread):
-    """One round trip to the other side, or several while much is new."""
-
-    def __init__(self, run_dir: Path, first: bool, trouble: str) -> None:
-        super().__init__(name="login-poll", daemon=True)
-        self.run_dir, self.first, self.trouble, self.begun = (
-            run_dir,
-            first,
-            trouble,
-            time.monotonic(),
-        )
-
-    def run(self) -> None:
-        login = mirror.login if (mirror := mirror_of(self.run_dir)) else ""
-        failed, told = _UNREACHABLE.get(login, (-math.inf, ""))
-        if (
-            time.monotonic() - failed < INTERVAL_S
-        ):  # so that a list of many runs waits for one of them
-            self.trouble = told
-            return
-        try:
-            while fetch(self.run_dir, patient=self.first):
-                pass
-            self.trouble = ""
-        except NoConnectionError as error:
-            self.trouble = str(error)
-            _UNREACHABLE[login] = time.monotonic(), self.trouble
-        except Exception as error:  # whatever went wrong, what is here already tells the rest
-            self.trouble = str(error)
-
-
-_ASKING: dict[Path, _Asking] = {}
-_UNREACHABLE: dict[str, tuple[float, str]] = {}
-"""When a login node could last not be reached, and why."""
-_LOCK = threading.Lock()
-
-
-def fetch(run_dir: Path, patient: bool = False) -> bool:
-    """Makes one round trip and returns whether more is to come at once; one writer at a time, and
-    `patient` waits.
+def fetch(run_dir: Path, mirror: Mirror) -> None:
+    """Brings a mirror up to date.
 
     Raises:
         NoConnectionError, JobError: as `Mirror.ask`.
+        OSError: a file here is none that may be appended to.
     """
-    mirror = mirror_of(run_dir)
-    assert mirror is not None
-    with appending(run_dir / ".login.lock") as lock:
-        if not _is_locked(
-            lock, FIRST_WAIT_S if patient else 0.0
-        ):  # another process of this machine is at it
-            return False
-        seen = read_record(Seen, run_dir / SEEN)
-        versions = dict(seen.versions) if seen else {}
-        logs = [str(file.relative_to(run_dir)) for file in run_dir.glob("logs/attempt_*/*.log")]
-        ends = {name: _end(run_dir / name) for name in ("metrics.jsonl", "history.jsonl", *logs)}
-        answer = mirror.ask(do="read", ends=ends, versions=versions)
-        for name, (start, text) in answer["grown"].items():
-            if name in ends:
-                _put(run_dir / name, start, text.encode("latin-1"))
-        for name, (version, text) in answer["changed"].items():
-            if _is_inside(name):
-                _replace(run_dir / name, text)
-                versions[name] = version
-        for name in answer["gone"]:
-            if _is_inside(name):
-                (run_dir / name).unlink(missing_ok=True)
-            versions.pop(name, None)
-        Seen(time=time.time(), status=answer["status"], versions=versions).write(run_dir / SEEN)
-    return answer["more"]
+    old = seen_of(run_dir)
+    heard = mirror.ask(do="status", began=old.began, alerts=old.alerts)
+    if heard["began"] != old.began:  # the directory there is that of another run now
+        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+        shutil.rmtree(run_dir / "logs", ignore_errors=True)
+    copy(mirror.login, mirror.directory, run_dir, *SMALL)
+    growing = [run_dir / "metrics.jsonl", *run_dir.glob("logs/attempt_*/*.log")]
+    for file in growing:
+        appending(file).close()
+    names = "\n".join(str(file.relative_to(run_dir)) for file in growing)
+    copy(mirror.login, mirror.directory, run_dir, *GROWING, names=names)
+    if heard["alerts"]:  # to those of watchers here
+        append_lines(run_dir / "alerts.jsonl", heard["alerts"].encode())
+    Seen(
+        time=time.time(), status=heard["status"], began=heard["began"], alerts=heard["alerts_end"]
+    ).write(run_dir / SEEN)
 
 
-def _is_locked(lock: BinaryIO, wait_s: float) -> bool:
-    """Returns whether this caller has the lock now, waiting for it so long at most."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        except OSError:  # this file system has no locks
-            return True
-
-
-def _end(file: Path) -> tuple[int, int]:
-    """Returns where a file ends here, and a checksum of its last bytes, by which the other side
-    knows it again.
-    """
+def _age_s(file: Path) -> float:
+    """Returns how long ago a file has changed; for ever where there is none."""
     try:
-        with opened(file) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - TAIL_BYTES))
-            return size, zlib.crc32(stream.read(TAIL_BYTES))
-    except FileNotFoundError:
-        return 0, 0
-
-
-def _put(file: Path, start: int, new: bytes) -> None:
-    """Appends what is new; from the start if the file there is another one now."""
-    if start == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, new)
-    else:
-        with appending(file) as stream:
-            stream.truncate(start)
-            stream.write(new)
-
-
-def _replace(file: Path, text: str) -> None:
-    if file.name == "alerts.jsonl":  # watchers of both sides write it: each line is kept
-        with contextlib.suppress(OSError):
-            known = set(read_small(file).decode(errors="replace").splitlines())
-            text = "".join(
-                f"{line}\n"
-                for line in [*known, *(each for each in text.splitlines() if each not in known)]
-            )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, text)
-
-
-def _is_inside(name: str) -> bool:
-    return (
-        not Path(name).is_absolute()
-        and ".." not in Path(name).parts
-        and name not in (MIRROR, SEEN, "site.json")
-    )
+        return time.time() - file.stat().st_mtime
+    except OSError:
+        return float("inf")

@@ -4,20 +4,18 @@ there.
 
 import gzip
 import hashlib
-import io
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
-import tarfile
-from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.attempts import Files, new_folders
-from cluster.files import write_atomic
+from cluster.attempts import Files, new_folders, write_files
 from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh, told
-from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, mirror_of, refresh
+from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, look, mirror_of
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.render import check, check_submittable
@@ -52,12 +50,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         **(files or {}),
         "site.json": site.to_json(),
     }
+    lost = None
     with new_folders(run_dir):
-        before = {
-            name: (run_dir / name).read_bytes() if (run_dir / name).is_file() else None
-            for name in kept
-        }
-        _write(run_dir, kept)
         try:
             mirror.ask(
                 do="submit",
@@ -67,13 +61,11 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
                 new=known is None,
             )
         except NoConnectionError as error:
-            raise NoConnectionError(
-                f"{error}. Whether the job was taken: `kit status` tells then."
-            ) from error
-        except JobError:
-            _write(run_dir, before)
-            raise
-    refresh(run_dir, now=True)
+            lost = error
+        write_files(run_dir, kept)
+    if lost:
+        raise NoConnectionError(f"{lost}. Whether the job was taken: `kit status` tells then.")
+    look(run_dir, now=True)
     return Job.attach(run_dir)
 
 
@@ -120,10 +112,14 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
             " there."
         )
     mirror = _mirror(site, directory)
-    asked = mirror.ask(do="asked")
+    mirror.ask(do="status", began=None, alerts=0)
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json(), **asked})
-    refresh(run_dir, now=True)
+    try:
+        fetch(run_dir, mirror)
+    except JobError:
+        shutil.rmtree(run_dir)
+        raise
+    write_files(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json()})
     return Job.attach(run_dir)
 
 
@@ -179,7 +175,8 @@ def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
     if there is not site.there:  # which says sync
         _sync(site.login, source)
     directory = f"{there.folder}/{name}" if directory is None else directory
-    return Mirror.sealed(login=site.login, python=there.python, source=source, directory=directory)
+    mirror = Mirror(login=site.login, python=there.python, source=source, directory=directory)
+    return mirror.own()
 
 
 def _there(site: Site) -> There:
@@ -217,22 +214,7 @@ def _sync(login: str, source: str) -> None:
 
 def source_archive() -> bytes:
     """Returns `kit` and `cluster` as one archive, the same bytes for the same source."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for file in sorted(
-            file for package in ("cluster", "kit") for file in (PACKAGE_ROOT / package).rglob("*")
-        ):
-            if file.is_file() and "__pycache__" not in file.parts:
-                about = tarfile.TarInfo(str(file.relative_to(PACKAGE_ROOT)))
-                about.size, about.mode = file.stat().st_size, 0o644
-                with file.open("rb") as content:
-                    archive.addfile(about, content)
-    return gzip.compress(stream.getvalue(), mtime=0)
-
-
-def _write(run_dir: Path, files: Mapping[str, str | bytes | None]) -> None:
-    for name, content in files.items():
-        if content is None:
-            (run_dir / name).unlink(missing_ok=True)
-        else:
-            write_atomic(run_dir / name, content)
+    words = ["tar", "-cf", "-", "--exclude=__pycache__", "--sort=name", "--mtime=@0", "--owner=0"]
+    words += ["--group=0", "--numeric-owner", "--mode=u=rwX,go=rX", "cluster", "kit"]
+    done = subprocess.run(words, cwd=PACKAGE_ROOT, capture_output=True, check=True)
+    return gzip.compress(done.stdout, mtime=0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.login.mirror import SEEN, Seen
-from cluster.state import JobError, read_record
+from cluster.login.mirror import seen_of
+from cluster.state import JobError
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import drawable
 from kit.monitor.export import metrics_of
@@ -119,7 +119,7 @@ def live_row(run: Run) -> dict[str, Any]:
     except JobError:
         state, reason = "not started", "no job was submitted for it"
     row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
-    if run.is_mirror and (seen := read_record(Seen, run.directory / SEEN)):
+    if run.is_mirror and (seen := seen_of(run.directory)).time:
         row |= {"heard": f"{seen.age} ago", "heard_s": seen.age_s}
     newest = _newest_rows(run)
     if not newest:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import cluster
 from cluster.files import write_atomic
-from cluster.login.mirror import mirror_of, refresh
+from cluster.login.mirror import look, mirror_of
 from cluster.record import Record, html_table
 from cluster.site import Site
 from kit.errors import RunError, kit_command
@@ -130,7 +130,7 @@ class Run:
         """
         directory = Path(directory).expanduser().resolve()
         if mirror_of(directory):
-            refresh(directory)
+            look(directory)
         if not (directory / "spec.json").exists():
             raise RunError(
                 f"{directory} is not a run directory (no spec.json). Make one with `kit launch`."

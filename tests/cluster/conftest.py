@@ -146,7 +146,7 @@ class LoginNode:
 
 @pytest.fixture
 def login_node(sandbox, tmp_path, monkeypatch):
-    """A login node in front of the sandbox; this process has ssh on its PATH and no Slurm."""
+    """A login node in front of the sandbox; this process finds ssh and rsync, and no Slurm."""
     if SSHD is None:
         pytest.skip("no sshd here: apt-get install openssh-server")
     # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a
@@ -160,7 +160,8 @@ def login_node(sandbox, tmp_path, monkeypatch):
     node = LoginNode(tmp_path, variables)
     node.on()
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").symlink_to(str(shutil.which("ssh")))
+    for name in ("ssh", "rsync", "tar"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "ssh_config"))
     monkeypatch.setattr(mirror, "INTERVAL_S", 0.5)
     with monkeypatch.context() as laptop:

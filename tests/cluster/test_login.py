@@ -7,11 +7,9 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import time
 import venv
-import zlib
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ from cluster.login.submit import attach, refuse_lacking, source_archive
 from cluster.record import ConfigError
 from cluster.render import render
 from cluster.site import Site, There
-from cluster.state import JobError, JobState
+from cluster.state import Event, JobError, JobState
 from kit import launcher
 from kit.commands.app import app
 from kit.errors import CheckpointError, RunError
@@ -147,8 +145,7 @@ def test_launch_of_a_training_run(behind, tmp_path):
     assert told == (there / "submit.sh").read_text(), "as it is shown before"
     assert str(there) in told and str(here) not in told
     (there / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
-    os.utime(there / "checkpoints" / "step_00000005" / "manifest.json", (1e9, 1e9))
+    (there / "checkpoints" / "step_00000005" / "manifest.json").write_text('{"time": 1e9}')
     assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
     assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9), (
         "not when it was looked at"
@@ -221,15 +218,12 @@ def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
 
 
 def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
-    there, here, _ = pair
-    strange = mirror.Mirror.sealed(
-        login="frontier", python="python", source="/", directory=str(tmp_path / "never")
-    )
+    there, here = pair
     with pytest.raises(JobError, match="/never is no run directory there"):
-        strange.ask(do="asked")
+        mirror_at(tmp_path / "never").ask(do="status")
     (there / "job.json").unlink()
-    with pytest.raises(JobError, match="is not there any more; what was copied before is kept"):
-        mirror.fetch(here)
+    with pytest.raises(JobError, match="not there any more .* What was copied before is kept"):
+        fetch(here)
 
 
 def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch):
@@ -264,18 +258,25 @@ def test_source_travels_once(behind, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def next_door(tmp_path, monkeypatch):
-    """A site whose login node is this machine: a stand-in for ssh runs the command here, all of
-    it readable by all.
-    """
+def same_machine(tmp_path, monkeypatch):
+    """A stand-in for ssh, which runs the command here; all that it writes is readable by all."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text(
-        '#!/bin/bash\ncase " $* " in *" -G "*) exit 1 ;; esac\numask 0\nexec bash -c "${@: -1}"\n'
+        '#!/bin/bash\ncase " $* " in *" -G "*) exit 1 ;; esac\necho "$@" >> "$0.calls"\n'
+        'while [ "$1" != frontier ]; do shift; done\nshift\numask 0\n'
+        '[ -e "$0.off" ] && { echo "ssh: no route to frontier" >&2; exit 255; }\n'
+        'case "$*" in rsync*) ;; *) echo "Welcome to Frontier!" ;; esac\nexec bash -c "$*"\n'
     )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))
+    return ssh
+
+
+@pytest.fixture
+def next_door(same_machine, tmp_path):
+    """A site whose login node is this machine."""
     site = Site.load("laptop").replace(scheduler="slurm", login="frontier", name="mine")
     return site.replace(
         there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
@@ -300,11 +301,11 @@ def test_source_that_was_sent_is_its_users_alone(next_door, tmp_path):
             match=rf"frontier: .*{folder} is no folder that you alone can write to.*Remove",
         ):
             refuse_lacking(next_door, [], "torch")
-        mine = mirror.Mirror.sealed(
+        mine = mirror.Mirror(
             login="frontier", python=sys.executable, source=str(folder), directory="/run"
-        )
+        ).own()
         with pytest.raises(JobError, match="alone can write to"):
-            mine.ask(do="asked")
+            mine.ask(do="stop")
         assert not pwned.exists()
 
 
@@ -335,30 +336,24 @@ def test_source_that_a_site_file_names_may_be_anybodys(next_door, tmp_path):
 
 
 @pytest.fixture
-def pair(tmp_path, monkeypatch):
-    """A run directory and its mirror, which hear of each other without ssh; the bytes of each
-    answer are counted.
-    """
-    there, here, sizes = tmp_path / "there", tmp_path / "here", []
+def pair(same_machine, tmp_path):
+    """A run directory and its mirror."""
+    there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there / "logs" / "attempt_01", here):
         folder.mkdir(parents=True)
     job_spec(there).write(there / "job.json")
-    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(
-        here / "login.json"
-    )
+    mirror_at(there).write(here / "login.json")
+    return there, here
 
-    def ssh(login, command, data):
-        done = subprocess.run(
-            [sys.executable, "-m", "cluster.login.answer"],
-            input=data,
-            capture_output=True,
-            cwd=ROOT,
-        )
-        sizes.append((len(data), len(done.stdout)))
-        return b"Welcome to Frontier!\n" + done.stdout
 
-    monkeypatch.setattr(mirror, "ssh", ssh)
-    return there, here, sizes
+def mirror_at(directory):
+    return mirror.Mirror(
+        login="frontier", python=sys.executable, source=str(ROOT), directory=str(directory)
+    ).own()
+
+
+def fetch(here):
+    mirror.fetch(here, mirror.Mirror.read(here / "login.json"))
 
 
 def line(step):
@@ -370,79 +365,104 @@ def line(step):
     )
 
 
-def test_bytes_of_a_poll_at_a_million_steps(pair):
-    there, here, sizes = pair
-    steps = "".join(line(step) for step in range(1_000_000))
-    (there / "metrics.jsonl").write_text(steps)
-    (here / "metrics.jsonl").write_text(steps)
-    assert not mirror.fetch(here)
-    assert not mirror.fetch(here) and sum(sizes[-1]) < 600, sizes
-    with (there / "metrics.jsonl").open("a") as stream:
-        stream.write(line(1_000_000) + '{"step": 10000')
-    assert not mirror.fetch(here) and sum(sizes[-1]) < 800, sizes
-    assert (here / "metrics.jsonl").read_text() == steps + line(1_000_000)
-
-
-def test_a_file_that_is_another_one_now_comes_whole(pair):
-    there, here, _ = pair
-    (there / "metrics.jsonl").write_text(line(1) + line(2))
+def test_what_grows_and_what_changes_and_what_goes(pair):
+    there, here = pair
+    (there / "metrics.jsonl").write_text(line(1))
     (there / "plan.json").write_text("{}")
+    (there / "control").mkdir()
+    (there / "control" / "request_stop").touch()
     (there / "alerts.jsonl").write_text("theirs\n")
     (here / "alerts.jsonl").write_text("ours\n")
-    mirror.fetch(here)
-    assert (here / "plan.json").exists() and sorted(
-        (here / "alerts.jsonl").read_text().split()
-    ) == ["ours", "theirs"]
-    (there / "metrics.jsonl").write_text(line(1) + line(3))  # as long as before
-    (there / "plan.json").unlink()
-    mirror.fetch(here)
-    assert (here / "metrics.jsonl").read_text() == line(1) + line(3) and not (
-        here / "plan.json"
-    ).exists()
-    (there / "metrics.jsonl").write_text(line(4))
-    mirror.fetch(here)
-    assert (here / "metrics.jsonl").read_text() == line(4)
+    (here / "notes.json").write_text("mine")
+    fetch(here)
+    inode = (here / "metrics.jsonl").stat().st_ino
+    with (there / "metrics.jsonl").open("a") as stream:
+        stream.write(line(2) + '{"step": 3')
+    (there / "plan.json").write_text("[]")
+    (there / "control" / "request_stop").unlink()
+    with (there / "alerts.jsonl").open("a") as stream:
+        stream.write('more\n{"torn')
+    for _ in range(2):
+        fetch(here)
+    grown = here / "metrics.jsonl"
+    assert grown.read_text() == line(1) + line(2) + '{"step": 3' and grown.stat().st_ino == inode
+    assert (here / "alerts.jsonl").read_text().split() == ["ours", "theirs", "more"]
+    assert (here / "plan.json").read_text() == "[]" and (here / "notes.json").exists()
+    assert not (here / "control" / "request_stop").exists()
 
 
-def test_much_comes_in_parts_and_logs_when_asked(pair, monkeypatch):
-    there, here, sizes = pair
-    (there / "metrics.jsonl").write_text("".join(line(step) for step in range(120_000)))
+def test_another_run_in_the_place_of_one_comes_whole(pair):
+    there, here = pair
+    for text, began in ((line(1) + line(2), 1.0), (line(3), 2.0)):
+        event = Event(time=began, attempt=1, state=JobState.RUNNING)
+        (there / "history.jsonl").write_text(f"{json.dumps(event.to_dict())}\n")
+        (there / "metrics.jsonl").write_text(text)
+        fetch(here)
+        assert (here / "metrics.jsonl").read_text() == text
+
+
+def test_logs_come_when_asked(pair):
+    there, here = pair
     (there / "logs" / "attempt_01" / "node_0.log").write_bytes(b"caf\xc3\xa9 \xff\n")
-    (there / "exit.json").write_text(
-        json.dumps({"attempt": 1, "rc": 0, "reason": "done", "host": "n", "time": 1.0})
-    )
-    job = Job.attach(there)
-    mirror.fetch(here)
-    while mirror.fetch(here):
-        pass
-    assert (here / "metrics.jsonl").read_bytes() == (there / "metrics.jsonl").read_bytes() and len(
-        sizes
-    ) > 1
-    assert not list(here.glob("logs/*/*")) and Job.attach(here).logs() == job.logs() == "café �\n"
+    end = {"attempt": 1, "rc": 0, "reason": "done", "host": "n", "time": 1.0}
+    (there / "exit.json").write_text(json.dumps(end))
+    fetch(here)
+    assert not list(here.glob("logs/*/*"))
+    assert Job.attach(here).logs() == Job.attach(there).logs() == "café �\n"
 
 
-def test_a_list_of_runs_waits_for_one_of_them(pair, monkeypatch):
-    _, here, _ = pair
-    other, calls = here.with_name("other"), []
+def test_a_list_of_runs_waits_for_one_of_them(pair, same_machine):
+    _, here = pair
+    other, calls = here.with_name("other"), same_machine.with_suffix(".calls")
     shutil.copytree(here, other)
-
-    def ssh(*words):
-        calls.append(words)
-        raise NoConnectionError("no route to frontier")
-
-    monkeypatch.setattr(mirror, "ssh", ssh)
-    monkeypatch.setattr(mirror, "_UNREACHABLE", {})
+    same_machine.with_suffix(".off").touch()
     told = [Job(folder, job_spec(folder)).status().reason for folder in (here, other)]
-    assert told == ["no route to frontier"] * 2 and len(calls) == 1
+    assert all("no route to frontier" in reason for reason in told)
+    assert len(calls.read_text().splitlines()) == 1
 
 
-def test_a_mirror_that_somebody_else_made_runs_nothing(pair):
-    _, here, sizes = pair
+def test_a_mirror_that_somebody_else_made_runs_nothing(pair, same_machine):
+    _, here = pair
     strange = mirror.Mirror.read(here / "login.json").replace(python="/tmp/theirs")
     strange.write(here / "login.json")
-    assert (
-        "somebody else made this mirror" in Job(here, job_spec(here)).status().reason and not sizes
+    assert "somebody else made this mirror" in Job(here, job_spec(here)).status().reason
+    assert not same_machine.with_suffix(".calls").exists()
+
+
+def test_links_on_both_sides_lead_nowhere(pair, tmp_path):
+    """Nor does what is there come under the names by which a mirror knows whose it is."""
+    there, here = pair
+    mine = tmp_path / "mine"
+    (mine / "ranks").mkdir(parents=True)
+    for name in ("secret.json", "kept.log", "state.json", "metrics.jsonl"):
+        (mine / name).write_text("kept\n")
+    (there / "plan.json").symlink_to(mine / "secret.json")
+    (there / "eval").symlink_to(mine)
+    for name in ("site.json", "login.json", "login_seen.json", ".hidden.json", "state.json"):
+        (there / name).write_text("theirs")
+    for name in ("metrics.jsonl", "logs/attempt_01/kept.log", "ranks/x.json"):
+        (there / name).parent.mkdir(exist_ok=True)
+        (there / name).write_text("theirs")
+    before = (here / "login.json").read_bytes()
+    (here / "state.json").symlink_to(mine / "state.json")
+    (here / "ranks").symlink_to(mine / "ranks")
+    (here / "logs").mkdir()
+    (here / "logs" / "attempt_01").symlink_to(mine)
+    os.link(mine / "metrics.jsonl", here / "metrics.jsonl")
+    with pytest.raises(OSError, match="a file with other names"):
+        fetch(here)
+    (here / "metrics.jsonl").unlink()
+    (here / "metrics.jsonl").symlink_to(mine / "metrics.jsonl")
+    with pytest.raises(OSError, match="a link"):
+        fetch(here)
+    (here / "metrics.jsonl").unlink()
+    fetch(here)
+    assert (here / "login.json").read_bytes() == before
+    assert not any(
+        (here / name).exists() for name in ("site.json", ".hidden.json", "plan.json", "eval")
     )
+    assert {file.read_text() for file in mine.iterdir() if file.is_file()} == {"kept\n"}
+    assert not list((mine / "ranks").iterdir()) and (here / "state.json").read_text() == "theirs"
 
 
 def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
@@ -451,13 +471,11 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
     """Of a mirror, to the user's command: what was found there, and what only the steps tell,
     each once.
     """
-    _, here, _ = pair
+    _, here = pair
     there = recorded_run(tmp_path / "cluster", steps=40).directory
     for name in ("spec", "plan", "recipe", "site"):
         shutil.copy(there / f"{name}.json", here)
-    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(
-        here / "login.json"
-    )
+    mirror_at(there).write(here / "login.json")
     monkeypatch.setattr(mirror, "INTERVAL_S", 0.0)
     told = tmp_path / "told"
     config = Path(os.environ["XDG_CONFIG_HOME"]) / "kit" / "config.toml"
@@ -502,24 +520,6 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
     again = watching()  # after a reboot: `kit watch RUN`
     assert eventually(lambda: again() == 41)
     assert len(told.read_text().splitlines()) == 2
-
-
-def test_an_answer_writes_nowhere_else(pair, monkeypatch):
-    _, here, _ = pair
-    found = {
-        "status": {},
-        "gone": ["../kept"],
-        "more": False,
-        "grown": {"../grown.jsonl": [0, "x"]},
-        "changed": {"../changed.json": [1, "x"], "login.json": [1, "x"], "/tmp/x": [1, "x"]},
-    }
-    (here.parent / "kept").touch()
-    before = (here / "login.json").read_bytes()
-    packed = mirror.MARK + zlib.compress(json.dumps(found).encode())
-    monkeypatch.setattr(mirror, "ssh", lambda *words: packed)
-    mirror.fetch(here)
-    assert sorted(path.name for path in here.parent.iterdir()) == ["here", "kept", "there"]
-    assert (here / "login.json").read_bytes() == before
 
 
 def test_site_file_is_checked():

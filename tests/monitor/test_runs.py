@@ -85,9 +85,7 @@ def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
     make(tmp_path / "here")
     assert "heard" not in runs_table(tmp_path).columns
     there = make(tmp_path / "there").directory
-    Mirror(login="far", python="python", source="/", directory="/run", seal="of another").write(
-        there / "login.json"
-    )
+    Mirror(login="far", python="python", source="/", directory="/run").write(there / "login.json")
     status = JobStatus(state=JobState.RUNNING, reason="step 40", attempt=1)
     Seen(time=time.time() - 7300, status=status.to_dict()).write(there / "login_seen.json")
     JobSpec(name="r", run_dir=str(there), argv=("x",), num_processes=1).write(there / "job.json")

@@ -368,9 +368,9 @@ def test_commands_on_a_run_that_names_a_login_node(
     base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
     base.replace(login="far", there=there).write(run / "site.json")
     if mirrored:
-        mirror = Mirror.sealed(
+        mirror = Mirror(
             login="far", python=there.python, source="/there/kit", directory="/there/run"
-        )
+        ).own()
         mirror.write(run / "login.json")
         running(run)
     all_commands(looks(), whole=False, live=mirrored)
