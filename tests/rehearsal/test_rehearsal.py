@@ -15,7 +15,6 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal import Rehearsal, rehearse
 from kit.rehearsal.ranks import cut
-from kit.rehearsal.running import JOB_CALLS_PER_S, RANK_CALLS_PER_S
 from kit.spec import ModelSpec
 
 RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
@@ -48,14 +47,6 @@ def test_a_trillion_parameters_on_3072_devices_fit(packed):
     assert count(found, "kept").value == pytest.approx(3 * 12.1, rel=0.01)
     assert 0.7 < count(found, "time that counts").value < 1
     assert "3,072 devices" in found.never_run[0]
-
-
-@pytest.mark.parametrize(("ranks", "with_files"), [(64, 64), (72, 0)])
-def test_ranks_have_files_of_their_own_where_they_are_few(packed, ranks, with_files):
-    plan = Plan(data_parallel=ranks, zero_stage=1, global_batch_size=ranks)
-    found = rehearse(ModelSpec.preset("demo"), plan, RECIPE, packed)
-    calls = count(found, "file calls of the job").value
-    assert calls == JOB_CALLS_PER_S + RANK_CALLS_PER_S * with_files
 
 
 def test_70b_on_8192_cores_fits():
