@@ -21,7 +21,7 @@ from cluster.files import opened
 from cluster.login import mirror
 from cluster.outcome import write_end
 from cluster.record import ConfigError, Record, counted, field_doc, html_table, kit_command
-from cluster.scheduler import SECRET_VALUE, looks_secret
+from cluster.scheduler import SECRET_VALUE, check_environment
 from cluster.state import (
     Event,
     JobError,
@@ -41,7 +41,7 @@ from cluster.status import is_alive, why_unknown
 from cluster.status import read_status as read_status
 
 CHUNK_BYTES = 2**20
-SET_BY_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
+SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,21 +102,11 @@ class JobSpec(Record):
         self._check_text()
 
     def _check_text(self) -> None:
-        for key in self.environment:
-            if key in SET_BY_THE_LAUNCHER:
-                raise ConfigError(
-                    f"job.environment.{key}: the launcher sets it for each rank. Leave it out."
-                )
-            if not key or "=" in key:
-                raise ConfigError(
-                    f"job.environment: {key!r} is not a name of a variable. Leave out '='."
-                )
-            if looks_secret(key, self.environment[key]):
-                raise ConfigError(
-                    f"job.environment.{key}: looks like a secret, and whoever reads the run"
-                    f" directory could read it. Leave it out and export {key} where you submit"
-                    " from: the job inherits it."
-                )
+        check_environment(self.environment, "job.environment")
+        if given := self.environment.keys() & SET_BY_THE_LAUNCHER:
+            raise ConfigError(
+                f"job.environment.{min(given)}: the launcher sets it for each rank. Leave it out."
+            )
         words = (
             *self.argv,
             *self.environment,

@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.job import JobSpec
 from cluster.poll import backend
 from cluster.record import ConfigError, counted
-from cluster.scheduler import EDIT, Slurm, check_environment
+from cluster.scheduler import EDIT, Slurm
 from cluster.site import Site
 
 MANY_NODES, STORM_NODES = 16, 64
@@ -49,10 +49,7 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError: too many ranks a node, more nodes than the site gives, a variable that
-    no script may hold.
-    """
-    check_environment(job.environment, "job.environment")
+    """Raises ConfigError: too many ranks a node, or more nodes than the site gives."""
     if site.scheduler == "local":
         return  # a laptop may run more ranks than it has cores
     per_node = job.num_processes // job.num_nodes

@@ -24,7 +24,7 @@ CONNECT_S, TIMEOUT_S = 10, 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
 # as rsync tells of a connection that ends or is silent, and of files that are gone or not readable
-CUT, SOME_FILES = (10, 12, 30, 35), (23, 24)
+CUT, SOME_FILES = (10, 12, 30), (23, 24)
 FIRST = {
     "Could not resolve hostname": (
         "No machine of that name is known here: give its HostName in ~/.ssh/config. "
@@ -50,7 +50,7 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
         NoConnectionError: there is no connection; with the command that opens one.
         JobError: the command fails, with its last words.
     """
-    return _answer(login, [*_words(login), login, command], data, timeout_s)
+    return _answer(login, [*_words(login), "--", login, command], data, timeout_s)
 
 
 def copy(login: str, folder: str, here: Path, *options: str, names: str = "") -> None:
@@ -60,8 +60,7 @@ def copy(login: str, folder: str, here: Path, *options: str, names: str = "") ->
     Raises as `ssh`.
     """
     words = ["rsync", "-rtz", "--no-links", "--secluded-args", *options]
-    # without ssh's last word, `--`, since rsync puts the name of the machine there
-    shell = f"--rsh={shlex.join(_words(login)[:-1])}"
+    shell = f"--rsh={shlex.join(_words(login))}"
     _answer(login, [*words, shell, "--", f"{login}:{folder}/", f"{here}/"], names.encode())
 
 
@@ -72,7 +71,9 @@ def pass_through(login: str, command: str) -> int:
     Raises:
         NoConnectionError: there is no connection.
     """
-    code = subprocess.run([*_words(login), login, command], stdin=subprocess.DEVNULL).returncode
+    code = subprocess.run(
+        [*_words(login), "--", login, command], stdin=subprocess.DEVNULL
+    ).returncode
     if code == NOT_CONNECTED:
         raise NoConnectionError(f"no connection to {login}, or no longer. {_advice(login)}")
     return code
@@ -113,19 +114,18 @@ def _answer(login: str, words: list[str], data: bytes, timeout_s: float = TIMEOU
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines() or ["no reason given"]
     code, is_copy = done.returncode, words[0] == "rsync"
+    last = lines[0 if is_copy else -1].strip()
     if code == NOT_CONNECTED or (is_copy and code in CUT):
-        last = lines[0 if is_copy else -1]
-        raise NoConnectionError(
-            f"no connection to {login} ({last.strip()}). {_advice(login, last)}"
-        )
+        raise NoConnectionError(f"no connection to {login} ({last}). {_advice(login, last)}")
     if code and not (is_copy and code in SOME_FILES):
-        raise JobError(f"{login}: exit code {code}: {lines[0 if is_copy else -1].strip()}")
+        needs = " rsync must be installed there, and its shell print nothing." if is_copy else ""
+        raise JobError(f"{login}: exit code {code}: {last}{needs}")
     return done.stdout
 
 
 def _words(login: str) -> list[str]:
     batch = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
-    return ["ssh", *_config(), *batch, *_shared(login, "auto"), "--"]
+    return ["ssh", *_config(), *batch, *_shared(login, "auto")]
 
 
 def _advice(login: str, said: str = "") -> str:

@@ -175,8 +175,7 @@ def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
     if there is not site.there:  # which says sync
         _sync(site.login, source)
     directory = f"{there.folder}/{name}" if directory is None else directory
-    mirror = Mirror(login=site.login, python=there.python, source=source, directory=directory)
-    return mirror.own()
+    return Mirror(login=site.login, python=there.python, source=source, directory=directory).own()
 
 
 def _there(site: Site) -> There:

@@ -53,7 +53,7 @@ class Manifest(Record):
     files: dict[str, int] = field_doc("bytes of each file")
     checksums: dict[str, int] = field_doc(
         "CRC-32 of each file but those of tensors, which torch gives one each, and of this manifest"
-        " without it; empty: written before there were any",
+        " without it",
         default_factory=dict,
     )
 
@@ -117,8 +117,8 @@ class Checkpoints:
             )
         try:
             manifest = Manifest.read(path / MANIFEST)
-            sealed = manifest.checksums.get(MANIFEST)
-            if sealed is not None and sealed != _seal(json.loads(read_small(path / MANIFEST))):
+            seal = _seal(json.loads(read_small(path / MANIFEST)))
+            if manifest.checksums.get(MANIFEST) != seal:
                 raise ConfigError("its manifest has changed since it was written.")
         except (ConfigError, UnicodeDecodeError) as error:
             have = ", ".join(map(str, self.steps())) or "none"
@@ -187,7 +187,7 @@ class Checkpoints:
         refuse_stale(
             self.directory.parent, manifest.attempt
         )  # a left-over must not replace newer work
-        seal = {MANIFEST: _seal(manifest.to_dict())} if manifest.checksums else {}
+        seal = {MANIFEST: _seal(manifest.to_dict())}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
@@ -273,9 +273,7 @@ def checksum(file: Path) -> int:
 
 def _seal(manifest: dict[str, Any]) -> int:
     """Returns the CRC-32 of a manifest's content but for itself."""
-    others = {
-        name: value for name, value in manifest.get("checksums", {}).items() if name != MANIFEST
-    }
+    others = {name: value for name, value in manifest["checksums"].items() if name != MANIFEST}
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
 
 

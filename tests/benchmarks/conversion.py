@@ -115,7 +115,7 @@ def make_run(directory: Path, spec: ModelSpec) -> None:
     from kit.plan import Plan
     from kit.recipe import Recipe
     from kit.run import Run
-    from kit.run.checkpoint import Manifest
+    from kit.run.checkpoint import Checkpoints, Manifest
 
     plan, recipe, names = Plan(), Recipe(data="none", num_steps=1), parameter_shapes(spec)
     run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
@@ -148,7 +148,8 @@ def make_run(directory: Path, spec: ModelSpec) -> None:
         "seed": 0,
         "time": 0.0,
     }
-    Manifest(spec=spec, plan=plan, files=files, **facts).write(folder / "manifest.json")
+    manifest = Manifest(spec=spec, plan=plan, files=files, **facts)
+    Checkpoints(folder.parent).complete(folder, manifest)
 
 
 if __name__ == "__main__":

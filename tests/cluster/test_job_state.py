@@ -324,7 +324,7 @@ def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
         ({"time_limit_s": 0}, "time_limit_s"),
         ({"name": "a\nrm -rf"}, "job.name"),
         ({"environment": {"RANK": "0"}}, "the launcher sets it"),
-        ({"environment": {"A=B": "0"}}, "'='"),
+        ({"environment": {"A=B": "0"}}, "cannot be exported"),
         ({"environment": {"A": "x\0y"}}, "NUL"),
         ({"argv": ("x", "\udcff")}, "not valid text"),
         ({"environment": {"A": 1}}, "environment.A"),

@@ -242,21 +242,6 @@ def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch)
             connection.ssh(name, "true")
 
 
-def test_source_travels_once(behind, tmp_path, monkeypatch):
-    site = behind.replace(
-        there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
-    )
-    refuse_lacking(site, [str(tmp_path)], "torch")
-    (folder,) = (tmp_path / "there").glob("kit-source-*/*")
-    assert (folder / "cluster" / "login" / "answer.py").exists() and (
-        folder / "kit" / "train.py"
-    ).exists()
-    assert source_archive() == source_archive()
-    before = folder.stat().st_ctime_ns
-    refuse_lacking(site, [str(tmp_path)], "torch")
-    assert folder.stat().st_ctime_ns == before and len(list(folder.parent.iterdir())) == 1
-
-
 @pytest.fixture
 def same_machine(tmp_path, monkeypatch):
     """A stand-in for ssh, which runs the command here; all that it writes is readable by all."""
@@ -283,29 +268,25 @@ def next_door(same_machine, tmp_path):
     )
 
 
-def test_source_that_was_sent_is_its_users_alone(next_door, tmp_path):
+def test_source_travels_once_and_is_its_users_alone(next_door, tmp_path):
     refuse_lacking(next_door, [], "torch")
     (folder,) = (file.parents[2] for file in tmp_path.glob("there/*/*/cluster/login/answer.py"))
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    sent = folder.stat().st_ctime_ns
+    refuse_lacking(next_door, [], "torch")
+    assert folder.stat().st_ctime_ns == sent and source_archive() == source_archive()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "kit" / "train.py").exists()
     pwned = tmp_path / "pwned"
     (folder / "cluster" / "login" / "answer.py").write_text(f"open({str(pwned)!r}, 'w')")
     theirs = [lambda: folder.chmod(0o770), lambda: folder.chmod(0o707)]
     theirs += (
         [lambda: folder.chmod(0o700) or os.chown(folder, 65534, 65534)] if os.geteuid() == 0 else []
     )
-    (tmp_path / "run").mkdir()
+    mine = mirror_at("/run").replace(source=str(folder)).own()
     for done in theirs:
         done()
-        with pytest.raises(
-            JobError,
-            match=rf"frontier: .*{folder} is no folder that you alone can write to.*Remove",
-        ):
-            refuse_lacking(next_door, [], "torch")
-        mine = mirror.Mirror(
-            login="frontier", python=sys.executable, source=str(folder), directory="/run"
-        ).own()
-        with pytest.raises(JobError, match="alone can write to"):
-            mine.ask(do="stop")
+        for asks in (lambda: refuse_lacking(next_door, [], "torch"), lambda: mine.ask(do="stop")):
+            with pytest.raises(JobError, match=f"{folder} is no folder that you alone can write"):
+                asks()
         assert not pwned.exists()
 
 
@@ -432,37 +413,28 @@ def test_a_mirror_that_somebody_else_made_runs_nothing(pair, same_machine):
 def test_links_on_both_sides_lead_nowhere(pair, tmp_path):
     """Nor does what is there come under the names by which a mirror knows whose it is."""
     there, here = pair
-    mine = tmp_path / "mine"
-    (mine / "ranks").mkdir(parents=True)
-    for name in ("secret.json", "kept.log", "state.json", "metrics.jsonl"):
-        (mine / name).write_text("kept\n")
-    (there / "plan.json").symlink_to(mine / "secret.json")
-    (there / "eval").symlink_to(mine)
-    for name in ("site.json", "login.json", "login_seen.json", ".hidden.json", "state.json"):
+    mine, names = tmp_path / "mine", ("state.json", "metrics.jsonl", "logs/attempt_01/x.log")
+    for name in (*names, "ranks/x.json"):
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("kept")
+    for name in (*names, "site.json", "login.json", "login_seen.json", ".hidden.json"):
         (there / name).write_text("theirs")
-    for name in ("metrics.jsonl", "logs/attempt_01/kept.log", "ranks/x.json"):
-        (there / name).parent.mkdir(exist_ok=True)
-        (there / name).write_text("theirs")
+    for name in ("plan.json", "eval"):
+        (there / name).symlink_to(mine / "state.json")
+    for name in ("state.json", "ranks", "logs"):
+        (here / name).symlink_to(mine / name)
     before = (here / "login.json").read_bytes()
-    (here / "state.json").symlink_to(mine / "state.json")
-    (here / "ranks").symlink_to(mine / "ranks")
-    (here / "logs").mkdir()
-    (here / "logs" / "attempt_01").symlink_to(mine)
-    os.link(mine / "metrics.jsonl", here / "metrics.jsonl")
-    with pytest.raises(OSError, match="a file with other names"):
-        fetch(here)
-    (here / "metrics.jsonl").unlink()
-    (here / "metrics.jsonl").symlink_to(mine / "metrics.jsonl")
-    with pytest.raises(OSError, match="a link"):
-        fetch(here)
-    (here / "metrics.jsonl").unlink()
+    for link, why in ((os.link, "a file with other names"), (os.symlink, "a link")):
+        link(mine / "metrics.jsonl", here / "metrics.jsonl")
+        with pytest.raises(OSError, match=why):
+            fetch(here)
+        (here / "metrics.jsonl").unlink()
     fetch(here)
+    assert (here / "state.json").read_text() == (here / "metrics.jsonl").read_text() == "theirs"
     assert (here / "login.json").read_bytes() == before
-    assert not any(
-        (here / name).exists() for name in ("site.json", ".hidden.json", "plan.json", "eval")
-    )
-    assert {file.read_text() for file in mine.iterdir() if file.is_file()} == {"kept\n"}
-    assert not list((mine / "ranks").iterdir()) and (here / "state.json").read_text() == "theirs"
+    assert not {"site.json", ".hidden.json", "plan.json", "eval"} & {*os.listdir(here)}
+    kept = [file for file in mine.rglob("*") if file.is_file()]
+    assert len(kept) == 4 and {file.read_text() for file in kept} == {"kept"}
 
 
 def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(

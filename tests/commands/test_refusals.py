@@ -99,7 +99,7 @@ def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
         files={},
     )
     run.checkpoints.path(STEPS).mkdir(parents=True)
-    manifest.write(run.checkpoints.path(STEPS) / "manifest.json")
+    run.checkpoints.complete(run.checkpoints.path(STEPS), manifest)
     write_end(run.directory, attempt=attempt, rc=0, reason="the one rank ended with code 0")
     return run
 
@@ -368,8 +368,9 @@ def test_launch_refused_by_what_is_in_the_directory(
             tmp_path,
             again(finished, plan=PLAN.replace(micro_batch_size=2)),
         )
-    manifest = finished.checkpoints.path(STEPS) / "manifest.json"
-    Manifest.read(manifest).replace(files={"gone.distcp": 7}).write(manifest)
+    folder = finished.checkpoints.path(STEPS)
+    manifest = Manifest.read(folder / "manifest.json").replace(files={"gone.distcp": 7})
+    finished.checkpoints.complete(folder, manifest)
     refused(CheckpointError, "gone.distcp is missing", tmp_path, again(finished))
 
 

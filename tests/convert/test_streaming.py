@@ -61,7 +61,7 @@ def save(run: Run, state: dict[str, torch.Tensor]) -> None:
         "seed": 0,
         "time": 0.0,
     }
-    Manifest(spec=run.spec, plan=run.plan, files=files, **facts).write(folder / "manifest.json")
+    run.checkpoints.complete(folder, Manifest(spec=run.spec, plan=run.plan, files=files, **facts))
 
 
 @pytest.fixture(scope="module")

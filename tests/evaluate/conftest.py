@@ -183,7 +183,7 @@ def save_checkpoint() -> Callable[[Run, Decoder, int], None]:
         state = {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}
         state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
         files = {file.name: file.stat().st_size for file in folder.iterdir()}
-        CheckpointManifest(
+        manifest = CheckpointManifest(
             step=step,
             attempt=1,
             samples=4 * step,
@@ -193,6 +193,7 @@ def save_checkpoint() -> Callable[[Run, Decoder, int], None]:
             spec=SPEC,
             plan=run.plan,
             files=files,
-        ).write(folder / "manifest.json")
+        )
+        run.checkpoints.complete(folder, manifest)
 
     return save

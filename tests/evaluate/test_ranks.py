@@ -58,7 +58,7 @@ def run_of(spec: ModelSpec, directory: Path) -> Run:
     manifest = Manifest(
         step=3, attempt=1, samples=1, tokens=64, seed=0, time=0.0, spec=spec, plan=plan, files=files
     )
-    manifest.write(folder / "manifest.json")
+    run.checkpoints.complete(folder, manifest)
     return run
 
 

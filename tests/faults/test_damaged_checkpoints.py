@@ -1,6 +1,5 @@
 """Damaged checkpoints are found by their checksums and kept aside; the one before is used."""
 
-import json
 import os
 import shutil
 import time
@@ -94,17 +93,6 @@ def test_damaged_checkpoint_is_not_evaluated(damaged):
     torn(max(damaged.checkpoints.path(20).glob("*.distcp")))
     with pytest.raises(CheckpointError, match="but its manifest says"):
         load_model(damaged, 20)
-
-
-def test_checkpoint_without_checksums_is_still_read(damaged, with_checkpoints):
-    """As the kit wrote them before it had checksums."""
-    file = damaged.checkpoints.path(20) / "manifest.json"
-    old = json.loads(file.read_text())
-    for name in ("checksums", "skipped", "recent_losses"):
-        del old[name]
-    file.write_text(json.dumps(old))
-    assert finished(damaged, 2).resumed_from() == 20
-    assert_same(damaged, with_checkpoints)
 
 
 def test_verification_is_fast(tmp_path):

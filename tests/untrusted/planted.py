@@ -84,7 +84,7 @@ def whole_run(directory: Path) -> Run:
     """
     run = finished_run(directory)
     run.checkpoints.path(40).mkdir(parents=True)
-    Manifest(
+    manifest = Manifest(
         step=40,
         attempt=1,
         samples=320,
@@ -94,7 +94,8 @@ def whole_run(directory: Path) -> Run:
         spec=run.spec,
         plan=run.plan,
         files={},
-    ).write(run.checkpoints.path(40) / "manifest.json")
+    )
+    run.checkpoints.complete(run.checkpoints.path(40), manifest)
     score = TaskScore(
         task="piqa",
         metrics=(Metric.of("acc", 0.5, 0.1, 20),),

@@ -84,7 +84,7 @@ def seal(run: Run) -> None:
     folder = run.checkpoints.path(5)
     (folder / "manifest.json").unlink(missing_ok=True)
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    Manifest(
+    manifest = Manifest(
         step=5,
         attempt=1,
         samples=1,
@@ -94,7 +94,8 @@ def seal(run: Run) -> None:
         spec=run.spec,
         plan=run.plan,
         files=files,
-    ).write(folder / "manifest.json")
+    )
+    run.checkpoints.complete(folder, manifest)
 
 
 def changing(kind: type, attribute: str, value: str) -> bytes:

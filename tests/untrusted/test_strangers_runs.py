@@ -159,7 +159,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
     folder = run.checkpoints.path(40)
     save(state, checkpoint_id=folder, no_dist=True)
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    Manifest(
+    manifest = Manifest(
         step=40,
         attempt=1,
         samples=320,
@@ -169,7 +169,8 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
         spec=run.spec,
         plan=run.plan,
         files=files,
-    ).write(folder / "manifest.json")
+    )
+    run.checkpoints.complete(folder, manifest)
     return run.directory
 
 
