@@ -109,20 +109,14 @@ class Ledger(Record):
         """Returns a row for each part: seconds, share of the wall time, device-hours, where
         known price and kWh.
         """
+        prices = np.array([share.usd_per_hour for share in self.attempts], float)  # None is NaN
+        devices = np.array([share.devices for share in self.attempts])
         rows, wall_s = [], self.wall_s
-        prices = np.array(
-            [share.usd_per_hour for share in self.attempts], dtype=float
-        )  # None is NaN
         for part, seconds in self.seconds.items():
-            held = (
-                np.array([share.seconds[part] for share in self.attempts])
-                * (part != "waiting")
-                / 3600
-            )
-            hours, usd = (
-                float(held @ [share.devices for share in self.attempts]),
-                float(held @ prices),
-            )
+            # While it waits, a job holds no node.
+            factor = 0 if part == "waiting" else 1 / 3600
+            held = factor * np.array([share.seconds[part] for share in self.attempts])
+            hours, usd = float(held @ devices), float(held @ prices)
             row = {
                 "part": part,
                 "seconds": seconds,
@@ -153,44 +147,36 @@ def ledger(run: Run) -> Ledger:
         RunError: no attempt has begun.
     """
     steps = _steps(run)
-    events: dict[int, list[Event]] = {int(attempt): [] for attempt in np.unique(steps["attempt"])}
-    for event in (
-        [] if run.is_imported else read_history(run.directory)
-    ):  # else it tells of the import
-        events.setdefault(event.attempt, []).append(event)
-    if not events:
+    # Of an imported run the history and the state tell of the import.
+    history = [] if run.is_imported else read_history(run.directory)
+    state = None if run.is_imported else read_state(run.directory)
+    numbers = {*steps["attempt"].astype(int).tolist(), *(event.attempt for event in history)}
+    if not numbers:
         raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
     plans, sites = run.plans(), run.other_sites()
-    state = (
-        None if run.is_imported else read_state(run.directory)
-    )  # whose last sign of life is the log file's
     shares: list[Share] = []
-    idle_s, before = 0.0, None
-    for attempt, told in sorted(events.items()):
+    idle_s, before, was_over = 0.0, None, False
+    for attempt in sorted(numbers):
+        told = [event for event in history if event.attempt == attempt]
         own = {name: column[steps["attempt"] == attempt] for name, column in steps.items()}
         heard = state.heartbeat if state and state.attempt == attempt and state.heartbeat else 0.0
         seconds, begin, end = _attempt(told, own, heard, before)
-        if before is not None:
-            gap = max(0.0, begin - before)
-            if (
-                not told or told[0].state is JobState.QUEUED
-            ):  # a person's start; others go on by themselves
-                idle_s += gap
-            elif any(_is_over(event) for event in events[shares[-1].attempt]):
-                seconds["waiting"] += gap
-            else:  # killed with its supervisor: nobody was left to say so
-                shares[-1].seconds["lost"] += gap
-        before = end
+        gap = max(0.0, begin - before) if before is not None else 0.0
+        if not told or told[0].state is JobState.QUEUED:
+            idle_s += gap  # a person's start; others go on by themselves
+        elif was_over:
+            seconds["waiting"] += gap
+        elif shares:  # killed with its supervisor: nobody was left to say so
+            shares[-1].seconds["lost"] += gap
+        before, was_over = end, any(map(_is_over, told))
         plan = plans.get(attempt, run.plan)
-        word = f"{told[-1].state}: {told[-1].reason}" if told else "imported"
-        price = usd_per_hour(plan, sites.get(attempt, run.site))
         shares.append(
             Share(
                 attempt=attempt,
                 devices=plan.num_devices,
-                usd_per_hour=price,
+                usd_per_hour=usd_per_hour(plan, sites.get(attempt, run.site)),
                 seconds=seconds,
-                end=word,
+                end=f"{told[-1].state}: {told[-1].reason}" if told else "imported",
             )
         )
     watts = run.site.device.watts

@@ -108,31 +108,20 @@ def keep_drawing(
     A file or a pipe cannot be drawn over: it gets the first view, one in `APART_S` seconds, and the
     last.
     """
-    if not (console.is_terminal or console.is_jupyter):
-        with contextlib.suppress(KeyboardInterrupt):
-            _keep_printing(view, console, every_s, over)
-        return
-    with Live(view(), console=console, auto_refresh=False) as live:
-        try:
-            while not over():
-                time.sleep(every_s)
-                live.update(view(), refresh=True)
-        except KeyboardInterrupt:
-            pass
-
-
-def _keep_printing(
-    view: Callable[[], RenderableType], console: Console, every_s: float, over: Callable[[], bool]
-) -> None:
+    drawn_over = console.is_terminal or console.is_jupyter
+    screen = Live(console=console, auto_refresh=False) if drawn_over else contextlib.nullcontext()
     printed = -math.inf
-    while True:
-        drawn, ended = view(), over()
-        if ended or time.monotonic() - printed >= APART_S:
-            console.print(drawn)
-            printed = time.monotonic()
-        if ended:
-            return
-        time.sleep(every_s)
+    with contextlib.suppress(KeyboardInterrupt), screen as live:
+        while True:
+            drawn, ended = view(), over()
+            if live:
+                live.update(drawn, refresh=True)
+            elif ended or time.monotonic() - printed >= APART_S:
+                console.print(drawn)
+                printed = time.monotonic()
+            if ended:
+                return
+            time.sleep(every_s)
 
 
 class Trimmed:
