@@ -23,7 +23,7 @@ from kit.errors import ConfigError, RunError
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman, peak_advice
 from kit.monitor.curves import AXES, SERIES, Curves
-from kit.monitor.outlook import Outlook
+from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.columns import Columns, parse_row

@@ -1,9 +1,16 @@
 """Is a run as fast as it should be? What the estimate says of its plan on its site, beside what
-its steps took.
+its steps took, and what views say of both.
+
+An `Outlook` is worked out in a thread of its own and seldom, so no view waits for it: the estimate
+imports much, which is why that happens where it is used, and the ledger reads the whole history.
+What cannot be told says why.
 """
 
 import dataclasses
 import math
+import threading
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,14 +19,18 @@ from cluster.record import ConfigError
 from cluster.site import Site
 from cluster.state import last_attempt
 from kit.errors import RunError
-from kit.estimate.choose.nearest import Nearest, nearest_run
-from kit.estimate.fit.calibrate import calibrate, published_calibration
-from kit.estimate.fit.measured_rows import hardware_on
-from kit.estimate.theory.layouts import Layouts
+from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.metrics import Metrics
+from kit.run.metrics import Metrics, utilisation_rates
+from kit.show.theme import GREY
 
+EVERY_S, SHARE = 20.0, 0.02
+"""Least seconds between two answers, and the most of its time that a view spends on them."""
+FAR = 4
+"""Times the speeds that a chart shows anyway, up to which it is made higher for the band: the
+curve must stay one."""
+BAND = "expected (modelled, 90 %)"
 WARM, RECENT = 5, 200
 """Steps of an attempt that do not count, and how many of the newest do."""
 DATA = "waiting for data"
@@ -48,6 +59,9 @@ TOLD = (
     "warnings",
 )
 """What of a Pace goes into JSON under its own name."""
+Band = dict[str, Any]
+"""The 90 % interval of the estimate for an `attempt`: `step_time_s`, and the speeds that follow,
+`tokens_per_s` and `mfu` (None for an unknown peak), low and high."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +80,8 @@ class Pace:
     label: str
     """What the estimate rests on."""
     warnings: tuple[str, ...]
-    nearest: Nearest | None
-    """Published run; None for a plan of this machine."""
+    nearest: str
+    """Published run; none for a plan of this machine."""
     took_s: float
     """Median of the newest steps; NaN for too few of them."""
     parts_s: dict[str, float]
@@ -107,7 +121,7 @@ class Pace:
         """Returns plain values, for JSON."""
         return {name: getattr(self, name) for name in TOLD} | {
             "calibration": self.label,
-            "nearest": str(self.nearest) if self.nearest else None,
+            "nearest": self.nearest or None,
         }
 
 
@@ -130,6 +144,11 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
     Raises:
         ConfigError: the site lacks a number that the estimate needs.
     """
+    from kit.estimate.choose.nearest import nearest_run
+    from kit.estimate.fit.calibrate import calibrate, published_calibration
+    from kit.estimate.fit.measured_rows import hardware_on
+    from kit.estimate.theory.layouts import Layouts
+
     if attempt is None:
         attempt = max(*run.plans(), last_attempt(run.directory), 1)
     plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
@@ -140,6 +159,7 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
         calibrate([], site, hardware=hardware) if is_local else published_calibration(site)
     )
     prediction = calibration.predict(layouts, hardware)
+    found = None if is_local else nearest_run(run.spec, plan, hardware, calibration.coefficients)
     terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
     took_s, parts_s = _took(run.metrics(), attempt)
     return Pace(
@@ -152,9 +172,7 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
         terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])),
         label=calibration.label,
         warnings=prediction.warnings,
-        nearest=(
-            None if is_local else nearest_run(run.spec, plan, hardware, calibration.coefficients)
-        ),
+        nearest=str(found or ""),
         took_s=took_s,
         parts_s=parts_s,
         node_check=_node_check(run, site),
@@ -218,3 +236,97 @@ def _node_check(run: Run, site: Site) -> dict[str, float]:
 
 def _one(values: Any) -> float:
     return float(np.ravel(values)[0])
+
+
+class Outlook:
+    """What was worked out last; empty until `refresh` has had its first answer."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.band: Band | None = None
+        self.verdict, self.parts_s = "", dict[str, float]()
+        self.goodput: dict[str, Any] | None = None
+        self._due, self._thread = 0.0, None
+
+    def refresh(self, *, wait: bool = False) -> None:
+        """Sees to it that the answers are not much older than EVERY_S; with `wait` there is one
+        afterwards.
+        """
+        if time.monotonic() >= self._due:
+            self._due = float("inf")
+            self._thread = threading.Thread(target=self._work_out, name="kit_outlook", daemon=True)
+            self._thread.start()
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    def again(self, run: Run) -> None:
+        """Forgets when it last looked: the run has another attempt or another site."""
+        self.run, self._due, self.verdict = run, 0.0, ""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the answers as plain values, for JSON."""
+        names = ("band", "verdict", "parts_s", "goodput")
+        return {"label": BAND} | {name: getattr(self, name) for name in names}
+
+    def _work_out(self) -> None:
+        start = time.thread_time()
+        self.band, self.verdict, self.parts_s = compare(self.run)
+        try:
+            self.goodput = _goodput(self.run)
+        except Exception:  # no attempt yet, or a directory that is gone: the bar is left out
+            self.goodput = None
+        self._due = time.monotonic() + max(EVERY_S, (time.thread_time() - start) / SHARE)
+
+
+def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
+    """Returns the expected band of the newest attempt if there is one, one sentence, and what a
+    step is made of.
+
+    Raises nothing.
+    """
+    try:
+        found = expectation(run)
+        return _band(run, found), found.verdict, found.parts_s
+    except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
+        why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        return None, f"no estimate: {why}", {}
+
+
+def draw_band(
+    axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
+) -> None:
+    """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
+    attempt's first on.
+    """
+    speeds = band[name] if band else None
+    if band is None or speeds is None:
+        return
+    low, high = (100 * speed if name == "mfu" else speed for speed in speeds)
+    start = first_steps.get(band["attempt"], 0)
+    bottom, top = axis.get_ylim()
+    axis.fill_between(
+        (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
+    )
+    axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
+    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
+
+
+def _band(run: Run, expected: Pace) -> Band:
+    tokens = expected.plan.global_batch_size * run.spec.sequence_length
+    slow, fast = tokens / expected.high_s, tokens / expected.low_s
+    rates = utilisation_rates(run.spec, expected.plan, expected.site, is_imported=run.is_imported)
+    return {
+        "attempt": expected.attempt,
+        "step_time_s": (expected.low_s, expected.high_s),
+        "tokens_per_s": (slow, fast),
+        "mfu": None if rates is None else (rates[0] * slow, rates[0] * fast),
+    }
+
+
+def _goodput(run: Run) -> dict[str, Any]:
+    found = ledger(run)
+    return {
+        "share": found.goodput if math.isfinite(found.goodput) else None,
+        "usd": found.usd,
+        "parts": [row for row in found.rows() if row["seconds"] > 0],
+    }

@@ -10,7 +10,7 @@ import numpy as np
 
 from kit.data import mix_words
 from kit.monitor.curves import Average, drawable
-from kit.monitor.outlook import compare, draw_band
+from kit.monitor.expected import compare, draw_band
 from kit.monitor.scores import draw_scores, eval_curve
 from kit.plan import Plan
 from kit.run import Run

@@ -14,8 +14,8 @@ from IPython.display import DisplayHandle
 from cluster.job import JobStatus
 from cluster.record import counted
 from cluster.state import JobState, read_exit
+from kit.monitor.expected import Outlook
 from kit.monitor.figure import loss_figure
-from kit.monitor.outlook import Outlook
 from kit.monitor.text import COLOURS, duration, status_row
 from kit.run import Run
 from kit.show.terminal import number

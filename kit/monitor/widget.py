@@ -20,8 +20,8 @@ import traitlets
 
 from kit.monitor.curves import drawable
 from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.expected import draw_band
 from kit.monitor.figure import draw_levels
-from kit.monitor.outlook import draw_band
 from kit.run import Run
 from kit.run.tail import CHUNK_BYTES
 from kit.show.style import short

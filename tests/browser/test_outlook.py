@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.state import Event, JobState
-from kit.monitor.outlook import BAND, Outlook
+from kit.monitor.expected import BAND, Outlook
 from kit.run import Run
 from tests.monitor.recorded import recorded_run
 

@@ -20,8 +20,7 @@ from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
 from kit.estimate.fit.calibrate import Prediction
 from kit.estimate.theory.hardware import Hardware
-from kit.monitor.expected import MEASURED, PASSES, pace
-from kit.monitor.outlook import Outlook, compare
+from kit.monitor.expected import MEASURED, PASSES, Outlook, compare, pace
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
