@@ -42,11 +42,22 @@ def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tupl
     library = Path(paths["stdlib"])
     packages = sorted({Path(paths["purelib"]), Path(paths["platlib"])})
     topics = library / "pydoc_data" / "topics.py"
+    named = [
+        (file, file.relative_to(root).as_posix())
+        for root in packages
+        for file in root.glob("*.dist-info/METADATA")
+    ]
     groups = {
         "language reference": [(topics, "pydoc_data/topics.py")] if topics.exists() else [],
         "standard library": [item for item in _walk(library, (".py",)) if item[0] != topics],
-        "package descriptions": [item for root in packages for item in _descriptions(root)],
-        "package sources": [item for root in packages for item in _sources(root)],
+        "package descriptions": named
+        + [item for root in packages for item in _walk(root, (".md", ".rst"))],
+        "package sources": [
+            item
+            for root in packages
+            for item in _walk(root, (".py",))
+            if item[0].stat().st_size <= LARGEST_SOURCE_BYTES
+        ],
     }
     chosen = []
     room = max_bytes
@@ -71,15 +82,3 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
             path = Path(folder, file)
             if file.endswith(suffixes) and path.is_file():  # not a link to what is gone
                 yield path, path.relative_to(root).as_posix()
-
-
-def _descriptions(root: Path) -> Iterator[tuple[Path, str]]:
-    for path in root.glob("*.dist-info/METADATA"):
-        yield path, path.relative_to(root).as_posix()
-    yield from _walk(root, (".md", ".rst"))
-
-
-def _sources(root: Path) -> Iterator[tuple[Path, str]]:
-    for path, name in _walk(root, (".py",)):
-        if path.stat().st_size <= LARGEST_SOURCE_BYTES:
-            yield path, name

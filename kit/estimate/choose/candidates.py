@@ -3,7 +3,7 @@ one Layouts.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,8 @@ from cluster.record import counted
 from kit.errors import ConfigError
 from kit.estimate.theory.layouts import (
     EXCHANGES,
-    FLASH_ATTENTION,
-    KERNELS,
     RECOMPUTE,
     SCHEDULES,
-    SHAPES,
     Array,
     Layouts,
 )
@@ -71,16 +68,14 @@ def candidates(
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
     modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
-    columns = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
-    columns |= {name: values[:, None] for name, values in shapes.items()} | modes
+    columns = {name: values[:, None] for name, values in shapes.items()} | modes
     columns["global_batch_size"] = np.array([float(global_batch_size)])
-    inside = node_devices / columns["tensor_parallel"]
-    is_hybrid = columns.pop("hybrid")
-    columns["shard_size"] = np.where(is_hybrid, inside, 0.0) if is_hybrid.any() else np.zeros(1)
+    if (is_hybrid := columns.pop("hybrid")).any():
+        inside = node_devices / columns["tensor_parallel"]
+        columns["shard_size"] = np.where(is_hybrid, inside, 0.0)
     if engine == "neuron":  # a rank holds at least one key/value head
-        columns["num_kv_heads"] = np.maximum(columns["num_kv_heads"], columns["tensor_parallel"])
-    kernels = KERNELS | {"flash_attention": FLASH_ATTENTION[engine]} | kernels
-    grid = Layouts(**columns, **{name: np.atleast_1d(value) for name, value in kernels.items()})
+        columns["num_kv_heads"] = np.maximum(spec.num_kv_heads, columns["tensor_parallel"])
+    grid = dataclasses.replace(Layouts.of(spec, [Plan(engine=engine)], **kernels), **columns)
     mask = allowed(grid, spec, engine)
     if not mask.any():
         others = grid.select(allowed(grid, spec, "native"))
@@ -149,20 +144,20 @@ def _shapes(
 ) -> dict[str, Array]:
     """Returns all (t, c, p, v, r, b) whose products and divisions are whole."""
     rows = []
-    for t, c in _inner_degrees(spec, num_devices, limits, engine):
-        for p in _choice(
-            limits, "pipeline_parallel", divisors(np.gcd(num_devices // (t * c), spec.num_layers))
-        ):
-            replicas = num_devices // (t * c * p)
-            if batch % replicas:
-                continue
-            stages = divisors(spec.num_layers // p) if p > 1 else [1]
-            sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
-            rows += [
-                (t, c, p, v, replicas, b)
-                for v in _choice(limits, "virtual_stages", stages)
-                for b in sizes
-            ]
+    for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
+        inner = divisors(num_devices // t) if "context_parallel" in limits else [1]
+        for c in _choice(limits, "context_parallel", inner):
+            for p in _choice(limits, "pipeline_parallel", divisors(num_devices // (t * c))):
+                replicas = num_devices // (t * c * p)
+                if batch % replicas or spec.num_layers % p:
+                    continue
+                stages = divisors(spec.num_layers // p) if p > 1 else [1]
+                sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
+                rows += [
+                    (t, c, p, v, replicas, b)
+                    for v in _choice(limits, "virtual_stages", stages)
+                    for b in sizes
+                ]
     table = np.array(rows, dtype=float).reshape(-1, 6).T
     names = (
         "tensor_parallel",
@@ -175,24 +170,11 @@ def _shapes(
     return dict(zip(names, table, strict=True))
 
 
-def _inner_degrees(
-    spec: ModelSpec, num_devices: int, limits: dict[str, tuple], engine: EngineName
-) -> Iterator[tuple[int, int]]:
-    """Yields all (t, c): context parallelism only where it is asked for."""
-    for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
-        asked = divisors(num_devices // t) if "context_parallel" in limits else [1]
-        yield from ((t, c) for c in _choice(limits, "context_parallel", asked))
-
-
 def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
     width = np.gcd.reduce([spec.num_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
-
-    def holds_whole_heads(t: int) -> bool:
-        return (
-            spec.num_kv_heads * Plan(tensor_parallel=t, engine=engine).kv_replication(spec) % t == 0
-        )
-
-    return [t for t in divisors(int(width)) if holds_whole_heads(t)]
+    # whole key/value heads too, which only engine neuron copies
+    kept = {t: Plan(tensor_parallel=t, engine=engine) for t in divisors(int(width))}
+    return [t for t, plan in kept.items() if spec.num_kv_heads * plan.kv_replication(spec) % t == 0]
 
 
 def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[str, Array]:
@@ -238,10 +220,6 @@ def divisors(number: int) -> list[int]:
 
 def _choice(limits: dict[str, tuple], name: str, values: Iterable[Any]) -> list[Any]:
     return [value for value in values if name not in limits or value in limits[name]]
-
-
-def _kind(spec: ModelSpec, name: str) -> type:
-    return bool if isinstance(getattr(spec, name), bool) else float
 
 
 def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:

@@ -56,16 +56,10 @@ def rows_of(runs: Sequence[PublishedRun]) -> Rows:
     Raises:
         ConfigError: a run was not measured, or neither its site nor its peak is known.
     """
-    cache: dict[tuple, Hardware] = {}
-    for run in runs:
-        key = (run.system, run.device, run.precision, run.peak_flops_per_s)
-        if key not in cache:
-            cache[key] = hardware_of(run)
-    machines = [cache[run.system, run.device, run.precision, run.peak_flops_per_s] for run in runs]
     stacks = sorted({run.stack for run in runs})
     return Rows(
         layouts=published.layouts(runs),
-        hardware=Hardware.stack(machines),
+        hardware=Hardware.stack([hardware_of(run) for run in runs]),
         seconds=published.step_times(runs),
         stack=np.array([stacks.index(run.stack) for run in runs]),
     )
