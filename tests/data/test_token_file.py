@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from kit.data import located, training_samples
 from kit.data.token_file import HEADER, TokenFile, TokenFileWriter, token_dtype
 from kit.errors import DataError
 from kit.recipe import DataSource, Recipe
+from tests.refusals import assert_refused
 
 VOCAB_SIZES = [32_000, 65_536, 65_537, 131_072]
 
@@ -34,18 +36,21 @@ def write(prefix, documents, vocab_size: int) -> TokenFile:
 
 
 @pytest.fixture
+def megatron():
+    """Megatron-core's own module of such files."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("megatron.core.datasets.indexed_dataset")
+
+
+@pytest.fixture
 def written(tmp_path):
     write(tmp_path / "train", random_documents(1000), 1000)
     return tmp_path
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_equal_to_megatron_core(tmp_path, vocab_size):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
+def test_equal_to_megatron_core(megatron, tmp_path, vocab_size):
     documents = random_documents(vocab_size)
     write(tmp_path / "own", documents, vocab_size)
     builder = megatron.IndexedDatasetBuilder(
@@ -66,12 +71,7 @@ def test_equal_to_megatron_core(tmp_path, vocab_size):
     assert all(np.array_equal(reader[i], document) for i, document in enumerate(documents))
 
 
-def test_documents_of_several_sequences_are_joined(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
+def test_documents_of_several_sequences_are_joined(megatron, tmp_path):
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.int32)
     for sentences in ([[1, 2], [3]], [[4, 5, 6]], [[7], [8], [9]]):
         for sentence in sentences:
@@ -144,10 +144,7 @@ def test_shards_of_other_tools_are_read_as_they_are(tiny_dataset, tmp_path, name
     )
 
 
-def test_megatron_core_reads_the_same_of_them(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+def test_megatron_core_reads_the_same_of_them(megatron, tmp_path):
     as_published(tmp_path / "x", [[[1, 2], [3]], [], [[4, 5, 6]]], 8)
     theirs, ours = megatron.IndexedDataset(str(tmp_path / "x")), TokenFile(tmp_path / "x")
     assert theirs.document_indices.tolist() == [0, 2, 2, 3] and ours.num_documents == 3
@@ -210,11 +207,13 @@ def test_a_wrong_size_is_told_in_bytes(written, suffix, change):
 def test_missing_and_empty_files_are_named(written, suffix):
     file = written / f"train{suffix}"
     file.write_bytes(b"")
-    with pytest.raises(DataError, match=rf"train\{suffix}: .*expected .* bytes, found 0"):
-        TokenFile(written / "train")
+    assert_refused(
+        DataError, rf"train\{suffix}: .*expected .* bytes, found 0", TokenFile, written / "train"
+    )
     file.unlink()
-    with pytest.raises(DataError, match=rf"train\{suffix}: no such file. .*kit data build"):
-        TokenFile(written / "train")
+    assert_refused(
+        DataError, rf"train\{suffix}: no such file. .*kit data build", TokenFile, written / "train"
+    )
 
 
 @pytest.mark.parametrize("offset, name", [(0, "magic"), (9, "version"), (17, "type code")])
@@ -226,12 +225,7 @@ def test_another_format_is_refused(written, offset, name):
         TokenFile(written / "train")
 
 
-def test_formats_that_are_not_supported_are_called_by_their_name(tmp_path, written):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
+def test_formats_that_are_not_supported_are_called_by_their_name(megatron, tmp_path, written):
     builder = megatron.IndexedDatasetBuilder(
         str(tmp_path / "x.bin"), dtype=np.int32, multimodal=True
     )
@@ -239,13 +233,19 @@ def test_formats_that_are_not_supported_are_called_by_their_name(tmp_path, writt
     builder.add_item(torch.tensor([3]), mode=1)
     builder.end_document()
     builder.finalize(str(tmp_path / "x.idx"))
-    with pytest.raises(
-        DataError, match="x.idx: a multimodal index of megatron-core, .* 2 sequences.*not supported"
-    ):
-        TokenFile(tmp_path / "x")
+    assert_refused(
+        DataError,
+        "x.idx: a multimodal index of megatron-core, .* 2 sequences.*not supported",
+        TokenFile,
+        tmp_path / "x",
+    )
     (written / "train.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
-    with pytest.raises(DataError, match="train.idx: an index of fairseq's older .* not supported"):
-        TokenFile(written / "train")
+    assert_refused(
+        DataError,
+        "train.idx: an index of fairseq's older .* not supported",
+        TokenFile,
+        written / "train",
+    )
 
 
 def test_an_index_that_does_not_cover_the_tokens_is_refused(written):
