@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kit.errors import DataError
 from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
+from kit.torch_private import local_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +50,8 @@ class Weights:
                         f" {advice}"
                     )
                 if isinstance(target, DTensor):
-                    shape, offset = compute_local_shape_and_global_offset(
-                        target.shape, target.device_mesh, target.placements
-                    )
                     # Of a file in mapped memory, this part alone is read.
-                    weight = weight[
-                        tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-                    ]
-                    target = target.to_local()
+                    weight, target = local_part(weight, target), target.to_local()
                 target.copy_(weight)
 
         return cls(spec, fill)

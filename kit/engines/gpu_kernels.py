@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from kit.torch_private import attention_choice
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_VERSION = 91501
@@ -54,6 +55,8 @@ def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[st
         for heads in (spec.num_heads, spec.num_kv_heads)
     )
     q.requires_grad_()
-    attention = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape != k.shape)  # type: ignore
     tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return {"attention": SDPBackend(attention).name, "fp32_products": "TF32" if tf32 else "fp32"}
+    return {
+        "attention": SDPBackend(attention_choice(q, k)).name,
+        "fp32_products": "TF32" if tf32 else "fp32",
+    }

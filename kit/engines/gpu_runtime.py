@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
-from torch.distributed.distributed_c10d import _world
 
 from kit.parallel.groups import COLLECTIVE_TIMEOUT
+from kit.torch_private import nccl_trace, set_cuda_timeouts
 
 TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 TIMEOUT_S = 300.0  # as torchtitan gives the start: a rank that compiles again may hold up others
@@ -37,17 +36,12 @@ def shorten_timeouts(hung_after_s: float | None) -> None:
     of `hung_after_s`.
     """
     if hung_after_s is not None:
-        timeout = min(
-            COLLECTIVE_TIMEOUT, datetime.timedelta(seconds=max(TIMEOUT_S, 2 * hung_after_s))
-        )
-        for group in _world.pg_map:
-            if torch.device("cuda") in group._device_types:
-                group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
+        timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * hung_after_s))
+        set_cuda_timeouts(min(COLLECTIVE_TIMEOUT, timeout))
 
 
 def dump_flight_recorder() -> None:
     """Writes this rank's last collectives, where NCCL has recorded any, to a file of its own."""
-    dump = getattr(c10d, "_dump_nccl_trace", None)  # None: a torch without NCCL
-    if dump is not None and TRACE_FILE in os.environ:
+    if TRACE_FILE in os.environ and (trace := nccl_trace()):
         with contextlib.suppress(OSError):  # the last word in the log is why the rank is ended
-            Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}").write_bytes(dump())
+            Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}").write_bytes(trace)

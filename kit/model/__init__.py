@@ -26,6 +26,7 @@ from kit.model.past import DOCUMENT_KERNELS, attend_within_documents
 from kit.model.past import Past as Past
 from kit.plan import Recompute
 from kit.spec import ModelSpec
+from kit.torch_private import ATTENTION, TENSOR_PARALLEL_SUMS
 
 TENSOR_PARALLEL_SPLIT = {
     "embedding.tokens": "vocabulary",
@@ -46,13 +47,9 @@ SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *ATTENTION,
     *DOCUMENT_KERNELS,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    *TENSOR_PARALLEL_SUMS,
 }
 """Results that selective recomputation keeps: the expensive ones, of matrix products, attention and
 sums over tensor ranks. All else in a block is computed again, and gathered: what sequence

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kit.model.key_value_cache import KeyValueCache
+from kit.torch_private import document_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 
-    DOCUMENT_KERNELS = {torch.ops.torch_attn._varlen_attn.default}
+    DOCUMENT_KERNELS = {document_attention()}
 except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where none is called
     varlen_attn, DOCUMENT_KERNELS = None, set()
 

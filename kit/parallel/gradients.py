@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from kit.torch_private import multiply
+
 
 def settle(parameters: list[Parameter]) -> None:
     """Adds up gradients that ranks of an axis still hold in parts (norms under sequence
@@ -43,7 +45,7 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
 def clip(parameters: list[Parameter], norm: Tensor, limit: float) -> None:
     """Scales all gradients by limit / norm where the norm is above the limit, in place."""
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(local_gradients(parameters), scale)  # pyright: ignore[reportPrivateImportUsage]
+    multiply(local_gradients(parameters), scale)
 
 
 def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit.torch_private import default_store
+
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -79,7 +81,7 @@ def part() -> None:
     ranks). When the store itself is gone, all ranks have parted, or rank 0 has died, of which its
     supervisor tells.
     """
-    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    store = default_store()
     with contextlib.suppress(RuntimeError):
         if store.add("parting", 1) == dist.get_world_size():
             store.set("parted", "")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.errors import RunError
 from kit.parallel.apply import build_decoders
@@ -18,6 +17,7 @@ from kit.parallel.mesh import build_mesh, pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from kit.torch_private import fake_store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def _fake_process_group(rank: int, size: int) -> Iterator[None]:
         raise RunError(
             "A rank can only be simulated in a process outside any process group. Use a fresh one."
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from cluster.record import check_file_name
 from kit.errors import DamagedCheckpointError
+from kit.torch_private import StorageInfo
 
 METADATA = "torch.distributed.checkpoint.metadata"
 UNUSED = {
@@ -138,7 +139,7 @@ class _Description(Values):
         (METADATA, "MetadataIndex"): _Index,
         (METADATA, "TensorStorageMetadata"): TensorStorageMetadata,
         (METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -171,7 +172,7 @@ def _check(metadata: Any) -> None:
         and all(type(table) is dict for table in tables)
         and all(isinstance(value, TensorStorageMetadata) for value in tables[0].values())
         and all(
-            isinstance(place, _StorageInfo) and type(place.relative_path) is str
+            isinstance(place, StorageInfo) and type(place.relative_path) is str
             for place in tables[1].values()
         )
     ):

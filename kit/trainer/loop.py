@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.callback import on_compile_end, on_compile_start
 
 from cluster.files import unless_full
 from cluster.home import Home
@@ -25,6 +24,7 @@ from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.run import HOOK, Run
 from kit.run.metrics import MetricsWriter
+from kit.torch_private import on_compile
 from kit.trainer.batches import Batches
 from kit.trainer.checkpoints import engine_checkpoints, start_from
 from kit.trainer.hook import Hook, StepState
@@ -104,8 +104,7 @@ class Trainer:
             silent_ranks=self.signs.silent_ranks,
             dump=gpu_runtime.dump_flight_recorder if device.type == "cuda" else None,
         )
-        on_compile_start(self.watchdog.compile_begins)
-        on_compile_end(self.watchdog.compile_ends)
+        on_compile(self.watchdog.compile_begins, self.watchdog.compile_ends)
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
         self.profiler = Profiler(run, self.control, device)
         self.last_beat, self.is_stopped = float("-inf"), False

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kit.run import Run
+from kit.torch_private import record_memory, write_memory
 
 MEMORY_EVENTS = 200_000
 """Allocations and releases that a memory snapshot keeps, the newest."""
@@ -41,7 +42,7 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            record_memory(MEMORY_EVENTS)
         self.recording = torch.profiler.profile(activities=activities, record_shapes=True)
         self.recording.start()
 
@@ -69,5 +70,4 @@ class Profiler:
         self.recording.export_chrome_trace(str(part))
         os.replace(part, self.folder / f"{name}.trace.json.gz")
         if self.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            write_memory(self.folder / f"{name}.memory.pickle")

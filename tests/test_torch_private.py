@@ -1,0 +1,97 @@
+"""The names that torch keeps to itself are there, in this torch; what stands for them gives what
+its user needs.
+"""
+
+import datetime
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+
+from kit import torch_private
+
+
+@pytest.fixture
+def fake_group():
+    """This process is rank 1 of 4, and the only one."""
+    dist.init_process_group("fake", store=torch_private.fake_store(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_attention_calls_one_of_its_kernels():
+    query = torch.zeros(1, 1, 8, 8, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    names = {str(kernel).removesuffix(".default") for kernel in torch_private.ATTENTION}
+    assert names & {event.name.replace("::", ".") for event in profile.events()}
+    assert {str(kernel) for kernel in torch_private.TENSOR_PARALLEL_SUMS} == {
+        "_c10d_functional.all_reduce.default",
+        "_c10d_functional.reduce_scatter_tensor.default",
+    }
+
+
+def test_attention_says_which_kernel_it_calls():
+    query = torch.zeros(1, 2, 8, 8)
+    chosen = torch_private.attention_choice(query, query[:, :1])
+    assert SDPBackend(chosen).name in ("MATH", "FLASH_ATTENTION")
+
+
+def test_attention_within_documents_is_a_kernel():
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert callable(varlen_attn) and "_varlen_attn" in str(torch_private.document_attention())
+
+
+def test_all_tensors_are_multiplied():
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    torch_private.multiply(tensors, torch.tensor(0.5))
+    assert [tensor.sum().item() for tensor in tensors] == [1.0, 3.0]
+
+
+def test_a_ranks_part_is_that_of_a_dtensor(fake_group):
+    mesh, weight = init_device_mesh("cpu", (4,)), torch.arange(12.0).reshape(6, 2)
+    target = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+    part = torch_private.local_part(weight, target)
+    assert part.equal(target.to_local()) and part.data_ptr() != target.to_local().data_ptr()
+
+
+def test_groups_have_a_store_and_timeouts():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = store.num_keys()
+        torch_private.default_store().set("met", "here")
+        assert store.num_keys() == before + 1
+        torch_private.set_cuda_timeouts(datetime.timedelta(seconds=1))
+        (group,) = dist.distributed_c10d._world.pg_map
+        assert torch.device("cpu") in group._device_types
+        backend = group._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(datetime.timedelta(seconds=1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_without_nccl_has_no_trace():
+    assert isinstance(torch_private.nccl_trace(), bytes)
+
+
+def test_compiling_can_be_watched():
+    torch_private.on_compile(lambda *_: None, lambda *_: None)
+
+
+def test_memory_can_be_recorded():
+    assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert callable(torch.cuda.memory._dump_snapshot)
+
+
+def test_what_the_checkpoints_override_is_there():
+    """By `kit.run.checkpoint_reader` and `kit.run.checkpoint_writer`."""
+    assert [*inspect.signature(FileSystemReader._slice_file).parameters][1:] == ["file", "sinfo"]
+    assert "_cached_plans_key" in vars(DefaultSavePlanner(enable_plan_caching=True))
+    assert torch_private.StorageInfo("name", 0, 1).relative_path == "name"
