@@ -32,7 +32,7 @@ from kit.plan import Plan
 from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints
-from kit.run.checkpoint_tensors import CheckpointTensors
+from kit.run.checkpoint_reader import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.show.terminal import PlainConsole
 from kit.spec import ModelSpec

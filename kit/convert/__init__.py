@@ -32,7 +32,7 @@ def run_weights(
         from kit.convert.neuron import import_nxd
 
         return import_nxd(run.checkpoints.path(known[0].step), run.spec)
-    from kit.run.checkpoint_tensors import CheckpointTensors
+    from kit.run.checkpoint_reader import CheckpointTensors
 
     tensors = CheckpointTensors(run.checkpoints, known, run.spec)
     return Weights(

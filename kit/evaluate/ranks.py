@@ -23,7 +23,7 @@ from kit.parallel.groups import part
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.checkpoint_ranks import alike, describe_together
+from kit.run.checkpoint_reader import alike, describe_together
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

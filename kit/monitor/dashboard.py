@@ -87,7 +87,7 @@ class Dashboard:
     ) -> None:
         self.run = run
         self.lock = threading.RLock()
-        self.columns = _columns(run)
+        self.columns = Columns(run.directory / "metrics.jsonl")
         self.curves = Curves(
             self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing
         )
@@ -117,8 +117,6 @@ class Dashboard:
             self.curves.update()
             if self.columns.position != before:
                 self._last_row = time.monotonic()
-            if not more:
-                self.columns.save_cache()
             return more
 
     def look(self) -> None:
@@ -345,7 +343,7 @@ def hook_words(run: Run) -> str:
 
 
 def _columns(run: Run) -> Columns:
-    return Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
+    return Columns(run.directory / "metrics.jsonl")
 
 
 def _utilisation(run: Run, attempt: int) -> tuple[float, float]:

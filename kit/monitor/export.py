@@ -13,8 +13,7 @@ from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
 from kit.run import Run
 from kit.run.columns import first_steps, supersede
-from kit.run.metrics import Metrics
-from kit.run.rows import MetricsFollower, rows_to_metrics
+from kit.run.metrics import Metrics, MetricsFollower, rows_to_metrics
 
 FORMATS = ("csv", "parquet")
 

@@ -24,7 +24,7 @@ from kit.monitor.export import derived, metrics_of
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
 from kit.run.columns import is_number, number
-from kit.run.rows import MetricsFollower
+from kit.run.metrics import MetricsFollower
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")

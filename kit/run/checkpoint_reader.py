@@ -5,17 +5,25 @@ tensors too. Here the description may name only the classes that torch itself wr
 whatever else it asks for is refused before it runs; objects that are no tensors are refused with
 it. Tensors are read by torch with `weights_only`, once their bytes were held to the CRC-32 that
 torch saves with them and does not look at.
+
+Each tensor is read, and checked, alone, however large the checkpoint is. What all ranks need, one
+reads and tells the others; none goes on alone.
 """
 
 import argparse
+import contextlib
 import gc
 import io
 import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,7 +34,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cluster.record import check_file_name
-from kit.errors import DamagedCheckpointError
+from kit.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DataError,
+    kit_command,
+)
+from kit.run.checkpoint import Checkpoints, Manifest
+from kit.spec import ModelSpec
 from kit.torch_private import StorageInfo
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -38,6 +54,104 @@ UNUSED = {
     ("pathlib", "PosixPath"),
 }
 """What torch 2.11 to 2.14 write besides `KEPT`, and no reader asks for."""
+FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, EOFError, pickle.UnpicklingError)
+"""What reading a tensor that is not there, not a tensor or of another shape can raise."""
+
+
+class CheckpointTensors:
+    """The tensors of one complete checkpoint by their names in it, such as `model.norm.weight`."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, described: tuple[Manifest, bytes], spec: ModelSpec
+    ) -> None:
+        """Takes what `Checkpoints.describe` gives, and reads no tensor.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model than `spec`, or NxD's, or its
+                description is damaged.
+        """
+        manifest, description = described
+        self.path = checkpoints.path(manifest.step)
+        checkpoints.check_model(manifest, spec)
+        if manifest.plan.engine == "neuron":
+            weights = kit_command(
+                "export-hf", checkpoints.directory.parent, str(manifest.step), "OUT"
+            )
+            raise CheckpointError(f"{self.path} holds NxD's files. Its weights alone: `{weights}`.")
+        self._reader = TensorsOnlyReader(self.path, description)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except FAULTS as error:
+            raise self._unreadable(error) from error
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def fill_all(self, state: dict[str, Tensor]) -> None:
+        """Writes tensors into those of their names in `state`, which have their shapes and any
+        dtypes and strides.
+
+        Of a DTensor this rank's part is written, and no other rank need call this. Each file is
+        opened once.
+
+        Raises:
+            DamagedCheckpointError: the bytes of one have changed since they were written.
+            CheckpointError: there is none of such a name and shape.
+            OSError: a file cannot be read now.
+        """
+        planner = DefaultLoadPlanner()
+        try:
+            planner.set_up_planner(state, self._metadata, is_coordinator=True)
+            self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        except (DamagedCheckpointError, OSError):
+            raise
+        except FAULTS as error:
+            raise self._unreadable(
+                error, f"{next(iter(state))}: " if len(state) == 1 else ""
+            ) from error
+
+    def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
+        text = str(error).splitlines()[0]
+        # Bits have flipped in an archive's directory, which has no checksum: torch's own reader
+        # stumbles over it.
+        kind = DamagedCheckpointError if "failed reading zip archive" in text else CheckpointError
+        return kind(
+            f"{self.path} cannot be read: {what}{text}. Move it away to use an earlier checkpoint."
+        )
+
+
+def describe_together(
+    checkpoints: Checkpoints, step: int, group: Any = None
+) -> tuple[Manifest, bytes]:
+    """Returns `Checkpoints.describe` to all ranks, of which rank 0 alone reads files.
+
+    All ranks of the group, which is on the CPU and has all of them, must call this. An error is
+    raised on all.
+    """
+    told: list[Any] = [None]
+    with alike(group):
+        if dist.get_rank() == 0:
+            told = [checkpoints.describe(step)]
+    dist.broadcast_object_list(told, src=0, group=group)
+    return told[0]
+
+
+@contextlib.contextmanager
+def alike(group: Any = None) -> Iterator[None]:
+    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one
+    as CheckpointError.
+    """
+    met: list[Any] = [None]
+    try:
+        yield
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        met = [error]
+    except Exception as error:  # may not survive pickling
+        met = [CheckpointError(f"{type(error).__name__}: {error}")]
+        met[0].__cause__ = error
+    first = torch.tensor([dist.get_rank() if met[0] else dist.get_world_size()])
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if int(first) < dist.get_world_size():
+        dist.broadcast_object_list(met, src=int(first), group=group)
+        raise met[0]
 
 
 class Values(pickle.Unpickler):

@@ -1,18 +1,15 @@
-"""Columns: metrics.jsonl as NumPy columns that grow with the file, and a cache so that a long run
-opens at once.
+"""Columns: metrics.jsonl as NumPy columns that grow with the file.
 
 The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what an older one did
 after its first. Only new bytes are read each time.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from cluster.files import opened, other_owner, replacement
 from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = (
@@ -47,12 +44,8 @@ five, of rank 0, say where its step's time went: waiting for the batch; three ph
 engine; and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks.
 """
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
-FAST_FROM_BYTES, FAST_BLOCK_BYTES = (
-    2**18,
-    2**20,
-)  # a few steps are parsed before a faster parser is even imported
-CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice
-CACHE_VERSION = 1
+FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20
+"""A few steps are parsed before a faster parser is even imported."""
 
 
 class Columns(Tail):
@@ -66,9 +59,9 @@ class Columns(Tail):
         first_steps: first step of each attempt.
     """
 
-    def __init__(self, file: Path, cache: Path | None = None) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__(file)
-        self.cache, self.revision, self._cached_rows = cache, 0, -1
+        self.revision = 0
         self.restart()
 
     def __len__(self) -> int:
@@ -81,7 +74,6 @@ class Columns(Tail):
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there
         is more to read.
         """
-        self.load_cache()
         text = self.new_lines(limit_bytes)
         if not text:
             return False
@@ -95,64 +87,6 @@ class Columns(Tail):
         while self.poll():
             pass
         return self
-
-    def save_cache(self) -> bool:
-        """Writes the cache where it is worth it and possible; returns whether it did."""
-        if self.cache is None or len(self) < CACHE_FROM_ROWS or len(self) < 1.2 * self._cached_rows:
-            return False
-        if other_owner(self.file.parent):
-            return False
-        header = {
-            "version": CACHE_VERSION,
-            "names": NAMES,
-            "rows": len(self),
-            "position": self.position,
-            "tail": self._last.hex(),
-            "skipped_lines": self.skipped_lines,
-            "first_steps": list(self.first_steps.items()),
-        }
-        try:
-            with replacement(
-                self.cache
-            ) as stream:  # not by way of memory: ten million steps take a gigabyte
-                stream.write(json.dumps(header).encode() + b"\n")
-                self._data[:, : len(self)].tofile(stream)
-        except OSError:
-            return False
-        self._cached_rows = len(self)
-        return True
-
-    def load_cache(self) -> None:
-        """Takes over what an earlier reader has kept, where it is of this file; only the first
-        time.
-        """
-        if self._cached_rows < 0:
-            if self.cache is not None:
-                self._read_cache(self.cache)
-            self._cached_rows = len(self)
-
-    def _read_cache(self, cache: Path) -> None:
-        try:
-            with opened(cache) as stream:
-                header = json.loads(stream.readline(65536))
-                if header["version"] != CACHE_VERSION or tuple(header["names"]) != NAMES:
-                    return
-                rows, start = int(header["rows"]), stream.tell()
-                if rows < 0 or stream.seek(0, os.SEEK_END) - start != 8 * rows * len(NAMES):
-                    return  # cut short, or not ours
-                stream.seek(start)
-                data = np.empty((len(NAMES), rows + max(1024, rows // 8)))
-                for column in data[:, :rows]:
-                    stream.readinto(memoryview(column).cast("B"))
-            self.position, self._last = int(header["position"]), bytes.fromhex(header["tail"])
-            with opened(self.file) as stream:
-                if not self.is_same(stream):
-                    return self.restart()
-            self.skipped_lines = int(header["skipped_lines"])
-            self.first_steps = {int(attempt): int(step) for attempt, step in header["first_steps"]}
-            self._data, self._rows = data, rows
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            self.restart()  # none, torn, or of another version: read the file itself
 
     def restart(self) -> None:
         """Forgets what was read."""

@@ -9,8 +9,7 @@ from kit.convert.hugging_face import hugging_face_weights
 from kit.engines import Engine, PortableEngine
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.run.checkpoint_ranks import alike, describe_together
-from kit.run.checkpoint_tensors import CheckpointTensors
+from kit.run.checkpoint_reader import CheckpointTensors, alike, describe_together
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 

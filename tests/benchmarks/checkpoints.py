@@ -99,7 +99,7 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
     from kit.plan import Plan
     from kit.recipe import Recipe
     from kit.run.checkpoint import Checkpoints
-    from kit.run.checkpoint_tensors import CheckpointTensors
+    from kit.run.checkpoint_reader import CheckpointTensors
     from kit.run.checkpoint_writer import CheckpointWriter
 
     keep_freed_memory()

@@ -26,7 +26,7 @@ from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
-from kit.run.checkpoint_tensors import CheckpointTensors
+from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
 from tests.engines.signatures import SIGNATURES
 from tests.parity import (

@@ -150,33 +150,7 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path) -> None:
     assert columns["step"].tolist() == [1, 2] and columns.skipped_lines >= 1
 
 
-def test_the_cache_gives_the_same_columns_and_a_wrong_one_is_ignored(
-    tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(columns_module, "CACHE_FROM_ROWS", 100)
-    file, cache = tmp_path / "metrics.jsonl", tmp_path / "monitor" / "columns.bin"
-    file.write_text("".join(line(step) for step in range(1, 300)) + "foreign\n")
-    first = Columns(file, cache).read_all()
-    assert first.save_cache() and not first.save_cache(), "nothing new to keep"
-    with file.open("a") as stream:
-        stream.write(line(250, attempt=2))
-    second = Columns(file, cache)
-    second.load_cache()
-    assert len(second) == 299 and second.position < file.stat().st_size, "came from the cache"
-    same_as_metrics(second.read_all())
-    assert len(second) == 250
-    whole = cache.read_bytes()
-    for damaged in (whole[:-8], b"{}\n", b"", whole.replace(b'"version": 1', b'"version": 9')):
-        cache.write_bytes(damaged)
-        same_as_metrics(Columns(file, cache).read_all())
-    file.write_text(line(7) * 400)
-    cache.write_bytes(whole)
-    assert Columns(file, cache).read_all()["step"].tolist() == [7]
-
-
-def test_many_rows_take_the_fast_way_and_come_back_from_the_cache(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_many_rows_take_the_fast_way(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         columns_module, "_parse_slowly", lambda text: pytest.fail("the slow parser was used")
     )
@@ -184,12 +158,7 @@ def test_many_rows_take_the_fast_way_and_come_back_from_the_cache(
     file.write_text(
         "".join(f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000))
     )
-    columns = Columns(file, tmp_path / "columns.bin").read_all()
-    assert len(columns) == 200_000 and columns.save_cache()
-    again = Columns(file, tmp_path / "columns.bin")
-    again.load_cache()
-    assert len(again) == 200_000 and again.unread_bytes == 0 and not again.poll()
-    np.testing.assert_array_equal(again._data[:, :200_000], columns._data[:, :200_000])
+    assert len(Columns(file).read_all()) == 200_000
 
 
 @settings(max_examples=40, deadline=None)

@@ -19,7 +19,7 @@ from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.monitor.sinks import copy_metrics
 from kit.run import Run
-from kit.run.rows import MetricsFollower
+from kit.run.metrics import MetricsFollower
 from tests.cluster.waiting import eventually
 from tests.monitor.steps import STEPS, lines, row
 

@@ -31,7 +31,7 @@ from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
-from kit.run.checkpoint_tensors import CheckpointTensors
+from kit.run.checkpoint_reader import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from tests import parity

@@ -27,9 +27,7 @@ from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_ranks import alike
-from kit.run.checkpoint_reader import TensorsOnlyReader
-from kit.run.checkpoint_tensors import CheckpointTensors
+from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, alike
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.checkpoints import PortableCheckpoints

@@ -33,9 +33,8 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.alerts import AlertLog
 from kit.run.checkpoint import Manifest
-from kit.run.columns import NAMES, Columns
-from kit.run.metrics import Metrics
-from kit.run.rows import MetricsFollower, rows_to_metrics
+from kit.run.columns import NAMES
+from kit.run.metrics import Metrics, MetricsFollower, rows_to_metrics
 from kit.spec import ModelSpec
 
 OURS = (ConfigError, DataError, RunError)
@@ -112,32 +111,6 @@ def test_metrics(tmp_path: Path, data: bytes) -> None:
     ours_or_value(metrics.summary)
     rows = [row for rows in MetricsFollower(file).parts() for row in rows]
     ours_or_value(rows_to_metrics(rows, spec=SPEC, plans={1: plan}, site=SITE).mfu)
-
-
-@fuzzed(
-    data=st.binary(max_size=300),
-    header=tables("version", "names", "rows", "position", "tail", "skipped_lines"),
-)
-def test_the_cache_of_metrics(tmp_path: Path, data: bytes, header: bytes) -> None:
-    file, cache = tmp_path / "metrics.jsonl", tmp_path / "columns.bin"
-    file.write_text('{"step": 1, "attempt": 1, "loss": 2.0}\n')
-    real = {
-        "version": 1,
-        "names": NAMES,
-        "rows": 0,
-        "position": 0,
-        "tail": "",
-        "skipped_lines": 0,
-        "first_steps": [],
-    }
-    for text in (
-        data,
-        header + b"\n" + data,
-        json.dumps(real | json.loads(header)).encode() + b"\n" + data,
-    ):
-        cache.write_bytes(text)
-        columns = Columns(file, cache).read_all()
-        assert len(columns) in (0, 1)
 
 
 STATE = (

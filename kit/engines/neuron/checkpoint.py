@@ -20,7 +20,7 @@ from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_ranks import alike, describe_together
+from kit.run.checkpoint_reader import alike, describe_together
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
