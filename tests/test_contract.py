@@ -64,23 +64,20 @@ NAMES = {
 """What README.md and the notebooks import from the face of a room, a row of kit/README.md."""
 
 COMMANDS = {
-    "attach": "--site --there",
-    "bench site": "--apply",
+    "bench": "--apply",
     "calibrate": "",
     "checkpoint": "",
     "data build": "",
     "eval": "--follow --submit --suite --task-data --tasks --untrusted-code",
-    "export": "--format",
-    "figure": "--out --points-template",
-    "figures": "--out --run",
+    "eval-data": "",
+    "export": "--follow --format --out --step",
+    "figure": "--out --points-template --run",
     "generate": "",
     "import": "--follow --format --out --site",
-    "launch": "--data --recipe --set --site --steps",
-    "plan": "--batch --devices --site",
-    "rehearse": "",
+    "launch": "--data --recipe --set --site --steps --there",
+    "plan": "--batch --devices --list --rehearse --site",
     "resume": "--set --steps",
     "runs": "",
-    "sink": "--to",
     "site init": "",
     "status": "--why",
     "stop": "--now",
@@ -446,7 +443,7 @@ def test_checkpoint_holds_the_same_weights_also_as_an_export(run: kit.Run, tmp_p
         run.plan,
     )
     assert digest(dict(load_model(run).named_parameters())) == WEIGHTS
-    shown("export-hf", run.directory, "newest", tmp_path / "out")
+    shown("export", run.directory, "--format", "hf", "--out", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["architectures"], config["hidden_size"]) == (["LlamaForCausalLM"], 24)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (

@@ -28,8 +28,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if wanted == "submit":
         if request["new"] and run_dir.is_dir() and any(run_dir.iterdir()):
             raise JobError(
-                f"{run_dir} exists there already. Give another name, or `kit attach` to look at"
-                " that run."
+                f"{run_dir} exists there already. Give another name, or look at that"
+                " run by `kit launch --there`."
             )
         submit(JobSpec.from_dict(request["job"]), Site.from_dict(request["site"]), request["files"])
         return {}

@@ -113,7 +113,7 @@ class Mirror(Record):
             JobError: the mirror was made by somebody else, so what it names may be anything.
         """
         if not self.note.exists():
-            told = f"`kit attach RUN --site FILE.toml --there {shlex.quote(self.directory)}`"
+            told = f"`kit launch RUN --site FILE.toml --there {shlex.quote(self.directory)}`"
             raise JobError(
                 f"somebody else made this mirror of {self.directory} on {self.login}. Make your"
                 f" own: {told}."

@@ -1,8 +1,8 @@
-"""The command line: every button of the notebooks has a twin here. `kit --help` lists them."""
+"""Everything that the notebooks do, from the terminal. COMMAND --help explains one command."""
 
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -10,17 +10,17 @@ from typer.core import TyperGroup
 
 from cluster.state import JobError
 from kit.commands import (
-    convert,
     data,
     estimates,
+    exchange,
+    figures,
     launching,
-    monitor,
-    papers,
-    rehearsal,
+    planning,
     runs,
     scores,
     sites,
 )
+from kit.commands.options import AS_JSON
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
 from kit.show.terminal import PlainConsole
 
@@ -36,17 +36,25 @@ GONE = {
         " each alert."
     ),
     "alerts": "It is `kit status RUN` now.",
-    "average": "Average the folders that `kit export-hf` writes, with mergekit for example.",
+    "attach": "It is `kit launch RUN --site FILE --there DIRECTORY` now.",
+    "average": "Average the folders that `kit export RUN --format hf` writes, with mergekit.",
+    "bench site": "It is `kit bench` now.",
     "engine": (
         "What a run's engine is told lies in its directory, as deepspeed.json or neuron.json."
     ),
+    "eval data": "It is `kit eval-data` now.",
     "explain": WHY,
     "export-deepspeed": (
-        "A checkpoint leaves by `kit export-hf`; files of DeepSpeed's go through its"
+        "A checkpoint leaves by `kit export RUN --format hf`; files of DeepSpeed's go through its"
         " ds_to_universal."
     ),
+    "export-hf": "It is `kit export RUN --format hf --out FOLDER --step N` now.",
+    "figures": "It is `kit figure` without a name now, or `kit figure --out FOLDER` for all.",
     "goodput": WHY,
+    "import-checkpoint": "It is `kit import SOURCE --out FOLDER --model MODEL` now.",
     "profile": "Name the steps to record: `kit resume RUN --set 'recipe.profile_steps=[10, 12]'`.",
+    "rehearse": "It is `kit plan RUN --rehearse` now.",
+    "sink": "It is `kit export RUN --format wandb --follow` now.",
     "smollm2": "In Python, kit.convert.smollm2.load_smollm2() returns the model.",
 }
 """Commands that there were once, and what does their work now."""
@@ -55,10 +63,16 @@ GONE = {
 class Commands(TyperGroup):
     """The commands; one that went is answered with what does its work now."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Takes `--json` wherever it stands."""
+        moved = ["--json"] if "--json" in args else []
+        return super().parse_args(ctx, moved + [word for word in args if word != "--json"])
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command of some words; UsageError where there is none."""
-        if args[0] in GONE:
-            ctx.fail(f"No such command {args[0]!r}. {GONE[args[0]]}")
+        for name in (" ".join(args[:2]), args[0]):
+            if name in GONE:
+                ctx.fail(f"No such command {name!r}. {GONE[name]}")
         return super().resolve_command(ctx, args)
 
 
@@ -69,7 +83,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=__doc__,
 )
-for part in (launching, rehearsal, runs, monitor, estimates, data, scores, convert, papers, sites):
+
+
+@app.callback(help=__doc__)
+def everything(
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print JSON instead of tables. It may stand anywhere, as in `kit status RUN"
+            " --json`; watch, logs and generate print text all the same.",
+        ),
+    ] = False,
+) -> None:
+    """Keeps what every command is asked."""
+    AS_JSON.set(as_json)
+
+
+for part in (launching, runs, planning, estimates, data, scores, exchange, figures, sites):
     app.add_typer(part.app)
 
 

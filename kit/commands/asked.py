@@ -4,13 +4,11 @@ the demo's own.
 
 import dataclasses
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from cluster.scheduler import EDIT
-from cluster.site import Site
 from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
 from kit.plan import Plan
@@ -61,17 +59,15 @@ def ask_for(
         from kit.papers.recipes import published_recipe
 
         published = published_recipe(recipe)
-    begin = given.get("init_from")
-    if begin is not None and model is None and not Path(begin).is_dir():
+    begin = changes["recipe"].get("init_from")
+    if begin is not None and model is None and not Path(str(begin)).is_dir():
         raise ConfigError(
-            f"--init-from {begin}: no such folder. Give one with config.json and *.safetensors, or,"
-            " where it lies behind a login node, its --model too."
+            f"recipe.init_from: {begin}: no such folder. Give one with config.json and"
+            " *.safetensors, or, where it lies behind a login node, its --model too."
         )
     name = model or begin or (published.model if published else None)
-    spec = (begun.spec if begun and name is None else load_spec(name or DEMO)).replace(
-        **changes["spec"]
-    )
-    name = name or DEMO
+    spec = begun.spec if begun and name is None else load_spec(str(name or DEMO))
+    name = str(name or DEMO)
     given = {key: value for key, value in given.items() if value is not None}
     if begun:
         fields = begun.recipe.to_dict()
@@ -87,32 +83,31 @@ def ask_for(
         }
     wanted |= {key: f"still {EDIT!r} in {recipe}" for key, value in fields.items() if value == EDIT}
     lacking = {key: how for key, how in wanted.items() if fields.get(key, EDIT) == EDIT}
-    if plan is not None:
-        layout = Plan.read(plan).to_dict()
-    elif begun:
-        layout = begun.plan.to_dict()
-    elif published and published.model == name:
-        layout = published.plan.to_dict()
-    elif name == DEMO:
-        layout = DEMO_PLAN.to_dict()
-    elif "global_batch_size" in changes["plan"]:
-        layout = {}
-    else:
+    known = published.plan if published and published.model == name else None
+    known = Plan.read(plan) if plan is not None else begun.plan if begun else known
+    whole = _layout(known, name, changes["plan"])
+    defaults = {} if known else whole.gpu_defaults
+    return Asked(
+        spec=spec.replace(**changes["spec"]),
+        plan=whole,
+        fields=fields,
+        lacking=lacking,
+        unsaid={k: v for k, v in defaults.items() if k not in changes["plan"]},
+    )
+
+
+def _layout(known: Plan | None, name: str, changes: dict[str, Any]) -> Plan:
+    """Returns the layout that is known, or that of the demo, with changes; another model needs
+    one, or at least a batch.
+    """
+    known = known or (DEMO_PLAN if name == DEMO else None)
+    if known is None and "global_batch_size" not in changes:
         raise ConfigError(
             f"--plan: {name!r} needs a layout and a batch. Give --plan FILE, made by `kit plan"
             f" {name} --out FILE`, or --set plan.global_batch_size=VALUE with the degrees that are"
             " not 1."
         )
-    whole = Plan.from_dict({**layout, **changes["plan"]})
-    is_given = (
-        plan is not None or begun is not None or (published is not None and published.model == name)
-    )
-    unsaid = (
-        {}
-        if is_given
-        else {k: v for k, v in whole.gpu_defaults.items() if k not in changes["plan"]}
-    )
-    return Asked(spec=spec, plan=whole, fields=fields, lacking=lacking, unsaid=unsaid)
+    return Plan.from_dict({**(known.to_dict() if known else {}), **changes})
 
 
 def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -128,57 +123,6 @@ def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
     steps = given.get("num_steps", 100)
     rates = {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "warmup_steps": steps // 10}
     return {"data": "data/demo", "num_steps": steps, **rates}
-
-
-def read_data(words: list[str]) -> dict[str, Any]:
-    """Returns the fields of a recipe that `--data` gives: one folder, or a mix whose first has the
-    held-out text.
-
-    Raises:
-        ConfigError: of several one has no weight, or its weight is no number.
-    """
-    parts = [re.fullmatch(r"(?:([^=/]*)=)?(.+)", word) for word in words]
-    pairs = [part.groups() for part in parts if part]
-    if not any(weight for weight, _ in pairs) and len(words) <= 1:
-        return {"data": words[0]} if words else {}
-    try:
-        sources = [{"paths": [folder], "weight": float(weight or "")} for weight, folder in pairs]
-    except ValueError as error:
-        raise ConfigError(
-            f"--data {' --data '.join(words)}: not allowed. Give one folder, or a mix as"
-            " WEIGHT=FOLDER for each: --data 0.7=data/web --data 0.3=data/code."
-        ) from error
-    return {"data": pairs[0][1], "sources": sources}
-
-
-def read_phases(
-    words: list[str], sources: list[dict[str, Any]], tokens_per_step: int
-) -> dict[str, Any]:
-    """Returns the fields of a recipe that `--then` gives: from a token or step of the run on, other
-    weights of a mix.
-
-    Raises:
-        ConfigError: there is no mix, or one is not written as FROM=WEIGHT,WEIGHT with a weight for
-            each of `--data`.
-    """
-    mixes, ends = [[source["weight"] for source in sources]], []
-    for word in words:
-        found = re.fullmatch(r"([^=]+?)(steps)?=(.+)", word)
-        try:
-            begin, unit, weights = found.groups() if found else ("", "", "")
-            ends.append(float(begin) * (tokens_per_step if unit else 1))
-            mixes.append([float(weight) for weight in weights.split(",")])
-            if not sources or len(mixes[-1]) != len(sources):
-                raise ValueError
-        except ValueError as error:
-            raise ConfigError(
-                f"--then {word}: not allowed. Give a mix by --data, and here the token or step from"
-                " which on it is another, with a weight for each --data in their order"
-                f" ({len(sources)} here): --then 1.4e12=0.3,0.7, or --then 5000steps=0.3,0.7."
-            ) from error
-    phases = [{"until_tokens": end, "weights": mix} for end, mix in zip(ends, mixes, strict=False)]
-    last = [{**source, "weight": weight} for source, weight in zip(sources, mixes[-1], strict=True)]
-    return {"phases": phases, "sources": last} if words else {}
 
 
 def read_fields(file: Path) -> dict[str, Any]:
@@ -212,31 +156,3 @@ def as_given(fields: dict[str, Any], path: str = "recipe") -> Recipe:
     return Recipe.from_dict(
         {"data": EDIT, "num_steps": 2**40} | {k: v for k, v in fields.items() if v != EDIT}, path
     )
-
-
-def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -> Plan:
-    """Returns a plan with as many replicas as fill some devices, or some nodes of a site; without
-    either, as it is.
-
-    Raises:
-        ConfigError: its tensor and pipeline parallel degrees, or its batch, do not divide them.
-    """
-    wanted = devices if nodes is None else nodes * site.devices_per_node
-    if nodes is not None and devices not in (None, wanted):
-        raise ConfigError(
-            f"--nodes {nodes}: they have {wanted} devices, --devices says {devices}. Give one."
-        )
-    if nodes is not None and nodes > 1 and site.scheduler == "local":
-        raise ConfigError(
-            f"--nodes {nodes}: site {site.name!r} is this machine alone. Give --devices, or another"
-            " --site."
-        )
-    if wanted is None:
-        return plan
-    held = plan.tensor_parallel * plan.pipeline_parallel
-    if wanted < 1 or wanted % held:
-        raise ConfigError(
-            f"--devices: {wanted} cannot be filled by replicas of tensor {plan.tensor_parallel} x"
-            f" pipeline {plan.pipeline_parallel} = {held} devices. Give a multiple of {held}."
-        )
-    return plan.replace(data_parallel=wanted // held)

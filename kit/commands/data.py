@@ -11,56 +11,58 @@ from cluster.job import JobSpec
 from cluster.record import counted
 from cluster.site import Site
 from cluster.slurm import submit_array
-from kit.commands.options import JsonOption, MinutesOption, facts_table, tell
+from kit.commands.options import AS_JSON, OverwriteOption, SiteOption, facts_table, tell
 from kit.errors import ConfigError
 
 app = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True)
-app.add_typer(data_app, name="data", help="Build token files, and look at them.")
+app.add_typer(data_app, name="data", help="Build token files: data build.")
 
 
 @data_app.command("build")
 def data_build(
-    out: Annotated[Path, typer.Argument(help="folder to make")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.")],
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            help=".txt (each one document), .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
-            "them; default: texts of Python's own"
+            help=".txt (each one document), .jsonl(.gz, .zst), .parquet, .arrow, or a folder of"
+            " them. Can be repeated. Default: texts of Python's own."
         ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="tokenizer.json, .model or folder; default: train one"),
+        typer.Option(help="tokenizer.json, .model or folder. Default: train one."),
     ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="of a trained one; default 4096")] = None,
-    max_megabytes: Annotated[float | None, typer.Option(help="of text to read")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Tokens of the trained tokenizer. Default: 4096.")
+    ] = None,
+    max_megabytes: Annotated[float | None, typer.Option(help="Text to read, in MB.")] = None,
     validation_fraction: Annotated[
         float,
-        typer.Option(help="of the documents, held out whole; of one larger than that, its end"),
+        typer.Option(
+            help="Fraction of the documents that is held out whole; of one larger than that, its"
+            " end."
+        ),
     ] = 0.02,
-    text_key: Annotated[str, typer.Option(help="key of a .jsonl object, or column")] = "text",
+    text_key: Annotated[
+        str, typer.Option(help="Key of a .jsonl object, or column, that holds the text.")
+    ] = "text",
     skip_corrupt: Annotated[
         bool,
-        typer.Option("--skip-corrupt", help="leave out what cannot be read, named in dataset.json"),
+        typer.Option("--skip-corrupt", help="Leave out what cannot be read; dataset.json has it."),
     ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="replace another dataset in that folder"),
-    ] = False,
-    workers: Annotated[int | None, typer.Option(help="processes; default: one a core")] = None,
+    overwrite: OverwriteOption = False,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="the I-th of N parts: every N-th file; all/N with --site"),
+        typer.Option(
+            metavar="I/N", help="Build the I-th of N parts: every N-th file. all/N with --site."
+        ),
     ] = None,
-    site: Annotated[
-        str | None,
-        typer.Option(help="build all parts on Slurm, a node for each: a name or a .toml file"),
-    ] = None,
-    minutes: MinutesOption = None,
-    as_json: JsonOption = False,
+    site: SiteOption = None,
 ) -> None:
-    """Turn text into token files for training."""
+    """Build token files for training from text, here or with --site on Slurm, a node for each
+    part. One process a core tokenizes; `taskset` limits them.
+    """
     from kit.data.build import build_dataset, unbuilt_parts
 
     number, count = _part(part, site)
@@ -82,15 +84,15 @@ def data_build(
     }
     if site is None:
         each = (number, count) if part else None
-        dataset = build_dataset(out, progress=not as_json, workers=workers, part=each, **asked)
-        tell(dataset.info.to_dict(), as_json, facts_table(str(dataset.directory), dataset.facts()))
+        dataset = build_dataset(out, progress=not AS_JSON.get(), part=each, **asked)
+        tell(dataset.info.to_dict(), facts_table(str(dataset.directory), dataset.facts()))
         return
-    given |= {"max_megabytes": max_megabytes, "workers": workers}
+    given["max_megabytes"] = max_megabytes
     words = [f"--source={file}" for file in source or ()]
     words += [f"--{key.replace('_', '-')}={it}" for key, it in given.items() if it is not None]
     words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
-    told = _submit(out, count, site, minutes, words, unbuilt_parts(out, count, **asked))
-    tell({"told": told}, as_json, told)
+    told = _submit(out, count, site, words, unbuilt_parts(out, count, **asked))
+    tell({"told": told}, told)
 
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:
@@ -102,14 +104,7 @@ def _part(word: str | None, site: str | None) -> tuple[int, int]:
     return (int(found[1].replace("all", "0")), int(found[2])) if found else (0, 0)
 
 
-def _submit(
-    out: Path,
-    count: int,
-    name: str,
-    minutes: float | None,
-    words: list[str],
-    parts: list[int],
-) -> str:
+def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]) -> str:
     """Sends some parts of a dataset to a site, each for a node, and returns what was done."""
     site = Site.load(name)
     if site.scheduler != "slurm" or site.login is not None:
@@ -124,7 +119,6 @@ def _submit(
         run_dir=str(out),
         argv=(sys.executable, "-m", "kit", "data", "build", str(out), *words, "--part"),
         num_processes=site.devices_per_node,
-        time_limit_s=None if minutes is None else 60 * minutes,
     )
     array = submit_array(job, site, parts, count)
     return (

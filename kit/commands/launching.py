@@ -10,24 +10,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from cluster.login.submit import attach as attach_run
-from cluster.login.submit import first_commands
+from cluster.login.submit import attach, first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
-from kit.commands.asked import Asked, as_given, ask_for, on_devices, read_data, read_phases
+from kit.commands.asked import Asked, as_given, ask_for
 from kit.commands.options import (
-    DeviceOption,
     MinutesOption,
+    ModelOption,
     RunArgument,
     SetOption,
+    SiteOption,
+    StepsOption,
+    advice,
     console,
     hint,
+    note,
     parse_settings,
 )
 from kit.engines import check_site
@@ -35,7 +37,6 @@ from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.show.terminal import PlainConsole
 
 app = typer.Typer()
 SELECTIVE = (
@@ -48,104 +49,69 @@ SELECTIVE = (
 @app.command()
 def launch(
     run: RunArgument,
-    model: Annotated[
-        str | None, typer.Option(help="as `kit plan --model`; default: the recipe's, or demo")
-    ] = None,
+    model: ModelOption = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="a .toml or .json of Recipe's fields, or a published one: frontier-175b, hlat-7b"
+            help="Training: a .toml or .json file of Recipe's fields, or a published recipe"
+            " (`kit plan --list`). Other models than demo need one."
         ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="layout made by `kit plan --out`; default: the recipe's")
-    ] = None,
-    init_from: Annotated[
         Path | None,
-        typer.Option(
-            help="folder of Hugging Face's: start from its weights, and by default its model"
-        ),
+        typer.Option(help="Layout: a file made by `kit plan --out`. Default: the recipe's."),
     ] = None,
     data: Annotated[
-        list[str] | None,
+        str | None,
         typer.Option(
-            help=(
-                "folder made by `kit data build` (demo: data/demo), or a mix: 0.7=WEB, and again"
-                " 0.3=CODE"
-            )
+            help="Folder made by `kit data build`. Default of demo: data/demo. A mix of folders is"
+            " [[sources]] of the recipe file, and other weights from a token on its [[phases]]."
         ),
     ] = None,
-    then: Annotated[
-        list[str] | None,
+    steps: StepsOption = None,
+    site: SiteOption = None,
+    there: Annotated[
+        str | None,
         typer.Option(
-            help=(
-                "from a token or step on, other weights of the mix: 1.4e12=0.3,0.7 or"
-                " 5000steps=0.3,0.7"
-            )
+            help="Start nothing, but join a run that was launched elsewhere: its directory behind"
+            " the login node of --site, which is mirrored in RUN."
         ),
     ] = None,
-    hook: Annotated[
-        str | None, typer.Option(help="Python file with on_step(state): numbers of your own")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
-    devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
-    nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
-    site: Annotated[
-        str | None, typer.Option(help="where: a name or a .toml file; default: laptop")
-    ] = None,
-    measure_peak: Annotated[
-        bool, typer.Option(help="time matrix products first, so that MFU is known")
-    ] = True,
-    device: DeviceOption = None,
     minutes: MinutesOption = None,
     show: Annotated[
         bool,
-        typer.Option(
-            "--show",
-            help="print all scripts, and what is still to fill in; start and write nothing",
-        ),
+        typer.Option("--show", help="Print the scripts and what is still to fill in, no more."),
     ] = False,
     settings: SetOption = None,
 ) -> None:
-    """Start a training job in a new run directory. It goes on when this command ends.
+    """Launch a training job in a new run directory. It goes on when this command ends.
 
-    In the directory of a run that has begun it is `kit resume`: what is not given is that run's
+    In the directory of a run that has begun it resumes that run; what is not given is that run's
     own.
 
-    On GPUs a plan of neither file nor paper is bf16 and compiled; change it by --set plan.precision
-    and plan.compile.
+    The number of devices follows from the plan: --set plan.data_parallel=N changes it. On GPUs,
+    plans default to bf16 and torch.compile; plans from a file or a paper keep their own settings.
+    Ranks on this machine use its GPUs if there is one for each; CUDA_VISIBLE_DEVICES= keeps them
+    on CPU cores.
     """
+    if there is not None:
+        attach(run.expanduser().absolute(), Site.load(site or "laptop"), there)
+        hint("Watch:", "watch", run)
+        return
     begun = Run.open(run) if (run.expanduser() / "spec.json").exists() else None
     place = begun.site if begun and site is None else Site.load(site or "laptop")
-    changes = parse_settings(settings)
-    given = {
-        **read_data(data or []),
-        "num_steps": steps,
-        "init_from": init_from and str(init_from),
-        "hook": hook,
-    }
-    asked = ask_for(model, recipe, plan, given, changes, begun)
-    tokens_per_step = asked.plan.global_batch_size * asked.spec.sequence_length
-    asked.fields.update(read_phases(then or [], given.get("sources", []), tokens_per_step))
-    asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
-    place = on_device(place, asked.plan, device)
+    given = {"data": data, "num_steps": steps}
+    asked = ask_for(model, recipe, plan, given, parse_settings(settings), begun)
+    place = on_device(place, asked.plan)
     if place.device.is_gpu:
-        asked = dataclasses.replace(asked, plan=asked.plan.replace(**asked.unsaid))
-        if (
-            asked.plan.recompute == "selective"
-            and asked.plan.engine == "native"
-            and not asked.plan.compile
-        ):
-            PlainConsole(stderr=True, soft_wrap=True).print(Text(SELECTIVE))
+        asked = _on_gpus(asked)
     if begun and not show:
         launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
     time_limit_s, chosen = _seconds(minutes), as_given(asked.fields)
     if show:
         is_own = site is not None and site.endswith(".toml")
-        where = (
-            f"in {site}" if is_own else f"in a site file of your own, with base = {place.name!r}"
-        )
-        _show(run, asked, chosen, place, time_limit_s, where)
+        own = site if is_own else f"a site file of your own, with base = {place.name!r}"
+        _show(run, asked, chosen, place, time_limit_s, f"in {own}")
         return
     if asked.lacking:
         raise ConfigError(
@@ -153,7 +119,6 @@ def launch(
         )
     if place.login is None:
         _tell_data(asked, chosen)
-    measured = functools.partial(_measured, run) if measure_peak else None
     with told_if_interrupted(run):
         started = launcher.launch(
             run,
@@ -162,21 +127,19 @@ def launch(
             recipe=chosen,
             site=place,
             time_limit_s=time_limit_s,
-            measured=measured,
+            measured=functools.partial(_measured, run),
         )
-    _tell_schedule(started.recipe)
     _tell(started)
 
 
 @app.command()
 def resume(
     run: RunArgument,
-    steps: Annotated[int | None, typer.Option(help="new total of optimizer steps")] = None,
-    device: DeviceOption = None,
+    steps: StepsOption = None,
     minutes: MinutesOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Continue a run from its last checkpoint, on the same plan or another (--set plan...).
+    """Resume a run from its last checkpoint, on the same plan or another (--set plan.KEY=VALUE).
 
     With other --steps the learning rate's schedule still ends where it did: --set
     recipe.decay_steps=N moves its end.
@@ -190,18 +153,22 @@ def resume(
     limit_s = _seconds(minutes)
     with told_if_interrupted(run):
         started = launcher.resume(
-            run,
-            plan=plan,
-            num_steps=steps,
-            **changes["recipe"],
-            device=device,
-            time_limit_s=limit_s,
+            run, plan=plan, num_steps=steps, **changes["recipe"], time_limit_s=limit_s
         )
-    _tell_schedule(started.recipe)
     _tell(started)
 
 
+def _on_gpus(asked: Asked) -> Asked:
+    """Returns what was asked for with the plan's defaults for GPUs."""
+    plan = asked.plan.replace(**asked.unsaid)
+    if plan.recompute == "selective" and plan.engine == "native" and not plan.compile:
+        note(SELECTIVE)
+    return dataclasses.replace(asked, plan=plan)
+
+
 def _tell(run: Run) -> None:
+    """Says what was started, and where its learning rate's schedule ends unless the run does."""
+    _tell_schedule(run.recipe)
     begin = max(run.checkpoints.steps(), default=0)
     at = f" from step {begin} on" if begin else ""
     where = f", device: {run.site.device.name}" if run.site.scheduler == "local" else ""
@@ -248,15 +215,10 @@ def _show(
             _tell_data(asked, recipe)
         except DataError as error:
             left.append(f"recipe.data: {error}")
-    said = PlainConsole(stderr=True, soft_wrap=True)
     if site.login and texts:
-        said.print(f"A launch begins on {site.login} by:")
-        for line in first_commands(site):
-            said.print(Text(f"  {line}"))
+        note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
     if left:
-        said.print("Still to fill in:")
-        for line in left:
-            said.print(Text(f"  {line}"))
+        note("\n  ".join(["Still to fill in:", *left]))
 
 
 def _tell_data(asked: Asked, recipe: Recipe) -> None:
@@ -280,7 +242,7 @@ def _tell_data(asked: Asked, recipe: Recipe) -> None:
         told.append(
             f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}."
         )
-    PlainConsole(stderr=True, soft_wrap=True).print(Text("\n".join(told)))
+    note("\n".join(told))
 
 
 def _tell_schedule(recipe: Recipe) -> None:
@@ -291,11 +253,10 @@ def _tell_schedule(recipe: Recipe) -> None:
     then = f"and stays there to step {last:,}"
     if last < end:
         then = f"but the run ends before, at step {last:,} and {recipe.learning_rate_at(last):.3g}"
-    told = (
+    note(
         f"The learning rate reaches {recipe.learning_rate_at(end):.3g} at step {end:,}"
         f" (recipe.decay_steps), {then}."
     )
-    PlainConsole(stderr=True, soft_wrap=True).print(Text(told))
 
 
 def _measured(run: Path, site: Site, dtype: str) -> Site:
@@ -306,16 +267,11 @@ def _measured(run: Path, site: Site, dtype: str) -> Site:
 
     if site.scheduler != "local" or site.peak_flops_per_s(dtype) is not None:
         return site
-    PlainConsole(stderr=True).print("Measuring this machine's matrix products, for MFU ...")
+    note("Measuring this machine's matrix products, for MFU ...")
     site = measured_site(site, dtype)
     if not is_settled(site.device.peak_flops_per_s[dtype]):
-        hint(
-            "The peak was measured on a busy machine. For MFU, measure it again:",
-            "bench",
-            "site",
-            "--apply",
-            run,
-        )
+        busy = "The peak was measured on a busy machine. For MFU, measure it again:"
+        note(advice(busy, "bench", "--apply", run))
     return site
 
 
@@ -341,18 +297,3 @@ def told_if_interrupted(run: Path) -> Iterator[None]:
                 run,
             )
         raise typer.Exit(130) from None
-
-
-@app.command()
-def attach(
-    run: RunArgument,
-    there: Annotated[
-        str, typer.Option(help="its run directory on the other side of the site's login node")
-    ],
-    site: Annotated[str, typer.Option(help="a .toml file with login")],
-) -> None:
-    """Look from here at a run that was launched elsewhere: makes a mirror of it, a run directory
-    like any other.
-    """
-    attach_run(run.expanduser().absolute(), Site.load(site), there)
-    hint("Watch:", "watch", run)

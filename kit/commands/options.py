@@ -1,5 +1,6 @@
-"""What commands share: their common options, settings by dotted key, and the console."""
+"""What commands share: their common options, settings by key, and how they print."""
 
+import contextvars
 import json
 import math
 import sys
@@ -15,40 +16,66 @@ from cluster.login.connection import pass_through
 from cluster.login.mirror import mirror_of
 from cluster.state import refuse_other_owner
 from kit.errors import ConfigError, kit_command
-from kit.measure.device import DeviceName
 from kit.show.terminal import PlainConsole, Table
 
-RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-DeviceOption = Annotated[
-    DeviceName | None,
-    typer.Option(help="of ranks on this machine; default: its GPUs, where there is one for each"),
+AS_JSON = contextvars.ContextVar("as_json", default=False)
+"""Whether this command prints JSON: the option `--json`."""
+
+RunArgument = Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN")]
+SiteOption = Annotated[
+    str | None, typer.Option(help="Machine: a name (`kit plan --list`) or a .toml file.")
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Model: a preset (`kit plan --list`), a spec.json or a config.json."),
+]
+StepsOption = Annotated[
+    int | None, typer.Option(help="Optimizer steps in all. Default: the recipe's; demo: 100.")
+]
+StepOption = Annotated[int | None, typer.Option(help="Checkpoint. Default: the newest.")]
 MinutesOption = Annotated[
-    float | None, typer.Option(help="time limit of one job; on a cluster a longer run comes back")
+    float | None,
+    typer.Option(
+        help="Time limit of each job, in minutes. A longer run is resubmitted until it is done."
+    ),
 ]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="dotted.key=value, e.g. plan.tensor_parallel=2")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Field of spec, plan or recipe: plan.data_parallel=8, recipe.hook=FILE,"
+        " recipe.init_from=FOLDER. Can be repeated.",
+    ),
 ]
+FollowOption = Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+def parse_values(settings: list[str] | None) -> dict[str, Any]:
+    """Returns {"plan.compile": True} from `plan.compile=true`; values are JSON or plain words."""
+    values = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--set {setting!r} is not allowed. Give KEY=VALUE.")
+        try:
+            values[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            values[key] = value
+    return values
 
 
 def parse_settings(
     settings: list[str] | None, allowed: tuple[str, ...] = ("spec", "plan", "recipe")
-) -> dict[str, dict]:
-    """Returns {"plan": {"tensor_parallel": 2}, ...} from `plan.tensor_parallel=2`; values are
-    JSON or plain words.
-    """
+) -> dict[str, dict[str, Any]]:
+    """Returns {"plan": {"tensor_parallel": 2}, ...} from `plan.tensor_parallel=2`."""
     changes: dict[str, dict[str, Any]] = {name: {} for name in allowed}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        record, dot, field = key.partition(".")
-        if not (equals and dot and record in allowed):
+    for key, value in parse_values(settings).items():
+        record, _, field = key.partition(".")
+        if not field or record not in allowed:
             wanted = " or ".join(f"{name}.KEY=VALUE" for name in allowed)
-            raise ConfigError(f"--set {setting!r} is not allowed. Give {wanted}.")
-        try:
-            changes[record][field] = json.loads(value)
-        except json.JSONDecodeError:
-            changes[record][field] = value
+            raise ConfigError(f"--set {key!r} is not allowed. Give {wanted}.")
+        changes[record][field] = value
     return changes
 
 
@@ -69,21 +96,25 @@ def strict_json(value: Any) -> str:
     return json.dumps(named(value), allow_nan=False)
 
 
-def tell(values: Any, as_json: bool, *parts: RenderableType) -> None:
-    """Prints plain values as JSON, or else what people read, one part below the other."""
-    if as_json:
-        print(strict_json(values), flush=True)  # one that follows is read as it goes
-    else:
-        for part in parts:
-            console().print(part)
+def tell(values: Any, *parts: RenderableType) -> None:
+    """Prints plain values as JSON if that was asked for, or else what people read, one part below
+    the other.
+    """
+    if AS_JSON.get():
+        # One that follows is read as it goes.
+        print(strict_json(values), flush=True)
+        return
+    for part in parts:
+        # The terminal breaks lines of text, so that a command or path in it is copied whole.
+        console().print(part, soft_wrap=isinstance(part, str | Text))
 
 
-def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:
-    """Prints keys and values as a table, or as JSON."""
+def tell_record(title: str, values: dict[str, Any]) -> None:
+    """Prints keys and values as a table."""
     texts = {
         key: f"{value:,}" if isinstance(value, int) else str(value) for key, value in values.items()
     }
-    tell(values, as_json, facts_table(title, texts.items()))
+    tell(values, facts_table(title, texts.items()))
 
 
 def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
@@ -93,11 +124,19 @@ def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
     )
 
 
+def advice(text: str, name: str, *words: str | Path) -> Text:
+    """Returns a text that ends in a command of the kit."""
+    return Text.assemble(f"{text} ", (kit_command(name, *words), "bold"))
+
+
 def hint(text: str, name: str, *words: str | Path) -> None:
-    """Prints a text that ends in a command of the kit; however long its path, it can be copied
-    as a whole.
-    """
-    console().print(Text.assemble(f"{text} ", (kit_command(name, *words), "bold")), soft_wrap=True)
+    """Prints a text that ends in a command of the kit."""
+    tell({"said": text, "command": kit_command(name, *words)}, advice(text, name, *words))
+
+
+def note(text: str | Text) -> None:
+    """Prints a text to standard error."""
+    PlainConsole(stderr=True, soft_wrap=True).print(text)
 
 
 def console() -> PlainConsole:

@@ -1,6 +1,5 @@
-"""Commands on runs: status, watch, logs, stop, checkpoint, figure."""
+"""Commands on runs: status, watch, logs, stop, checkpoint, runs."""
 
-import difflib
 import math
 import sys
 import time
@@ -8,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from cluster.job import Job
 from cluster.state import refuse_other_owner
 from kit.commands.options import (
-    JsonOption,
+    AS_JSON,
+    FollowOption,
     RunArgument,
     check_not_in_a_strangers_run,
     console,
     facts_table,
     hint,
-    strict_json,
     tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
@@ -28,6 +28,7 @@ from kit.show.terminal import Table, plain
 if TYPE_CHECKING:
     from kit.monitor.expected import Pace
     from kit.monitor.goodput import Ledger
+    from kit.monitor.runs import RunsTable
 
 app = typer.Typer()
 
@@ -38,24 +39,24 @@ def status(
     why: Annotated[
         bool,
         typer.Option(
-            "--why", help="is it as fast as it should be, and where did the time of its nodes go?"
+            "--why",
+            help="Compare its speed with the estimate, and show where the time of its nodes went.",
         ),
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
-    """Say what a run does now, and what deserved a look: losses that are lost, jump or rise,
-    stalls, slow ranks.
+    """Show the state of a run, and its alerts: NaN or spiking loss, stalls, falling MFU, slow
+    ranks, failed jobs.
     """
     from kit.monitor.text import recorded_alerts, status_row, status_table
 
     opened = Run.open(run)
     if why:
-        _tell_why(opened, as_json)
-    elif as_json:
+        _tell_why(opened)
+    elif AS_JSON.get():
         alerts = [alert.to_dict() for alert in recorded_alerts(opened)]
-        print(strict_json(status_row(opened) | {"alerts": alerts}))
+        tell(status_row(opened) | {"alerts": alerts})
     else:
-        console().print(status_table(opened, console().picture_width))
+        tell(None, status_table(opened, console().picture_width))
 
 
 @app.command()
@@ -74,15 +75,15 @@ def watch(run: RunArgument) -> None:
 @app.command()
 def logs(
     run: RunArgument,
-    rank: Annotated[int, typer.Option(help="which process")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", help="go on until the job ends")] = False,
+    rank: Annotated[int, typer.Option(help="Rank of the process.")] = 0,
+    follow: FollowOption = False,
 ) -> None:
     """Print the log of one rank."""
-    is_other = (run / "job.json").exists() and not (
-        run / "spec.json"
-    ).exists()  # a job that scores, or builds data
+    # A job that scores, or builds data, has no spec.
+    is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
-    shown = plain if sys.stdout.isatty() else str  # a file or a pipe gets what was printed
+    # A file or a pipe gets what was printed.
+    shown = plain if sys.stdout.isatty() else str
     if not follow:
         print(shown(job.logs(rank)), end="")
         return
@@ -93,7 +94,7 @@ def logs(
 @app.command()
 def stop(
     run: RunArgument,
-    now: Annotated[bool, typer.Option("--now", help="kill it, without a checkpoint")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
 ) -> None:
     """Ask a run to checkpoint and stop after its current step, or with --now to end at once."""
     job = _living(run, "stop")
@@ -118,56 +119,28 @@ def checkpoint(run: RunArgument) -> None:
 
 
 @app.command()
-def figure(
-    run: RunArgument,
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that holds run directories.", metavar="FOLDER")
+    ],
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Run of the table to draw. Can be repeated 8 times.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="file (.png, .svg, .pdf); default: RUN/figure.png")
+        Path | None, typer.Option(help="Figure of --compare. Default: FOLDER/compare.png.")
     ] = None,
-    own: Annotated[
-        list[Path] | None, typer.Option("--run", help="with a paper's figure: your runs, added")
-    ] = None,
-    points: Annotated[
-        Path | None, typer.Option(help="with a paper's figure: a CSV of its points, digitised")
-    ] = None,
-    points_template: Annotated[
-        bool, typer.Option("--points-template", help="print such a CSV to fill in")
-    ] = False,
-    as_json: JsonOption = False,
 ) -> None:
-    """Draw loss and MFU of a run, or a figure of a paper by its name (`kit figures` lists them)."""
-    from kit.monitor import run_figure
-    from kit.papers import FIGURES
-    from kit.show.style import check_picture, save_figure
+    """List all runs below a folder, with live states and the settings in which they differ."""
+    from kit.monitor.runs import runs_table
 
-    if str(run) in FIGURES:
-        from kit.commands.papers import draw_paper_figure
-
-        if points_template:
-            return print(FIGURES[str(run)].points_template(str(run), own or ()), end="")
-        return draw_paper_figure(str(run), out, own or (), as_json, points)
-
-    if not run.exists():
-        close = difflib.get_close_matches(str(run), FIGURES, n=1)
-        near = (
-            f"Did you mean {close[0]!r}?" if close else "`kit figures` lists the figures of papers."
-        )
-        raise RunError(f"{run} is neither a run directory nor a figure of a paper. {near}")
-    if points or points_template:
-        raise ConfigError(f"--points: {run} is no figure of a paper. `kit figures` lists them.")
-    if own:
-        raise ConfigError(
-            f"--run: {own[0]} has no place beside {run}: it adds runs to a figure of a paper."
-        )
-    opened = Run.open(run)
-    file = check_not_in_a_strangers_run(check_picture(out or opened.directory / "figure.png"))
-    drawn, table = run_figure(opened)
-    save_figure(drawn, [], [file])
-    print(
-        strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file
-    )
+    table = runs_table(folder)
+    if compare:
+        _compare(table.folder, compare, out)
+    else:
+        tell(table.to_dicts(), _drawn(table))
 
 
-def _tell_why(run: Run, as_json: bool) -> None:
+def _tell_why(run: Run) -> None:
     """Prints how a run's speed compares with the estimate, or why that cannot be said, and its
     ledger.
     """
@@ -184,7 +157,6 @@ def _tell_why(run: Run, as_json: bool) -> None:
     title = f"Is {run.name} as fast as it should be?"
     tell(
         {"pace": told, "goodput": used},
-        as_json,
         facts_table(title, facts),
         "",
         *_ledger_tables(spent),
@@ -277,3 +249,42 @@ def _living(run: Path, what: str) -> Job:
 
 def _now() -> str:
     return time.strftime("%H:%M:%S")
+
+
+def _compare(folder: Path, names: list[str], out: Path | None) -> None:
+    from kit.monitor.runs import compare_figure
+    from kit.show.style import check_picture, save_figure
+
+    file = check_not_in_a_strangers_run(check_picture(out or folder / "compare.png"))
+    if missing := [name for name in names if not (folder / name).is_dir()]:
+        raise RunError(
+            f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}`"
+            " lists them."
+        )
+    figure, table = compare_figure([Run.open(folder / name) for name in names])
+    save_figure(figure, [], [file])
+    values = {
+        name: {key: column.tolist() for key, column in columns.items()}
+        for name, columns in table.items()
+    }
+    tell(values, str(file))
+
+
+def _drawn(table: "RunsTable") -> Table | str:
+    from kit.monitor.runs import heading, show
+    from kit.monitor.text import COLOURS
+
+    if not table.rows:
+        return f"no run below {table.folder}"
+    names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
+    headings = [heading(name) for name in names]
+    rows = [
+        [
+            Text(
+                show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else ""
+            )
+            for name in names
+        ]
+        for row in table.rows
+    ]
+    return Table(*headings, rows=rows, right=headings[2:])

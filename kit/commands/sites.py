@@ -22,29 +22,31 @@ from kit.show.terminal import PlainConsole
 
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
-app.add_typer(site_app, name="site", help="Files that say what a machine is.")
+app.add_typer(site_app, name="site", help="Write site files: site init.")
 TIMEOUT_S = 60.0
 """Of one question."""
 LOCAL = """\
 # This machine, as torch sees it.
-# EDIT: peaks and links, by `kit bench site --out FILE.toml` or from a data sheet
+# EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
 """
 
 
 @site_app.command()
 def init(
-    out: Annotated[Path, typer.Argument(help="the file to write, NAME.toml", metavar="FILE")],
+    out: Annotated[Path, typer.Argument(help="File to write, NAME.toml.", metavar="FILE")],
     partition: Annotated[
-        str | None, typer.Option(help="of Slurm; default: one with GPUs, the default one first")
+        str | None, typer.Option(help="Partition of Slurm. Default: one with GPUs.")
     ] = None,
-    login: Annotated[str | None, typer.Option(help="ask there: a name of ~/.ssh/config")] = None,
-    account: Annotated[str | None, typer.Option(help="that jobs are charged to")] = None,
+    login: Annotated[
+        str | None, typer.Option(help="Login node to ask: a name of ~/.ssh/config.")
+    ] = None,
+    account: Annotated[str | None, typer.Option(help="Account that jobs are charged to.")] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="of this machine alone: its GPUs, or its cores")
+        bool, typer.Option("--local", help="Describe this machine alone: its GPUs, or its cores.")
     ] = False,
 ) -> None:
-    """Write a first site file from what a cluster or this machine says, with EDIT where nobody
-    there can know.
+    """Write a first site file from what a cluster or this machine says, with EDIT where it cannot
+    know.
     """
     if out.suffix != ".toml" or out.exists():
         raise ConfigError(

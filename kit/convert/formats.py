@@ -6,7 +6,11 @@ from pathlib import Path
 
 CONVERT = "is not supported: write it as a Hugging Face folder with that trainer's own tools first"
 FORMATS = (
-    ("manifest.json", "a checkpoint of this kit", "leaves by `kit export-hf RUN STEP OUT`"),
+    (
+        "manifest.json",
+        "a checkpoint of this kit",
+        "leaves by `kit export RUN --format hf --step N`",
+    ),
     ("*.distcp", "a distributed checkpoint of megatron-core (torch_dist) or torch", CONVERT),
     (
         "mp_rank_*/model_optim_rng.pt",
@@ -16,19 +20,19 @@ FORMATS = (
     (
         "layer_*-model_*-model_states.pt",
         "a Megatron-DeepSpeed checkpoint",
-        "is of the kind `megatron-deepspeed`",
+        "is of format `megatron-deepspeed`",
     ),
     (
         "zero/*/fp32.pt",
         "a universal checkpoint of DeepSpeed",
-        "is of the kind `deepspeed-universal`",
+        "is of format `deepspeed-universal`",
     ),
     (
         "*zero_pp_rank_*",
         "a ZeRO checkpoint of DeepSpeed",
         "becomes universal by DeepSpeed's ds_to_universal.py",
     ),
-    ("dp_rank_*_tp_rank_*", "an NxD checkpoint", "is of the kind `nxd`"),
+    ("dp_rank_*_tp_rank_*", "an NxD checkpoint", "is of format `nxd`"),
     (
         "adapter_config.json",
         "an adapter of PEFT without its model",

@@ -79,7 +79,8 @@ def share_out(
             if child.returncode:
                 raise DataError(
                     f"A process of the build has ended with code {child.returncode}, which is -9 "
-                    f"where memory ran out. Build again; fewer --workers need less memory."
+                    f"where memory ran out. Build again on fewer cores, with `taskset`, or in "
+                    f"Python with fewer workers."
                 )
             if isinstance(answer := pickle.loads(told), Exception):
                 raise answer

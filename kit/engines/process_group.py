@@ -94,7 +94,7 @@ def _has_gpu(site: Site | None) -> bool:
         raise ConfigError(
             f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus}"
             f" here for {ranks} ranks. Check the driver and torch's wheel (`kit doctor`), start"
-            " fewer ranks, or give --device cpu."
+            " fewer ranks, or go on with `kit launch RUN --site laptop`, on CPU cores then."
         )
     on_cpu = site is not None and is_local and not site.device.is_gpu
     if gpus and on_cpu and os.environ["RANK"] == "0":

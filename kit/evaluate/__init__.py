@@ -120,7 +120,7 @@ def check_keepable(file: Path) -> None:
         OSError: its folder cannot be made, or written to, or the file is somebody else's.
     """
     if file.is_dir():
-        raise ConfigError(f"{file}: is a folder. Give a file, which is made: `--out FILE`.")
+        raise ConfigError(f"{file}: is a folder. Give a file, which is made: `--set out=FILE`.")
     there = next(folder for folder in file.absolute().parents if folder.exists())
     about = there.stat()
     # Where anybody may write, as in /tmp, a file is replaced by its owner or the folder's alone.

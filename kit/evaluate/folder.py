@@ -96,7 +96,7 @@ def evaluate_folder(
         check_keepable(file)
     except OSError as error:
         raise ConfigError(
-            f"{file}: {error.strerror}. Give its scores another place: `--out FILE`."
+            f"{file}: {error.strerror}. Give its scores another place: `--set out=FILE`."
         ) from error
     lone, model = (
         load_tokenizer(folder),
@@ -138,5 +138,5 @@ def _check_same_model(file: Path, report: EvalReport) -> None:
         if getattr(before, key) != getattr(report, key):
             raise ConfigError(
                 f"{file}: its scores are of {what} than {report.checkpoint} has now. Give another"
-                " file (`--out FILE`), or move it away."
+                " file (`--set out=FILE`), or move it away."
             )

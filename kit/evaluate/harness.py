@@ -140,7 +140,8 @@ def _loaded(
             return types.SimpleNamespace(compute=lambda **_: ({}, {}))
         if not download:
             raise DataError(
-                f"its score is made by {name!r}, a program of the hub. Give --download to fetch it"
+                f"its score is made by {name!r}, a program of the hub. Give --set download=true to"
+                " fetch it"
             )
         return load_metric(name, *args, **kwargs)
 
@@ -178,9 +179,9 @@ def _check_pool(task: Any, shots: int, folder: Path) -> None:
     if len(task.fewshot_docs()) < shots:
         raise DataError(
             f"{shots} shots need as many solved examples, but the pool has"
-            f" {len(task.fewshot_docs())}. Use --num-fewshot 0, or put the training split of"
+            f" {len(task.fewshot_docs())}. Use --set num_fewshot=0, or put the training split of"
             f" {task.config.dataset_path} beside its other file in {folder} as train.parquet, or"
-            " use --download where the hub can be reached"
+            " use --set download=true where the hub can be reached"
         )
 
 

@@ -111,9 +111,9 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
     chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
     argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
     for field in dataclasses.fields(options):
-        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        value = getattr(options, field.name)
         if value != field.default:
-            argv += [flag] if value is True else [flag, str(value)]
+            argv += ["--set", f"{field.name}={str(value).lower() if value is True else value}"]
     folder = run.directory / "eval" / "jobs" / f"step_{step:08d}"
     devices = layout(run.spec, run.site, options).num_devices
     num_nodes = 1 if run.site.scheduler == "local" else nodes_for(devices, run.site)
@@ -136,7 +136,7 @@ def refuse_job(run: Run, owner: str) -> NoReturn:
     told = f", above all {lines}," if lines else ""
     raise ConfigError(
         f"devices: {run.directory}/site.json is {owner}'s, and a job by it{told} would run as you."
-        " Score it on this machine with --devices 1, or start as many processes of `kit eval`"
+        " Score it on this machine with --set devices=1, or start as many processes of `kit eval`"
         " yourself, by torchrun or srun."
     )
 

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.record import suggestion
+from cluster.record import Record
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.task_data import default_mirror
@@ -17,7 +17,7 @@ PRECISIONS = {"fp32": 4, "bf16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Record):
     """How to score; the keywords of `evaluate` and `evaluate_model`."""
 
     limit: int | None = None
@@ -99,8 +99,9 @@ class Options:
         Raises:
             ConfigError: a keyword is unknown, or a value is not allowed.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in keywords:
-            if name not in names:
-                raise ConfigError(f"evaluate: {name!r} is unknown. {suggestion(name, names)}")
-        return cls(**keywords)
+        folders = {
+            name: Path(keywords[name])
+            for name in ("mirror", "task_data")
+            if isinstance(keywords.get(name), str)
+        }
+        return cls.from_dict({**keywords, **folders}, "evaluate")

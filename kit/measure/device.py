@@ -29,12 +29,12 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
     """
     ranks, is_here = plan.num_devices, site.scheduler == "local" and plan.engine != "neuron"
     if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"--device: {device!r} is not allowed. Give cpu or cuda.")
+        raise ConfigError(f"device: {device!r} is not allowed. Give cpu or cuda.")
     if device is not None and not is_here:
         raise ConfigError(
-            f"--device {device}: jobs of site {site.name!r} and engine {plan.engine!r} compute on"
-            f" what the site has, {site.device.name!r}. Leave the option out, or give another"
-            " --site."
+            f"device: {device!r}: jobs of site {site.name!r} and engine {plan.engine!r} compute on"
+            f" what the site has, {site.device.name!r}. Leave it out, or give another"
+            " site."
         )
     if device is None and (site.device.is_gpu or site.device.peak_flops_per_s):
         device = torch_device(site)
@@ -43,9 +43,9 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus < ranks:
         raise ConfigError(
-            f"--device cuda: {counted(ranks, 'rank')} of site {site.name!r} need a GPU each, and"
+            f"device: {counted(ranks, 'rank')} of site {site.name!r} need a GPU each, and"
             f" torch sees {gpus} here. Ask `kit doctor` about driver and wheel, start fewer ranks,"
-            " or give --device cpu."
+            " or go on with site laptop, which has CPU cores then."
         )
     if (gpus >= ranks) == site.device.is_gpu:
         return site

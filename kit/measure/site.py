@@ -1,4 +1,4 @@
-"""`kit bench site`: the numbers of the machine at hand that estimates need: matrix products,
+"""`kit bench`: the numbers of the machine at hand that estimates need: matrix products,
 memory, collectives.
 """
 

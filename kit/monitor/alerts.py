@@ -195,8 +195,7 @@ def peak_advice(run: Run) -> str:
     """Returns what to do about a peak that is not known or not believed."""
     if run.site.scheduler == "local":
         return (
-            "Measure it again on an idle machine:"
-            f" {kit_command('bench', 'site', '--apply', run.directory)}"
+            f"Measure it again on an idle machine: {kit_command('bench', '--apply', run.directory)}"
         )
     return (
         f"Check the tokens of a step, the number of devices ({run.plan.num_devices:,}) and, in "

@@ -292,7 +292,7 @@ class Dashboard:
         ]
 
     def _site_changed(self) -> float | None:
-        """Returns when site.json was written last: `kit bench site --apply` corrects a peak in
+        """Returns when site.json was written last: `kit bench --apply` corrects a peak in
         it.
         """
         try:

@@ -45,7 +45,7 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
     """Returns a finished run with HLAT's optimizer and schedule whose checkpoints are all scored,
     made if needed.
 
-    Tasks whose data is not on this machine (`kit eval data` builds it) are left out of the scores.
+    Tasks whose data is not on this machine (`kit eval-data` builds it) are left out of the scores.
 
     `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 

@@ -75,7 +75,12 @@ class CheckpointTensors:
         checkpoints.check_model(manifest, spec)
         if manifest.plan.engine == "neuron":
             weights = kit_command(
-                "export-hf", checkpoints.directory.parent, str(manifest.step), "OUT"
+                "export",
+                checkpoints.directory.parent,
+                "--format",
+                "hf",
+                "--step",
+                str(manifest.step),
             )
             raise CheckpointError(f"{self.path} holds NxD's files. Its weights alone: `{weights}`.")
         self._reader = TensorsOnlyReader(self.path, description)

@@ -234,7 +234,7 @@ def test_what_is_advised_after_a_first_file_needs_no_connection(
         app(advised[:-1], standalone_mode=False)
     with pytest.raises(ConfigError, match=r"^site.there.python, site.there.folder: still 'EDIT'"):
         app(
-            ["attach", "runs/first", "--there", "/runs/x", "--site", "my.toml"],
+            ["launch", "runs/first", "--there", "/runs/x", "--site", "my.toml"],
             standalone_mode=False,
         )
     assert len(login_node) == asked and not (tmp_path / "runs").exists()

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 SOURCES = sorted(file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py"))
 VALUE = "VALUE"
 """Stands for what a message fills in."""
-CALLS = {"kit_command": 0, "hint": 1}
+CALLS = {"kit_command": 0, "hint": 1, "advice": 1}
 """Functions that write a command into a message, and which of their arguments is its first word."""
 
 EXTRAS = {"MissingPackageError": 1, "install_command": 0}
@@ -87,7 +87,7 @@ def problem(words: list[str]) -> str | None:
     arguments it takes.
     """
     command: Any = COMMANDS
-    words = shlex.split(" ".join(words))
+    words = [word for word in shlex.split(" ".join(words)) if word != "--json"]
     while hasattr(command, "commands"):
         if not words or words[0].startswith((VALUE, "-")):
             return None

@@ -16,14 +16,17 @@ from cluster.job import Job
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
+from kit.commands import launching
 from kit.commands.app import app
-from kit.commands.asked import ask_for, on_devices, read_data, read_phases
+from kit.commands.asked import ask_for
 from kit.errors import ConfigError
 from kit.papers import hlat_model
 from kit.papers.recipes import names, published_recipe
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+
+DP8 = ("--set", "plan.data_parallel=8")
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +132,7 @@ def test_a_wrong_value_is_no_gap_to_be_filled_in(more: tuple[str, ...]) -> None:
 
 
 def test_weights_of_no_folder_are_no_unknown_model() -> None:
-    refused("--init-from NOPE: no such folder", "--init-from", "NOPE")
+    refused("recipe.init_from: NOPE: no such folder", "--set", "recipe.init_from=NOPE")
 
 
 def test_what_a_paper_does_not_state_must_be_given() -> None:
@@ -146,7 +149,7 @@ def test_what_a_paper_does_not_state_must_be_given() -> None:
     assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
 
 
-def test_a_plan_from_a_file_and_a_number_of_devices() -> None:
+def test_a_plan_from_a_file() -> None:
     plan = Plan(tensor_parallel=4, pipeline_parallel=2, global_batch_size=64)
     plan.write(Path("plan.json"))
     assert asked(plan=Path("plan.json")).plan == plan
@@ -159,20 +162,6 @@ def test_a_plan_from_a_file_and_a_number_of_devices() -> None:
     assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan, (
         "a layout of one's own for a paper's recipe"
     )
-    site = Site.load("frontier")
-    assert (
-        on_devices(plan, site, 32, None)
-        == on_devices(plan, site, None, 4)
-        == plan.replace(data_parallel=4)
-    )
-    assert on_devices(plan, site, None, None) == plan
-    for devices, nodes, message in (
-        (12, None, "Give a multiple of 8"),
-        (16, 1, "--devices says 16"),
-        (24, None, "cut"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            on_devices(plan, site, devices, nodes)
     refused("expected a Plan as JSON", "--plan", "absent.json")
 
 
@@ -184,8 +173,6 @@ def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[
         "2048",
         "--batch",
         "1024",
-        "--count",
-        "2",
         "--choose",
         "2",
     )
@@ -201,7 +188,7 @@ def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[
 
 
 def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    launch("--recipe", "hlat-70b", "--site", "trn1.32xlarge", "--nodes", "64", "--show")
+    launch("--recipe", "hlat-70b", "--site", "trn1.32xlarge", *DP8, "--show")
     said = capsys.readouterr()
     compiling, running = said.out.split("#### submit.sh")
     assert "#### compile.sh" in compiling and "neuron_parallel_compile" in compiling
@@ -214,7 +201,7 @@ def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture
     assert lines[-1] == "  recipe.data: --data FOLDER, made by `kit data build`"
     assert not Path("runs").exists()
     Path("my-trn1.toml").write_text('base = "trn1.32xlarge"\nname = "mine"\n')
-    launch("--recipe", "hlat-70b", "--site", "my-trn1.toml", "--nodes", "64", "--show")
+    launch("--recipe", "hlat-70b", "--site", "my-trn1.toml", *DP8, "--show")
     assert "site.slurm.partition: in my-trn1.toml\n" in capsys.readouterr().err, (
         "which is the reader's own already"
     )
@@ -258,7 +245,8 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
         os.kill(os.getpid(), signal.SIGINT)
         return submit(job, files)
 
-    words = ("--data", str(tiny_dataset.directory), "--no-measure-peak")
+    words = ("--data", str(tiny_dataset.directory))
+    monkeypatch.setattr(launching, "_measured", lambda run, site, dtype: site)
     monkeypatch.setattr(
         launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60"))
     )
@@ -316,72 +304,6 @@ def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_
 def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsys) -> None:
     launch("--site", "perlmutter", "--show", "--set", "plan.recompute=selective", *words)
     assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], {}),
-        (["data/web"], {"data": "data/web"}),
-        (["odd/name=1"], {"data": "odd/name=1"}),
-        (
-            ["0.7=data/web", "0.3=data/code"],
-            {
-                "data": "data/web",
-                "sources": [
-                    {"paths": ["data/web"], "weight": 0.7},
-                    {"paths": ["data/code"], "weight": 0.3},
-                ],
-            },
-        ),
-        (
-            ["1=web/part_*"],
-            {"data": "web/part_*", "sources": [{"paths": ["web/part_*"], "weight": 1.0}]},
-        ),
-    ],
-)
-def test_a_mix_on_the_command_line(words, expected) -> None:
-    assert read_data(words) == expected
-    Recipe.from_dict({"data": "x", "num_steps": 1, **read_data(words)})
-
-
-@pytest.mark.parametrize(
-    "words", [["web", "code"], ["0.7=web", "code"], ["some=web"], ["=web", "1=code"]]
-)
-def test_a_mix_without_weights_is_refused(words) -> None:
-    with pytest.raises(ConfigError, match="Give one folder, or a mix as WEIGHT=FOLDER for each"):
-        read_data(words)
-
-
-def test_other_weights_from_a_token_or_a_step_on() -> None:
-    sources = read_data(["0.7=web", "0.3=code", "0=late"])["sources"]
-    fields = read_phases(["1e6=0.5,0.5,0", "5000steps=0,0,1"], sources, tokens_per_step=1024)
-    assert [source["weight"] for source in fields["sources"]] == [0, 0, 1]
-    assert fields["phases"] == [
-        {"until_tokens": 1e6, "weights": [0.7, 0.3, 0]},
-        {"until_tokens": 5000 * 1024, "weights": [0.5, 0.5, 0]},
-    ]
-    Recipe.from_dict({"data": "x", "num_steps": 1, **fields})
-    assert read_phases([], sources, 1024) == {}
-
-
-@pytest.mark.parametrize(
-    "word", ["0.3,0.7", "1e6=0.3", "1e6=0.3,0.7,1", "1e6=a,b", "=1,1", "soon=1,1", "5 steps = 1,"]
-)
-def test_other_weights_that_say_too_little_are_refused(word: str) -> None:
-    refused(
-        f"--then {word}: not allowed", "--data", "0.7=web", "--data", "0.3=code", "--then", word
-    )
-
-
-def test_other_weights_need_a_mix_and_come_in_order(tiny_dataset) -> None:
-    folder = tiny_dataset.directory
-    refused("Give a mix by --data", "--data", str(folder), "--then", "1e6=1,1")
-    mix = ("--data", f"0.7={folder}", "--data", f"0.3={folder}")
-    refused(
-        "phases[1].until_tokens: 5.0 is not allowed", *mix, "--then", "9=1,0", "--then", "5=0,1"
-    )
-    refused("sources: weights", *mix, "--then", "9=0,0")
 
 
 BEHIND = """

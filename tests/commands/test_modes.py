@@ -46,8 +46,6 @@ def test_every_file_follows_umask(
                 str(text),
                 "--vocab-size",
                 "300",
-                "--workers",
-                "1",
             ],
             [
                 "plan",
@@ -68,7 +66,7 @@ def test_every_file_follows_umask(
         assert job.wait().state is JobState.DONE, job.logs()
         degrees = [f"--set=plan.{kind}_parallel=1" for kind in ("tensor", "pipeline", "data")]
         for words in (
-            ["export-hf", "run", "newest", "folder"],
+            ["export", "run", "--format", "hf", "--out", "folder"],
             ["export", "run"],
             ["figure", "run"],
             ["eval", "run", "--tasks", "heldout", "--limit", "2"],

@@ -227,7 +227,7 @@ def test_only_the_hook_that_a_run_has_may_be_gone(
         RunError,
         f"{wrong!r} cannot be read",
         tmp_path,
-        lambda: kit_command(*words, "--hook", wrong),
+        lambda: kit_command(*words, "--set", f"recipe.hook={wrong}"),
     )
     assert not started
     kit_command(*words)
@@ -264,7 +264,7 @@ def test_nothing_is_measured_before_the_last_refusal(
     )
     for error, message, more in (
         (RunError, "has finished its 20 steps", ()),
-        (RunError, "recipe.hook: ", ("--steps", "40", "--hook", "absent.py")),
+        (RunError, "recipe.hook: ", ("--steps", "40", "--set", "recipe.hook=absent.py")),
         (
             ConfigError,
             "at most 256",
@@ -498,9 +498,9 @@ def test_commands_that_refuse(
         (ConfigError, "is unknown", ("eval", run, "--suite", "hlta")),
         (ConfigError, "is unknown", ("eval", run, "--tasks", "piqua")),
         (DataError, "is not a dataset", ("data", "build", "full")),
-        (ConfigError, "not a .toml", ("bench", "site", "--out", "mine.json")),
+        (ConfigError, "not a .toml", ("bench", "--out", "mine.json")),
         (RunError, "no such run", ("runs", "runs", "--compare", "rap")),
-        (RunError, "is not a run directory", ("launch", "full", *spec, "--no-measure-peak")),
+        (RunError, "is not a run directory", ("launch", "full", *spec)),
     ]
     for error, message, words in cases:
         refused(error, message, tmp_path, lambda words=words: kit_command(*words))

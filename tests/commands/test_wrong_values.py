@@ -44,9 +44,9 @@ READERS = [
     )
 ] + [
     ["validate", "--rows", "PATH"],
-    ["bench", "site", "--apply", "PATH"],
+    ["bench", "--apply", "PATH"],
     ["runs", ".", "--compare", "PATH"],
-    ["sink", "PATH", "--to", "tensorboard", "--no-follow"],
+    ["export", "PATH", "--format", "tensorboard"],
     ["launch", "new", "--model", "PATH.json"],
     ["import", "PATH", "--format", "megatron", "--out", "new", "--site", "lumi"],
     ["launch", "new", "--site", "PATH.toml"],
@@ -59,12 +59,12 @@ WRITERS = [
     ["runs", ".", "--compare", "run", "--out", "PATH"],
     ["export", "run", "--out", "file/inside/PATH"],
     ["export", "run", "--out", "empty"],
-    ["figures", "--out", "file"],
+    ["figure", "--out", "file"],
 ]
 WORDS = [
     ["logs", "run", "--rank", "WORD"],
     ["export", "run", "--format", "WORD"],
-    ["sink", "run", "--to", "WORD"],
+    ["eval", "run", "--set", "limit=WORD"],
     ["launch", "new", "--set", "WORD"],
     ["launch", "new", "--set", "plan.tensor_parallel=WORD"],
     ["WORD"],
@@ -130,15 +130,10 @@ REFUSED = [
         "nowhere: not a dataset, but empty or absent. Build it: kit data build /",
     ),
     (["launch", "new", "--minutes", "-1"], "--minutes -1: not allowed. Give a number above 0"),
-    (
-        ["launch", "new", "--nodes", "2"],
-        "--nodes 2: site 'laptop' is this machine alone. Give --devices",
-    ),
     (["resume", "run", "--minutes", "nan"], "--minutes nan: not allowed. Give a number above 0"),
-    (["bench", "site", "--processes", "0"], "greater than or equal to 2"),
     (["validate", "--calibrate", "3"], "--calibrate 3: only with --rows FILE"),
     ([*PLAN, "frontier", "--tokens", "-5"], "which takes 2,048. Give more"),
-    ([*PLAN, "laptop"], "measure them (`kit bench site --out FILE.toml`)"),
+    ([*PLAN, "laptop"], "measure them (`kit bench --out FILE.toml`)"),
     (["data", "build", "new", "--source", "nowhere.txt"], "no such file or folder. Give text"),
     (
         ["data", "build", "new", "--source", "file", "--tokenizer", "empty"],
@@ -167,8 +162,8 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch,
         )
     monkeypatch.setattr("kit.measure.site.memory_bytes_per_s", lambda: 1e10)
     row = {"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": 1e9}
-    monkeypatch.setattr("kit.measure.site.collectives", lambda num_processes: [row])
-    app(["bench", "site", "--out", "mine.toml"], standalone_mode=False)
+    monkeypatch.setattr("kit.measure.site.collectives", lambda num_processes=2: [row])
+    app(["bench", "--out", "mine.toml"], standalone_mode=False)
     app([*PLAN, "mine.toml"], standalone_mode=False)
     said = capsys.readouterr()
     assert said.err.startswith("Measuring ") and "demo on 2 devices of mine" in said.out

@@ -80,8 +80,8 @@ def test_what_the_kit_cannot_train_is_refused_by_name(name: str, message: str) -
 
 
 def test_kit_plan_takes_them() -> None:
-    asked = ["--site", "frontier", "--devices", "64", "--batch", "64", "--count", "1", "--json"]
-    by_arguments = CliRunner().invoke(app, ["plan", "--model", LLAMA3_8B, *asked])
+    asked = ["--site", "frontier", "--devices", "64", "--batch", "64", "--json"]
+    by_arguments = CliRunner().invoke(app, ["plan", "--json", *asked, "--", LLAMA3_8B])
     by_name = CliRunner().invoke(app, ["plan", "torchtitan:llama3/8B", *asked])
     first, second = (json.loads(found.output) for found in (by_arguments, by_name))
     assert first["answers"] == second["answers"] and first["answers"]

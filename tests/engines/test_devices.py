@@ -103,7 +103,7 @@ def test_a_device_that_is_not_here_is_refused_before_a_launch(machine):
     for site, device in asked:
         with pytest.raises(ConfigError, match="2 ranks .* sees 1 here"):
             on_device(site, _plan(2), device)
-    with pytest.raises(ConfigError, match="--device cpu: .* 'perlmutter' .*NVIDIA A100"):
+    with pytest.raises(ConfigError, match="device: 'cpu': .* 'perlmutter' .*NVIDIA A100"):
         on_device(CLUSTER, _plan(4), "cpu")
     assert on_device(CLUSTER, _plan(4)) is CLUSTER
     with pytest.raises(ConfigError, match="'tpu' is not allowed"):

@@ -224,7 +224,7 @@ def test_coefficients_outside_physics_are_refused(name):
 
 
 def test_a_site_without_what_is_needed_says_what_is_missing():
-    with pytest.raises(ConfigError, match=r"device\.peak_flops_per_s\.bf16.*kit bench site"):
+    with pytest.raises(ConfigError, match=r"device\.peak_flops_per_s\.bf16.*kit bench"):
         Hardware.of(Site.load("laptop"))
 
 

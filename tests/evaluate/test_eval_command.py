@@ -40,8 +40,8 @@ def test_without_benchmark_data_what_needs_none_is_scored(run, tmp_path, no_netw
     report = EvalReport.from_json(kit("eval", run.directory, "--json"))
     assert [score.task for score in report.scores] == ["heldout"]
     assert [item.task for item in report.unscored] == ["piqa", "arc_easy"]
-    assert kit("eval", run.directory).count("kit eval data") == 2
-    with pytest.raises(DataError, match="piqa: .*kit eval data"):
+    assert kit("eval", run.directory).count("kit eval-data") == 2
+    with pytest.raises(DataError, match="piqa: .*kit eval-data"):
         kit("eval", run.directory, "--tasks", "heldout,piqa")
     alone = EvalReport.from_json(kit("eval", run.directory, "--tasks", "heldout", "--json"))
     assert alone["heldout"].metrics == report["heldout"].metrics
@@ -63,12 +63,12 @@ def test_following_prints_a_line_for_each_checkpoint(run, mirror):
 
 def test_benchmark_data_is_listed_with_its_gaps(mirror, monkeypatch):
     monkeypatch.setattr(task_data, "build_mirror", task_data.read_manifest)
-    found = json.loads(kit("eval", "data", "--mirror", mirror, "--json"))
+    found = json.loads(kit("eval-data", mirror, "--json"))
     rows = {row["task"]: row for row in found["benchmarks"]}
     assert rows["piqa"]["items"] == "30" and rows["piqa"]["licence"] == "AFL-3.0"
     assert rows["truthfulqa_mc1"]["items"] == "not offline"
     assert all(len(file["sha256"]) == 64 for file in found["files"])
-    assert "not offline" in kit("eval", "data", "--mirror", mirror)
+    assert "not offline" in kit("eval-data", mirror)
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,16 @@ def test_benchmark_data_is_listed_with_its_gaps(mirror, monkeypatch):
         (("--tasks", "piqa", "--suite", "smoke"), "--suite smoke: not with --tasks piqa"),
         (("--submit",), "--submit: only with --follow"),
         (("--untrusted-code", "yes"), "untrusted_code: 'yes' is not allowed"),
+        (("--set", "precision=fp8"), "precision: 'fp8' is not allowed"),
+        (("--set", "seed=often"), "evaluate.seed: expected int, got str 'often'"),
+        (("--set", "sede=1"), "evaluate.sede: unknown key. Did you mean 'seed'"),
+        (("--set", "out=x.json"), "out: only with a Hugging Face folder"),
     ],
 )
 def test_a_wrong_request_is_refused(run, mirror, arguments, message):
     with pytest.raises(ConfigError, match=message):
         kit("eval", run.directory, "--mirror", mirror, *arguments)
     assert not (run.directory / "eval").exists()
-
-
-@pytest.mark.parametrize(
-    "option", [("--step", "3"), ("--suite", "smoke"), ("--follow",), ("--out", "a.json")]
-)
-def test_fetching_takes_no_option_of_scoring(mirror, option):
-    with pytest.raises(ConfigError, match=f"{option[0]}: `kit eval data` fetches"):
-        kit("eval", "data", "--mirror", mirror, *option)
 
 
 def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, mirror, monkeypatch):

@@ -165,10 +165,8 @@ def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
         "piqa",
         "--limit",
         "5",
-        "--seed",
-        "4",
-        "--devices",
-        "2",
+        "--set=seed=4",
+        "--set=devices=2",
     ]
     answer = CliRunner().invoke(app, [*command, "--mirror", str(mirror)], catch_exceptions=False)
     assert "on 2 devices of laptop: tensor 2 x pipeline 1 x replicas 1" in answer.stderr

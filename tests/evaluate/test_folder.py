@@ -103,7 +103,7 @@ def test_a_folder_is_scored_and_the_report_lies_beside_it(folder, mirror, tokeni
 
     out = folder.parent / "scores" / "mine.json"
     found = EvalReport.from_json(
-        kit(folder, "--tasks", "arc_easy", "--mirror", mirror, "--out", out, "--json")
+        kit(folder, "--tasks", "arc_easy", "--mirror", mirror, "--set", f"out={out}", "--json")
     )
     assert out.exists() and found["arc_easy"].num_items == 30
     kit(folder, "--tasks", "arc_easy", "--limit", 5, "--mirror", mirror)
@@ -118,7 +118,7 @@ def test_scores_of_other_weights_are_not_mixed(folder, mirror, tokenizer):
     folder.rename(folder.with_name("old"))
     export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
     with pytest.raises(
-        ConfigError, match=r"tiny.eval.json: its scores are of other weights.*--out"
+        ConfigError, match=r"tiny.eval.json: its scores are of other weights.*out=FILE"
     ):
         kit(folder, "--tasks", "piqa", "--limit", 5, "--mirror", mirror)
 
@@ -134,11 +134,11 @@ def test_where_its_user_may_not_write_out_is_asked_for_before_the_work(folder, m
     )
     with monkeypatch.context() as patched:
         patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
-        with pytest.raises(ConfigError, match="tiny.eval.json: Permission denied. .*--out FILE"):
+        with pytest.raises(ConfigError, match="tiny.eval.json: Permission denied. .*out=FILE"):
             kit(folder, "--tasks", "piqa", "--mirror", mirror)
     folder.parent.chmod(0o1777)
     monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match="tiny.eval.json: Operation not permitted. .*--out FILE"):
+    with pytest.raises(ConfigError, match="tiny.eval.json: Operation not permitted. .*out=FILE"):
         kit(folder, "--tasks", "piqa", "--mirror", mirror)
 
 
@@ -157,11 +157,9 @@ def test_what_a_folder_does_not_have_is_refused(folder, mirror, arguments, messa
     assert {path.name for path in folder.parent.iterdir()} == {"tiny"}
 
 
-def test_a_folder_is_held_to_the_checks_of_an_import(folder, run, mirror):
-    with pytest.raises(ConfigError, match="--out: only with a Hugging Face folder"):
-        kit(run.directory, "--out", "x.json", "--mirror", mirror)
+def test_a_folder_is_held_to_the_checks_of_an_import(folder, mirror):
     with pytest.raises(ConfigError, match="is a folder. Give a file"):
-        kit(folder, "--tasks", "piqa", "--mirror", mirror, "--out", folder.parent)
+        kit(folder, "--tasks", "piqa", "--mirror", mirror, "--set", f"out={folder.parent}")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "rope_parameters": {"rope_type": "yarn"}})

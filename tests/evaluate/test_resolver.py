@@ -77,7 +77,7 @@ def test_a_damaged_file_is_refused(own_mirror, write_rows):
     write_rows(own_mirror, "piqa", [{"goal": "G", "sol1": "a", "sol2": "b", "label": 0}])
     with pytest.raises(
         DataError,
-        match="damaged, its sha256 is not the one in the mirror's manifest. Run `kit eval",
+        match="damaged, its sha256 is not the one in the mirror's manifest. Run `kit eval-data",
     ):
         load_task("piqa", mirror=own_mirror)
     file = own_mirror / BENCHMARKS["piqa"].path

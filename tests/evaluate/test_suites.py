@@ -166,7 +166,9 @@ def test_the_index_of_definitions_is_made_once(full_mirror, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
 def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_mirror, no_network):
-    with pytest.raises(DataError, match=rf"{name}: on the hub only.*Give --download where"):
+    with pytest.raises(
+        DataError, match=rf"{name}: on the hub only.*Give --set download=true where"
+    ):
         load_task(name, mirror=full_mirror)
 
 
@@ -310,7 +312,7 @@ def test_the_table_of_a_mirror_says_what_it_lacks(full_mirror, tmp_path):
         rows["truthfulqa_mc1"]["items"] == "not offline" and "hub" in rows["truthfulqa_mc1"]["note"]
     )
     empty = {row["task"]: row["items"] for row in mirror_table(tmp_path)}
-    assert empty["piqa"] == "build with `kit eval data`"
+    assert empty["piqa"] == "build with `kit eval-data`"
     assert all(re.fullmatch(r"[A-Za-z0-9.\- ]+", row["licence"]) for row in rows.values())
 
 

@@ -154,7 +154,7 @@ def test_a_peak_that_cannot_be_true(
     run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
     dashboard = Dashboard(Run.open(run.directory))
     assert kinds(dashboard) == ["peak"] and expected in dashboard.alerts()[0]["message"]
-    assert f"kit bench site --apply '{run.directory}'" in dashboard.alerts()[0]["message"]
+    assert f"kit bench --apply '{run.directory}'" in dashboard.alerts()[0]["message"]
     assert kinds(Dashboard(Run.open(run.directory))) == ["peak"], "once, however often one looks"
     run.site.write(run.directory / "site.json")
     dashboard.look()

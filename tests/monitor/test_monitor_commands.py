@@ -1,4 +1,4 @@
-"""The commands runs, export, sink and import, each in a process of its own."""
+"""The commands runs, export and import, each in a process of its own."""
 
 import json
 import subprocess
@@ -45,10 +45,10 @@ def test_import_then_runs_then_export_and_compare(tmp_path: Path) -> None:
     assert answer.returncode == 0 and (tmp_path / "both.png").stat().st_size > 10_000
 
 
-def test_sink_says_what_it_has_copied(tmp_path: Path) -> None:
+def test_export_to_a_tracker_says_what_it_has_copied(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     make(tmp_path / "run")
-    answer = kit("sink", "run", "--to", "tensorboard", "--no-follow", "--json", folder=tmp_path)
+    answer = kit("--json", "export", "run", "--format", "tensorboard", folder=tmp_path)
     assert json.loads(answer.stdout)["rows"] == 40 and list(
         (tmp_path / "run/tensorboard/attempt_01").iterdir()
     )
@@ -60,7 +60,8 @@ def test_sink_says_what_it_has_copied(tmp_path: Path) -> None:
         (("runs", "nowhere"), "is not a folder"),
         (("runs", ".", "--compare", "none"), "no such run below"),
         (("export", "run", "--format", "xls"), "format: 'xls' is unknown"),
-        (("sink", "run", "--to", "wandbb"), "Did you mean 'wandb'?"),
+        (("export", "run", "--step", "3"), "--step: only with --format hf"),
+        (("export", "run", "--format", "wandbb"), "Did you mean 'wandb'?"),
         (
             ("import", "none.log", "--format", "nxdt", "--out", "out", "--site", "lumi"),
             "cannot be read",

@@ -310,10 +310,10 @@ def test_commands_draw_a_figure_and_list_them(
         assert [row["source"] for row in csv.DictReader(stream)] == [
             row.get("source", "") for row in rows
         ]
-    app(["figures", "--json"], standalone_mode=False)
+    app(["figure", "--json"], standalone_mode=False)
     assert set(FRONTIER) <= set(json.loads(capsys.readouterr().out))
     with pytest.raises(ConfigError, match="--out FOLDER"):
-        app(["figures", "--run", str(runs[0])], standalone_mode=False)
+        app(["figure", "--run", str(runs[0])], standalone_mode=False)
     with pytest.raises(
         ConfigError, match="'frontier-memroy' is unknown. Did you mean 'frontier-memory'"
     ):

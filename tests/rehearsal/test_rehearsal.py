@@ -144,23 +144,22 @@ def test_text_that_is_there_is_counted(packed, tiny_dataset):
 
 
 def test_the_command_says_it_in_its_exit_code(tmp_path):
-    words = [
-        "rehearse",
-        "--recipe",
-        "frontier-1t",
-        "--steps",
-        "1000",
-        "--site",
-        "frontier",
-        "--json",
-    ]
-    done = CliRunner().invoke(app, words)
+    def kit(*words: str) -> Any:
+        return CliRunner().invoke(app, ["plan", *words, "--rehearse"])
+
+    steps = ("--set", "recipe.num_steps=1000")
+    done = kit("frontier-1t", *steps, "--site", "frontier", "--json")
     said = json.loads(done.stdout)
     assert done.exit_code == 1 and not said["fits"] and said["model"] == "gpt-1t"
     assert {"plan", "ranks", "start", "checkpoint", "failures"} <= {
         found["stage"] for found in said["counts"]
     }
-    nothing = CliRunner().invoke(app, ["rehearse"])
-    assert "Give RUN, or --site with --recipe" in str(nothing.exception)
-    model = CliRunner().invoke(app, ["rehearse", "gpt-1t"])
-    assert "Give --model gpt-1t" in str(model.exception)
+    sizes = ("--site", "frontier", "--devices", "8", "--batch", "8")
+    assert json.loads(kit("demo", *sizes, "--json").stdout)["model"] == "demo"
+    for words, message in (
+        (("frontier-1t",), "--site: missing"),
+        (("gpt-1t", "--site", "frontier"), "--devices: missing"),
+        (("frontier-1t", "--site", "frontier"), "recipe.num_steps: missing"),
+        (("frontier-1t", *steps, *sizes), "--devices: frontier-1t has a layout of its own"),
+    ):
+        assert message in str(kit(*words).exception)

@@ -58,7 +58,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ROOT = Path(__file__).parents[2]
-SCORE = "eval RUN --tasks heldout --limit 2 --batch-tokens 256"
+SCORE = "eval RUN --tasks heldout --limit 2 --set batch_tokens=256"
 COMMANDS = f"""
 look   status RUN
 look   status RUN --json
@@ -74,10 +74,10 @@ refuse figure RUN
 look   figure hlat-loss --run RUN --out OUT/paper.png
 look   export RUN --out OUT/steps.csv --format csv
 refuse export RUN
-look   rehearse RUN --site frontier --devices 8
+look   plan RUN --rehearse --site frontier --set plan.data_parallel=8
 look   calibrate RUN
 look   generate RUN a --tokens 1
-look   export-hf RUN newest OUT/hf
+look   export RUN --format hf --out OUT/hf
 score  {SCORE}
 score  {SCORE} --follow
 refuse {SCORE} --follow --submit
@@ -85,13 +85,13 @@ refuse launch RUN
 refuse launch RUN --steps 99
 show   launch RUN --show
 refuse resume RUN
-refuse resume RUN --steps 99 --device cpu
-taken  attach RUN --there /there/run --site LOGIN
+refuse resume RUN --steps 99 --set plan.compile=false
+taken  launch RUN --there /there/run --site LOGIN
 refuse stop RUN
 refuse stop RUN --now
 refuse checkpoint RUN
-refuse sink RUN --to tensorboard --no-follow
-refuse bench site --apply RUN
+refuse export RUN --format tensorboard
+refuse bench --apply RUN
 refuse import LOG --out RUN --site lumi --format megatron
 taken  data build RUN --source TEXT --overwrite
 refuse data build RUN --source TEXT --tokenizer TOKENIZER --part all/1 --site SLURM
@@ -103,11 +103,9 @@ as `refuse`. show: shows it, or says what there is not. taken: refuses a directo
 something, whoever owns it.
 """
 NEVER_OF_A_RUN = {
-    "plan",
     "validate",
     "doctor",
-    "import-checkpoint",
-    "figures",
+    "eval-data",
     "site init",
 }
 ALWAYS = ("status", "watch", "runs")
@@ -126,7 +124,7 @@ def test_no_command_is_forgotten() -> None:
             )
 
     words = [row.split()[1:] for row in COMMANDS.strip().splitlines()]
-    told = {" ".join(row[:2]) if row[0] in ("bench", "data", "site") else row[0] for row in words}
+    told = {" ".join(row[:2]) if row[0] in ("data", "site") else row[0] for row in words}
     assert (
         told | NEVER_OF_A_RUN == set(names(typer.main.get_command(app)))
         and not told & NEVER_OF_A_RUN
@@ -520,7 +518,7 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         "checkpoint RUN",
         "resume RUN",
         "export RUN",
-        "sink RUN --to tensorboard",
+        "export RUN --format tensorboard --follow",
     )
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)

@@ -168,7 +168,10 @@ class NxdCheckpoints:
 
 
 def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
-    advice = "Resume with the plan that wrote it, or take its weights elsewhere: `kit export-hf`."
+    advice = (
+        "Resume with the plan that wrote it, or take its weights elsewhere: `kit export RUN"
+        " --format hf`."
+    )
     if saved.engine != "neuron":
         raise CheckpointError(
             f"{path} was written by engine {saved.engine!r}; NxD reads its own only. {advice}"

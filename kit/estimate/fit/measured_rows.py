@@ -86,7 +86,7 @@ def hardware_of(run: PublishedRun) -> Hardware:
 def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
     """Returns the numbers of a site; on a local one each layout's processes share the cores.
 
-    A local site whose peak, memory bandwidth or links were not measured (`kit bench site`) gets
+    A local site whose peak, memory bandwidth or links were not measured (`kit bench`) gets
     those of `CORE`.
 
     Raises:

@@ -66,7 +66,7 @@ class Hardware:
         if missing := [name for name, value in needed.items() if value is None]:
             raise ConfigError(
                 f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site"
-                " file, or measure them (`kit bench site --out FILE.toml`)."
+                " file, or measure them (`kit bench --out FILE.toml`)."
             )
         assert peak and site.device.memory_bytes and site.device.memory_bytes_per_s
         matmul = site.device.matmul_flops_per_s.get(dtype if dtype not in NARROW else "bf16")

@@ -351,7 +351,7 @@ function render({ model, el }) {
     if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
       ctx.textAlign = "center";
       write(`No MFU: ${state.facts.why_no_mfu || "no step has a duration"}`, bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
-      if (state.facts.why_no_mfu) write("measure it: kit bench site --apply RUN", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
+      if (state.facts.why_no_mfu) write("measure it: kit bench --apply RUN", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
     }
     ctx.restore();
   }

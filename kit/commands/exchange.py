@@ -1,0 +1,195 @@
+"""Commands that exchange with other software: export, import."""
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.text import Text
+
+from cluster.record import counted, suggestion
+from cluster.site import Site
+from kit.commands.options import (
+    FollowOption,
+    ModelOption,
+    OverwriteOption,
+    RunArgument,
+    SetOption,
+    SiteOption,
+    StepOption,
+    advice,
+    check_not_in_a_strangers_run,
+    note,
+    parse_settings,
+    tell,
+    tell_record,
+)
+from kit.errors import ConfigError, DataError
+from kit.run import Run
+
+app = typer.Typer()
+TABLES, SINKS, FOLDERS = ("csv", "parquet"), ("wandb", "tensorboard"), ("hf",)
+FORMATS = (*TABLES, *SINKS, *FOLDERS)
+TAKEN_BY = {
+    "--out": TABLES + FOLDERS,
+    "--step": FOLDERS,
+    "--precision": FOLDERS,
+    "--overwrite": TABLES,
+    "--follow": SINKS,
+}
+"""The formats that take an option."""
+CHECKPOINTS = {
+    "nxd": ("neuron:import_nxd", "**/dp_rank_*_tp_rank_*"),
+    "megatron-deepspeed": ("megatron:import_megatron_deepspeed", "layer_*-model_*-model_states.pt"),
+    "deepspeed-universal": ("deepspeed:import_universal", "zero/*/fp32.pt"),
+}
+"""What in kit.convert reads another trainer's checkpoint, and a pattern of its files."""
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    format: Annotated[
+        str,
+        typer.Option(
+            help="Steps as csv or parquet, with tokens/s, MFU and HFU; steps and scores to wandb"
+            " (offline, unless WANDB_MODE=online) or tensorboard; a checkpoint as a Hugging Face"
+            " folder: hf."
+        ),
+    ] = "parquet",
+    out: Annotated[
+        Path | None, typer.Option(help="File, or folder of hf. Default: RUN/export.FORMAT.")
+    ] = None,
+    step: StepOption = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Weights of hf: float32 (exact), bfloat16, float16.", metavar="TYPE"),
+    ] = None,
+    follow: FollowOption = False,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Export the steps of a run as a table or to a tracker, or a checkpoint with its tokenizer to
+    Hugging Face. The job does not notice.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, FORMATS)}")
+    given = {"--out": out, "--step": step, "--precision": precision}
+    given |= {"--follow": follow or None, "--overwrite": overwrite or None}
+    for flag, value in given.items():
+        if value is not None and format not in TAKEN_BY[flag]:
+            raise ConfigError(f"{flag}: only with --format {' or '.join(TAKEN_BY[flag])}.")
+    opened = Run.open(run)
+    if format in SINKS:
+        from kit.monitor.sinks import copy_metrics
+
+        tell_record(f"Sink {format}", copy_metrics(opened, format, follow=follow).to_dict())
+    elif format in TABLES:
+        from kit.monitor.export import export as write
+
+        file = check_not_in_a_strangers_run(out or opened.directory / f"export.{format}")
+        rows = write(opened, file, format=format, overwrite=overwrite)
+        tell_record(f"Export of {opened.name}", {"file": str(file), "rows": rows})
+    else:
+        from kit.convert.hugging_face import export_run
+
+        folder = check_not_in_a_strangers_run(out or opened.directory / "export.hf")
+        note("Checking and reading the checkpoint, then writing ...")
+        _tell_folder(export_run(opened, step, folder, precision=precision or "float32"))
+
+
+@app.command(name="import")
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Log file of another trainer, or folder of its checkpoint.", metavar="SOURCE"
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Run directory to make of a log; Hugging Face folder of weights.")
+    ],
+    site: SiteOption = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a log: megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo (NeMo 2),"
+            " nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, hf-trainer (trainer_state.json). Of"
+            " a checkpoint: nxd, megatron-deepspeed, deepspeed-universal. Default: detected."
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            help="Regular expression for other logs, e.g."
+            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    follow: FollowOption = False,
+    settings: SetOption = None,
+) -> None:
+    """Import a training log as a run directory, so that status, watch, figure and runs work on
+    it, or another trainer's checkpoint as a Hugging Face folder.
+
+    A log needs --site, where it ran, a checkpoint --model. Time stamps that name no zone are read
+    as UTC, or in the one of `--set import.zone=Europe/Berlin`.
+    """
+    from kit.convert.hugging_face_config import load_spec
+
+    spec = None if model is None else load_spec(model)
+    changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
+    if source.is_dir():
+        of_a_log = {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings}
+        if unfit := [flag for flag, value in of_a_log.items() if value]:
+            raise ConfigError(f"{unfit[0]}: only with a log, and {source} is a folder.")
+        if spec is None:
+            raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
+        from kit.convert.hugging_face import export_hugging_face
+
+        _tell_folder(export_hugging_face(_reader(source, format)(source, spec), out))
+        return
+    if site is None:
+        raise ConfigError("--site: missing. Name the machine on which the log was written.")
+    from kit.foreign.importers import import_log
+
+    report = import_log(
+        source,
+        out,
+        format=format,
+        pattern=pattern,
+        site=Site.load(site),
+        spec=spec,
+        changes=changes,
+        follow=follow,
+    )
+    skipped = (
+        f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
+    )
+    told = (
+        f"{report.format}: {counted(report.steps, 'step')} in {counted(report.attempts, 'attempt')}"
+        f" from {counted(report.lines, 'line')}{skipped}."
+    )
+    notes = [Text(f"- {text}") for text in report.notes]
+    tell(report.to_dict(), told, *notes, advice("Watch:", "watch", out))
+
+
+def _reader(folder: Path, format: str | None) -> Any:
+    """Returns the function that reads a checkpoint of a format, or of the one that is detected."""
+    from kit.convert.formats import named
+
+    if format is None:
+        found = (name for name, (_, files) in CHECKPOINTS.items() if next(folder.glob(files), None))
+        if (format := next(found, None)) is None:
+            raise DataError(
+                f"{folder}: no checkpoint that can be imported. {named(folder, 'importable')}"
+                f"Formats: {', '.join(CHECKPOINTS)}."
+            )
+    if format not in CHECKPOINTS:
+        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, CHECKPOINTS)}")
+    module, _, function = CHECKPOINTS[format][0].partition(":")
+    return getattr(importlib.import_module(f"kit.convert.{module}"), function)
+
+
+def _tell_folder(folder: Path) -> None:
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    tell_record("Written", {"folder": str(folder), "bytes": size})

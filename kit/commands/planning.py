@@ -1,0 +1,175 @@
+"""The command that chooses a layout, lists what can be chosen, and dry-runs a job: plan."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from cluster.record import ConfigError
+from cluster.scheduler import EDIT
+from cluster.site import Site
+from kit.commands.asked import ask_for
+from kit.commands.options import SetOption, SiteOption, facts_table, parse_settings, tell
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.show.terminal import Table
+from kit.spec import PRESETS, ModelSpec
+
+app = typer.Typer()
+SHOWN = 5
+"""Layouts in the table, or as many as --choose needs."""
+STEPS = 1000
+"""Of a rehearsed job whose recipe does not say."""
+
+
+@app.command()
+def plan(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Preset, spec.json, config.json, torchtitan:FLAVOUR, or Megatron's arguments (a"
+            " file, or a text after --). With --rehearse also a run directory or a recipe.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    site: SiteOption = None,
+    devices: Annotated[int | None, typer.Option(help="Number of devices. All are used.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Global batch: sequences in one optimizer step.")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Training budget, for days and price, e.g. 1.8e12.")
+    ] = None,
+    choose: Annotated[int, typer.Option(help="Layout to explain and keep, by its row.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="File to keep it in, NAME.json, for `kit launch --plan`.")
+    ] = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Dry-run the job against the limits of its site: file counts, sockets, memory,"
+            " storage, start-up. Exit code 1 if it does not fit.",
+        ),
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List models, recipes and sites.")] = False,
+    settings: SetOption = None,
+) -> None:
+    """Find the fastest layout of a model on a machine, and explain it.
+
+    `--set plan.FIELD=VALUE` keeps a field to a value, such as plan.engine=deepspeed,
+    plan.precision=fp8 or 'plan.schedule=["1f1b", "interleaved"]'. Layouts may have a risk of 5 %
+    of running out of memory; kit.estimate.search(max_risk=...) takes another.
+    """
+    if listed:
+        _list()
+        return
+    if name is None:
+        raise ConfigError("MODEL: give one, as in `kit plan gpt-175b`. `kit plan --list` has them.")
+    changes = parse_settings(settings, ("plan", "recipe") if rehearse else ("plan",))
+    sizes = {"--site": site, "--devices": devices, "--batch": batch}
+    if rehearse and (known := _known(name, site, changes)):
+        if given := [flag for flag in ("--devices", "--batch") if sizes[flag] is not None]:
+            raise ConfigError(
+                f"{given[0]}: {name} has a layout of its own. Change it by --set plan.KEY=VALUE."
+            )
+        _rehearse(*known)
+        return
+    if site is None or devices is None or batch is None:
+        lacking = next(flag for flag, value in sizes.items() if value is None)
+        raise ConfigError(f"{lacking}: missing. A layout needs {', '.join(sizes)}.")
+    if out is not None:
+        _check_out(out)
+    from kit.estimate.choose.report import plan_report
+
+    report = plan_report(
+        name,
+        site=site,
+        devices=devices,
+        batch=batch,
+        tokens=tokens,
+        count=max(SHOWN, choose),
+        choose=choose,
+        **_kept(changes["plan"]),
+    )
+    chosen = report.chosen.plan
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.write(out)
+    if rehearse:
+        fields = {"data": EDIT, "num_steps": STEPS, **changes["recipe"]}
+        _rehearse(report.search.spec, chosen, fields, Site.load(site))
+        return
+    layouts = Table(*report.header, title=report.search.title, rows=report.rows)
+    kept = [Text(f"Layout {choose} is in {out}.")] if out is not None else []
+    tell(report.to_dict(), layouts, facts_table("", report.chosen.facts()), *kept)
+
+
+def _kept(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of a search that keep some fields of the plan to their values."""
+    settings = {name: fields[name] for name in ("engine", "precision") if name in fields}
+    Plan(**settings)  # which refuses a wrong value
+    only = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in fields.items()
+        if name not in settings
+    }
+    return {**settings, "only": only}
+
+
+def _known(
+    name: str, site: str | None, changes: dict[str, dict[str, Any]]
+) -> tuple[ModelSpec, Plan, dict[str, Any], Site] | None:
+    """Returns model, layout, recipe and site of a run or a recipe, or None for a model."""
+    from kit.papers.recipes import names
+
+    if (Path(name).expanduser() / "recipe.json").exists():
+        run = Run.open(name)
+        fields, place = run.recipe.to_dict() | changes["recipe"], run.site
+        layout = run.plan.replace(**changes["plan"])
+        return run.spec, layout, fields, Site.load(site) if site else place
+    if name not in names() and Path(name).suffix != ".toml":
+        return None
+    if site is None:
+        raise ConfigError(f"--site: missing. Name the machine on which to rehearse {name}.")
+    asked = ask_for(None, name, None, {}, {"spec": {}, **changes})
+    if "num_steps" in asked.lacking:
+        raise ConfigError("recipe.num_steps: missing. Give --set recipe.num_steps=VALUE.")
+    return asked.spec, asked.plan, {"data": EDIT, **asked.fields}, Site.load(site)
+
+
+def _rehearse(spec: ModelSpec, layout: Plan, fields: dict[str, Any], site: Site) -> None:
+    """Prints what a job would ask of its site; ends with exit code 1 if it does not fit."""
+    from kit.rehearsal import rehearse
+
+    found = rehearse(spec, layout, Recipe.from_dict(fields), site)
+    table = Table(*found.header, title=found.title, rows=found.rows)
+    untested = (Text(f"Not yet tested: {text}.", style="dim") for text in found.never_run)
+    tell(found.to_dict(), table, *untested)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def _list() -> None:
+    """Prints what MODEL, --recipe and --site can name."""
+    from kit.papers.recipes import names, published_recipe
+
+    sizes = {name: ModelSpec.preset(name).num_params for name in PRESETS}
+    found = {
+        "model": {name: f"{size:,} parameters" for name, size in sizes.items()},
+        "recipe": {name: f"that of {published_recipe(name).model}" for name in names()},
+        "site": {name: Site.load(name).description for name in Site.names()},
+    }
+    rows = [(kind, name, text) for kind, texts in found.items() for name, text in texts.items()]
+    tell(found, Table("", "name", "what it is", rows=rows))
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".json":
+        raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
+    if out.exists():
+        raise ConfigError(
+            f"--out {out}: is there already, and may be a run's. Give a new file, NAME.json."
+        )
