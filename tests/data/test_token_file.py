@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.refusals import assert_refused
 
 from kit.data import located, training_samples
 from kit.data.token_file import HEADER, TokenFile, TokenFileWriter, token_dtype
 from kit.errors import DataError
 from kit.recipe import DataSource, Recipe
-from tests.refusals import assert_refused
 
 VOCAB_SIZES = [32_000, 65_536, 65_537, 131_072]
 

@@ -69,7 +69,6 @@ RECORDS = (
 OTHERS = (
     "login.json",
     "import.json",
-    "monitor/columns.bin",
     "hook.py",
     "control/request_stop",
     ".state.lock",
