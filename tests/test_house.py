@@ -139,7 +139,7 @@ STATEMENTS = {
     "cluster/local": 274,
     "cluster/login": 356,
     "cluster/sandbox": 272,
-    "cluster/slurm": 756,
+    "cluster/slurm": 768,
     "kit": 918,
     "kit/commands": 946,
     "kit/convert": 768,

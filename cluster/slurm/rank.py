@@ -3,7 +3,7 @@ looks after it.
 
 - SIGTERM, which Slurm sends to every process at preemption and time limit, does not reach the
   command. The first task passes it on to the supervisor, which asks the trainer to save and stop at
-  a step boundary.
+  a step boundary. Where a rank has failed, it is srun that sends it, and the command is killed.
 - When the command ends, everything it left behind on this node is killed. A failure is recorded in
   ranks/failed_attempt_NN/, so that the first culprit can be told from those that failed for want of
   it.
@@ -24,6 +24,7 @@ from pathlib import Path
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.files import outlive_full_log
 from cluster.home import Home
+from cluster.process import child_pids
 from cluster.record import Record, field_doc
 from cluster.state import JobError, read_state
 
@@ -49,32 +50,47 @@ def failures_of(run_dir: Path, attempt: int) -> Path:
 
 def keep(home: Home, command: list[str]) -> int:
     """Runs a rank's command and answers for it; returns its exit code, 128 + n for signal n."""
+    keeper, folder = os.getpid(), failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
+    ordered = []
+
+    def told(number: int, frame: object) -> None:
+        if number == signal.SIGTERM and _exist(folder):
+            ordered.append(number)
+            for pid in child_pids(keeper):
+                os.kill(pid, signal.SIGKILL)
+        elif number == signal.SIGTERM and os.environ.get("SLURM_PROCID") == "0":
+            _tell_supervisor(home)
+
     become_subreaper()
     for number in NOT_FOR_RANKS:
-        signal.signal(number, lambda number, frame: _pass_on(home, number))
-    keeper = os.getpid()
+        signal.signal(number, told)
     rank = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         process_group=0,
         preexec_fn=lambda: _become_deaf_rank(keeper),
     )
-    if code := rank.wait():
-        _record(home, code)
+    code = rank.wait()
+    if code and not ordered:
+        _record(home, folder, code)
     kill_descendants()
     return 128 - code if code < 0 else code
 
 
-def _pass_on(home: Home, number: int) -> None:
-    """Tells the supervisor of a SIGTERM to the first task, which runs on its node."""
-    if number == signal.SIGTERM and os.environ.get("SLURM_PROCID") == "0":
-        if (state := read_state(home.run_dir)) and state.process:
-            state.process.send_signal(signal.SIGTERM)
+def _exist(failures: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any(failures.iterdir())
+    return False
 
 
-def _record(home: Home, code: int) -> None:
+def _tell_supervisor(home: Home) -> None:
+    """Passes a SIGTERM on to the supervisor, on whose node the first task runs."""
+    if (state := read_state(home.run_dir)) and state.process:
+        state.process.send_signal(signal.SIGTERM)
+
+
+def _record(home: Home, folder: Path, code: int) -> None:
     rank = int(os.environ.get("SLURM_PROCID", "0"))
-    folder = failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
     failure = Failure(rank=rank, code=code, node=socket.gethostname(), time=time.time())
     # A full disk or a deleted directory must not hide the exit code.
     with contextlib.suppress(OSError, JobError):

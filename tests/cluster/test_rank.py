@@ -50,6 +50,14 @@ def test_a_failure_is_recorded_and_nothing_is_left_of_its_rank(keeper, tmp_path)
     assert keeper("exit 0").wait(30) == 0 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
 
 
+def test_a_rank_whose_peer_has_failed_ends_at_srun_s_sigterm_and_is_not_to_blame(keeper, tmp_path):
+    process = keeper(f"touch {shlex.quote(str(tmp_path / 'begun'))}; exec sleep 1000")
+    assert eventually((tmp_path / "begun").exists, 30)
+    (failures_of(tmp_path, 1) / "rank_00003.json").touch()
+    process.terminate()
+    assert process.wait(5) == 137 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_does_not_hear_sigterm_and_the_first_one_s_keeper_tells_the_supervisor(
     keeper, tmp_path, rank
