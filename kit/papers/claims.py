@@ -15,8 +15,7 @@ from typing import Any, Literal
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
 from kit.papers import FIGURES
-from kit.papers.layers import DATA, Facts, Known, Runs
-from kit.papers.relations import Relation
+from kit.papers.layers import DATA, Facts, Known, Relation, Runs
 from kit.show.style import Rows
 
 Paper = Literal["frontier", "hlat"]

@@ -3,13 +3,11 @@ changes.
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.choose.figures import plain_ticks
 from kit.papers.frontier_demo import ATTENTION
 from kit.papers.frontier_model import (
     MODELS,
@@ -23,9 +21,17 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import recipe_plan
-from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, folders_with, on_clusters
-from kit.papers.layers import hfu_percent as run_hfu_percent
-from kit.papers.panels import draw, finish
+from kit.papers.layers import (
+    WARM_UP,
+    Layer,
+    Runs,
+    demo_source,
+    folders_with,
+    on_clusters,
+    run_hfu_percent,
+    study_points,
+)
+from kit.papers.panels import finish, panel
 from kit.plan import Plan
 from kit.show.style import Rows, new_figure
 from kit.show.theme import GREEN, GREY, SLATE
@@ -72,23 +78,9 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     layers = [Layer.published(rates, label="paper (fused)"), fused, written, *own]
     with new_figure(height=5.2) as (figure, axis):
         ridge = _draw_roof(axis)
-        draw(axis, layers)
-        for name, offset, x, y in zip(
-            MODELS, ((12, 20), (-44, 26), (10, -20)), fused.x, layers[0].y, strict=True
-        ):
-            axis.annotate(
-                name,
-                (x, y),
-                xytext=offset,
-                textcoords="offset points",
-                color=SLATE,
-                arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5},
-            )
-        for name, x, y in zip(MODELS, written.x, written.low, strict=True):
-            axis.annotate(
-                name, (x, y), xytext=(0, -15), textcoords="offset points", ha="center", color=SLATE
-            )
-        axis.set(
+        panel(
+            axis,
+            layers,
             xscale="log",
             yscale="log",
             xlim=(30, 3000),
@@ -96,9 +88,14 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             xlabel="FLOP per byte moved, one layer",
             ylabel="TFLOP/s of a GCD",
             title="Roofline of half an MI250X",
+            legend={"loc": "lower right"},
         )
-        plain_ticks(axis)
-        axis.legend(loc="lower right")
+        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
+        for i, (name, offset) in enumerate(
+            zip(MODELS, ((12, 20), (-44, 26), (10, -20)), strict=True)
+        ):
+            _note(axis, name, (fused.x[i], layers[0].y[i]), offset, SLATE, arrowprops=line)
+            _note(axis, name, (written.x[i], written.low[i]), (0, -15), SLATE, ha="center")
         return finish(
             figure,
             layers,
@@ -127,76 +124,63 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
     demo, gains = _timed_attention(runs), flash_gains()
     with new_figure(2 if demo else 1, height=6.4 if demo else 4, squeeze=False) as (figure, axes):
-        draw(axes[0, 0], layers)
-        axes[0, 0].set(ylim=(0, 50), title="175B on 128 GCDs: % of peak (HFU, full attention map)")
-        _length_axis(axes[0, 0], LENGTHS)
+        panel(
+            axes[0, 0],
+            layers,
+            ylim=(0, 50),
+            title="175B on 128 GCDs: % of peak (HFU, full attention map)",
+            xscale="log",
+            ticks=LENGTHS,
+            legend={"loc": "lower left"},
+        )
         if demo:
-            draw(axes[1, 0], demo)
-            axes[1, 0].set(yscale="log", title="attention alone on one core here, ms")
-            plain_ticks(axes[1, 0])
-            _length_axis(axes[1, 0], [int(x) for x in demo[0].x])
+            panel(
+                axes[1, 0],
+                demo,
+                yscale="log",
+                title="attention alone on one core here, ms",
+                xscale="log",
+                xlabel="sequence length, tokens",
+                ticks=[int(x) for x in demo[0].x],
+                legend={"loc": "upper left"},
+            )
         told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
+        ends = ", ".join(
+            f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
+        )
         _, rows = finish(
             figure,
             [*layers, *demo],
             "Throughput of 175B by sequence length, attention fused and written out.",
             f"Gain of fusing at 2,048 tokens, modelled: {told}.",
             "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
-            notes=_flash_notes(gains),
+            notes=[
+                f"90 % intervals of the gain: {ends}.",
+                (
+                    "No run of LUMI has fused attention: its efficiency is that of other published"
+                    " machines, hence the wide band."
+                ),
+            ],
         )
     return figure, [*gains, *rows]
-
-
-def _flash_notes(gains: Rows) -> list[str]:
-    told = ", ".join(
-        f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
-    )
-    return [
-        f"90 % intervals of the gain: {told}.",
-        (
-            "No run of LUMI has fused attention: its efficiency is that of other published"
-            " machines, hence the wide band."
-        ),
-    ]
 
 
 def _timed_attention(runs: Runs) -> list[Layer]:
     """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a
     layer per kernel.
     """
-    folders = folders_with(runs, ATTENTION)[:1]
-    if not folders:
-        return []
-    rows, layers = json.loads((folders[0] / ATTENTION).read_text()), []
-    source = f"{demo_source(folders)}: attention of 4 heads of 64, forward and backward"
-    for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        own = [row for row in rows if row["kernel"] == kernel]
-        low, middle, high = 1e3 * np.quantile(
-            [row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1
-        )
-        x = np.array([float(row["sequence_length"]) for row in own])
-        layers.append(
-            Layer(
-                kind="measured",
-                label=kernel,
-                x=x,
-                y=middle,
-                low=low,
-                high=high,
-                source=source,
-                scale="demo",
-                joined=True,
-                runs=(folders[0].name,),
-            )
-        )
+    layers = []
+    for folder in folders_with(runs, ATTENTION)[:1]:
+        rows = json.loads((folder / ATTENTION).read_text())
+        source = f"{demo_source([folder])}: attention of 4 heads of 64, forward and backward"
+        for kernel in dict.fromkeys(row["kernel"] for row in rows):
+            own = [row for row in rows if row["kernel"] == kernel]
+            seconds = [row["seconds"][WARM_UP:] for row in own]
+            low, middle, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75), axis=1)
+            x = [row["sequence_length"] for row in own]
+            ends = {"low": low, "high": high, "joined": True, "source": source}
+            layers.append(study_points(folder, kernel, x, middle, **ends))
     return layers
-
-
-def _length_axis(axis: Any, lengths: Sequence[int]) -> None:
-    axis.set(xscale="log", xlabel="sequence length, tokens" if lengths is not LENGTHS else None)
-    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axis.xaxis.minorticks_off()
-    axis.legend(loc="lower left" if lengths is LENGTHS else "upper left")
 
 
 def flash_gains() -> Rows:
@@ -205,21 +189,18 @@ def flash_gains() -> Rows:
     """
     rows: Rows = []
     for name, preset in MODELS.items():
-        spec = ModelSpec.preset(preset)
-        plan = recipe_plan(name)
+        spec, plan = ModelSpec.preset(preset), recipe_plan(name)
         layouts = layouts_of(spec, [plan, plan], flash_attention=np.array([0, 2]))
         rate = hfu_percent(spec, layouts, step_draws(layouts))
-        middle, low, high = (
-            100 * float(each) - 100 for each in ratio_interval(rate[:, 1] / rate[:, 0])
-        )
+        middle, low, high = (float(end) for end in ratio_interval(rate[:, 1] / rate[:, 0]))
         rows.append(
             {
                 "layer": "modelled",
                 "model": name,
                 "gain": "fused over written out, %",
-                "y": middle,
-                "low": low,
-                "high": high,
+                "y": 100 * middle - 100,
+                "low": 100 * low - 100,
+                "high": 100 * high - 100,
                 "source": model_error(),
             }
         )
@@ -249,23 +230,17 @@ def _draw_roof(axis: Any) -> float:
         (peak, GREY, "data sheet"),
         (best, GREEN, "best matrix product seen"),
     ):
-        axis.plot(
-            places, np.minimum(ceiling, places * memory.value) / 1e12, color=colour, linewidth=1.2
-        )
-        axis.annotate(
-            f"{text}, {ceiling / 1e12:.4g}",
-            (3000, ceiling / 1e12),
-            xytext=(-2, 3),
-            ha="right",
-            textcoords="offset points",
-            color=colour,
-        )
-    axis.annotate(
-        "memory, 1.6 TB/s",
-        (34, 34 * memory.value / 1e12),
-        xytext=(-4, 6),
-        textcoords="offset points",
-        rotation=45,
-        color=GREY,
-    )
+        roof = np.minimum(ceiling, places * memory.value) / 1e12
+        axis.plot(places, roof, color=colour, linewidth=1.2)
+        told = f"{text}, {ceiling / 1e12:.4g}"
+        _note(axis, told, (3000, ceiling / 1e12), (-2, 3), colour, ha="right")
+    slope = (34, 34 * memory.value / 1e12)
+    _note(axis, "memory, 1.6 TB/s", slope, (-4, 6), GREY, rotation=45)
     return peak / memory.value
+
+
+def _note(
+    axis: Any, text: str, at: Any, offset: tuple[int, int], colour: str, **style: Any
+) -> None:
+    """Writes a text at a distance, in points, from a place in the panel."""
+    axis.annotate(text, at, xytext=offset, textcoords="offset points", color=colour, **style)

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kit.estimate.choose.figures import plain_ticks
 from kit.estimate.theory.activations import MEGATRON, MEGATRON_DEEPSPEED
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import LUMI, MODELS, facts
 from kit.papers.layers import Layer, Runs, on_clusters, table
-from kit.papers.panels import draw, finish
+from kit.papers.panels import finish, panel
 from kit.plan import Plan
 from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
@@ -39,8 +38,10 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         Layer.modelled(label, sizes, size * sizes / TB, error=error)
         for label, size in conventions.items()
     ]
-    quoted = [*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"]]
-    quoted = [fact.replace(x=str(specs["1T"].num_params)) for fact in quoted]
+    quoted = [
+        fact.replace(x=str(specs["1T"].num_params))
+        for fact in (*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"])
+    ]
     published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
     own = on_clusters(
         runs,
@@ -49,15 +50,17 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
     layers = [published, *models, *own]
     with new_figure(height=4.4) as (figure, axis):
-        draw(axis, layers)
-        axis.set(
-            xscale="log", yscale="log", ylim=(0.2, 90), title="model state, TB over all devices"
+        panel(
+            axis,
+            layers,
+            ticks=dict(zip(sizes, specs, strict=True)),
+            xscale="log",
+            yscale="log",
+            xlabel="parameters",
+            ylim=(0.2, 90),
+            title="model state, TB over all devices",
+            legend={"loc": "upper left"},
         )
-        plain_ticks(axis)
-        axis.set_xticks(sizes, list(specs))
-        axis.minorticks_off()
-        axis.set_xlabel("parameters")
-        axis.legend(loc="upper left")
         finish(
             figure,
             layers,
@@ -86,31 +89,43 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the
     logs; its table.
     """
-    static, dynamic, lumi = _static_layers(), _dynamic_layers(), _lumi_layers()
-    lumi += on_clusters(
+    after, peak = frontier_stages()
+    reserved = RESERVE.used_bytes(peak.state, peak.dynamic)
+    static, dynamic, lumi = map(
+        _log, ("stage_allocated_mib", "stage_peak_mib", "lumi_allocated_mib")
+    )
+    panels = {
+        "a": [static, _against(static, "after a skipped step", after.state + after.buffers)],
+        "b": [
+            dynamic,
+            _against(dynamic, "state and activations", peak.total),
+            _against(dynamic, "and reserve", reserved),
+        ],
+        "c": [lumi, _against(lumi, "bf16 Adam, ZeRO 1", [lumi_bytes(int(x)) for x in lumi.x])],
+    }
+    caption, note = _stage_texts(**panels)
+    panels["c"] += on_clusters(
         runs,
         x=lambda run: run.plan.data_parallel,
         y=lambda run: run.metrics()["memory_bytes"] / GIB,
     )
+    stages, unit = {"xlabel": "pipeline stage", "xticks": range(0, 16, 3)}, "GiB on a GCD"
+    dress: tuple[dict[str, Any], ...] = (
+        stages | {"title": "(a) 175B, between steps", "ylabel": unit},
+        stages | {"title": "(b) 175B, at the peak"},
+        {
+            "title": "(c) LUMI 176B, last stage, between steps",
+            "ylabel": unit,
+            "xlabel": "replicas",
+            "xscale": "log",
+            "ticks": (2, 4, 8, 16, 32),
+        },
+    )
     with new_figure("ab;cc", height=5.9) as (figure, axes):
-        titles = (
-            "(a) 175B, between steps",
-            "(b) 175B, at the peak",
-            "(c) LUMI 176B, last stage, between steps",
-        )
-        for axis, layers, title in zip(axes, (static, dynamic, lumi), titles, strict=True):
-            draw(axis, layers)
-            axis.set(title=title, ylim=(0, 1.7 * max(float(layer.y.max()) for layer in layers)))
-            axis.legend(loc="upper right")
-        for axis in axes[:2]:
-            axis.set(xlabel="pipeline stage", xticks=range(0, 16, 3))
-        axes[0].set_ylabel("GiB on a GCD")
-        axes[2].set(xlabel="replicas", xscale="log", ylabel="GiB on a GCD")
-        axes[2].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
-        axes[2].minorticks_off()
-        panels = {"a": static, "b": dynamic, "c": lumi}
-        notes = [_stage_note(static, dynamic, lumi)]
-        return finish(figure, panels, *_stage_caption(static, dynamic), notes=notes)
+        for axis, layers, style in zip(axes, panels.values(), dress, strict=True):
+            top = 1.7 * max(float(layer.y.max()) for layer in layers)
+            panel(axis, layers, ylim=(0, top), legend={"loc": "upper right"}, **style)
+        return finish(figure, panels, *caption, notes=[note])
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:
@@ -157,58 +172,35 @@ def lumi_bytes(replicas: int) -> float:
     return float((stage.state + stage.buffers)[-1])
 
 
-def _static_layers() -> list[Layer]:
-    log = Layer.published(facts()["stage_allocated_mib"], label="log", scale=MIB / GIB)
-    after, _ = frontier_stages()
-    return [log, _against(log, "after a skipped step", (after.state + after.buffers) / GIB)]
+def _log(series: str) -> Layer:
+    return Layer.published(facts()[series], label="log", scale=MIB / GIB)
 
 
-def _dynamic_layers() -> list[Layer]:
-    log, (_, peak) = (
-        Layer.published(facts()["stage_peak_mib"], label="log", scale=MIB / GIB),
-        frontier_stages(),
-    )
-    reserved = RESERVE.used_bytes(peak.state, peak.dynamic) / GIB
-    return [
-        log,
-        _against(log, "state and activations", peak.total / GIB),
-        _against(log, "and reserve", reserved),
-    ]
-
-
-def _lumi_layers() -> list[Layer]:
-    log = Layer.published(facts()["lumi_allocated_mib"], label="log", scale=MIB / GIB)
-    return [
-        log,
-        _against(log, "bf16 Adam, ZeRO 1", np.array([lumi_bytes(int(x)) for x in log.x]) / GIB),
-    ]
-
-
-def _against(log: Layer, label: str, y: Any) -> Layer:
+def _against(log: Layer, label: str, held_bytes: Any) -> Layer:
     """Returns a modelled line without an interval, whose error is that on the log beside it."""
-    y = np.broadcast_to(y, log.y.shape)
+    y = np.broadcast_to(np.asarray(held_bytes) / GIB, log.y.shape)
     error = (
         f"{label}: {np.mean(np.abs(y / log.y - 1)):.0%} mean error on the log, nothing fitted to it"
     )
     return Layer.modelled(label, log.x, y, error=error)
 
 
-def _stage_caption(static: list[Layer], dynamic: list[Layer]) -> tuple[str, str, str]:
-    logged, modelled = (-float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in dynamic[:2])
+def _stage_texts(
+    a: list[Layer], b: list[Layer], c: list[Layer]
+) -> tuple[tuple[str, str, str], str]:
+    """Returns the caption and the note."""
+    logged, modelled = (-float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in b[:2])
     params = frontier_stages()[0].params[1]
-    held, counted = (float(layer.y[1] * GIB / params) for layer in static)
-    return (
+    held, counted = (float(layer.y[1] * GIB / params) for layer in a)
+    caption = (
         "Memory along the pipeline of Frontier, and by replicas of LUMI, with logs.",
         f"(b) falls by {logged:.0f} MiB a stage in the log and by {modelled:.0f} in the model.",
         f"(a) What is constant: {held:.1f} bytes a parameter in the log, {counted:.1f} modelled.",
     )
-
-
-def _stage_note(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) -> str:
-    return (
+    return caption, (
         "1F1B keeps one micro-batch less on each next stage. (a): DeepSpeed 0.10 made Adam's"
         " moments before the first step, and keeps the gradients of a rank's part after a step"
-        f" skipped for overflow. (b): the log has {float(np.mean(dynamic[0].y - dynamic[1].y)):.1f}"
+        f" skipped for overflow. (b): the log has {float(np.mean(b[0].y - b[1].y)):.1f}"
         " GiB more; `and reserve` is what the planner adds. (c): bf16 Adam with ZeRO 1,"
-        f" {float(lumi[1].y[0] / lumi[0].y[0] - 1):+.0%} at 2 replicas."
+        f" {float(c[1].y[0] / c[0].y[0] - 1):+.0%} at 2 replicas."
     )

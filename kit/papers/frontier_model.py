@@ -24,7 +24,7 @@ from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.monitor.expected import sentence
-from kit.papers.layers import Facts, Layer
+from kit.papers.layers import Facts, Layer, plain
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
@@ -215,12 +215,8 @@ def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
         if modelled.low[place] <= y <= modelled.high[place]:
             inside.append(name)
         else:
-            missed.append(f"{name} (paper {_short(y)}, model {_short(modelled.y[place])})")
+            missed.append(f"{name} (paper {plain(y)}, model {plain(modelled.y[place])})")
     return (
         f"Inside the model's interval: {', '.join(inside)}." if inside else "",
         f"MISSED: {'; '.join(missed)}." if missed else "",
     )
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.choose.figures import plain_ticks
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
@@ -19,8 +18,8 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
-from kit.papers.layers import Layer, Runs, hfu_percent, on_clusters, opened, scale_of
-from kit.papers.panels import draw, finish, paper_table
+from kit.papers.layers import Layer, Runs, on_clusters, opened, run_hfu_percent, scale_of
+from kit.papers.panels import finish, panel, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
 from kit.spec import FlopBasis, ModelSpec
@@ -28,19 +27,19 @@ from kit.spec import FlopBasis, ModelSpec
 TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DAY = 86_400.0
-PUBLISHED = (
-    "tensor parallel",
-    "pipeline parallel",
-    "micro-batch, sequences",
-    "global batch, sequences",
-    "GCDs of the script",
-    "ZeRO",
-    "precision",
-    "flash attention",
-    "recompute",
-    "% of peak, abstract",
-)
-"""Rows of the recipe that were read; the others are the model's."""
+PUBLISHED = {
+    "recipe_tensor_parallel": "tensor parallel",
+    "recipe_pipeline_parallel": "pipeline parallel",
+    "recipe_micro_batch_size": "micro-batch, sequences",
+    "recipe_global_batch_size": "global batch, sequences",
+    "recipe_devices": "GCDs of the script",
+    "recipe_zero_stage": "ZeRO",
+    "recipe_precision": "precision",
+    "recipe_flash_attention": "flash attention",
+    "recipe_recompute": "recompute",
+    "throughput_percent": "% of peak, abstract",
+}
+"""Rows of the recipe that were read, by their facts; the others are the model's."""
 
 
 def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -48,17 +47,18 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     as a table.
     """
     known = facts()
-    columns = {model: _recipe(model) for model in MODELS}
-    own = on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s)
-    columns |= _own_recipes(runs)
-    names = list(columns["22B"])
+    own = {run.name: _own_recipe(run) for run in opened(runs) if scale_of(run) == "cluster"}
+    columns = {model: _recipe(model) for model in MODELS} | own
     rows: Rows = [
         {"": name} | {model: column.get(name, "") for model, column in columns.items()}
-        for name in names
+        for name in columns["22B"]
     ]
-    published = Layer.published(known["throughput_percent"], label="throughput")
-    script = Layer.published(known["recipe_pipeline_parallel"], label="layouts")
-    layers = [published, script, Layer.modelled("recipes", error=model_error()), *own]
+    layers = [
+        Layer.published(known["throughput_percent"], label="throughput"),
+        Layer.published(known["recipe_pipeline_parallel"], label="layouts"),
+        Layer.modelled("recipes", error=model_error()),
+        *on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s),
+    ]
     drawn = paper_table(
         rows,
         layers,
@@ -68,40 +68,69 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             "The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the"
             " older is shown."
         ],
-        runs=set(columns) - set(MODELS),
+        runs=own,
     )
-    return drawn, [
-        {"layer": "published" if row[""] in PUBLISHED else "modelled"} | row for row in rows
-    ]
+    read = PUBLISHED.values()
+    return drawn, [{"layer": "published" if row[""] in read else "modelled"} | row for row in rows]
+
+
+def _recipe(model: str) -> dict[str, str]:
+    """Returns one column of the table: what the script says, then what the model says of it."""
+    known, spec, plan = facts(), ModelSpec.preset(MODELS[model]), recipe_plan(model)
+    layouts = layouts_of(spec, [plan])
+    held = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
+    size = Site.load("frontier").device.memory_bytes
+    assert size
+    m, p = plan.num_microbatches, plan.pipeline_parallel
+    rate = throughput_layer("", [0], [(spec, layouts)])
+    return {name: known.only(series, model).value for series, name in PUBLISHED.items()} | {
+        "replicas": str(plan.data_parallel),
+        "micro-batches per replica": str(m),
+        "bubble (p-1)/(m+p-1)": f"{(p - 1) / (m + p - 1):.1%}",
+        "GiB on the fullest GCD, modelled": f"{float(held.used_bytes.max()) / 2**30:.0f}",
+        "risk of out of memory, modelled": (
+            f"{float(held.out_of_memory_probability(size.value).max()):.1%}"
+        ),
+        "% of peak, modelled (HFU)": f"{rate.y[0]:.1f} ({rate.low[0]:.1f} to {rate.high[0]:.1f})",
+    }
+
+
+def _own_recipe(run: Run) -> dict[str, str]:
+    """Returns the same rows of a run of a cluster; what only scripts have stays empty."""
+    plan = run.plan.to_dict()
+    stated = {
+        name: plan.get(series.removeprefix("recipe_"), "") for series, name in PUBLISHED.items()
+    }
+    return {name: str(value) for name, value in stated.items()} | {
+        "GCDs of the script": str(run.plan.num_devices),
+        "% of peak, abstract": f"{np.nanmedian(run_hfu_percent(run)):.1f} (measured)",
+    }
 
 
 def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs,
     and the table.
     """
-    days = days_layer()
-    published = Layer.published(_published_days(), label="from the paper's rate")
-    spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (published, days))
+    days, read = days_layer(), Layer.published([_published_days()], label="from the paper's rate")
+    spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (read, days))
     own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_days_of_run)
-    panels = {"days": [published, days, *own], "million GCD-hours": [spent, hours]}
-    with new_figure(1, 2, height=4.2) as (figure, axes):
-        for axis, layers in zip(axes, panels.values(), strict=True):
-            draw(axis, layers)
-            axis.set(xscale="log", xlabel="GCDs")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
-        axes[0].set(yscale="log", title="(a) days for 20T tokens")
-        plain_ticks(axes[0])
-        axes[1].set(title="(b) million GCD-hours", ylim=(0, 1.35 * float(hours.high.max())))
-        for axis in axes:
-            axis.set_xticks([512, 3072, 24576], ["512", "3,072", "24,576"])
-            axis.minorticks_off()
+    panels = {"days": [read, days, *own], "million GCD-hours": [spent, hours]}
+    log = {"xscale": "log", "xlabel": "GCDs", "ticks": (512, 3072, 24576)}
+    with new_figure(1, 2, height=4.2) as (figure, (left, right)):
+        panel(left, panels["days"], **log, yscale="log", title="(a) days for 20T tokens")
+        top = 1.35 * float(hours.high.max())
+        panel(right, [spent, hours], **log, title="(b) million GCD-hours", ylim=(0, top))
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=3)
+        at = int(np.flatnonzero(days.x == 3072)[0])
+        taken = days.y[at]
         return finish(
             figure,
             panels,
             f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
-            _on_the_paper_s(days),
-            " ".join(filter(None, compared(published, days))),
-            notes=cost_notes(days),
+            f"On 3,072 GCDs {taken:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
+            f"{taken * 3072 * 24 / 8e6:.1f} million node-hours.",
+            " ".join(filter(None, compared(read, days))),
+            notes=_cost_notes(days, taken),
         )
 
 
@@ -120,22 +149,13 @@ def days_layer() -> Layer:
     return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *days, error=model_error())
 
 
-def _on_the_paper_s(days: Layer) -> str:
-    at = int(np.flatnonzero(days.x == 3072)[0])
-    return (
-        f"On 3,072 GCDs {days.y[at]:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
-        f"{days.y[at] * 3072 * 24 / 8e6:.1f} million node-hours."
-    )
-
-
-def cost_notes(days: Layer) -> list[str]:
+def _cost_notes(days: Layer, on_3072: float) -> list[str]:
     """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
     count of FLOPs.
     """
-    at = int(np.flatnonzero(days.x == 3072)[0])
     exaflop = facts().value("training_exaflop", "1T on 20T tokens")
     own = ModelSpec.preset(MODELS["1T"]).flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
-    fewer = f"{days.y[at] * 3072 / 365:,.0f} GCDs would have to work at that rate"
+    fewer = f"{on_3072 * 3072 / 365:,.0f} GCDs would have to work at that rate"
     return [
         (
             f"Within a year, {fewer}; at this batch {int(days.x[-1]):,} of them, most of Frontier,"
@@ -150,68 +170,15 @@ def cost_notes(days: Layer) -> list[str]:
     ]
 
 
-def _published_days() -> list[Any]:
+def _published_days() -> Any:
     """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
     spec = ModelSpec.preset(MODELS["1T"])
     rate = facts().only("throughput_tflops", "1T")
     tokens_per_s = rate.number * 1e12 * 3072 / spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
-    return [rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")]
+    return rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")
 
 
 def _days_of_run(run: Run) -> np.ndarray:
     """Returns days that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
     rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
     return ModelSpec.preset(MODELS["1T"]).flops_per_token() * TOKENS / rate / DAY
-
-
-def _recipe(model: str) -> dict[str, str]:
-    """Returns one column of the table: what the script says, then what the model says of it."""
-    known, spec, plan = facts(), ModelSpec.preset(MODELS[model]), recipe_plan(model)
-    layouts = layouts_of(spec, [plan])
-    held = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
-    size = Site.load("frontier").device.memory_bytes
-    assert size
-    m, p = plan.num_microbatches, plan.pipeline_parallel
-    rate = throughput_layer("", [0], [(spec, layouts)])
-    word = {fact.series: fact.value for fact in known.facts if fact.x == model}
-    stated = (
-        *(
-            word[f"recipe_{name}"]
-            for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size")
-        ),
-        word["recipe_global_batch_size"],
-        word["recipe_devices"],
-        word["recipe_zero_stage"],
-        word["recipe_precision"],
-        word["recipe_flash_attention"],
-        word["recipe_recompute"],
-        word["throughput_percent"],
-    )
-    return dict(zip(PUBLISHED, stated, strict=True)) | {
-        "replicas": str(plan.data_parallel),
-        "micro-batches per replica": str(m),
-        "bubble (p-1)/(m+p-1)": f"{(p - 1) / (m + p - 1):.1%}",
-        "GiB on the fullest GCD, modelled": f"{float(held.used_bytes.max()) / 2**30:.0f}",
-        "risk of out of memory, modelled": (
-            f"{float(held.out_of_memory_probability(size.value).max()):.1%}"
-        ),
-        "% of peak, modelled (HFU)": f"{rate.y[0]:.1f} ({rate.low[0]:.1f} to {rate.high[0]:.1f})",
-    }
-
-
-def _own_recipes(runs: Runs) -> dict[str, dict[str, str]]:
-    """Returns a column for each run of a cluster."""
-    columns = {}
-    for run in opened(runs):
-        if scale_of(run) == "cluster":
-            plan, hfu = run.plan, np.nanmedian(hfu_percent(run))
-            layout = (
-                plan.tensor_parallel,
-                plan.pipeline_parallel,
-                plan.micro_batch_size,
-                plan.global_batch_size,
-            )
-            devices = (plan.num_devices, plan.zero_stage, plan.precision)
-            values = (*layout, *devices, "", plan.recompute, f"{hfu:.1f} (measured)")
-            columns[run.name] = dict(zip(PUBLISHED, map(str, values), strict=True))
-    return columns

@@ -24,13 +24,13 @@ from kit.papers.frontier_model import (
 from kit.papers.layers import (
     Layer,
     Runs,
-    hfu_percent,
     measured,
     on_clusters,
+    run_hfu_percent,
     scale_of,
     tokens_per_s_and_device,
 )
-from kit.papers.panels import draw, finish, pairs
+from kit.papers.panels import finish, pairs, panel
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -44,6 +44,16 @@ replicas divide."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
 
 
+LAYOUT = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "zero_stage",
+    "micro_batch_size",
+    "global_batch_size",
+)
+"""Of a plan, as launch scripts state it."""
+
+
 def recipe_plan(model: str, **changes: Any) -> Plan:
     """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
     changes.
@@ -51,39 +61,48 @@ def recipe_plan(model: str, **changes: Any) -> Plan:
     Without `data_parallel` among them, it follows from the script's number of GCDs.
     """
     known = facts()
-    names = (
-        "tensor_parallel",
-        "pipeline_parallel",
-        "micro_batch_size",
-        "zero_stage",
-        "global_batch_size",
-    )
-    fields = {name: int(known.value(f"recipe_{name}", model)) for name in names}
+    fields = {name: int(known.value(f"recipe_{name}", model)) for name in LAYOUT}
     held = fields["tensor_parallel"] * fields["pipeline_parallel"]
-    return paper_plan(
-        **fields | {"data_parallel": int(known.value("recipe_devices", model)) // held} | changes
-    )
+    fields["data_parallel"] = int(known.value("recipe_devices", model)) // held
+    return paper_plan(**fields | changes)
 
 
 def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table."""
-    known = facts()
-    published = [
-        Layer.published(known["throughput_percent"], label="paper's headline"),
-        Layer.published(known["throughput_mfu_percent"], label="paper, as MFU (derived)"),
+    known, names = facts(), list(MODELS)
+    specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
+    cases = [
+        (spec, layouts_of(spec, [recipe_plan(name)]))
+        for spec, name in zip(specs, names, strict=True)
     ]
-    modelled = [_by_size("HFU", FlopBasis.MEGATRON_RECOMPUTE), _by_size("MFU", FlopBasis.MODEL)]
-    layers = [*published, *modelled, *on_clusters(runs, x=_size_place, y=hfu_percent)]
+    published = Layer.published(known["throughput_percent"], label="paper's headline")
+    hfu, mfu = (
+        throughput_layer(label, range(3), cases, basis=basis, names=names)
+        for label, basis in (("HFU", FlopBasis.MEGATRON_RECOMPUTE), ("MFU", FlopBasis.MODEL))
+    )
+    sizes = np.log([spec.num_params for spec in specs])
+    own = on_clusters(
+        runs,  # between the three sizes, by the logarithm of their parameters
+        x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
+        y=run_hfu_percent,
+    )
+    derived = Layer.published(known["throughput_mfu_percent"], label="paper, as MFU (derived)")
+    layers = [published, derived, hfu, mfu, *own]
     with new_figure(height=4.6) as (figure, axis):
-        draw(axis, layers)
-        axis.set_xticks(range(len(MODELS)), list(MODELS))
-        axis.set(xlim=(-0.4, 2.6), ylim=(0, 50), title="% of the peak of a GCD (191.5 TFLOP/s)")
-        axis.legend(ncols=2, loc="lower left")
+        panel(
+            axis,
+            layers,
+            ticks=dict(enumerate(names)),
+            xlim=(-0.4, 2.6),
+            ylim=(0, 50),
+            title="% of the peak of a GCD (191.5 TFLOP/s)",
+            legend={"ncols": 2, "loc": "lower left"},
+        )
         return finish(
             figure,
             layers,
             "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
-            *compared(published[0], modelled[0]),
+            *compared(published, hfu),
             notes=[
                 "The headline is taken as HFU, since the authors' code prints that.",
                 "Layouts and batches of the authors' launch scripts. Your runs: HFU.",
@@ -159,18 +178,12 @@ def batch_layer(model: str) -> Layer:
     """
     spec, most = ModelSpec.preset(MODELS[model]), REPLICAS[model][-1]
     batches = [batch for batch in BATCHES if batch % most == 0]
-    pairs = [
-        _efficiency(
-            layouts_of(
-                spec, [recipe_plan(model, data_parallel=n, global_batch_size=b) for n in (1, most)]
-            )
-        )
-        for b in batches
-    ]
-    middle, low, high = (np.array([pair[i][1] for pair in pairs]) for i in range(3))
-    return Layer.modelled(
-        f"{model}, {most} replicas", batches, middle, low, high, error=model_error()
-    )
+    ends = []
+    for batch in batches:
+        plans = [recipe_plan(model, data_parallel=n, global_batch_size=batch) for n in (1, most)]
+        ends.append([column[1] for column in _efficiency(layouts_of(spec, plans))])
+    label = f"{model}, {most} replicas"
+    return Layer.modelled(label, batches, *np.transpose(ends), error=model_error())
 
 
 def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
@@ -183,28 +196,10 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
     return middle, low, high
 
 
-def _by_size(label: str, basis: FlopBasis) -> Layer:
-    specs = {model: ModelSpec.preset(preset) for model, preset in MODELS.items()}
-    cases = [(spec, layouts_of(spec, [recipe_plan(model)])) for model, spec in specs.items()]
-    return throughput_layer(label, range(3), cases, basis=basis, names=list(MODELS))
-
-
-def _size_place(run: Run) -> float:
-    """Returns where a run stands between the three sizes, by the logarithm of its parameters."""
-    sizes = np.log([ModelSpec.preset(preset).num_params for preset in MODELS.values()])
-    return float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0)))
-
-
-def _published_efficiency(kind: str) -> Layer:
-    known = [fact.replace(x=fact.x.split()[-1]) for fact in facts()[f"{kind}_scaling_percent"]]
-    return Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
-
-
 def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, Rows]:
-    published, lines = (
-        _published_efficiency(kind),
-        [efficiency_layer(model, kind) for model in REPLICAS],
-    )
+    known = [fact.replace(x=fact.x.split()[-1]) for fact in facts()[f"{kind}_scaling_percent"]]
+    published = Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
+    lines = [efficiency_layer(model, kind) for model in REPLICAS]
     panels = {"paper": [published, *lines]}
     if kind == "strong":
         panels["paper"] += lumi_layers()
@@ -217,9 +212,10 @@ def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, R
         axes,
     ):
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
-            draw(axis, layers)
-            _label(axis, name, kind, layers, published)
-        caption, notes = _scaling_caption(kind, published, lines), _scaling_notes(kind, published)
+            _draw(axis, name, kind, layers)
+        if "batch" in panels:
+            _mark_published(axes[1], published.y)
+        caption, notes = _told(kind, published, lines)
         return finish(figure, panels, *caption, notes=notes)
 
 
@@ -227,92 +223,95 @@ def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str,
     """Returns a panel for this machine and one for clusters: a line for runs that differ in
     nothing but their size.
     """
-    chosen = select(runs, tensor_parallel=1, pipeline_parallel=1, **demo_fields)
     groups: dict[tuple, list[Run]] = {}
-    for run in chosen:
+    for run in select(runs, tensor_parallel=1, pipeline_parallel=1, **demo_fields):
         batch = run.plan.global_batch_size / (run.plan.data_parallel if kind == "weak" else 1)
         shape = (run.spec.num_layers, run.spec.hidden_size, run.spec.sequence_length)
         groups.setdefault((scale_of(run), shape, batch), []).append(run)
     panels: dict[str, list[Layer]] = {}
     for (scale, _, batch), group in groups.items():
-        label = f"{group[0].spec.num_params / 1e9:.3g}B, batch {batch:,.0f}" + (
-            " a replica" if kind == "weak" else ""
-        )
-        found = measured(
+        size, each = group[0].spec.num_params / 1e9, " a replica" if kind == "weak" else ""
+        for layer in measured(
             group,
             x=lambda run: run.plan.num_devices,
             y=tokens_per_s_and_device,
             line=True,
-            label=label,
-        )
-        panels.setdefault(scale, []).extend(layer for layer in found if len(set(layer.x)) > 1)
-    return {scale: layers for scale, layers in panels.items() if layers}
+            label=f"{size:.3g}B, batch {batch:,.0f}{each}",
+        ):
+            if len(set(layer.x)) > 1:
+                panels.setdefault(scale, []).append(layer)
+    return panels
 
 
-def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Layer) -> None:
-    """Gives a panel its scale, ticks and title."""
+def _draw(axis: Any, name: str, kind: str, layers: list[Layer]) -> None:
+    """Draws a panel with its scale, ticks and title."""
     places = sorted({int(x) for layer in layers for x in layer.x})
-    if name in ("paper", "batch"):
-        places = (64, 128, 256, 512, 1024, 3072) if name == "paper" else (1008, 4032, 16128)
-        axis.set(xscale="log", ylim=(0, 119))
-        axis.legend(loc="lower left", ncols=2 if name == "paper" else 1)
-    else:
-        axis.set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in layers))
-    if name == "cluster":
-        axis.legend(loc="lower left")
-    axis.set_xticks(places, [f"{place:,}" for place in places])
-    axis.minorticks_off()
-    titles = {
-        "paper": (f"{kind.capitalize()} scaling, % of one replica", "GCDs"),
-        "batch": ("the same by batch", "sequences a step"),
-        "demo": ("here: tokens/s per core", "processes"),
-        "cluster": ("your runs: tokens/s per device", "devices"),
+    top = 1.25 * max(float(layer.high.max()) for layer in layers)
+    own: dict[str, Any] = {"ylim": (0, top), "ticks": places}
+    share: dict[str, Any] = {"ylim": (0, 119), "xscale": "log"}
+    styles: dict[str, dict[str, Any]] = {
+        "paper": share
+        | {
+            "title": f"{kind.capitalize()} scaling, % of one replica",
+            "xlabel": "GCDs",
+            "ticks": (64, 128, 256, 512, 1024, 3072),
+            "legend": {"loc": "lower left", "ncols": 2},
+        },
+        "batch": share
+        | {
+            "title": "the same by batch",
+            "xlabel": "sequences a step",
+            "ticks": (1008, 4032, 16128),
+            "legend": {"loc": "lower left"},
+        },
+        "demo": own | {"title": "here: tokens/s per core", "xlabel": "processes"},
+        "cluster": own
+        | {
+            "title": "your runs: tokens/s per device",
+            "xlabel": "devices",
+            "legend": {"loc": "lower left"},
+        },
     }
-    axis.set(title=titles[name][0], xlabel=titles[name][1])
-    if name == "batch":
-        for y in published.y:
-            axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        text = "paper: " + " and ".join(f"{y:.0f}" for y in published.y)
-        axis.annotate(
-            text,
-            (0.98, min(published.y) - 3),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="top",
-            color=GREY,
-        )
+    panel(axis, layers, **styles[name])
 
 
-def _scaling_caption(kind: str, published: Layer, lines: list[Layer]) -> tuple[str, str, str]:
-    last = [
-        [float(getattr(line, name)[-1]) for line in lines] for name in ("x", "y", "low", "high")
-    ]
-    ends = Layer.modelled("ends", *last, error=model_error())
+def _mark_published(axis: Any, levels: Array) -> None:
+    for y in levels:
+        axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axis.annotate(
+        "paper: " + " and ".join(f"{y:.0f}" for y in levels),
+        (0.98, min(levels) - 3),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="top",
+        color=GREY,
+    )
+
+
+def _told(
+    kind: str, published: Layer, lines: list[Layer]
+) -> tuple[tuple[str, str, str], list[str]]:
+    """Returns the caption and the notes."""
+    last = [(line.x[-1], line.y[-1], line.low[-1], line.high[-1]) for line in lines]
+    ends = Layer.modelled("ends", *np.transpose(last), error=model_error())
     inside, missed = compared(dataclasses.replace(published, names=tuple(REPLICAS)), ends)
     if kind == "weak":
-        return (
-            "Throughput per GCD as the batch grows with the replicas, % of one replica.",
-            inside,
-            missed,
-        )
+        shows = "Throughput per GCD as the batch grows with the replicas, % of one replica."
+        note = "Batches per replica of the authors' scripts (320 and 512 sequences)."
+        return (shows, inside, missed), [note]
     log, line = lumi_layers()
     met = int(np.sum((line.low <= log.y) & (log.y <= line.high)))
-    return (
+    batches = [
+        float(np.interp(y, layer.y, layer.x))
+        for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
+    ]
+    caption = (
         f"Throughput per GCD at a fixed batch ({STRONG_BATCH:,} sequences), % of one replica.",
         f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval."
         f" {inside}".strip(),
         missed,
     )
-
-
-def _scaling_notes(kind: str, published: Layer) -> list[str]:
-    if kind == "weak":
-        return ["Batches per replica of the authors' scripts (320 and 512 sequences)."]
-    batches = [
-        float(np.interp(y, layer.y, layer.x))
-        for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
-    ]
-    return [
+    return caption, [
         (
             "The paper's batch of 8,000 is remembered, not read, as is where its curve starts; here"
             " at one replica."

@@ -19,7 +19,7 @@ from kit.estimate.tuning.sensitivity import sensitivity
 from kit.estimate.tuning.tune import Trials, tune
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
-from kit.papers.layers import Layer, Runs, demo_source, folders_with
+from kit.papers.layers import Layer, Runs, folders_with, study_points
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, VERMILION
@@ -55,23 +55,24 @@ is remembered only."""
 
 def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the trials of the search in the authors' spaces, best so far, and its table."""
-    panels = {name: [_trial_layer(name), _best_layer(name)] for name in SPACES}
-    searches = demo_searches(runs)
-    demo = [_demo_layers(trials, folder) for folder, trials in searches.items()]
-    mosaic = ";".join(["ac", "bd", *(2 * letter for letter in "efghijklmnop"[: 2 * len(demo)])])
-    ratios = (9, 1) * (1 + len(demo))
+    panels = {name: _model_layers(name) for name in SPACES}
+    searches = [_search(name)[0] for name in SPACES]
+    titles = ["1.4B, driver space: TFLOP/s", "175B, our space: TFLOP/s"]
+    panels["demo scale"] = []
+    drawn = [*panels.values()][: len(SPACES)]
+    for folder, trials in demo_searches(runs).items():
+        drawn.append(_demo_layers(trials, folder))
+        panels["demo scale"] += drawn[-1]
+        searches.append(trials)
+        titles.append("here, real runs: tokens/s")
+    demo = len(drawn) - len(SPACES)
+    mosaic = ";".join(["ac", "bd", *(2 * letter for letter in "efghijklmnop"[: 2 * demo])])
+    ratios = (9, 1) * (1 + demo)
     with new_figure(mosaic, height=1 + 1.5 * len(ratios), height_ratios=ratios) as (figure, axes):
         places = [(axes[0], axes[2]), (axes[1], axes[3]), *zip(axes[4::2], axes[5::2], strict=True)]
-        for (axis, below), (name, layers) in zip(places, panels.items(), strict=False):
-            _draw(axis, below, layers, _search(name)[0])
-            axis.set(title=f"{name}, {'driver' if name == '1.4B' else 'our'} space: TFLOP/s")
-        for (axis, below), layers, trials in zip(
-            places[len(panels) :], demo, searches.values(), strict=True
-        ):
-            _draw(axis, below, layers, trials)
-            mark_demo_scale(axis)
-            axis.set(title="here, real runs: tokens/s")
-        panels["demo scale"] = [layer for layers in demo for layer in layers]
+        for place, layers, trials, title in zip(places, drawn, searches, titles, strict=True):
+            _draw(*place, layers, trials)
+            place[0].set(title=title)
         return finish(figure, panels, *_search_caption(), notes=_search_notes())
 
 
@@ -81,7 +82,8 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """
     panels = {f"{name}: % of the variance": [_importance(name)] for name in SPACES}
     for folder, trials in demo_searches(runs).items():
-        panels[f"{folder.name}: % of the variance"] = [_demo_importance(trials, folder)]
+        own = study_points(folder, "this machine", **_shares(trials))
+        panels[f"{folder.name}: % of the variance"] = [own]
     bars = [len(layer.y) for [layer] in panels.values()]
     height = 0.36 * sum(bars) + 0.6 * len(bars) + 0.9
     with new_figure(len(panels), height=height, squeeze=False, height_ratios=bars) as (
@@ -139,61 +141,42 @@ def _search(name: str) -> tuple[Trials, Array]:
     return tune(rate, space, num_trials=NUM_TRIALS, seed=0), rate.rates(space)
 
 
-def _unit(name: str) -> float:
-    """Returns TFLOP/s per token/s, recomputation counted, which is what the authors' objective
-    reads from a log.
+def _model_layers(name: str) -> list[Layer]:
+    """Returns the trials, and the best so far with the interval of that layout: TFLOP/s, counted
+    as the authors' objective reads it from a log, with recomputation.
     """
-    return ModelSpec.preset(SPACES[name][0]).flops_per_token(FlopBasis.MEGATRON_RECOMPUTE) / 1e12
+    trials, spec = _search(name)[0], ModelSpec.preset(SPACES[name][0])
+    unit = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE) / 1e12
+    numbers, best = np.arange(1.0, len(trials.trials) + 1), unit * trials.best_so_far
+    low, high = np.full((2, len(best)), np.nan)
+    for i in np.flatnonzero(np.isfinite(best)):
+        winner = trials.trials[int(np.nanargmax(trials.values[: i + 1]))]
+        plan = plan_of(winner.parameters, devices_per_node=8, base=paper_plan())
+        found = calibration().predict(layouts_of(spec, [plan], gradient_bytes=4.0))
+        low[i] = best[i] * (found.total_s / found.high_s).item()
+        high[i] = best[i] * (found.total_s / found.low_s).item()
+    return [
+        Layer.modelled("trial", numbers, unit * trials.values, error=model_error()),
+        Layer.modelled("best so far", numbers, best, low, high, error=model_error()),
+    ]
 
 
-def _trial_layer(name: str) -> Layer:
-    trials = _search(name)[0]
-    x, y = np.arange(1.0, len(trials.trials) + 1), _unit(name) * trials.values
-    return Layer.modelled("trial", x, y, error=model_error())
-
-
-def _best_layer(name: str) -> Layer:
-    """Returns the best so far, with the interval of that layout."""
-    trials, unit, spec = _search(name)[0], _unit(name), ModelSpec.preset(SPACES[name][0])
-    best = unit * trials.best_so_far
-    low, high = np.full(len(best), np.nan), np.full(len(best), np.nan)
-    for number in range(len(best)):
-        if np.isfinite(best[number]):
-            winner = trials.trials[int(np.nanargmax(trials.values[: number + 1]))]
-            plan = plan_of(winner.parameters, devices_per_node=8, base=paper_plan())
-            found = calibration().predict(layouts_of(spec, [plan], gradient_bytes=4.0))
-            low[number] = best[number] * (found.total_s / found.high_s).item()
-            high[number] = best[number] * (found.total_s / found.low_s).item()
-    return Layer.modelled(
-        "best so far", np.arange(1.0, len(best) + 1), best, low, high, error=model_error()
-    )
+def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:
+    numbers = np.arange(1.0, len(trials.trials) + 1)
+    columns = {"trial": trials.values, "best so far": trials.best_so_far}
+    return [study_points(folder, label, numbers, y) for label, y in columns.items()]
 
 
 @lru_cache(maxsize=4)
 def _importance(name: str) -> Layer:
-    return _bars(name, _search(name)[0], kind="modelled", source=model_error())
+    shares = _shares(_search(name)[0])
+    return Layer(kind="modelled", label=name, source=model_error(), **shares)
 
 
-def _demo_importance(trials: Trials, folder: Path) -> Layer:
-    own: dict[str, Any] = {"kind": "measured", "scale": "demo", "runs": (folder.name,)}
-    return _bars("this machine", trials, source=demo_source([folder]), **own)
-
-
-def _bars(label: str, trials: Trials, **fields: Any) -> Layer:
+def _shares(trials: Trials) -> dict[str, Any]:
+    """Returns x, y and names of what each parameter mattered, %."""
     shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
-    return Layer(
-        label=label, x=range(len(shown)), y=[*shown.values()], names=tuple(shown), **fields
-    )
-
-
-def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:
-    x, source = np.arange(1.0, len(trials.trials) + 1), demo_source([folder])
-    return [
-        Layer(
-            kind="measured", label=label, x=x, y=y, source=source, scale="demo", runs=(folder.name,)
-        )
-        for label, y in (("trial", trials.values), ("best so far", trials.best_so_far))
-    ]
+    return {"x": range(len(shown)), "y": [*shown.values()], "names": tuple(shown)}
 
 
 def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> None:
@@ -209,6 +192,8 @@ def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> Non
     )
     axis.set_ylim(0, 1.3 * float(np.nanmax([np.nanmax(best.y), np.nan_to_num(best.high).max()])))
     axis.legend(loc="upper right", ncols=2)
+    if best.scale == "demo":
+        mark_demo_scale(axis)
     failed = np.isnan(trials.values)
     below.vlines(dots.x[failed], 0, 1, color=VERMILION, linewidth=1.2)
     below.set(
@@ -223,12 +208,11 @@ def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> Non
 
 
 def _search_caption() -> tuple[str, str, str]:
-    reached = {
-        name: np.nanmax(trials.values) / np.nanmax(grid)
-        for name in SPACES
-        for trials, grid in [_search(name)]
-    }
-    shares = ", ".join(f"{share:.0%} of the best at {name}" for name, share in reached.items())
+    found = {name: _search(name) for name in SPACES}
+    shares = ", ".join(
+        f"{np.nanmax(trials.values) / np.nanmax(grid):.0%} of the best at {name}"
+        for name, (trials, grid) in found.items()
+    )
     return (
         "Trials of a search as the paper did it, and the best so far.",
         f"It reaches {shares}.",

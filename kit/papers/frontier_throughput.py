@@ -11,17 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from kit.papers.frontier_demo import MICROBATCHES, select
-from kit.papers.frontier_model import layouts_of, paper_plan, throughput_layer
+from kit.papers.frontier_demo import MICROBATCHES, median_rate, select
+from kit.papers.frontier_model import (
+    facts,
+    hfu_percent,
+    layouts_of,
+    model_error,
+    paper_plan,
+    ratio_interval,
+    step_draws,
+    throughput_layer,
+)
 from kit.papers.layers import (
     Layer,
+    Relation,
     Runs,
-    hfu_percent,
     measured,
     on_clusters,
+    opened,
+    run_hfu_percent,
     tokens_per_s_and_device,
 )
-from kit.papers.panels import draw, finish
+from kit.papers.panels import finish, panel, paper_table
 from kit.plan import Plan
 from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
@@ -39,6 +50,12 @@ NAMES = {
     "tensor_parallel": "tensor parallel",
     "num_microbatches": "micro-batches",
     "pipeline_parallel": "stages",
+}
+SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
+BOUNDS: dict[str, dict[str, float]] = {
+    "below 1": {"at_most": 1.0},
+    "above 1": {"at_least": 1.0},
+    "at least 0.9": {"at_least": 0.9},
 }
 
 
@@ -150,44 +167,123 @@ def _draw(
     """Returns one panel at the paper's scale, and beside it one at demo scale where such runs
     are given.
     """
-    paper = [*models, *on_clusters(runs, x=attrgetter(f"plan.{name}"), y=hfu_percent)]
+    paper = [*models, *on_clusters(runs, x=attrgetter(f"plan.{name}"), y=run_hfu_percent)]
+    panels = {"paper's scale": paper, "demo scale": demo}
+    own_ticks = sorted({int(x) for layer in demo for x in layer.x})
+    dress = (("% of peak per GCD (HFU)", ticks, 1.08), ("tokens/s per core", own_ticks, 1.25))
     widths = [3, 2] if demo else [1]
     with new_figure(1, len(widths), height=4.2, squeeze=False, width_ratios=widths) as (
         figure,
         axes,
     ):
-        left = axes[0, 0]
-        draw(left, paper)
-        top = max(float(np.nanmax(layer.high)) for layer in paper)
-        left.set(ylim=(0, 1.08 * top), title="% of peak per GCD (HFU)")
-        _scale_x(left, ticks, name)
-        left.set_xlim(ticks[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in paper))
-        if demo:
-            right = axes[0, 1]
-            draw(right, demo)
-            right.set(
-                title="tokens/s per core",
-                ylim=(0, 1.25 * max(float(layer.high.max()) for layer in demo)),
+        for axis, layers, (title, places, room) in zip(
+            axes[0], panels.values(), dress, strict=False
+        ):
+            axis.set_xscale("log", base=2)
+            panel(
+                axis,
+                layers,
+                title=title,
+                xlabel=NAMES[name],
+                xlim=(places[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in layers)),
+                ylim=(0, room * max(float(np.nanmax(layer.high)) for layer in layers)),
+                ticks=places if len(places) <= 6 else places[::2],
+                legend={"loc": "lower right" if name == "num_microbatches" else "lower left"},
             )
-            _scale_x(right, sorted({int(x) for layer in demo for x in layer.x}), name)
-        notes = (
-            "HFU counts the forward pass that recomputation repeats. Here a process is a core.",
-            *notes,
-        )
-        return finish(
-            figure,
-            {"paper's scale": paper, "demo scale": demo},
-            *caption,
-            NOT_PUBLISHED,
-            notes=notes,
-        )
+        hfu = "HFU counts the forward pass that recomputation repeats. Here a process is a core."
+        return finish(figure, panels, *caption, NOT_PUBLISHED, notes=[hfu, *notes])
 
 
-def _scale_x(axis: Any, ticks: Sequence[int], name: str) -> None:
-    axis.set_xscale("log", base=2)
-    shown = ticks if len(ticks) <= 6 else ticks[::2]
-    axis.set_xticks(shown, [str(tick) for tick in shown])
-    axis.minorticks_off()
-    axis.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
-    axis.set_xlabel(NAMES[name])
-    axis.legend(loc="lower right" if name == "num_microbatches" else "lower left")
+# Observations -------------------------------------------------------------------------------------
+
+
+def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the paper's four observations, checked on the model and on demo-scale runs, as a
+    table.
+    """
+    relations = [*modelled_relations(), *measured_relations(runs)]
+    statements = {fact.x: fact.value for fact in facts()["observation"]}
+    shown = []
+    for relation in relations:
+        number, _, expected = relation.expected.partition(": ")
+        shown.append(
+            {
+                "": relation.claim,
+                "observation": statements[relation.claim],
+                "number": number,
+                "layer": SCALES[relation.layer],
+                "found": f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})",
+                "expected": expected,
+                "verdict": relation.verdict,
+            }
+        )
+    layers = [Layer.modelled("22B", error=model_error())] + measured(
+        runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs"
+    )
+    drawn = paper_table(
+        shown,
+        layers,
+        "The paper's four observations, in our words, checked on the model and on runs here.",
+        "That it makes them is remembered, not read; they are tested as trends.",
+        runs=[name for layer in layers for name in layer.runs],
+    )
+    return drawn, [relation.row() for relation in relations]
+
+
+def modelled_relations() -> list[Relation]:
+    """Returns the four observations as ratios of modelled throughput, with intervals from the
+    posterior.
+    """
+    fixed, scaled = pipeline_plans()
+    tensor, counts = tensor_plans(), microbatch_plans()
+    eight, sixteen = STAGES.index(8), STAGES.index(16)
+    pairs = {
+        "III.1": ([tensor[0], tensor[3]], "TP 8 over TP 1: below 1"),
+        "III.2": ([counts[3], counts[7]], "128 micro-batches over 8: above 1"),
+        "III.3": ([fixed[eight], fixed[sixteen]], "16 stages over 8, same batch: below 1"),
+        "III.4": ([scaled[eight], scaled[sixteen]], "16 stages over 8, same m/p: at least 0.9"),
+    }
+    spec, found = ModelSpec.preset(MODEL), []
+    for claim, (plans, expected) in pairs.items():
+        layouts = layouts_of(spec, plans)
+        rate = hfu_percent(spec, layouts, step_draws(layouts))
+        found.append(
+            _relation(claim, "modelled", ratio_interval(rate[:, 1] / rate[:, 0]), expected)
+        )
+    return found
+
+
+def measured_relations(runs: Runs) -> list[Relation]:
+    """Returns the same four from the demo-scale study, as far as its runs are given; intervals from
+    quartiles.
+
+    With one and two stages only, III.4 is that two lose less at constant micro-batches per stage
+    than at one batch.
+    """
+    runs = opened(runs)
+
+    def rate(**degrees: int) -> tuple[float, float, float]:
+        base = {"tensor_parallel": 1, "pipeline_parallel": 1, "num_microbatches": MICROBATCHES}
+        return median_rate(runs, **ALONE | base | degrees)
+
+    alone, split = rate(), rate(pipeline_parallel=2)
+    one, most = (rate(pipeline_parallel=2, num_microbatches=count) for count in (1, 8))
+    pairs = {
+        "III.1": (alone, rate(tensor_parallel=2), "TP 2 over TP 1: below 1"),
+        "III.2": (one, most, "8 micro-batches over 1: above 1"),
+        "III.3": (alone, split, "2 stages over 1, same batch: below 1"),
+        "III.4": (split, most, "2 stages, same m/p over same batch: above 1"),
+    }
+    return [
+        _relation(claim, "measured", (new[0] / old[0], new[1] / old[2], new[2] / old[1]), expected)
+        for claim, (old, new, expected) in pairs.items()
+        if np.isfinite(old[0] + new[0])
+    ]
+
+
+def _relation(claim: str, layer: Any, value: Sequence[Any], expected: str) -> Relation:
+    middle, low, high = map(float, value)
+    bounds = BOUNDS[expected.partition(": ")[2]]
+    return Relation(
+        claim=claim, layer=layer, value=middle, low=low, high=high, expected=expected, **bounds
+    )

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.choose.figures import plain_ticks
 from kit.monitor.goodput import usd_per_hour
 from kit.papers.hlat_model import (
     BATCH,
@@ -32,9 +31,8 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Fact, Layer, Runs, on_clusters
-from kit.papers.panels import draw, finish
-from kit.papers.relations import Relation
+from kit.papers.layers import Fact, Layer, Relation, Runs, on_clusters
+from kit.papers.panels import finish, panel
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -62,38 +60,27 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             *(size_ratio(machine) for machine in SHORT),
         ],
     }
+    dress: tuple[dict[str, Any], ...] = (
+        {
+            "title": "(a) cost per 4M tokens, %",
+            "yscale": "log",
+            "ylim": (30, 4000),
+            "xlim": (3, 80),
+        },
+        {"title": "(b) trn1 over p4d", "ylim": (0, None)},
+        {"title": "(c) 70B over 7B", "ylim": (0, None)},
+    )
     with new_figure("aa;bc", height=7.2, height_ratios=(4, 3)) as (figure, axes):
-        for axis, (name, layers) in zip(axes, panels.items(), strict=True):
-            draw(axis, [layer for layer in layers if not layer.names])
-            axis.set(xscale="log", xlabel="nodes", ylim=(0, None))
-            axis.set_xticks(NODES, [str(n) for n in NODES])
-            axis.minorticks_off()
-            for layer in layers:
-                if layer.names:  # said in words, at no number of nodes
-                    axis.axhline(
-                        layer.y[0],
-                        color=GREY,
-                        linewidth=1,
-                        linestyle=(0, (4, 3)),
-                        label=layer.label,
-                    )
-            axis.set_title(
-                {
-                    "cost": "(a) cost per 4M tokens, %",
-                    "trn1 over p4d": "(b) trn1 over p4d",
-                    "70B over 7B": "(c) 70B over 7B",
-                }[name]
-            )
+        for axis, layers, style in zip(axes, panels.values(), dress, strict=True):
+            drawn = [layer for layer in layers if not layer.names]
+            panel(axis, drawn, xscale="log", xlabel="nodes", ticks=NODES, **style)
+            dash: Any = (0, (4, 3))
+            said = [layer for layer in layers if layer.names]  # in words, at no number of nodes
+            for layer in said:
+                axis.axhline(layer.y[0], color=GREY, linewidth=1, linestyle=dash, label=layer.label)
+            main = axis is axes[0]
+            axis.legend(loc="center" if main else "lower left", ncols=2 if main else 1)
         _mark_out_of_memory(axes[0])
-        axes[0].set(yscale="log", ylim=(30, 4000), xlim=(3, 80))
-        axes[0].set_yticks(
-            (50, 100, 200, 500, 1000, 2000), ("50", "100", "200", "500", "1,000", "2,000")
-        )
-        axes[0].minorticks_off()
-        for axis in axes:
-            axis.legend(
-                loc="center" if axis is axes[0] else "lower left", ncols=2 if axis is axes[0] else 1
-            )
         return finish(figure, panels, *cost_caption(), notes=cost_notes())
 
 
@@ -101,32 +88,27 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others
     each time; the table.
     """
-    names = [benchmark_name(run) for run in benchmarks()]
     rates, factor = _benchmark_rates(), math.exp(1.645 * calibration(TRN1).misfit)
+    names = [rate.x for rate in rates]
     centre = np.array([rate.number / math.exp(left_out()[rate.x]) for rate in rates])
+    interval = (range(len(names)), centre, centre / factor, centre * factor)
     layers = [
         Layer.published(rates, label="AWS benchmarks"),
-        Layer.modelled(
-            "model, fitted to the others",
-            np.arange(float(len(names))),
-            centre,
-            centre / factor,
-            centre * factor,
-            error=trn1_error(),
-            names=names,
-        ),
+        Layer.modelled("model, fitted to the others", *interval, error=trn1_error(), names=names),
         *on_clusters(
             runs, x=lambda run: len(names), y=lambda run: run.metrics().tokens_per_s / _nodes(run)
         ),
     ]
+    ticks = [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names]
     with new_figure(height=4.6) as (figure, axis):
-        draw(axis, layers)
-        axis.set(yscale="log", title="tokens/s of a node, by model and SDK version")
-        plain_ticks(axis)
-        axis.set_xticks(
-            range(len(names)), [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names]
+        panel(
+            axis,
+            layers,
+            yscale="log",
+            title="tokens/s of a node, by model and SDK version",
+            ticks=dict(enumerate(ticks)),
+            legend={"loc": "upper right"},
         )
-        axis.legend(loc="upper right")
         return finish(
             figure,
             layers,
@@ -191,37 +173,25 @@ def relations() -> list[Relation]:
     """Returns what the paper says in words of the costs, each on the model's output with its
     interval.
     """
-    known, found = facts(), []
-    ratio, size = (
-        known.value("cost_ratio", "trn1 over p4d"),
-        known.value("cost_size_ratio", "70B over 7B"),
-    )
-    for model in MODELS:
-        layer = accelerator_ratio(model)
-        found += [
-            _relation(f"trn1 over p4d, {model}, {n:.0f} nodes", layer, i, ratio)
-            for i, n in enumerate(layer.x)
-        ]
-    for machine, short in SHORT.items():
-        layer = size_ratio(machine)
-        found += [
-            _relation(f"70B over 7B, {short}, {n:.0f} nodes", layer, i, size)
-            for i, n in enumerate(layer.x)
-        ]
-    return found
-
-
-def _relation(claim: str, layer: Layer, place: int, said: float) -> Relation:
-    return Relation(
-        claim=claim,
-        layer="modelled",
-        value=float(layer.y[place]),
-        low=float(layer.low[place]),
-        high=float(layer.high[place]),
-        expected=f"about {said:g}: its last digit",
-        at_least=said * 0.95,
-        at_most=said * 1.05,
-    )
+    ratio, size = facts()["cost_ratio"][0].number, facts()["cost_size_ratio"][0].number
+    checked = [(f"trn1 over p4d, {model}", accelerator_ratio(model), ratio) for model in MODELS]
+    checked += [
+        (f"70B over 7B, {short}", size_ratio(machine), size) for machine, short in SHORT.items()
+    ]
+    return [
+        Relation(
+            claim=f"{claim}, {nodes:.0f} nodes",
+            layer="modelled",
+            value=float(layer.y[i]),
+            low=float(layer.low[i]),
+            high=float(layer.high[i]),
+            expected=f"about {said:g}: its last digit",
+            at_least=said * 0.95,
+            at_most=said * 1.05,
+        )
+        for claim, layer, said in checked
+        for i, nodes in enumerate(layer.x)
+    ]
 
 
 def cost_caption() -> tuple[str, str, str]:
@@ -233,16 +203,16 @@ def cost_caption() -> tuple[str, str, str]:
     for relation in checked:
         if relation.verdict == "fails":
             missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
-    met = len(checked) - sum(map(len, missed.values()))
-    told = [
+    told = "; ".join(
         f"{claim}: {found[0].value:.2f} to {found[-1].value:.2f}, {found[0].expected.split(':')[0]}"
         " published"
         for claim, found in missed.items()
-    ]
+    )
+    met = len(checked) - sum(map(len, missed.values()))
     return (
         "Cost of 4M tokens; 100 % is 7B on 4 nodes of p4d. Crosses: no memory.",
         f"{met} of {len(checked)} modelled ratios have the paper's in their interval.",
-        f"MISSED: {'; '.join(told)}." if told else "",
+        f"MISSED: {told}." if told else "",
     )
 
 
@@ -285,14 +255,12 @@ def cost_percent(run: Run) -> Array:
     """
     metrics = run.metrics()
     numbers, index = np.unique(metrics["attempt"], return_inverse=True)
-    known = [
-        (metrics.plans.get(n, run.plan), metrics.other_sites.get(n, run.site))
+    hourly = [
+        usd_per_hour(metrics.plans.get(n, run.plan), metrics.other_sites.get(n, run.site))
         for n in map(int, numbers)
     ]
-    hourly = np.array([usd_per_hour(plan, site) for plan, site in known], dtype=float)[
-        index
-    ]  # None is NaN
-    return 100 * cost_per_tokens(hourly, metrics.tokens_per_s) / float(np.median(_reference()))
+    usd = np.array(hourly, dtype=float)[index]  # None is NaN
+    return 100 * cost_per_tokens(usd, metrics.tokens_per_s) / float(np.median(_reference()))
 
 
 def _reference() -> Array:
@@ -310,19 +278,15 @@ def _said(series: str) -> Layer:
 
 def _benchmark_rates() -> list[Fact]:
     """Returns tokens/s and node of AWS's benchmarks."""
-    found = []
+    found, per_node = [], Site.load(TRN1).devices_per_node
     for run in benchmarks():
         assert run.step_time_s
-        rate = (
-            run.tokens_per_step
-            / run.step_time_s
-            / (run.num_devices / Site.load(TRN1).devices_per_node)
-        )
+        nodes = run.num_devices / per_node
         found.append(
             Fact(
                 series="trn1_tokens_per_s",
                 x=benchmark_name(run),
-                value=str(rate),
+                value=str(run.tokens_per_step / run.step_time_s / nodes),
                 known="derived",
                 source=BENCHMARKS,
                 unit="tokens/s and node",
@@ -335,27 +299,19 @@ def _benchmark_rates() -> list[Fact]:
 def _benchmark_ratio() -> Layer:
     """Returns cost of 70B on 32 nodes over 7B on 16, from AWS's benchmarks, one point a version."""
     rates = {fact.x: fact for fact in _benchmark_rates()}
-    ratios = [
-        small.replace(x="32", value=str(small.number / rates[f"70B{name[2:]}"].number))
-        for name, small in rates.items()
-        if name.startswith("7B") and f"70B{name[2:]}" in rates
-    ]
+    ratios = []
+    for name, small in rates.items():
+        large = rates.get(f"70B{name[2:]}")
+        if name.startswith("7B") and large:
+            ratios.append(small.replace(x="32", value=str(small.number / large.number)))
     return Layer.published(ratios, label="AWS (7B on 16)")
 
 
 def _mark_out_of_memory(axis: Any) -> None:
     """Marks where 70B fits on no layout, at the top of its panel."""
-    for beside, machine in ((0.94, TRN1), (1.06, P4D)):
-        for nodes in NODES:
-            if plan_of(machine, "70B", nodes) is None:
-                axis.plot(
-                    nodes * beside, 0.97, "x", color=VERMILION, transform=axis.get_xaxis_transform()
-                )
-                axis.annotate(
-                    SHORT[machine],
-                    (nodes * beside, 0.95),
-                    xycoords=axis.get_xaxis_transform(),
-                    ha="right" if machine == TRN1 else "left",
-                    va="top",
-                    color=VERMILION,
-                )
+    place = axis.get_xaxis_transform()
+    for beside, machine, side in ((0.94, TRN1, "right"), (1.06, P4D, "left")):
+        for x in [n * beside for n in NODES if plan_of(machine, "70B", n) is None]:
+            axis.plot(x, 0.97, "x", color=VERMILION, transform=place)
+            style = {"xycoords": place, "ha": side, "va": "top", "color": VERMILION}
+            axis.annotate(SHORT[machine], (x, 0.95), **style)

@@ -98,11 +98,9 @@ def demo_precision(directory: str | Path, data: str | Path) -> dict[str, list[di
     """Returns the steps of a small model in each of four precisions."""
     from kit.papers.hlat_small import PRECISIONS, train_in
 
-    def make() -> dict[str, list[dict[str, Any]]]:
-        dataset = Dataset.open(data)
-        return {
-            precision.name: train_in(dataset, PRECISION_RECIPE, precision)
-            for precision in PRECISIONS
-        }
-
-    return kept(Path(directory) / PRECISION, make)
+    return kept(
+        Path(directory) / PRECISION,
+        lambda: {
+            each.name: train_in(Dataset.open(data), PRECISION_RECIPE, each) for each in PRECISIONS
+        },
+    )

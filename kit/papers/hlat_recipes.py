@@ -62,62 +62,87 @@ STEPS_SHOWN = 60
 """Of a schedule of half a million."""
 
 
+OPTIMIZER = (
+    "learning_rate",
+    "min_learning_rate",
+    "beta1",
+    "beta2",
+    "weight_decay",
+    "gradient_clip",
+)
+"""Fields of a `Recipe` that both papers state."""
+
+
 def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns both models' shapes from the released code with what follows from them, as a
     table.
     """
-    published = {
-        name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()}
-        for name in MODELS
-    }
-    computed = {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()}
-    own = {_title(run): _shapes(run.spec) | _counts(run.spec) for run in opened(runs)}
-    rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
-    layers = [
-        Layer.published(facts()["model_num_layers"], label="shapes"),
-        Layer.published(facts()["model_sequence_length"], label="sequence length"),
-    ]
-    caption = "Shapes of both models as released; the last four rows follow from them."
-    note = (
+    counts = {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()}
+    own = {}
+    for run in opened(runs):
+        shapes = {label: f"{getattr(run.spec, key):g}" for key, label in SHAPES.items()}
+        own[_title(run)] = shapes | _counts(run.spec)
+    return _drawn(
+        "model",
+        SHAPES,
+        counts,
+        own,
+        {"shapes": "model_num_layers", "sequence length": "model_sequence_length"},
+        "Shapes of both models as released; the last four rows follow from them.",
         "Sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the"
-        " script raises it."
+        " script raises it.",
     )
-    return _drawn(rows, caption, note, layers, stated=set(SHAPES.values()))
 
 
 def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns both models' hyperparameters and layouts as released, with what follows from them,
     as a table.
     """
-    published = {
-        name: {label: _fact(f"recipe_{key}", name) for key, label in RECIPE.items()}
+    schedules = {
+        name: {
+            "tokens per step": f"{int(_tokens(name, 1)):,}",
+            "steps for 1.8 trillion tokens": f"{last_step(name):,}",
+            "floor is reached at step": f"{floor_step(name):,}",
+        }
         for name in MODELS
     }
-    computed = {name: _schedule_facts(name) for name in MODELS}
-    own = {_title(run): _own_recipe(run) for run in opened(runs)}
-    rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
-    keys = [f"recipe_{key}" for key in RECIPE]
-    layers = [
-        Layer.published([fact], label=fact.series)
-        for fact in facts().facts
-        if fact.series in keys and _is_number(fact.value)
-    ]
-    caption = "Recipe and layout of both models as released; the last three rows follow from them."
-    note = (
+    words = ("cosine_floor", "precision", "sequence_parallel", "recompute")
+    return _drawn(
+        "recipe",
+        RECIPE,
+        schedules,
+        {_title(run): _own_recipe(run) for run in opened(runs)},
+        {f"recipe_{key}": f"recipe_{key}" for key in RECIPE if key not in words},
+        "Recipe and layout of both models as released; the last three rows follow from them.",
         "Where the paper names a value it is the same. The code's group of weights without decay"
-        " matches the name of no weight, so norms decay too."
+        " matches the name of no weight, so norms decay too.",
     )
-    return _drawn(rows, caption, note, layers, stated=set(RECIPE.values()))
 
 
 def _drawn(
-    rows: Rows, caption: str, note: str, layers: list[Layer], *, stated: set[str]
+    kind: str,
+    labels: dict[str, str],
+    computed: dict[str, dict[str, str]],
+    own: dict[str, dict[str, str]],
+    sources: dict[str, str],
+    caption: str,
+    note: str,
 ) -> tuple[Any, Rows]:
-    """Returns a table, and its rows with their kind: published where the paper's release states
-    them.
+    """Returns a table of what the release states (`labels`, by their facts) and what is computed
+    from that, for both models and your runs; and its rows with their kind.
     """
-    own = [title.removesuffix(DEMO) for title in rows[0] if title and title not in MODELS]
-    drawn = paper_table(rows, layers, caption, notes=[note], runs=own)
+    columns = {
+        name: {label: _fact(f"{kind}_{key}", name) for key, label in labels.items()} | follows
+        for name, follows in computed.items()
+    } | own
+    rows: Rows = [
+        {"": name} | {title: column.get(name, "") for title, column in columns.items()}
+        for name in columns["7B"]
+    ]
+    layers = [Layer.published(facts()[series], label=label) for label, series in sources.items()]
+    runs = [title.removesuffix(DEMO) for title in own]
+    drawn = paper_table(rows, layers, caption, notes=[note], runs=runs)
+    stated = labels.values()
     return drawn, [
         {"layer": "published" if row[""] in stated else "computed"} | row for row in rows
     ]
@@ -155,16 +180,15 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 axis.legend(loc="upper right")
             axis.ticklabel_format(axis="y", scilimits=(0, 0))
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
-        end = recipe("7B", "clamped").learning_rate_at(last_step("7B"))
-        floor = _tokens("7B", floor_step("7B"))
-        other = recipe("7B", "rescaled").learning_rate_at(last_step("7B"))
+        floor, last = _tokens("7B", floor_step("7B")), last_step("7B")
+        end, other = (recipe("7B", kind).learning_rate_at(last) for kind in ("clamped", "rescaled"))
         return finish(
             figure,
             panels,
             "Warm-up, then a cosine over 500,000 steps; dotted: 1.8 trillion tokens.",
             f"Clamped, as released, it meets its floor at {floor / 1e12:.2f} trillion tokens.",
             f"At the end 7B has {end:.2g}; rescaled, as others do, it would have {other:.3g}.",
-            notes=[f"2,000 steps of warm-up; 1.8 trillion tokens are {last_step('7B'):,} steps."],
+            notes=[f"2,000 steps of warm-up; 1.8 trillion tokens are {last:,} steps."],
         )
 
 
@@ -214,16 +238,7 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
     """Returns HLAT's recipe for `7B` or `70B`, with either meaning of the floor."""
     known = facts()
-    names = (
-        "learning_rate",
-        "min_learning_rate",
-        "beta1",
-        "beta2",
-        "eps",
-        "weight_decay",
-        "gradient_clip",
-    )
-    numbers = {name: known.value(f"recipe_{name}", model) for name in names}
+    numbers = {name: known.value(f"recipe_{name}", model) for name in (*OPTIMIZER, "eps")}
     steps = {
         name: int(known.value(f"recipe_{name}", model))
         for name in ("warmup_steps", "decay_steps", "seed")
@@ -250,8 +265,9 @@ def floor_step(model: str) -> int:
 def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
     """Returns a schedule over its whole length, against billions of tokens."""
     schedule = recipe(model, kind)
-    steps = np.unique(np.linspace(1, schedule.decay_steps or 1, STEPS_SHOWN).astype(int))
-    steps = np.unique(np.concatenate([steps, [schedule.warmup_steps, floor_step(model)]]))
+    ends = [schedule.warmup_steps, floor_step(model)]
+    whole = np.linspace(1, schedule.decay_steps or 1, STEPS_SHOWN)
+    steps = np.unique(np.concatenate([whole, ends]).astype(int))
     rates = [schedule.learning_rate_at(int(step)) for step in steps]
     return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, error=EXACT)
 
@@ -270,24 +286,8 @@ def _fact(series: str, x: str) -> str:
     return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
 
 
-def _is_number(text: str) -> bool:
-    return text.replace(".", "").replace("-", "").replace("e", "").isdigit()
-
-
 def _title(run: Run) -> str:
     return run.name + (DEMO if scale_of(run) == "demo" else "")
-
-
-def _rows(columns: dict[str, dict[str, str]]) -> Rows:
-    names = list(next(iter(columns.values())))
-    return [
-        {"": name} | {title: column.get(name, "") for title, column in columns.items()}
-        for name in names
-    ]
-
-
-def _shapes(spec: ModelSpec) -> dict[str, str]:
-    return {label: f"{getattr(spec, key):g}" for key, label in SHAPES.items()}
 
 
 def _counts(spec: ModelSpec) -> dict[str, str]:
@@ -296,14 +296,6 @@ def _counts(spec: ModelSpec) -> dict[str, str]:
         "of them in blocks": f"{spec.num_layers * spec.params_per_layer:,}",
         "model FLOPs per token": f"{spec.flops_per_token():.4g}",
         "bytes of bf16 weights": f"{2 * spec.num_params / 1e9:.4g} GB",
-    }
-
-
-def _schedule_facts(model: str) -> dict[str, str]:
-    return {
-        "tokens per step": f"{int(_tokens(model, 1)):,}",
-        "steps for 1.8 trillion tokens": f"{last_step(model):,}",
-        "floor is reached at step": f"{floor_step(model):,}",
     }
 
 

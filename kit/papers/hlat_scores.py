@@ -1,18 +1,21 @@
-"""HLAT, section V: scores of checkpoints against tokens (Figures 3 and 4), with the published
-end points.
+"""HLAT, section V: scores of checkpoints against tokens (Figures 3 and 4) with the published end
+points, and its tables of quality as printed, with your own scores above them.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kit.evaluate.benchmarks import SUITES
-from kit.evaluate.hlat import published_table
-from kit.monitor.scores import ScoreCurve, eval_curve
+from kit.evaluate.hlat import compare, published_table
+from kit.evaluate.report import EvalReport
+from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
 from kit.papers.hlat_model import facts
-from kit.papers.layers import Fact, Layer, Runs, opened, scale_of, source_of
-from kit.papers.panels import draw, finish, pairs
+from kit.papers.layers import Fact, Layer, Runs, opened, own_points, scale_of
+from kit.papers.panels import draw, finish, pairs, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
 from kit.show.theme import GREY
@@ -30,6 +33,27 @@ IN_WORDS = {
     "7B": "In words: common sense saturates, math stays flat until about 1 trillion.",
     "70B": "In words: math, code and MMLU jump after 1.4 trillion (dotted; Table III).",
 }
+IN_WORDS_TOO = "In words, too: world knowledge grows almost with tokens, at any number of shots."
+OF_DEMO = (
+    "Runs of this machine are scored by the same harness; bars are 95 % intervals, dotted is"
+    " guessing. Bits per byte: less is better."
+)
+SHORT = {
+    "sequence_length": "tokens",
+    "commonsense": "CR",
+    "world_knowledge": "WK",
+    "reading": "RC",
+    "math": "Math",
+    "mmlu": "MMLU",
+    "code_pass_1": "p@1",
+    "code_pass_10": "p@10",
+    "average": "avg",
+    "crows_pairs_english": "CrowS en",
+    "crows_pairs_french": "CrowS fr",
+    "truthfulqa_mc1": "mc1",
+    "truthfulqa_mc2": "mc2",
+}
+"""Headings of the paper."""
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Headings of Table IV, against Table II."""
 
@@ -54,22 +78,21 @@ def end_points(model: str, panel: str) -> list[Layer]:
     """Returns published scores at the last checkpoints, %, against billions of tokens; of pass@1
     and 10 for code.
     """
-    columns = {"code": {"code_pass_1": "pass@1", "code_pass_10": "pass@10"}}.get(
-        panel, {panel: "published"}
-    )
+    columns = {"code_pass_1": "pass@1", "code_pass_10": "pass@10"}
+    two, four = published_table("II"), published_table("IV")
+    [row] = [row for row in two.rows if row["model"] == "HLAT" and row["size"] == model]
     layers = []
-    for column, label in columns.items():
-        table_two = published_table("II")
-        [row] = [row for row in table_two.rows if row["model"] == "HLAT" and row["size"] == model]
-        points = [_point(column, 1800, row[column], table_two.source)]
-        if (
-            model == "70B" and column != "code_pass_10"
-        ):  # Table II has the mean of both; Table IV has each
-            table_four = published_table("IV")
-            points = [
-                _point(column, tokens, row[SWAPPED.get(column, column)], table_four.source)
-                for tokens, row in zip((1740, 1800), table_four.rows, strict=False)
-            ]
+    for column, label in (columns if panel == "code" else {panel: "published"}).items():
+        source, values = two.source, {1800: row[column]}
+        # Table II has the mean of both checkpoints; Table IV has each.
+        if model == "70B" and column != "code_pass_10":
+            swapped = SWAPPED.get(column, column)
+            values = dict(zip((1740, 1800), (each[swapped] for each in four.rows), strict=False))
+            source = four.source
+        points = [
+            Fact(series=column, x=str(x), value=str(y), known="read", source=source, unit="%")
+            for x, y in values.items()
+        ]
         layers.append(Layer.published(points, label=label))
     return layers
 
@@ -86,36 +109,26 @@ def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
     }
     found: dict[str, list[Layer]] = {}
     for curve in eval_curve(run):
-        layer = _curve_layer(run, curve, unit)
         panel = columns.get((curve.task, curve.num_fewshot), "")
         if scale_of(run) == "demo" or panel not in PANELS:
-            panel = f"{curve.name}, {curve.metric.replace('_', ' ')}"
-        found.setdefault(panel, []).append(layer)
+            panel = _title(curve)
+        found.setdefault(panel, []).append(_curve_layer(run, curve, unit))
     return found
 
 
 def _curve_layer(run: Run, curve: ScoreCurve, unit: float) -> Layer:
     low, high = (np.where(np.isnan(end), curve.score, end) for end in (curve.low, curve.high))
-    source = source_of([run]) + ("; a part of the items" if curve.partial.any() else "")
-    points = Layer(
-        kind="measured",
-        label=f"{run.name}: {curve.name}",
-        x=curve.tokens / unit,
-        y=curve.score,
-        low=low,
-        high=high,
-        source=source,
-        scale=scale_of(run),
-        joined=True,
-        runs=(run.name,),
+    label = f"{run.name}: {curve.name}"
+    points = own_points(
+        [run], curve.tokens / unit, curve.score, low=low, high=high, label=label, joined=True
     )
+    if curve.partial.any():
+        points = dataclasses.replace(points, source=f"{points.source}; a part of the items")
     return points.times(1.0 if curve.metric == "bits_per_byte" else 100.0)
 
 
-def _point(column: str, tokens: float, value: float, source: str) -> Fact:
-    return Fact(
-        series=column, x=str(tokens), value=str(value), known="read", source=source, unit="%"
-    )
+def _title(curve: ScoreCurve) -> str:
+    return f"{curve.name}, {curve.metric.replace('_', ' ')}"
 
 
 def _figure(model: str, runs: Runs, paper_panels: bool) -> tuple[Any, Rows]:
@@ -126,10 +139,7 @@ def _figure(model: str, runs: Runs, paper_panels: bool) -> tuple[Any, Rows]:
         is_demo = scale_of(run) == "demo"
         for name, layers in score_layers(run, 1e6 if is_demo else 1e9).items():
             (demo if is_demo else panels).setdefault(name, []).extend(layers)
-        chances |= {
-            f"{curve.name}, {curve.metric.replace('_', ' ')}": 100 * curve.chance
-            for curve in eval_curve(run)
-        }
+        chances |= {_title(curve): 100 * curve.chance for curve in eval_curve(run)}
     curves = {
         name: layers
         for name, layers in (panels | demo).items()
@@ -143,13 +153,12 @@ def _figure(model: str, runs: Runs, paper_panels: bool) -> tuple[Any, Rows]:
     ):
         _draw_end_points(places[0], panels)
         for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
-            shown = (
-                layers
-                if name in PANELS
-                else [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers]
-            )
-            draw(axis, shown)
-            _label(axis, name, model)
+            if name in PANELS:
+                draw(axis, layers)
+                _dress_as_published(axis, name, model)
+            else:
+                draw(axis, [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers])
+                axis.set(title=f"here: {name}", xlabel="tokens, millions")
             if np.isfinite(chances.get(name, np.nan)):
                 axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
             if len(layers) > 1:
@@ -161,30 +170,31 @@ def _figure(model: str, runs: Runs, paper_panels: bool) -> tuple[Any, Rows]:
             + (", and those of runs by tokens." if curves else "."),
             IN_WORDS[model],
             "The points of the paper's curves could not be read.",
-            notes=_notes(model, bool(demo)),
+            notes=[
+                "The last checkpoints are from the paper's tables, the axes as in its panels.",
+                *([IN_WORDS_TOO] if model == "7B" else []),
+                *([OF_DEMO] if demo else []),
+            ],
         )
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
     """Draws what is published of all panels, a line each: the scores of the last checkpoints."""
-    published = [
-        (name, layer)
-        for name, layers in panels.items()
-        for layer in layers
+    published = {
+        PANELS[name] + (f" {layer.label.removeprefix('pass')}" if name == "code" else ""): layer
+        for name in PANELS
+        for layer in panels[name]
         if layer.kind == "published"
-    ]
-    names = [
-        PANELS[name] + (f" {layer.label.removeprefix('pass')}" if name == "code" else "")
-        for name, layer in published
-    ]
+    }
     for marker, tokens in zip(
-        "os", sorted({x for _, layer in published for x in layer.x}, reverse=True), strict=False
+        "os",
+        sorted({x for layer in published.values() for x in layer.x}, reverse=True),
+        strict=False,
     ):
         points = [
             (y, place)
-            for place, (_, layer) in enumerate(published)
-            for x, y in zip(layer.x, layer.y, strict=True)
-            if x == tokens
+            for place, layer in enumerate(published.values())
+            for y in layer.y[layer.x == tokens]
         ]
         axis.plot(
             *zip(*points, strict=True),
@@ -195,40 +205,128 @@ def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
             markeredgewidth=1.5,
             label=f"at {tokens:,.0f} billion tokens",
         )
-    axis.set_yticks(range(len(names)), names)
+    axis.set_yticks(range(len(published)), [*published])
     axis.set(xlim=(0, 100), title="published, %")
     axis.invert_yaxis()
     axis.grid(visible=True, axis="both")
     axis.figure.legend(loc="outside upper left", ncols=2)
 
 
-def _label(axis: Any, name: str, model: str) -> None:
-    if name in PANELS:
-        axis.set(xlim=(0, 1900), title=f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %")
-        low, high = (facts().value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
-        margin = 0.08 * (high - low)
-        bottom, top = (
-            axis.get_ylim()
-        )  # of the points; the paper's panel shows at least its own ticks
-        axis.set_ylim(min(low - margin, bottom), max(high + margin, top))
-        if model == "70B":
-            axis.axvline(
-                facts().value("mix_stage", "from"), color=GREY, linewidth=0.8, linestyle=":"
-            )
-        axis.set_xlabel("tokens, billions")
-    else:
-        axis.set(title=f"here: {name}", xlabel="tokens, millions")
+def _dress_as_published(axis: Any, name: str, model: str) -> None:
+    """Gives a panel the axes of the paper's: it shows at least its ticks, and all points."""
+    low, high = (facts().value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
+    margin, (bottom, top) = 0.08 * (high - low), axis.get_ylim()
+    axis.set(
+        xlim=(0, 1900),
+        ylim=(min(low - margin, bottom), max(high + margin, top)),
+        xlabel="tokens, billions",
+        title=f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %",
+    )
+    if model == "70B":
+        begin = facts().value("mix_stage", "from")
+        axis.axvline(begin, color=GREY, linewidth=0.8, linestyle=":")
 
 
-def _notes(model: str, has_demo: bool) -> list[str]:
-    notes = ["The last checkpoints are from the paper's tables, the axes as in its panels."]
-    if model == "7B":
-        notes.append(
-            "In words, too: world knowledge grows almost with tokens, at any number of shots."
+# Tables -------------------------------------------------------------------------------------------
+
+
+def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table I, the models compared and their sequence lengths, with those of your runs;
+    and its rows.
+    """
+    own = []
+    for run in opened(runs):
+        count, length = run.spec.num_params, str(run.spec.sequence_length)
+        size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.2g}M"
+        own.append({"made": _made(run), "model": run.name, "size": size, "sequence_length": length})
+    return _table("I", own, [run["model"] for run in own])
+
+
+def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table II, with the scores of the newest checkpoint of your runs above; and its rows.
+
+    A column needs all of its data sets in the paper's shots, whole.
+    """
+    return _compared(
+        "II",
+        runs,
+        "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: "
+        "GSM8K, p@: HumanEval.",
+    )
+
+
+def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table IV, two checkpoints of the 70B and their mean, and its rows."""
+    return _table("IV", [], [], "The mean of both checkpoints has the best average.")
+
+
+def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table V, bias and truthfulness, with your own scores above as in `quality_figure`;
+    and its rows.
+    """
+    return _compared("V", runs)
+
+
+def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
+    """Returns the newest report of each scored run, and those given as files, with how each was
+    made and its name.
+    """
+    found = []
+    for run in runs:
+        if not isinstance(run, Run) and Path(run).is_file():
+            found.append((EvalReport.read(Path(run)), "measured", Path(run).name))
+            continue
+        for each in opened([run]):
+            if scored := eval_reports(each):
+                found.append((scored[-1], _made(each), each.name))
+    return found
+
+
+def _made(run: Run) -> str:
+    return "measured, demo scale" if scale_of(run) == "demo" else "measured"
+
+
+def _compared(name: str, runs: Runs, *notes: str) -> tuple[Any, Rows]:
+    found, columns = reports(runs), published_table(name).columns
+    own = [{"made": made, **compare(report, name).own[0]} for report, made, _ in found]
+    told, left = list(notes), ""
+    if own:
+        told.append("Own rows: 95 % intervals in brackets.")
+    if missing := sum(not any(row[column] for column in columns) for row in own):
+        told.append("Partial scores, other shots and a part of a column's data sets do not count.")
+        left = f"Reports without a complete column: {missing} of {len(own)}."
+    return _table(name, own, [title for *_, title in found], left, notes=told)
+
+
+def _table(
+    name: str,
+    own: list[dict[str, str]],
+    runs: list[str],
+    text: str = "",
+    *,
+    notes: Sequence[str] = (),
+) -> tuple[Any, Rows]:
+    """Returns a table of the paper, own rows first, its oddities in the notes; and its rows."""
+    known = published_table(name)
+    rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
+    for row in rows:
+        if row["made"] == "measured, demo scale":
+            row["model"] = row["model"].split(",")[0]
+    shown = [{SHORT.get(key, key): value for key, value in row.items()} for row in rows]
+    told = {
+        "published": known.source,
+        "measured": "reports given to the figure",
+        "measured, demo scale": "this machine, demo scale",
+    }
+    made = dict.fromkeys(["published", *(row["made"] for row in own)])
+    layers = [
+        Layer(
+            kind="published" if each == "published" else "measured",
+            label="table",
+            source=told[each],
         )
-    if has_demo:
-        notes.append(
-            "Runs of this machine are scored by the same harness; bars are 95 % intervals, dotted"
-            " is guessing. Bits per byte: less is better."
-        )
-    return notes
+        for each in made
+    ]
+    caption = filter(None, [f"{known.title}, as printed.", text])
+    drawn = paper_table(shown, layers, *caption, notes=[*notes, *known.notes], runs=runs)
+    return drawn, [{"layer": row["made"].split(",")[0]} | row for row in rows]

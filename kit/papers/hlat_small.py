@@ -1,18 +1,22 @@
-"""Small models trained in this process for some hundred steps: what a spike does to them, and
-what rounding does.
+"""Small models trained in this process for some hundred steps of the kit's native engine: what a
+spike does to them, and what rounding does.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kit.data.dataset import Dataset
-from kit.model import build_decoder
+from kit.engines.native import NativeEngine
+from kit.parallel.gradients import local
+from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from kit.trainer.spikes import WINDOW, stands_out
@@ -27,9 +31,9 @@ SPEC = ModelSpec.llama(
     vocab_size=4096,
     sequence_length=64,
 )
-BATCH, SPIKE_BATCH, VALIDATION = 8, 12, 32
-"""Sequences of a step, of one beside which a spike is to stand out from the noise of text, and
-of the held-out loss."""
+BATCH, SPIKE_BATCH, VALIDATION, MICRO_BATCH = 8, 12, 32, 4
+"""Sequences of a step, of one beside which a spike is to stand out from the noise of text, of
+the held-out loss, and of what is computed at once."""
 VALIDATE_EVERY = 10
 GARBLED = range(100, 106)
 """Batches whose tokens are replaced by random ones: a damaged shard. They are what makes the
@@ -48,24 +52,17 @@ class Precision:
     """In which numbers a model is kept between steps, and computed."""
 
     name: str
-    stored: torch.dtype
-    """Of weights and both moments of AdamW."""
-    computed: torch.dtype
-    """Of the forward and backward pass."""
-    stochastic: bool = False
-    """How what is stored is rounded: else to the nearest."""
+    computed: Literal["fp32", "bf16"] = "bf16"
+    """In the forward and backward pass."""
+    stored: Literal["fp32", "to nearest", "stochastically"] = "fp32"
+    """How weights and both moments of AdamW are kept: in fp32, or rounded to bf16."""
 
 
 PRECISIONS = (
-    Precision(name="fp32", stored=torch.float32, computed=torch.float32),
-    Precision(name="bf16, fp32 master weights", stored=torch.float32, computed=torch.bfloat16),
-    Precision(name="pure bf16", stored=torch.bfloat16, computed=torch.bfloat16),
-    Precision(
-        name="pure bf16, stochastic",
-        stored=torch.bfloat16,
-        computed=torch.bfloat16,
-        stochastic=True,
-    ),
+    Precision(name="fp32", computed="fp32"),
+    Precision(name="bf16, fp32 master weights"),
+    Precision(name="pure bf16", stored="to nearest"),
+    Precision(name="pure bf16, stochastic", stored="stochastically"),
 )
 
 
@@ -80,86 +77,62 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
     return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
+@contextlib.contextmanager
+def small_training(
+    data: Dataset, recipe: Recipe, precision: Precision = PRECISIONS[0], batch_size: int = BATCH
+) -> Iterator["SmallTraining"]:
+    """Gives a small model in training, alone in a process group that lives as long."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield SmallTraining(data, recipe, precision, batch_size)
+    finally:
+        dist.destroy_process_group()
+
+
 class SmallTraining:
-    """One small model in training by torch's AdamW in fp32; all that is stored is then rounded
-    to its numbers.
-    """
+    """The kit's native engine with one small model, whose numbers are rounded after each step."""
 
     def __init__(
-        self,
-        data: Dataset,
-        recipe: Recipe,
-        precision: Precision = PRECISIONS[0],
-        batch_size: int = BATCH,
+        self, data: Dataset, recipe: Recipe, precision: Precision, batch_size: int
     ) -> None:
         self.recipe, self.precision, self.batch_size = recipe, precision, batch_size
         self.samples = data.samples("train", SPEC.sequence_length, recipe.seed)
         held_out = data.samples("validation", SPEC.sequence_length, recipe.seed)
         self.held_out = torch.from_numpy(held_out.batch(0, VALIDATION))
-        self.stored = build_decoder(SPEC, seed=recipe.seed).to(precision.stored).float()
-        self.model = copy.deepcopy(self.stored).to(precision.computed)
-        betas, decay = (recipe.beta1, recipe.beta2), recipe.weight_decay
-        self.adamw = torch.optim.AdamW(
-            self.stored.parameters(), betas=betas, eps=recipe.eps, weight_decay=decay
+        plan = Plan(
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=batch_size,
+            precision=precision.computed,
         )
+        self.engine = NativeEngine(SPEC, plan, recipe, torch.device("cpu"))
         self.generator = torch.Generator().manual_seed(recipe.seed)
-
-    def gradients(self, tokens: Tensor) -> tuple[float, float]:
-        """Computes gradients of tokens [B, T + 1], clipped; returns loss and gradient norm
-        before clipping.
-        """
-        self.model.load_state_dict(self.stored.state_dict())
-        self.model.zero_grad()
-        loss = self._loss(tokens)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.recipe.gradient_clip or math.inf
-        )
-        return loss.item(), norm.item()
-
-    @torch.no_grad()
-    def update(self, learning_rate: float) -> None:
-        """Applies the gradients."""
-        for parameter, weight in zip(
-            self.model.parameters(), self.stored.parameters(), strict=True
-        ):
-            assert parameter.grad is not None
-            weight.grad = parameter.grad.float()
-        self.adamw.param_groups[0]["lr"] = learning_rate
-        self.adamw.step()
-        for weight, moments in self.adamw.state.items():
-            for number in (moments["exp_avg"], moments["exp_avg_sq"], weight):
-                number.copy_(self._rounded(number))
-
-    def _rounded(self, number: Tensor) -> Tensor:
-        stochastic = self.precision.stochastic
-        return (
-            round_stochastically(number, self.generator)
-            if stochastic
-            else number.to(self.precision.stored)
-        )
-
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        """Returns the loss on held-out text with the weights as stored, nats per token."""
-        self.model.load_state_dict(self.stored.state_dict())
-        return sum(self._loss(part).item() for part in self.held_out.split(16)) * 16 / VALIDATION
-
-    def _loss(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens[:, :-1], tokens[:, 1:])
+        self.round()
 
     def batch(self, number: int) -> Tensor:
         """Returns one batch of text, [B, T + 1]."""
         return torch.from_numpy(self.samples.batch(number * self.batch_size, self.batch_size))
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns copies of all that is stored."""
-        return copy.deepcopy((self.stored.state_dict(), self.adamw.state_dict()))
+    @torch.no_grad()
+    def round(self) -> None:
+        """Rounds weights and moments to the numbers that they are kept in."""
+        if self.precision.stored == "fp32":
+            return
+        for number in map(local, self.engine.state_dict().values()):
+            nearest = self.precision.stored == "to nearest"
+            rounded = number.bfloat16() if nearest else round_stochastically(number, self.generator)
+            number.copy_(rounded)
 
-    def restore(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    def save(self) -> Any:
+        """Returns a copy of weights and optimizer."""
+        engine = self.engine
+        return copy.deepcopy((engine.decoders[0].state_dict(), engine.optimizer.state_dict()))
+
+    def restore(self, saved: Any) -> None:
         """Takes back what `save` returned."""
-        self.stored.load_state_dict(saved[0])
-        self.adamw.load_state_dict(copy.deepcopy(saved[1]))  # which would be changed with it
+        weights, moments = copy.deepcopy(saved)  # which training would change
+        self.engine.decoders[0].load_state_dict(weights)
+        self.engine.optimizer.load_state_dict(moments)
 
 
 def train_with_spike(
@@ -174,16 +147,21 @@ def train_with_spike(
     the same in all, and is trained once. Each row: step, loss, grad_norm, learning_rate,
     stands_out, applied, validation_loss or None.
     """
-    training = SmallTraining(data, recipe, batch_size=SPIKE_BATCH)
-    common = _answered(training, range(1, GARBLED.start), "no spike", [])
-    saved, losses = training.save(), [row["loss"] for row in common]
-    arms = {}
-    for answer in answers:
-        training.restore(saved)
-        arms[answer] = common + _answered(
-            training, range(GARBLED.start, recipe.num_steps + 1), answer, losses
-        )
+    with small_training(data, recipe, batch_size=SPIKE_BATCH) as training:
+        common = _answered(training, range(1, GARBLED.start), "no spike", [])
+        saved, losses = training.save(), [row["loss"] for row in common]
+        arms = {}
+        for answer in answers:
+            training.restore(saved)
+            steps = range(GARBLED.start, recipe.num_steps + 1)
+            arms[answer] = common + _answered(training, steps, answer, losses)
     return arms
+
+
+def train_in(data: Dataset, recipe: Recipe, precision: Precision) -> list[dict[str, Any]]:
+    """Returns the steps of a run in some precision, rows as of `train_with_spike`."""
+    with small_training(data, recipe, precision) as training:
+        return _answered(training, range(1, recipe.num_steps + 1), "no spike", [])
 
 
 def _answered(
@@ -192,9 +170,14 @@ def _answered(
     """Returns the rows of some steps; each takes a batch of its own, so a roll-back never reads
     one again.
     """
-    recipe, before, rows = training.recipe, losses[-WINDOW:], []
+    recipe, engine, before, rows = training.recipe, training.engine, losses[-WINDOW:], []
     saved, spikes, factor = training.save(), 0, 1.0
     noise = torch.Generator().manual_seed(recipe.seed)
+
+    def is_bad(loss: float) -> bool:
+        return stands_out(loss, before) or not math.isfinite(loss)
+
+    engine.accepts = lambda loss, _: not (answer == "skip" and is_bad(loss))
     for step in steps:
         if step % SAVE_EVERY == 0 and spikes == 0:
             saved = training.save()
@@ -202,34 +185,25 @@ def _answered(
         if step in GARBLED and answer != "no spike":
             tokens = torch.randint(0, SPEC.vocab_size, tokens.shape, generator=noise)
         rate = factor * recipe.learning_rate_at(step)
-        loss, norm = training.gradients(tokens)
-        out = stands_out(loss, before) or not math.isfinite(loss)
-        applied = not (out and answer == "skip")
-        if applied:
-            training.update(rate)
-        spikes, before = (spikes + 1 if out else 0), [*before, loss][-WINDOW:]
+        loss, norm = engine.train_step(tokens, rate)
+        training.round()
+        bad = is_bad(loss)
+        spikes, before = (spikes + 1 if bad else 0), [*before, loss][-WINDOW:]
         if spikes == PATIENCE and answer == "roll back":
             training.restore(saved)
             spikes = 0
         elif spikes == PATIENCE and answer == "lower rate":
             factor = LOWER
-        validation = training.validation_loss() if step % VALIDATE_EVERY == 0 else None
+        validate = step % VALIDATE_EVERY == 0
         rows.append(
             {
                 "step": step,
                 "loss": loss,
                 "grad_norm": norm,
                 "learning_rate": rate,
-                "stands_out": out,
-                "applied": applied,
-                "validation_loss": validation,
+                "stands_out": bad,
+                "applied": not (bad and answer == "skip"),
+                "validation_loss": engine.validation_loss(training.held_out) if validate else None,
             }
         )
     return rows
-
-
-def train_in(data: Dataset, recipe: Recipe, precision: Precision) -> list[dict[str, Any]]:
-    """Returns the steps of a run in some precision, rows as of `train_with_spike`."""
-    return _answered(
-        SmallTraining(data, recipe, precision), range(1, recipe.num_steps + 1), "no spike", []
-    )

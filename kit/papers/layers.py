@@ -5,17 +5,18 @@ A figure of `kit.papers` is a function of run directories that returns `(figure,
 its layers, draws each panel with `draw(axis, layers)` and returns what `finish(figure, layers,
 ...)` does, both of `panels.py`, or rows of its own, each with a key `layer`:
 
-    facts = Facts.load("hlat")                                          # kit/papers/data/hlat.csv
+    facts = Facts.load("hlat")  # kit/papers/data/hlat.csv
     def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-        layers = [Layer.published(facts["final_loss"], label="paper"),           # hollow grey
-                  markers Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with
-                  its interval *measured(runs, x=tokens, y=final_loss)]                       #
-                  filled markers, demo scale marked
+        layers = [
+            Layer.published(facts["final_loss"], label="paper"),  # hollow grey markers
+            Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
+            *measured(runs, x=tokens, y=final_loss),  # filled markers, demo scale marked
+        ]
         with new_figure(height=3) as (figure, axis):
             draw(axis, layers)
             return finish(figure, layers, "What is drawn.", "What holds.", "What is missed.")
 
-Then name it in `kit.papers.FIGURES`. Rules that the code here enforces: a remembered number is
+Then name it in `data/figures.toml`. Rules that the code here enforces: a remembered number is
 never drawn as published, a modelled line says how wrong the model is, and demo-scale points never
 share a panel with a paper's.
 """
@@ -91,31 +92,24 @@ class Facts:
         Raises:
             ConfigError: no such file, or a line that is no fact; the message says which.
         """
-        file, found = DATA / f"{name}.csv", []
-        if not file.exists():
-            raise ConfigError(
-                f"papers: {name!r} has no facts."
-                f" {suggestion(name, [f.stem for f in DATA.glob('*.csv')])}"
+        names = [file.stem for file in DATA.glob("*.csv")]
+        if name not in names:
+            raise ConfigError(f"papers: {name!r} has no facts. {suggestion(name, names)}")
+        with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
+            facts = tuple(
+                Fact.from_dict({k: v for k, v in row.items() if v}, f"{name}.csv:{line}")
+                for line, row in enumerate(csv.DictReader(stream), start=2)
             )
-        with file.open(newline="", encoding="utf-8") as stream:
-            for line, row in enumerate(csv.DictReader(stream), start=2):
-                found.append(
-                    Fact.from_dict({k: v for k, v in row.items() if v}, f"{file.name}:{line}")
-                )
-        return cls(name=name, facts=tuple(found))
+        return cls(name=name, facts=facts)
 
     def __getitem__(self, series: str) -> tuple[Fact, ...]:
         found = tuple(fact for fact in self.facts if fact.series == series)
         if not found:
+            known = dict.fromkeys(fact.series for fact in self.facts)
             raise ConfigError(
-                f"{self.name}.csv: {series!r} is unknown. {suggestion(series, self.series)}"
+                f"{self.name}.csv: {series!r} is unknown. {suggestion(series, known)}"
             )
         return found
-
-    @property
-    def series(self) -> list[str]:
-        """Names of all series, in order."""
-        return list(dict.fromkeys(fact.series for fact in self.facts))
 
     def only(self, series: str, x: str) -> Fact:
         """Returns one fact."""
@@ -156,12 +150,10 @@ class Layer:
     """Names of the run directories that measured points come from, one a point or one for all."""
 
     def __post_init__(self) -> None:
-        columns = {
-            name: np.atleast_1d(np.asarray(getattr(self, name), float))
-            for name in ("x", "y", "low", "high")
-        }
-        for name, column in columns.items():
-            object.__setattr__(self, name, np.broadcast_to(column, columns["x"].shape))
+        x = np.atleast_1d(np.asarray(self.x, float))
+        for name in ("x", "y", "low", "high"):
+            column = np.broadcast_to(np.asarray(getattr(self, name), float), x.shape)
+            object.__setattr__(self, name, column)
 
     @classmethod
     def published(cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0) -> Self:
@@ -183,10 +175,10 @@ class Layer:
             x, names = [float(fact.x) for fact in facts], ()
         except ValueError:
             x, names = range(len(facts)), tuple(fact.x for fact in facts)
+        source = "; ".join(dict.fromkeys(fact.source for fact in facts))
+        if how := sorted({fact.known for fact in facts} - {"read"}):
+            source += f" ({', '.join(how)})"
         y = [scale * fact.number for fact in facts]
-        how = {fact.known for fact in facts} - {"read"}
-        sources = "; ".join(dict.fromkeys(fact.source for fact in facts))
-        source = f"{sources} ({', '.join(sorted(how))})" if how else sources
         return cls(kind="published", label=label, x=x, y=y, source=source, names=names)
 
     @classmethod
@@ -217,35 +209,57 @@ class Layer:
         """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run
         of a measured one.
         """
-        names = self.names or [None] * len(self.x)
-        runs = [{"run": name} for name in self.runs] or [{}]
+        common = {"layer": self.kind, "series": self.label, "scale": self.scale}
+        runs = self.runs * (len(self.x) // len(self.runs)) if self.runs else ()
         return [
-            {
-                "layer": self.kind,
-                "series": self.label,
-                "scale": self.scale,
-                "x": name or float(x),
-                "y": float(y),
-                "low": float(low),
-                "high": float(high),
-                "source": self.source,
-            }
-            | run
-            for x, y, low, high, name, run in zip(
-                self.x,
-                self.y,
-                self.low,
-                self.high,
-                names,
-                runs * (len(self.x) // len(runs)),
-                strict=True,
-            )
+            common
+            | {"x": self.names[i] if self.names else float(self.x[i]), "y": float(self.y[i])}
+            | {"low": float(self.low[i]), "high": float(self.high[i]), "source": self.source}
+            | ({"run": runs[i]} if runs else {})
+            for i in range(len(self.x))
         ]
+
+
+def plain(value: float) -> str:
+    """Returns a number as a caption or a page has it."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def table(layers: Iterable[Layer], **columns: Any) -> Rows:
     """Returns the rows of all layers; `columns` are put before each, such as `panel="(a)"`."""
     return [columns | row for layer in layers for row in layer.rows()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relation:
+    """A statement of a paper, checked on one layer: a number that must lie in a range."""
+
+    claim: str
+    layer: Literal["modelled", "measured"]
+    value: float
+    low: float
+    """End of the number's own 90 % interval; so `high`."""
+    high: float
+    expected: str
+    """In words."""
+    at_least: float = -math.inf
+    at_most: float = math.inf
+
+    @property
+    def verdict(self) -> str:
+        """`holds` (the whole interval), `holds within the interval` (part of it), `fails`, or
+        `holds` by value.
+        """
+        low, high = (self.value, self.value) if math.isnan(self.low) else (self.low, self.high)
+        if self.at_least <= low and high <= self.at_most:
+            return "holds"
+        inside = low <= self.at_most and self.at_least <= high
+        return "holds within the interval" if inside else "fails"
+
+    def row(self) -> dict[str, Any]:
+        """Returns the relation as a row of a table."""
+        names = ("claim", "layer", "value", "low", "high", "expected", "verdict")
+        return {name: getattr(self, name) for name in names}
 
 
 # Runs of your own, and of this machine ------------------------------------------------------------
@@ -293,8 +307,8 @@ def demo_source(directories: Iterable[str | Path]) -> str:
     """Returns the source of what was measured in these folders on this machine, and whether it
     was busy then.
     """
-    busy = not all(map(was_quiet, directories))
-    return "this machine, demo scale" + (", while other programs were at work" if busy else "")
+    quiet = all(map(was_quiet, directories))
+    return "this machine, demo scale" + ("" if quiet else ", while other programs were at work")
 
 
 def kept(file: Path, make: Callable[[], Any]) -> Any:
@@ -321,12 +335,6 @@ def scale_of(run: Run) -> Literal["cluster", "demo"]:
     return "demo" if run.site.scheduler == "local" else "cluster"
 
 
-def source_of(runs: Iterable[Run]) -> str:
-    """Returns the source of points of runs of one scale."""
-    here = {run.directory.parent for run in runs if scale_of(run) == "demo"}
-    return demo_source(here) if here else "run directories given to the figure"
-
-
 def measured(
     runs: Runs,
     *,
@@ -341,39 +349,42 @@ def measured(
     middle half of them. Runs with too few steps, or for which x or y is NaN, are left out. Without
     a label, a single run is called by its name; `line` joins the points of one layer.
     """
+    groups: dict[Any, list[Run]] = {"demo": [], "cluster": []}
+    for run in opened(runs):
+        groups[scale_of(run)].append(run)
     layers = []
-    runs = opened(runs)
-    for scale in ("demo", "cluster"):
+    for group in groups.values():
         points = []
-        for run in runs:
-            values = (
-                np.asarray(y(run), dtype=float)[WARM_UP:] if scale_of(run) == scale else np.empty(0)
-            )
+        for run in group:
+            values = np.asarray(y(run), dtype=float)[WARM_UP:]
             values = values[np.isfinite(values)]
             if values.size and math.isfinite(x(run)):
                 points.append((x(run), *np.quantile(values, (0.5, 0.25, 0.75)), run.name))
         if points:
-            points.sort()
-            names = [str(point[4]) for point in points]
-            places, middle, low, high = (
-                np.array(column) for column in zip(*(p[:4] for p in points), strict=True)
+            places, middle, low, high, names = zip(*sorted(points), strict=True)
+            own = own_points(
+                group, places, middle, low=low, high=high, joined=line, runs=names, label=label
             )
-            where = source_of(run for run in runs if scale_of(run) == scale)
-            layers.append(
-                Layer(
-                    kind="measured",
-                    label=label if len(names) > 1 or label != YOURS else names[0],
-                    x=places,
-                    y=middle,
-                    low=low,
-                    high=high,
-                    source=where,
-                    scale=scale,
-                    joined=line,
-                    runs=tuple(names),
-                )
-            )
+            alone = label == YOURS and len(names) == 1
+            layers.append(dataclasses.replace(own, label=names[0]) if alone else own)
     return layers
+
+
+def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> Layer:
+    """Returns measured points of runs of one scale, with further fields of `Layer`: by default the
+    label is the first run's name, and all points are of that run.
+    """
+    scale, source = scale_of(own[0]), "run directories given to the figure"
+    if scale == "demo":
+        source = demo_source({run.directory.parent for run in own})
+    named = {"label": own[0].name, "runs": (own[0].name,), "source": source} | fields
+    return Layer(kind="measured", x=x, y=y, scale=scale, **named)
+
+
+def study_points(folder: Path, label: str, x: Any, y: Any, **fields: Any) -> Layer:
+    """Returns what a study of this machine has left in a folder, with further fields of `Layer`."""
+    own = {"source": demo_source([folder]), "scale": "demo", "runs": (folder.name,)} | fields
+    return Layer(kind="measured", label=label, x=x, y=y, **own)
 
 
 def on_clusters(
@@ -389,24 +400,14 @@ def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
     """
     found: dict[str, list[Layer]] = {"demo": [], "cluster": []}
     for run in opened(runs):
-        metrics, scale = run.metrics(), scale_of(run)
+        metrics = run.metrics()
         if len(metrics):
-            found[scale].append(
-                Layer(
-                    kind="measured",
-                    label=run.name,
-                    x=metrics.total_tokens / 1e6,
-                    y=metrics[column],
-                    source=source_of([run]),
-                    scale=scale,
-                    joined=True,
-                    runs=(run.name,),
-                )
-            )
+            x = metrics.total_tokens / 1e6
+            found[scale_of(run)].append(own_points([run], x, metrics[column], joined=True))
     return {scale: layers for scale, layers in found.items() if layers}
 
 
-def hfu_percent(run: Run) -> np.ndarray:
+def run_hfu_percent(run: Run) -> np.ndarray:
     """Returns HFU of each step in per cent, NaN where the site's peak is not known."""
     hfu = run.metrics().hfu()
     return np.full(len(run.metrics()), math.nan) if hfu is None else 100 * hfu

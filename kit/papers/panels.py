@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cluster.record import ConfigError
+from kit.estimate.choose.figures import plain_ticks
 from kit.papers.layers import Layer, table
 from kit.show.style import Rows, short
 from kit.show.table import Table
@@ -57,40 +58,57 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
                 clip_on=False,
             )
             continue
-        number, label = solid.index(layer), short(layer.label, 40)
+        number = solid.index(layer)
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-        colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
-        joined = layer.joined if layer.kind == "measured" else not layer.names
-        if layer.kind == "modelled" and joined:
+        style: dict[str, Any] = {
+            "color": colours[number % len(colours)],
+            "label": short(layer.label, 40),
+        }
+        marker = MARKERS[number % len(MARKERS)]
+        if layer.kind == "modelled" and not layer.names:
             few = len(layer.x) <= MARKED
-            axis.plot(
-                layer.x,
-                layer.y,
-                color=colour,
-                label=label,
-                marker=marker if few else None,
-                markersize=4,
-            )
+            axis.plot(layer.x, layer.y, marker=marker if few else None, markersize=4, **style)
             if np.isfinite(layer.low).any():
-                axis.fill_between(
-                    layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0
-                )
+                ends = (layer.low, layer.high)
+                axis.fill_between(layer.x, *ends, color=style["color"], alpha=0.18, linewidth=0)
             continue
-        beside = BESIDE * (number + 1) if layer.names else 0.0
-        spread = np.stack([layer.y - layer.low, layer.high - layer.y])
         axis.errorbar(
-            layer.x + beside,
+            layer.x + (BESIDE * (number + 1) if layer.names else 0.0),
             layer.y,
-            yerr=spread,
-            fmt=f"{marker}-" if joined else marker,
-            color=colour,
+            yerr=np.stack([layer.y - layer.low, layer.high - layer.y]),
+            fmt=f"{marker}-" if layer.joined else marker,
             capsize=2,
             markersize=6,
-            label=label,
             zorder=4,
+            **style,
         )
     if "demo" in kinds:
         mark_demo_scale(axis)
+
+
+def panel(
+    axis: Any,
+    layers: Sequence[Layer],
+    *,
+    ticks: Mapping[Any, str] | Iterable[float] = (),
+    legend: Mapping[str, Any] | None = None,
+    **shown: Any,
+) -> None:
+    """Draws the layers of one panel (`draw`) and dresses it.
+
+    `ticks` of x are numbers, or texts by their places; `legend` is given to `axis.legend`, and
+    the rest to `axis.set`. A logarithmic y has plain numbers.
+    """
+    draw(axis, layers)
+    axis.set(**shown)
+    if axis.get_yscale() == "log":
+        plain_ticks(axis)
+    texts = ticks if isinstance(ticks, Mapping) else {tick: f"{tick:,}" for tick in ticks}
+    if texts:
+        axis.set_xticks([*texts], [*texts.values()])
+        axis.minorticks_off()
+    if legend is not None:
+        axis.legend(**legend)
 
 
 def draw_curves(axis: Any, layers: Sequence[Layer], **style: Any) -> None:
@@ -159,11 +177,13 @@ def finish(
         misses: where it misses them, or what could not be read.
         notes: fits, assumptions and numbers that are not in the picture.
     """
-    if isinstance(panels, Mapping):
-        layers = [layer for panel in panels.values() for layer in panel]
-        rows = [row for name, panel in panels.items() for row in table(panel, panel=name)]
-    else:
-        layers, rows = panels, table(panels)
+    named = panels if isinstance(panels, Mapping) else {"": panels}
+    layers = [layer for each in named.values() for layer in each]
+    rows = [
+        row
+        for name, each in named.items()
+        for row in table(each, **({"panel": name} if name else {}))
+    ]
     parts = [
         textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part
     ]

@@ -8,18 +8,11 @@ from typing import Any
 from cluster.record import ConfigError, suggestion
 from cluster.site import Site
 from kit.papers import frontier_model, hlat_model, hlat_recipes
-from kit.papers.frontier_scaling import recipe_plan
+from kit.papers.frontier_scaling import LAYOUT, recipe_plan
 from kit.papers.layers import Facts
 from kit.plan import Plan
 
-OPTIMIZER = (
-    "learning_rate",
-    "min_learning_rate",
-    "beta1",
-    "beta2",
-    "weight_decay",
-    "gradient_clip",
-)
+MODELS = {"frontier": frontier_model.MODELS, "hlat": hlat_model.MODELS}
 NOT_STATED = {
     "frontier": {
         "num_steps": "the scripts only time some steps",
@@ -47,7 +40,7 @@ class PublishedRecipe:
 
 def names() -> tuple[str, ...]:
     """Returns the names that `published_recipe` takes."""
-    return tuple(f"{paper}-{size.lower()}" for paper, sizes in _sizes().items() for size in sizes)
+    return tuple(f"{paper}-{size.lower()}" for paper, sizes in MODELS.items() for size in sizes)
 
 
 def published_recipe(name: str) -> PublishedRecipe:
@@ -56,18 +49,27 @@ def published_recipe(name: str) -> PublishedRecipe:
     Raises:
         ConfigError: there is none of that name.
     """
-    paper, _, size = name.partition("-")
     if name not in names():
         raise ConfigError(
             f"recipe: {name!r} is unknown. {suggestion(name, names())} Or give a .toml or .json"
             " file."
         )
-    model = size.upper()
-    known = Facts.load(paper)
-    plan, stated = _frontier(known, model) if paper == "frontier" else _hlat(known, model)
+    paper, _, size = name.partition("-")
+    known, model = Facts.load(paper), size.upper()
+    if paper == "frontier":
+        plan = recipe_plan(model, engine="deepspeed", precision="fp16")
+        stated: dict[str, Any] = {
+            field: known.value(f"recipe_{field}", model) for field in hlat_recipes.OPTIMIZER
+        }
+        stated["cosine_floor"] = known.only("recipe_cosine_floor", model).value
+    else:
+        plan, released = _hlat_plan(known, model), hlat_recipes.recipe(model, "clamped")
+        others = ("eps", "cosine_floor", "warmup_steps", "decay_steps", "seed", "num_steps")
+        stated = {field: getattr(released, field) for field in (*hlat_recipes.OPTIMIZER, *others)}
+        stated["checkpoint_every"] = int(known.value("recipe_checkpoint_every", model))
     return PublishedRecipe(
         name=name,
-        model=_sizes()[paper][model],
+        model=MODELS[paper][model],
         plan=plan,
         stated=stated,
         not_stated=NOT_STATED[paper],
@@ -75,39 +77,15 @@ def published_recipe(name: str) -> PublishedRecipe:
     )
 
 
-def _sizes() -> dict[str, dict[str, str]]:
-    return {"frontier": frontier_model.MODELS, "hlat": hlat_model.MODELS}
-
-
-def _frontier(known: Facts, model: str) -> tuple[Plan, dict[str, Any]]:
-    stated: dict[str, Any] = {name: known.value(f"recipe_{name}", model) for name in OPTIMIZER}
-    stated["cosine_floor"] = known.only("recipe_cosine_floor", model).value
-    return recipe_plan(model, engine="deepspeed", precision="fp16"), stated
-
-
-def _hlat(known: Facts, model: str) -> tuple[Plan, dict[str, Any]]:
-    released = hlat_recipes.recipe(model, "clamped")
-    fields = (*OPTIMIZER, "eps", "cosine_floor", "warmup_steps", "decay_steps", "seed", "num_steps")
-    stated = {name: getattr(released, name) for name in fields}
-    stated["checkpoint_every"] = int(known.value("recipe_checkpoint_every", model))
-    names = (
-        "tensor_parallel",
-        "pipeline_parallel",
-        "zero_stage",
-        "micro_batch_size",
-        "global_batch_size",
-    )
-    degrees: dict[str, Any] = {name: int(known.value(f"recipe_{name}", model)) for name in names}
-    degrees["recompute"] = known.only("recipe_recompute", model).value
-    devices = (
-        int(known.value("recipe_nodes_of_script", model))
-        * Site.load(hlat_model.TRN1).devices_per_node
-    )
-    plan = Plan(
-        **degrees,
-        data_parallel=devices // (degrees["tensor_parallel"] * degrees["pipeline_parallel"]),
+def _hlat_plan(known: Facts, model: str) -> Plan:
+    fields: dict[str, Any] = {field: int(known.value(f"recipe_{field}", model)) for field in LAYOUT}
+    fields["recompute"] = known.only("recipe_recompute", model).value
+    nodes = int(known.value("recipe_nodes_of_script", model))
+    devices = nodes * Site.load(hlat_model.TRN1).devices_per_node
+    return Plan(
+        **fields,
+        data_parallel=devices // (fields["tensor_parallel"] * fields["pipeline_parallel"]),
         sequence_parallel=known.only("recipe_sequence_parallel", model).value == "on",
         precision="bf16",
         engine="neuron",
     )
-    return plan, stated

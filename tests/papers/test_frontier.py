@@ -18,8 +18,8 @@ from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs, verdicts
-from kit.papers.frontier_observations import measured_relations, modelled_relations
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
+from kit.papers.frontier_throughput import measured_relations, modelled_relations
 from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
 from tests.papers.recorded import cluster_run, demo_study, imported_run

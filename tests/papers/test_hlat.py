@@ -40,13 +40,14 @@ from kit.papers.hlat_scores import end_points
 from kit.papers.hlat_small import (
     ANSWERS,
     PRECISIONS,
-    SmallTraining,
     round_stochastically,
+    small_training,
     stands_out,
     train_in,
     train_with_spike,
 )
 from kit.papers.hlat_training import last_losses, worst_after
+from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
@@ -359,16 +360,13 @@ def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) ->
         "alike so early, and never the same numbers"
     )
     for precision in PRECISIONS:
-        training = SmallTraining(tiny_dataset, short, precision)
-        training.gradients(training.batch(1))
-        training.update(1e-3)
-        weights, moments = [*training.stored.parameters()], [*training.adamw.state.values()]
-        stored = [
-            *weights,
-            *(moment[name] for moment in moments for name in ("exp_avg", "exp_avg_sq")),
-        ]
+        with small_training(tiny_dataset, short, precision) as training:
+            training.engine.train_step(training.batch(1), 1e-3)
+            training.round()
+            stored = [*map(local, training.engine.state_dict().values())]
         fits = [torch.equal(tensor.to(torch.bfloat16).float(), tensor) for tensor in stored]
-        assert len(fits) == 3 * len(weights) and all(fits) == (precision.stored is torch.bfloat16)
+        assert len(fits) == 3 * len(training.engine.parameters())
+        assert all(fits) == (precision.stored != "fp32")
 
 
 def test_a_spike_is_seen_and_each_answer_does_what_it_says(

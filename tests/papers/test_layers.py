@@ -11,14 +11,14 @@ from kit.papers.layers import (
     LOAD,
     Facts,
     Layer,
-    hfu_percent,
+    Relation,
     measured,
     note_load,
     opened,
+    run_hfu_percent,
     table,
 )
 from kit.papers.panels import draw, finish
-from kit.papers.relations import Relation
 from kit.show.style import new_figure
 from tests.papers.recorded import cluster_run, demo_study
 
@@ -56,12 +56,14 @@ def test_a_model_must_say_how_wrong_it_is() -> None:
 def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     folder = demo_study(tmp_path / "demo", {})
     runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
-    found = measured(runs, x=lambda run: float(run.plan.num_devices), y=hfu_percent, label="ours")
+    found = measured(
+        runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent, label="ours"
+    )
     assert [layer.scale for layer in found] == ["demo", "cluster"]
     assert len(found[0].x) == 8 and found[1].y == pytest.approx([30], rel=0.01)
     assert found[0].source == "this machine, demo scale"
     (folder / LOAD).write_text('{"load": 7.5}')
-    busy, _ = measured(runs, x=lambda run: 1.0, y=hfu_percent)
+    busy, _ = measured(runs, x=lambda run: 1.0, y=run_hfu_percent)
     assert busy.source.endswith("while other programs were at work")
     with new_figure(1, 2, height=2) as (_, (left, right)):
         draw(left, found[:1])
