@@ -11,13 +11,13 @@ much that slows the steps is in the table of recording.
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.alone import alone
 
 SPEC = ModelSpec.llama(
     name="checkpoint-26m",
@@ -45,19 +45,7 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, *, pause_s: float = PAUSE_S
     Raises:
         RuntimeError: the process failed; with its last words.
     """
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.benchmarks.checkpoints",
-        str(workplace),
-        str(pause_s),
-    ]
-    done = subprocess.run(command, input=spec.to_json(), capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"checkpoints: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = alone("checkpoints", workplace, pause_s, given=spec.to_json())
     size = found.pop("bytes") / 1e6
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     note = f"{size:,.0f} MB, median of {REPEATS}"

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.alone import alone
 
 SPEC = ModelSpec.preset("hlat-70b")
 SHARD_BYTES = 5 * 10**9
@@ -38,19 +38,7 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
     Raises:
         RuntimeError: the process failed; with its last words.
     """
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.benchmarks.conversion",
-        str(workplace),
-        str(shard_bytes),
-    ]
-    done = subprocess.run(command, input=spec.to_json(), capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"conversion: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = alone("conversion", workplace, shard_bytes, given=spec.to_json())
     size = 4e-9 * spec.num_params
     note = (
         f"{size:,.1f} GB in fp32 to {found['files']} files; before, both copies were whole:"

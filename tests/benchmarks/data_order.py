@@ -12,11 +12,12 @@ import json
 import math
 import re
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.benchmarks.alone import alone
 
 if TYPE_CHECKING:
     from kit.data import Dataset
@@ -39,7 +40,11 @@ def measure(workplace: Path, dataset: "Dataset") -> "list[Row]":
     from kit.show.results import row
 
     write_sources(workplace)
-    found, (worst, name), whole = run_rank(dataset.directory, workplace), compare(), met_once()
+    found, (worst, name), whole = (
+        alone("data_order", dataset.directory, workplace),
+        compare(),
+        met_once(),
+    )
     size = f"{DOCUMENTS:.2g} documents, {TOKENS:.2g} tokens in {SHARDS + 1} sparse files"
     batch = (
         f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,}, median of {BATCHES} all over the run; no disk"
@@ -92,21 +97,8 @@ def write_sparse(prefix: Path, tokens: int, documents: int) -> None:
         stream.truncate(HEADER.size + 12 * documents + 8 * (documents + 1))
 
 
-def run_rank(dataset: Path, folder: Path) -> dict[str, float]:
-    """Returns memory_mb, first_s and batch_ms of a rank in a process of its own.
-
-    Raises:
-        RuntimeError: it failed; with its last words.
-    """
-    command = [sys.executable, "-m", "tests.benchmarks.data_order", str(dataset), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"data order failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def rank(dataset: str, folder: str) -> dict[str, float]:
-    """What `run_rank` returns, of this process."""
+    """Returns memory_mb, first_s and batch_ms of a rank, of this process."""
     bare = _peak_mb()
     import statistics
 

@@ -27,6 +27,7 @@ from kit.evaluate.task_data import build_mirror, default_mirror
 from kit.model import Decoder, build_decoder
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.train_speed import ratio_row
 
 TASKS = ("piqa", "arc_easy", "winogrande")
 TARGET = 1.3
@@ -167,27 +168,14 @@ def _speeds(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[
 
 
 def _ratios(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
-    def ratio(tasks: tuple[str, ...]) -> list[float]:
-        pairs = zip(
-            *(zip(times["kit"][task], times["HFLM"][task], strict=True) for task in tasks),
-            strict=True,
-        )
-        return [sum(theirs for _, theirs in each) / sum(ours for ours, _ in each) for each in pairs]
-
     rows = []
     for label, tasks in (*((task, (task,)) for task in TASKS), ("all", TASKS)):
-        found = ratio(tasks)
-        target = {"at_least": TARGET} if label == "all" else {}
-        note = f"median of {subject.rounds} rounds, {min(found):.2f} to {max(found):.2f}"
-        rows.append(
-            row(
-                f"kit / HFLM, {subject.name}, {label}",
-                statistics.median(found),
-                "x",
-                note=note,
-                **target,
-            )
+        ours, theirs = (
+            [sum(seconds) for seconds in zip(*(times[who][task] for task in tasks), strict=True)]
+            for who in ("kit", "HFLM")
         )
+        name, least = f"kit / HFLM, {subject.name}, {label}", TARGET if label == "all" else None
+        rows.append(ratio_row(name, theirs, ours, at_least=least))
     return rows
 
 

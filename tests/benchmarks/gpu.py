@@ -21,7 +21,14 @@ from kit.plan import Recompute
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.contestants import DEMO, Setup
-from tests.benchmarks.train_speed import LARGER, SAME_LOSS, Entrant, differences, take_answers
+from tests.benchmarks.train_speed import (
+    LARGER,
+    SAME_LOSS,
+    Entrant,
+    differences,
+    ratio_row,
+    take_answers,
+)
 
 KIT, SELECTIVE, PLAIN = "kit", "kit, selective recomputation", "plain compiled loop"
 ENTRANTS = {
@@ -147,20 +154,22 @@ def judged(
         told = f"{tokens / max(times[name]):,.0f} to {tokens / min(times[name]):,.0f}"
         rows.append(row(f"{name}, {model}", rate, unit, note=told))
         if differing[name] > SAME_LOSS[setup.precision]:
-            refused = {
-                "note": "so its speed is compared with nothing",
-                "at_most": SAME_LOSS[setup.precision],
-            }
             rows.append(
                 row(
                     f"{name}, {model}: losses differ from the kit's",
                     differing[name],
                     "fraction",
-                    **refused,
+                    at_most=SAME_LOSS[setup.precision],
+                    note="so its speed is compared with nothing",
                 )
             )
         elif name not in RECOMPUTED:
-            rows.append(_ratio(setup, name, times))
+            demanded = setup.device == "cuda" or (name == PLAIN and model != "tiny")
+            least = ON_CPU_WANTED if setup.device == "cpu" else 1.0
+            ratio = f"{KIT} / {name}, {model}"
+            rows.append(
+                ratio_row(ratio, times[name], times[KIT], at_least=least if demanded else None)
+            )
     if absent:
         note = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         rows.append(row(f"not measured, {model}", len(absent), note=note))
@@ -176,25 +185,6 @@ def judged(
         for name in RECOMPUTED
         if "allocated_bytes" in answers.get(name, [{}])[0]
     ]
-
-
-def _ratio(setup: Setup, rival: str, times: dict[str, list[float]]) -> Row:
-    ratios = [theirs / ours for ours, theirs in zip(times[KIT], times[rival], strict=True)]
-    wanted = (
-        1.0
-        if setup.device == "cuda"
-        else ON_CPU_WANTED
-        if rival == PLAIN and setup.spec.name != "tiny"
-        else None
-    )
-    note = f"median of {len(ratios)} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
-    return row(
-        f"{KIT} / {rival}, {setup.spec.name}",
-        statistics.median(ratios),
-        "x",
-        at_least=wanted,
-        note=note,
-    )
 
 
 def _memory(setup: Setup, name: str, answers: list[dict[str, Any]]) -> Row:

@@ -2,13 +2,12 @@
 dashboard made with plotly.
 """
 
+import contextlib
 import dataclasses
-import json
-import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,18 @@ from tests.benchmarks import lab
 
 STEPS = 1_000_000
 RATE_HZ, FOLLOWED_S, ZOOMS = 4.0, 15.0, 5
+MEASURED: dict[str, tuple[str, float | None]] = {
+    "first picture, a kernel that runs": ("s", None),
+    "a new step on the screen, p50 at 4 Hz": ("s", 0.2),
+    "kernel CPU at 4 Hz, of one core": ("fraction", 0.1),
+    "zoom answered": ("s", 0.1),
+    "sent to the browser": ("KB/s", None),
+    "saved notebook": ("KB", 200),
+    "its widget state, where that is saved too": ("KB", None),
+}
+"""Of each dashboard while the run goes on: the unit, and at most how much ours may be."""
+Live = dict[str, tuple[float, str]]
+"""The numbers of MEASURED, each with a note."""
 LINE = (
     '{{"step": {0}, "attempt": 1, "time": {1:.3f}, "step_time_s": {2:.4f}, "tokens": 4096, "loss":'
     ' {3:.5f}, "grad_norm": {4:.4f}, "learning_rate": {5:.3e}, "memory_bytes": 6442450944}}\n'
@@ -52,6 +63,8 @@ class Contestant:
     last: str
     detail: str
     surface: str
+    saved: str
+    """What its notebook is saved with."""
 
 
 KIT = Contestant(
@@ -62,6 +75,7 @@ KIT = Contestant(
       const m = label?.match(/at step ([\\d,]+)/); return m ? +m[1].replaceAll(',', '') : null; }""",  # noqa: E501
     detail="() => document.querySelector('.kit-monitor').dataset.draws",
     surface=".kit-monitor .u-over",
+    saved="with its last picture",
 )
 PLOTLY = Contestant(
     name="plotly",
@@ -73,6 +87,7 @@ PLOTLY = Contestant(
     last="() => document.querySelector('.js-plotly-plot')?._fullData?.[2]?.x?.at?.(-1) ?? null",
     detail="() => document.querySelector('.js-plotly-plot')._fullData[2].x[0]",
     surface=".js-plotly-plot .nsewdrag",
+    saved="without a picture",
 )
 FIRST_PAINT = """async ([cell, steps, last]) => {
   const app = window.jupyterapp, notebook = app.shell.currentWidget.content;
@@ -130,32 +145,12 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
     return [*rows, *_side_by_side(found["kit"], found["plotly"])]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Live:
-    """What was measured of one dashboard while the run went on: seconds, fractions of a core,
-    bytes.
-    """
-
-    paint_s: float
-    latencies_s: list[float]
-    kernel_cpu: float
-    bytes_per_s: float
-    zooms_s: list[float]
-    notebook_bytes: int
-    state_bytes: int
-
-
 class _Window:
     """Where both dashboards are shown, one after the other, each with a kernel of its own."""
 
     def __init__(self, browser: Any, address: str, folder: Path, server: int, run: Run) -> None:
-        self.browser, self.address, self.folder, self.server, self.run = (
-            browser,
-            address,
-            folder,
-            server,
-            run,
-        )
+        self.browser, self.address, self.folder = browser, address, folder
+        self.server, self.run = server, run
         self.step = int((run.directory / "steps").read_text())
 
     def show(self, contestant: Contestant) -> tuple[lab.Page, float, float]:
@@ -175,93 +170,81 @@ class _Window:
         page.page.wait_for_timeout(4000)  # what is done once
         page.evaluate(NOTE_DRAWS, contestant.last)
         kernel = lab.kernel_process(self.server)
-        with _Appender(self) as appender:
+        with _steps_coming(self.run, self.step) as stamps:
             page.page.wait_for_timeout(1000)
             start, used, received = time.monotonic(), sum(kernel.cpu_times()[:2]), page.received
             page.page.wait_for_timeout(1000 * FOLLOWED_S)
             elapsed = time.monotonic() - start
             used, received = sum(kernel.cpu_times()[:2]) - used, page.received - received
+        self.step = max(stamps)
         page.page.wait_for_timeout(1500)
-        latencies = _latencies(appender.stamps, page.evaluate("() => window.seen"))
+        latencies = _latencies(stamps, page.evaluate("() => window.seen"))
         zooms = [_zoom(page, contestant, 40 + 12 * i) for i in range(ZOOMS)]
         page.evaluate(lab.SAVE)
         size = (self.folder / f"{contestant.name}.ipynb").stat().st_size
         state = int(page.run_cell(2))
         page.context.close()
-        return Live(
-            paint_s=paint,
-            latencies_s=latencies,
-            kernel_cpu=used / elapsed,
-            bytes_per_s=received / elapsed,
-            zooms_s=zooms,
-            notebook_bytes=size,
-            state_bytes=state,
+        return _live(
+            contestant, paint, latencies, used / elapsed, zooms, received / elapsed, size, state
         )
 
 
-class _Appender:
-    """Adds a step to a run now and then, as its job would, and keeps the time of each."""
+def _live(
+    contestant: Contestant,
+    paint_s: float,
+    latencies_s: list[float],
+    kernel_cpu: float,
+    zooms_s: list[float],
+    bytes_per_s: float,
+    notebook_bytes: int,
+    state_bytes: int,
+) -> Live:
+    late = 1000 * latencies_s[int(0.95 * len(latencies_s))]
+    ends = f"{1000 * min(zooms_s):,.0f} to {1000 * max(zooms_s):,.0f} ms"
+    numbers = (
+        (paint_s, ""),
+        (statistics.median(latencies_s), f"p95 {late:,.0f} ms, {len(latencies_s)} steps"),
+        (kernel_cpu, ""),
+        (statistics.median(zooms_s), f"{ends}, {len(zooms_s)} zooms"),
+        (bytes_per_s / 1e3, ""),
+        (notebook_bytes / 1e3, contestant.saved),
+        (state_bytes / 1e3, ""),
+    )
+    return dict(zip(MEASURED, numbers, strict=True))
 
-    def __init__(self, window: _Window) -> None:
-        self.window, self.stamps, self.ended = window, {}, threading.Event()
-        self.thread = threading.Thread(target=self._append, daemon=True)
 
-    def __enter__(self) -> "_Appender":
-        self.thread.start()
-        return self
+@contextlib.contextmanager
+def _steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
+    """Adds a step to a run now and then, as its job would; gives the time of each."""
+    stamps: dict[int, float] = {}
+    ended = threading.Event()
 
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join()
-
-    def _append(self) -> None:
-        window = self.window
-        with (window.run.directory / "metrics.jsonl").open("a") as stream:
-            while not self.ended.wait(1 / RATE_HZ):
-                window.step += 1
-                stream.write(_lines(window.step, window.step))
+    def append() -> None:
+        with (run.directory / "metrics.jsonl").open("a") as stream:
+            while not ended.wait(1 / RATE_HZ):
+                number = step + 1 + len(stamps)
+                stream.write(_lines(number, number))
                 stream.flush()
-                self.stamps[window.step] = time.time()
-                _say(window.run, window.step)
+                stamps[number] = time.time()
+                _say(run, number)
+
+    thread = threading.Thread(target=append, daemon=True)
+    thread.start()
+    try:
+        yield stamps
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _side_by_side(kit: Live, plotly: Live) -> list[Row]:
     """Returns the rows of the live dashboards: ours with its target, the other, and their ratio."""
-    plans: list[tuple[str, str, float, Callable[[Live], float]]] = [
-        ("first picture, a kernel that runs", "s", float("inf"), lambda live: live.paint_s),
-        (
-            "a new step on the screen, p50 at 4 Hz",
-            "s",
-            0.2,
-            lambda live: statistics.median(live.latencies_s),
-        ),
-        ("kernel CPU at 4 Hz, of one core", "fraction", 0.1, lambda live: live.kernel_cpu),
-        ("zoom answered", "s", 0.1, lambda live: statistics.median(live.zooms_s)),
-        ("sent to the browser", "KB/s", float("inf"), lambda live: live.bytes_per_s / 1e3),
-        ("saved notebook", "KB", 200, lambda live: live.notebook_bytes / 1e3),
-        (
-            "its widget state, where that is saved too",
-            "KB",
-            float("inf"),
-            lambda live: live.state_bytes / 1e3,
-        ),
-    ]
-    notes = {
-        "a new step on the screen, p50 at 4 Hz": [_p95(live.latencies_s) for live in (kit, plotly)],
-        "zoom answered": [_range(live.zooms_s) for live in (kit, plotly)],
-        "saved notebook": ["with its last picture", "without a picture"],
-    }
     rows = []
-    for name, unit, limit, value in plans:
-        ours, theirs, (note, other) = value(kit), value(plotly), notes.get(name, ("", ""))
-        rows.append(
-            row(
-                name, ours, unit, note=note, **({} if limit == float("inf") else {"at_most": limit})
-            )
-        )
-        rows.append(
-            row(f"{name}: plotly", theirs, unit, note=f"{theirs / ours:.1f} x; {other}".strip("; "))
-        )
+    for name, (unit, limit) in MEASURED.items():
+        (ours, note), (theirs, other) = kit[name], plotly[name]
+        rows.append(row(name, ours, unit, at_most=limit, note=note))
+        told = f"{theirs / ours:.1f} x; {other}".strip("; ")
+        rows.append(row(f"{name}: plotly", theirs, unit, note=told))
     return rows
 
 
@@ -343,19 +326,15 @@ def _latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]
     """Returns for each step the seconds from its line in the file to the first picture that
     holds it.
     """
-    found = [
-        min((when / 1000 for drawn, when in seen if drawn >= step), default=None) for step in stamps
-    ]
-    missed = sum(when is None for when in found)
-    if missed:
+    found = []
+    for step, written in stamps.items():
+        drawn = [when / 1000 - written for last, when in seen if last >= step]
+        found += [min(drawn)] if drawn else []
+    if missed := len(stamps) - len(found):
         raise RuntimeError(
             f"{missed} of {len(stamps)} steps were never drawn, so there is no latency to tell."
         )
-    return sorted(
-        when - written
-        for when, written in zip(found, stamps.values(), strict=True)
-        if when is not None
-    )
+    return sorted(found)
 
 
 def _zoom(page: lab.Page, contestant: Contestant, left: float) -> float:
@@ -369,18 +348,3 @@ def _zoom(page: lab.Page, contestant: Contestant, left: float) -> float:
     page.page.wait_for_function("() => window.took !== null")
     page.page.wait_for_timeout(500)
     return page.evaluate("() => window.took")
-
-
-def _p95(values: list[float]) -> str:
-    return f"p95 {1000 * values[int(0.95 * len(values))]:,.0f} ms, {len(values)} steps"
-
-
-def _range(values: list[float]) -> str:
-    return f"{1000 * min(values):,.0f} to {1000 * max(values):,.0f} ms, {len(values)} zooms"
-
-
-if __name__ == "__main__":  # a quick look: python -m tests.benchmarks.monitor FOLDER STEPS
-    import sys
-
-    for each in measure(Path(sys.argv[1]), int(sys.argv[2])):
-        print(json.dumps(each.to_dict()), f"load {os.getloadavg()[0]:.1f}")

@@ -14,7 +14,6 @@ import gc
 import json
 import multiprocessing as mp
 import pickle
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 from kit.plan import Plan
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.alone import alone
 
 SPEC = ModelSpec.preset("gpt-1t")
 PLAN = Plan(
@@ -42,23 +42,7 @@ def measure(workplace: Path, stages: int = 64) -> list[Row]:
     Raises:
         RuntimeError: a process failed; with its last words.
     """
-    found = {}
-    for way in ("before", ""):
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "tests.benchmarks.planning",
-            str(stages),
-            str(workplace),
-            way,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"planning: {done.stderr.strip().splitlines()[-1]}")
-        found[way] = json.loads(done.stdout.splitlines()[-1])
-    old, new = found["before"], found[""]
+    old, new = (alone("planning", stages, workplace, way) for way in ("before", ""))
     note = f"{new['items']:,} tensors and parts to write, .metadata of {new['bytes'] / 1e6:.1f} MB"
     ranks = f"{new['ranks']:,} ranks"
     return [

@@ -8,10 +8,8 @@ Each case runs in a process of its own, so that its memory is its own. Heartbeat
 files as a job leaves them; the ranks that would write them are not there.
 """
 
-import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.alone import alone
 
 TAIL = (
     ', "step_time_s": 7.5031, "tokens": 25165824, "loss": 2.3512, "grad_norm": 0.41,'
@@ -51,7 +50,7 @@ def measure(workplace: Path, sizes: dict[str, int] = SIZES) -> list[Row]:
         workplace: an empty folder; ten million steps are 1.9 GB.
         sizes: of the cases.
     """
-    found = {case: run_case(case, workplace / case, size) for case, size in sizes.items()}
+    found = {case: alone("scale", case, workplace / case, size) for case, size in sizes.items()}
 
     def seconds(case: str, name: str, at_most: float, note: str = "") -> Row:
         peak = f"{found[case]['peak_bytes'] / 1e9:.1f} GB at most in the process"
@@ -81,28 +80,6 @@ def measure(workplace: Path, sizes: dict[str, int] = SIZES) -> list[Row]:
             for case, limit in most.items()
         ),
     ]
-
-
-def run_case(case: str, folder: Path, size: int) -> dict[str, float]:
-    """Returns seconds and peak_bytes of one case, from a process of its own.
-
-    Raises:
-        RuntimeError: it failed; with its last words.
-    """
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.benchmarks.scale",
-        case,
-        str(folder),
-        str(size),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{case} at {size:,} failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def search(folder: Path, size: int) -> Work:
@@ -225,20 +202,11 @@ def _lines(first: int, last: int):
     )
 
 
-def main() -> None:
-    """Runs one case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("size", type=int)
-    options = parser.parse_args()
-    work = CASES[options.case](options.folder, options.size)
+if __name__ == "__main__":
+    case, folder, size = sys.argv[1:]
+    work = CASES[case](Path(folder), int(size))
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,28 @@
-"""How long a user waits: for `import kit`, and from `launch` to the first optimizer step of the
-demo model.
+"""How long a user waits: for `import kit`, from `launch` to the first optimizer step of the demo
+model, and from `git clone` to the first loss by phase, as `make demo` does it with the caches as
+they are. And what recording costs a run: metrics, heartbeats, requests, asynchronous checkpoints.
+
+The last comes from the run's own records: time outside steps is what the stamps of `metrics.jsonl`
+leave when the step times are taken off. A checkpoint also slows the steps during which it is
+written; that is the excess of the steps after it over the median step.
 """
 
+import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from kit.data import Dataset
+from kit.errors import RunError
 from kit.launcher import launch
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.metrics import Metrics
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 
@@ -88,3 +98,153 @@ def _import_s(package: str, *, repeats: int) -> tuple[float, bool]:
         for _ in range(repeats)
     ]
     return statistics.median(float(seconds) for seconds, _ in said), said[0][1] == "True"
+
+
+# From a clone on
+
+ROOT = Path(__file__).parents[2]
+FIRST_STEP = """
+import sys
+from pathlib import Path
+from tests.benchmarks.startup import LAYOUTS, first_step_s
+from kit.data import Dataset
+print(first_step_s(Path(sys.argv[1]), LAYOUTS["1 process"], Dataset.open(sys.argv[2])))
+"""
+
+
+def measure_cold(
+    workplace: Path, *, install: bool = True, text_bytes: int | None = None
+) -> list[Row]:
+    """Returns the seconds of each phase, and of all together.
+
+    Args:
+        workplace: an empty folder; the clone and its environment lie there, several GB.
+        install: False skips what a package index has to answer, and uses the Python that runs this.
+        text_bytes: of the data set; default: that of the demo.
+
+    Raises:
+        RunError: this is no clone, or a phase failed; with its last words.
+    """
+    if not (ROOT / ".git").exists():
+        raise RunError(
+            f"{ROOT} is no clone of the repository. Run this in one: it is cloned again."
+        )
+    clone, python = workplace / "clone", sys.executable
+    phases = {"git clone": _timed(["git", "clone", "--quiet", str(ROOT), str(clone)], workplace)}
+    if install:
+        python = str(clone / ".venv/bin/python")
+        phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
+        pip = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            "constraints.txt",
+        ]
+        phases["packages, by pip"] = _timed([*pip, "-e", ".[notebooks]"], clone)
+    size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
+    phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
+    torch_s = _timed([python, "-c", "import torch"], clone)
+    begun = time.perf_counter()
+    first_s = float(
+        _output([python, "-c", FIRST_STEP, "runs/first", "data/demo"], clone).split()[-1]
+    )
+    phases["Python of the launcher"] = max(0.0, time.perf_counter() - begun - first_s)
+    phases["launch to first loss"] = first_s
+    note = f"of that `import torch` {torch_s:.1f} s"
+    return [
+        *(
+            row(name, spent, "s", note=note if name == "launch to first loss" else "")
+            for name, spent in phases.items()
+        ),
+        row(
+            "from `git clone` to the first loss",
+            sum(phases.values()),
+            "s",
+            at_most=300.0 if install else None,
+        ),
+    ]
+
+
+def _timed(command: list[str], folder: Path) -> float:
+    start = time.perf_counter()
+    _output(command, folder)
+    return time.perf_counter() - start
+
+
+def _output(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise RunError(f"`{' '.join(command[:4])} ...` failed: {words}")
+    return done.stdout
+
+
+# Recording
+
+CHECKPOINT_EVERY = 50
+NUM_CHECKPOINTS = 5
+SLOWED_STEPS = 2
+"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
+about one."""
+RECORDED = {
+    "1 process": Plan(global_batch_size=16, micro_batch_size=4),
+    "DP2, 2 processes": Plan(global_batch_size=16, micro_batch_size=4, data_parallel=2),
+}
+
+
+def measure_overhead(workplace: Path, dataset: Dataset) -> list[Row]:
+    """Returns, as fractions of the run time, what recording and checkpoints cost the demo model.
+
+    Args:
+        workplace: an empty folder.
+        dataset: to train on; its vocabulary must fit the demo model.
+    """
+    rows = []
+    for name, plan in RECORDED.items():
+        recipe = Recipe(
+            data=str(dataset.directory),
+            num_steps=CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1,
+            learning_rate=1e-3,
+            checkpoint_every=CHECKPOINT_EVERY,
+        )
+        run = launch(workplace / name, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
+        wait_until_done(run)
+        step_s, recording_s, checkpoint_s, slowed_s = costs(run.metrics()).values()
+        checkpoint_s += slowed_s
+        share = (recording_s + checkpoint_s / CHECKPOINT_EVERY) / step_s
+        note = (
+            f"{1e3 * recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f}"
+            f" ms every {CHECKPOINT_EVERY} steps of {step_s:.2f} s"
+        )
+        rows.append(
+            row(f"metrics and checkpoints, {name}", share, "fraction", at_most=0.01, note=note)
+        )
+    return rows
+
+
+def costs(metrics: Metrics) -> dict[str, float]:
+    """Returns what recording and checkpoints cost in a run with a checkpoint every
+    `CHECKPOINT_EVERY` steps, seconds.
+
+    step_s: of one step. recording_s: between two steps, for metrics, heartbeat and requests.
+    checkpoint_s: more than that where a checkpoint starts, the copy that lets training go on.
+    slowed_s: by how much the steps during which it is written are slower. The median checkpoint
+    counts for all, so that other work in one of them does not decide.
+    """
+    step_s, stamps, steps = metrics["step_time_s"], metrics["time"], metrics["step"]
+    between_s = np.diff(stamps) - step_s[1:]
+    after = steps[1:] % CHECKPOINT_EVERY == 1
+    recording_s = float(np.median(between_s[~after]))
+    first = np.flatnonzero(after) + 1
+    slowed = [step_s[i : i + SLOWED_STEPS].sum() - SLOWED_STEPS * np.median(step_s) for i in first]
+    return {
+        "step_s": float(np.median(step_s)),
+        "recording_s": recording_s,
+        "checkpoint_s": float(np.median(between_s[after])) - recording_s,
+        "slowed_s": float(np.median(slowed)),
+    }

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -69,6 +69,14 @@ SAME_ALLOCATOR = {
 }
 
 
+ENGINES = {
+    "native engine": Entrant(name="kit", keep_freed_memory=True),
+    "DeepSpeed, ZeRO 0": Entrant(name="deepspeed_zero0", keep_freed_memory=True),
+    "DeepSpeed, ZeRO 1": Entrant(name="deepspeed_zero1", keep_freed_memory=True),
+    "plain torch loop": Entrant(name="plain", keep_freed_memory=True),
+}
+
+
 def measure(workplace: Path) -> list[Row]:
     """Returns tokens/s of each loop and the kit's ratio to each, on one thread and on two.
 
@@ -105,16 +113,46 @@ def compare(
             f"{name}, {where}",
             tokens / statistics.median(times),
             "tokens/s",
-            note=_spread(times, tokens),
+            note=f"{tokens / max(times):,.0f} to {tokens / min(times):,.0f}",
         )
         for name, times in turns.items()
     ]
     for rival in rivals:
-        ratios = [theirs / ours for ours, theirs in zip(turns[subject], turns[rival], strict=True)]
-        note = f"median of {rounds} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
         name = f"{subject} / {rival}, {where}"
-        rows.append(row(name, statistics.median(ratios), "x", at_least=1.0, note=note))
+        rows.append(ratio_row(name, turns[rival], turns[subject], at_least=1.0))
     return rows
+
+
+def ratio_row(
+    name: str, longer: Sequence[float], shorter: Sequence[float], *, at_least: float | None = None
+) -> Row:
+    """Returns the median ratio of two's times within a round."""
+    ratios = [one / other for one, other in zip(longer, shorter, strict=True)]
+    note = f"median of {len(ratios)} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
+    return row(name, statistics.median(ratios), "x", at_least=at_least, note=note)
+
+
+def measure_engines(workplace: Path, *, rounds: int = 6) -> list[Row]:
+    """Returns each engine's step time on one GPU or CPU process, and how much longer than the
+    native engine's it is, turn by turn.
+
+    Args:
+        workplace: an empty folder.
+        rounds: in which each engine has its turn.
+
+    Raises:
+        RuntimeError: a process failed, or the engines do not train the same model.
+    """
+    setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
+    turns = take_turns(ENGINES, workplace, threads=1, rounds=rounds, setup=setup)
+    rows = []
+    for name, times in turns.items():
+        note = f"median of {rounds} rounds, {1000 * min(times):.0f} to {1000 * max(times):.0f}"
+        rows.append(row(f"{name}, 1 thread", 1000 * statistics.median(times), "ms", note=note))
+    native, *others = turns
+    return rows + [
+        ratio_row(f"{name} / {native}, step time", turns[name], turns[native]) for name in others
+    ]
 
 
 def take_turns(
@@ -256,8 +294,3 @@ def _last_words(log: Path, end: float) -> str:
     return (log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"])[
         -1
     ][:200]
-
-
-def _spread(times: list[float], tokens: int) -> str:
-    best, worst = tokens / min(times), tokens / max(times)
-    return f"{worst:,.0f} to {best:,.0f}"
