@@ -17,7 +17,7 @@ from kit.errors import ConfigError
 from kit.estimate.fit.memory_fit import fit_reserve, minimise
 from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
 from kit.estimate.theory.layouts import Layouts
-from kit.estimate.theory.memory import CONVENTIONS, TERMS, memory, memory_by_stage
+from kit.estimate.theory.memory import CONVENTIONS, STATE, TERMS, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.model import Block, Decoder
@@ -135,40 +135,29 @@ def test_weights_of_each_pipeline_device_are_those_of_the_engine(family, schedul
     assert modelled.tolist() == [view_rank(spec, plan, rank).num_params for rank in (0, 2)]
 
 
-def test_zero_stages_divide_state_as_the_engine_does():
-    spec, plans = (
-        TINY["llama"],
-        [Plan(data_parallel=4, global_batch_size=8, zero_stage=zero) for zero in range(4)],
-    )
-    stage = memory(Layouts.of(spec, plans, gradient_bytes=4.0)).first
-    n = spec.num_params
-    assert np.allclose(stage.term("weights"), [2 * n, 2 * n, 2 * n, 0]), (
-        "the optimizer's are the only shards"
-    )
-    assert np.allclose(
-        memory(Layouts.of(spec, plans), kernels=MEGATRON).first.term("weights")[3], n / 2
-    )
-    assert np.allclose(stage.term("gradients"), [4 * n, 4 * n, n, n])
-    assert np.allclose(stage.term("optimizer"), [12 * n, 3 * n, 3 * n, 3 * n])
-    sharded = view_rank(spec, plans[3].replace(precision="bf16"), 0).num_params
-    assert stage.params[3] / 4 == pytest.approx(sharded, rel=0.01)
-
-
-def test_a_shard_size_divides_state_instead_of_all_replicas():
-    spec, plans = (
-        TINY["llama"],
-        [
-            Plan(data_parallel=8, global_batch_size=16, zero_stage=zero, shard_size=2)
-            for zero in (1, 2, 3)
-        ],
-    )
-    stage = memory(Layouts.of(spec, plans, gradient_bytes=4.0)).first
-    n = spec.num_params
-    assert np.allclose(stage.term("weights"), [2 * n, 2 * n, 0])
-    assert np.allclose(stage.term("gradients"), [4 * n, 2 * n, 2 * n])
-    assert np.allclose(stage.term("optimizer"), [6 * n, 6 * n, 6 * n])
-    sharded = view_rank(spec, plans[2].replace(precision="bf16"), 0).num_params
-    assert stage.params[2] / 2 == pytest.approx(sharded, rel=0.01)
+@pytest.mark.parametrize(
+    ("stages", "shard_size", "over", "weights", "gradients", "optimizer"),
+    [
+        # Of stage 3 the optimizer's are the only shards.
+        ((0, 1, 2, 3), None, 4, [2, 2, 2, 0], [4, 4, 1, 1], [12, 3, 3, 3]),
+        ((1, 2, 3), 2, 2, [2, 2, 0], [4, 2, 2], [6, 6, 6]),
+    ],
+    ids=["all replicas", "a shard size"],
+)
+def test_zero_stages_divide_state_as_the_engine_does(
+    stages, shard_size, over, weights, gradients, optimizer
+):
+    spec = TINY["llama"]
+    plan = Plan(data_parallel=4 if shard_size is None else 8, global_batch_size=16)
+    plans = [plan.replace(zero_stage=stage, shard_size=shard_size) for stage in stages]
+    layouts = Layouts.of(spec, plans, gradient_bytes=4.0)
+    stage = memory(layouts).first
+    for name, bytes_each in zip(STATE, (weights, gradients, optimizer), strict=True):
+        assert np.allclose(stage.term(name), np.array(bytes_each) * spec.num_params)
+    megatron = memory(layouts, kernels=MEGATRON).first
+    assert megatron.term("weights")[-1] == pytest.approx(2 * spec.num_params / over)
+    sharded = view_rank(spec, plans[-1].replace(precision="bf16"), 0).num_params
+    assert stage.params[-1] / over == pytest.approx(sharded, rel=0.01)
 
 
 def test_gradients_stay_whole_under_a_pipeline():
