@@ -2,24 +2,19 @@
 --out FILE`.
 
 The same code measures processes of one machine (gloo), devices of a node and nodes of a cluster
-(NCCL, RCCL). Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+(NCCL, RCCL).
 """
 
-import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.files import write_atomic
-from kit.engines.process_group import start_process_group
+from kit.measure.ranks import measure_as_rank
 from kit.measure.timing import timed
-from kit.parallel.groups import part
 
 SIZES = (2**10, 2**20, 2**24)
 """Bytes of a message: the first gives the latency, the last the bandwidth."""
@@ -91,18 +86,11 @@ def _best(run: Callable[[Tensor], object], message: Tensor, group) -> float:
     return min(timed(lambda: run(message)) for _ in range(min(200, int(repeats))))
 
 
-def main() -> int:
-    """Runs one rank; rank 0 writes the rows."""
-    parser = argparse.ArgumentParser(prog="python -m kit.measure.collectives", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    options = parser.parse_args()
-    rows = measure(start_process_group())
-    if int(os.environ["RANK"]) == 0:
-        write_atomic(options.out, json.dumps(rows, indent=1) + "\n")
-    part()
-    dist.destroy_process_group()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        measure_as_rank(
+            "kit.measure.collectives",
+            str(__doc__),
+            lambda device: json.dumps(measure(device), indent=1) + "\n",
+        )
+    )

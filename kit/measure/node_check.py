@@ -9,7 +9,6 @@ node, of which the better one counts, so that a slow node does not drag its neig
 seen to do.
 """
 
-import argparse
 import dataclasses
 import os
 import socket
@@ -24,10 +23,9 @@ import torch.distributed as dist
 
 from cluster.record import Record, counted, field_doc
 from cluster.site import Fact, Site
-from kit.engines.process_group import start_process_group
 from kit.measure.gemm import measure_gemm_flops_per_s
+from kit.measure.ranks import measure_as_rank
 from kit.measure.timing import timed
-from kit.parallel.groups import part
 
 SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
 """Share of the median of all nodes below which a node is called slow; links differ more than
@@ -212,29 +210,20 @@ def _spread(rates: list[float]) -> float:
     return min(1.0, max(abs(rate - median) for rate in rates) / median)
 
 
-def main() -> int:
-    """Runs one rank; rank 0 writes the report.
+def checked(device: torch.device) -> str:
+    """Returns the report as JSON, on every rank.
 
     Raises:
         RuntimeError: a sum over the ranks is wrong.
     """
-    parser = argparse.ArgumentParser(prog="python -m kit.measure.node_check", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    options = parser.parse_args()
-    device = start_process_group()
     ones = torch.ones(2, device=device)
     dist.all_reduce(ones)
     if ones.tolist() != 2 * [dist.get_world_size()]:
         raise RuntimeError(
             f"an all-reduce of ones over {dist.get_world_size()} ranks gave {ones.tolist()}"
         )
-    report = check_nodes(device, "fp32" if device.type == "cpu" else "bf16")
-    if dist.get_rank() == 0:
-        report.write(options.out)
-    part()
-    dist.destroy_process_group()
-    return 0
+    return check_nodes(device, "fp32" if device.type == "cpu" else "bf16").to_json()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_as_rank("kit.measure.node_check", str(__doc__), checked))

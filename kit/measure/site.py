@@ -42,7 +42,7 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
             "`python -m kit.measure.collectives --out FILE` as the command of each rank."
         )
     site = measured_site(site)
-    rows = collectives(num_processes)
+    rows = by_ranks("kit.measure.collectives", num_processes)
     source = f"measured on this machine: gloo, {num_processes} processes"
     links = tuple(
         IntraNodeLink(num_devices=ranks, bytes_per_s=Fact(value=rate, source=source))
@@ -144,13 +144,6 @@ def to_toml(site: Site) -> str:
         lines += ["", "[[links.intra_node]]", f"num_devices = {link.num_devices}"]
         lines.append(fact("bytes_per_s", link.bytes_per_s))
     return "\n".join(lines) + "\n"
-
-
-def collectives(num_processes: int) -> list[dict]:
-    """Returns the rows of `kit.measure.collectives` over processes of this machine; errors as
-    `by_ranks`.
-    """
-    return by_ranks("kit.measure.collectives", num_processes)
 
 
 def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
