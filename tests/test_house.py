@@ -153,7 +153,7 @@ STATEMENTS = {
     "kit/estimate/validation": 216,
     "kit/evaluate": 2009,
     "kit/foreign": 516,
-    "kit/measure": 364,
+    "kit/measure": 354,
     "kit/model": 312,
     "kit/monitor": 2021,
     "kit/papers": 2055,

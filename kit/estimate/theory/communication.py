@@ -50,14 +50,12 @@ class Links:
         model = t * cp
         replicas = cp * layouts.data_parallel
         devices = model * layouts.data_parallel * layouts.pipeline_parallel
-        near = t <= hardware.near_devices
-        inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s).astype(
-            t.dtype
-        )
+        inside = _inside(t, hardware)
         full = np.where(
-            near, np.minimum(hardware.near_devices, hardware.full_devices), hardware.full_devices
-        )
-        full = full.astype(t.dtype)
+            t <= hardware.near_devices,
+            np.minimum(hardware.near_devices, hardware.full_devices),
+            hardware.full_devices,
+        ).astype(t.dtype)
         # On a mesh a group only has the links between its own devices; on a switch it should have
         # all, but rarely has.
         node_rate, model_rate, pair_rate = (
@@ -80,15 +78,10 @@ class Links:
         data_latency_s = 2 * (c.node_latency_s + hop * np.log2(2 * nodes))
         shard_rate, shard_latency_s, copy_rate = data_rate, data_latency_s, data_rate
         if np.any(layouts.shard_size):
-            is_hybrid, group = layouts.shard_size > 0, t * layouts.num_shards
-            near = group <= hardware.near_devices
-            shard_inside = np.where(
-                near, hardware.near_bytes_per_s, hardware.node_bytes_per_s
-            ).astype(t.dtype)
-            shard_inside = shard_inside * c.data_efficiency
-            alone = is_hybrid & (
-                group <= node
-            )  # else it crosses nodes like any data-parallel group
+            group = t * layouts.num_shards
+            shard_inside = _inside(group, hardware) * c.data_efficiency
+            # else it crosses nodes like any data-parallel group
+            alone = layouts.is_hybrid & (group <= node)
             # The ring inside a node is part of the ring over all replicas, so it is no slower.
             shard_rate = np.where(alone, np.maximum(shard_inside, data_rate), data_rate)
             shard_latency_s = np.where(alone, 2 * c.node_latency_s, data_latency_s)
@@ -116,6 +109,13 @@ class Links:
             ),
             network_rate=network / node,
         )
+
+
+def _inside(ranks: Array, hardware: Hardware) -> Array:
+    """Returns bytes/s of one device in groups of so many neighbours on a node."""
+    near = ranks <= hardware.near_devices
+    rate = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
+    return rate.astype(ranks.dtype)
 
 
 def all_reduce(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Array:
