@@ -9,7 +9,7 @@ import numpy as np
 from cluster.site import Device
 from kit.errors import ConfigError, kit_command
 from kit.estimate.theory.activations import engine_kernels
-from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.layouts import RECOMPUTE, Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, Convention, memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.plan import Plan
@@ -90,7 +90,7 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
             for size in reversed(smaller)
             if plan.micro_batch_size % size == 0
         ],
-        [{"recompute": mode} for mode in _stronger(plan)],
+        [{"recompute": mode} for mode in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]],
         [{"shard_size": None}] if plan.shard_size else [],
         [
             {"zero_stage": stage}
@@ -109,11 +109,6 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
                     continue
                 found.append(change)
     return found
-
-
-def _stronger(plan: Plan) -> list[str]:
-    modes = ["none", "selective", "full"]
-    return modes[modes.index(plan.recompute) + 1 :]
 
 
 def estimated(

@@ -57,12 +57,9 @@ def validate(
         from kit.estimate.validation.validate_rows import validate_rows
 
         return validate_rows(rows_csv, calibrate or 0, seed)
-    everything, errors, table = machines(), [], []
-    for machine in everything.values():
-        error, half = _held_out(machine, population_without(everything, machine.family))
-        errors.append(error)
-        table += _rows_of_machine(machine, error, half)
-    return (*table, _row_of_all(errors))
+    found = _all_held_out()
+    table = [row for each in found for row in _rows_of_machine(*each)]
+    return (*table, _row_of_all([error for _, error, _ in found]))
 
 
 LIMITS = {
@@ -80,18 +77,22 @@ def predictions() -> dict[str, tuple[Array, Array]]:
     """Returns (measured, predicted) seconds per step of every published run by machine, its own
     group not fitted.
     """
-    everything = machines()
-    found = {}
-    for name, machine in everything.items():
-        error, _ = _held_out(machine, population_without(everything, machine.family))
-        found[name] = (machine.rows.seconds, machine.rows.seconds * (1 + error))
+    return {
+        machine.name: (machine.rows.seconds, machine.rows.seconds * (1 + error))
+        for machine, error, _ in _all_held_out()
+    }
+
+
+def _all_held_out() -> list[tuple[Machine, Array, Array]]:
+    """Returns each machine with what `held_out` says of it, with the numbers that are fitted for
+    it and a prior from the others.
+    """
+    everything, found = machines(), []
+    for machine in everything.values():
+        prior = population_without(everything, machine.family)
+        prior = prior.only(SELENE_FITTED) if machine.name == "Selene" else prior
+        found.append((machine, *held_out(machine, prior, stacks=machine.name == "MI250X")))
     return found
-
-
-def _held_out(machine: Machine, prior: Prior) -> tuple[Array, Array]:
-    """Returns what `held_out` says with the numbers that are fitted for this machine."""
-    prior = prior.only(SELENE_FITTED) if machine.name == "Selene" else prior
-    return held_out(machine, prior, stacks=machine.name == "MI250X")
 
 
 def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
