@@ -143,7 +143,8 @@ def test_text_that_is_there_is_counted(packed, tiny_dataset):
     )
 
 
-def test_the_command_says_it_in_its_exit_code(tmp_path):
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_command_says_it_in_its_exit_code():
     def kit(*words: str) -> Any:
         return CliRunner().invoke(app, ["plan", *words, "--rehearse"])
 
