@@ -141,7 +141,7 @@ STATEMENTS = {
     "cluster/sandbox": 272,
     "cluster/slurm": 768,
     "kit": 918,
-    "kit/commands": 946,
+    "kit/commands": 943,
     "kit/convert": 768,
     "kit/data": 1318,
     "kit/engines": 1397,
@@ -215,13 +215,14 @@ def test_each_folder_keeps_to_its_statements():
 
 
 def test_the_command_line_keeps_to_its_size():
-    commands = dict(leaves(typer.main.get_command(app)))
+    whole = typer.main.get_command(app)
+    commands = dict(leaves(whole))
     options = {
         name: sum(parameter.param_type_name == "option" for parameter in command.params)
         for name, command in commands.items()
     }
     assert len(options) <= COMMANDS
-    assert sum(options.values()) <= OPTIONS
+    assert sum(options.values()) + len(whole.params) <= OPTIONS
     assert max(options.values()) <= OPTIONS_OF_ONE
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from kit.commands.options import check_not_in_a_strangers_run, note, tell
 from kit.errors import ConfigError, RunError
+from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
 from kit.show.terminal import Table
 
@@ -43,8 +44,6 @@ def figure(
     """Draw loss and MFU of a run, or a figure of a paper and its table beside it; without a name,
     list the figures of papers.
     """
-    from kit.papers import FIGURES
-
     if name is None:
         _all(out, own or ())
     elif name in FIGURES and points_template:
@@ -76,8 +75,6 @@ def _draw_run(run: Run, out: Path | None) -> None:
 
 def _all(out: Path | None, runs: Sequence[Path]) -> None:
     """Lists the figures of papers, or draws all of them into a folder."""
-    from kit.papers import FIGURES, save_all
-
     if out is None:
         if runs:
             raise ConfigError(
@@ -104,7 +101,6 @@ def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None
     .csv only; `out` may name one for a figure too. What was given and is not drawn is told on
     standard error.
     """
-    from kit.papers import paper_figure
     from kit.show import table
     from kit.show.style import check_picture, save_figure
 

@@ -27,7 +27,6 @@ from kit.commands.options import (
     SiteOption,
     StepsOption,
     advice,
-    console,
     hint,
     note,
     parse_settings,
@@ -37,6 +36,7 @@ from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.show.terminal import PlainConsole
 
 app = typer.Typer()
 SELECTIVE = (
@@ -288,7 +288,7 @@ def told_if_interrupted(run: Path) -> Iterator[None]:
         except (RunError, JobError, ConfigError):
             status = None
         if status is None or status.state.is_final:
-            console().print("Interrupted: nothing was started.")
+            PlainConsole().print("Interrupted: nothing was started.")
         else:
             hint(
                 f"Interrupted, but the job runs: attempt {status.attempt} is {status.state}."

@@ -106,7 +106,7 @@ def tell(values: Any, *parts: RenderableType) -> None:
         return
     for part in parts:
         # The terminal breaks lines of text, so that a command or path in it is copied whole.
-        console().print(part, soft_wrap=isinstance(part, str | Text))
+        PlainConsole().print(part, soft_wrap=isinstance(part, str | Text))
 
 
 def tell_record(title: str, values: dict[str, Any]) -> None:
@@ -137,11 +137,6 @@ def hint(text: str, name: str, *words: str | Path) -> None:
 def note(text: str | Text) -> None:
     """Prints a text to standard error."""
     PlainConsole(stderr=True, soft_wrap=True).print(text)
-
-
-def console() -> PlainConsole:
-    """Returns the console of a command."""
-    return PlainConsole()
 
 
 def check_not_in_a_strangers_run(file: Path) -> Path:

@@ -16,14 +16,13 @@ from kit.commands.options import (
     FollowOption,
     RunArgument,
     check_not_in_a_strangers_run,
-    console,
     facts_table,
     hint,
     tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
-from kit.show.terminal import Table, plain
+from kit.show.terminal import PlainConsole, Table, plain
 
 if TYPE_CHECKING:
     from kit.monitor.expected import Pace
@@ -56,7 +55,7 @@ def status(
         alerts = [alert.to_dict() for alert in recorded_alerts(opened)]
         tell(status_row(opened) | {"alerts": alerts})
     else:
-        tell(None, status_table(opened, console().picture_width))
+        tell(None, status_table(opened, PlainConsole().picture_width))
 
 
 @app.command()
