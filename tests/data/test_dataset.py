@@ -130,11 +130,6 @@ def test_text_that_changes_during_the_build_is_noticed(text, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [own]
 
 
-def test_the_same_text_gives_the_same_bytes(built, text, tmp_path):
-    again = build_dataset(tmp_path / "again", text, **QUIET)
-    assert contents(again.directory) == contents(built)
-
-
 def test_training_documents_are_written_in_a_random_order(built, text, tmp_path, monkeypatch):
     """That of their draws, the same from one block in memory or many on the disk; another seed
     gives another.

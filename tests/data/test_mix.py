@@ -113,17 +113,8 @@ def test_a_small_weight_that_is_drawn_otherwise_is_told():
     )
 
 
-def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):
-    for i in range(2):
-        shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}")
-    recipe = located(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/part_*",))))
-    assert len(recipe.sources[0].paths) == 2
-    windows = (tiny_dataset.train.num_tokens - 1) // 16
-    assert training_samples(recipe, 16).epochs(windows) == [0.5]
-
-
 def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
-    """By a pattern alone; the first part has tokenizer and held-out text.
+    """By a pattern, alone or as a source; the first part has tokenizer and held-out text.
 
     A plain folder stays as it is.
     """
@@ -135,6 +126,10 @@ def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
     windows = (tiny_dataset.train.num_tokens - 1) // 16
     assert training_samples(recipe, 16).epochs(windows) == [0.5] and located(recipe) == recipe
     assert mix_words(recipe, 16, 1600) == "", "nothing to compare"
+    source = located(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/part_*",))))
+    assert source.sources == recipe.sources and training_samples(source, 16).epochs(windows) == [
+        0.5
+    ]
     plain = located(Recipe(data=str(tiny_dataset.directory), num_steps=10))
     assert plain.data == str(tiny_dataset.directory) and not plain.sources
 
