@@ -15,7 +15,7 @@ from typing import Any, Literal
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
 from kit.papers import FIGURES
-from kit.papers.layers import DATA, Facts, Known, Relation, Runs
+from kit.papers.layers import DATA, Facts, Known, Relation, Runs, plain
 from kit.show.style import Rows
 
 Paper = Literal["frontier", "hlat"]
@@ -102,16 +102,11 @@ def checked(claim: Claim, rows: Rows | None) -> tuple[Relation | None, Verdict]:
     if rows is None:
         return None, "cannot be tried here"
     own = _row_with(claim, claim.at, rows)
-    value, ends = _number_of(claim, own), [own.get("low", math.nan), own.get("high", math.nan)]
-    low, high = (
-        claim.times * float(end) if claim.column in ("y", "value") else math.nan for end in ends
-    )
+    value, low, high = _number_of(claim, own), math.nan, math.nan
     if claim.less:
-        value, low, high = (
-            value - _number_of(claim, _row_with(claim, claim.less, rows, own)),
-            math.nan,
-            math.nan,
-        )
+        value -= _number_of(claim, _row_with(claim, claim.less, rows, own))
+    elif claim.column in ("y", "value"):
+        low, high = (claim.times * float(own.get(end, math.nan)) for end in ("low", "high"))
     at_least, at_most = _bounds(claim)
     found = Relation(
         claim=claim.claim,
@@ -149,17 +144,17 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     found = [(claim, *checked(claim, rows[claim.figure])) for claim in claims(paper)]
     title, notebook = TITLES[paper]
     model = {"frontier": frontier_model, "hlat": hlat_model}[paper].model_error()
-    counts = {
-        name: sum(verdict == word for *_, verdict in found)
-        for name, word in (
-            ("holds", "holds"),
-            ("missed", "missed"),
-            ("untried", "cannot be tried here"),
-        )
-    }
+    verdicts = [verdict for *_, verdict in found]
     lines = [" | ".join(text.strip().replace("|", "\\|") for text in _row(*each)) for each in found]
     table = [" | ".join(COLUMNS), "|".join(["---"] * len(COLUMNS)), *lines]
-    head = HEAD.format(title=title, notebook=notebook, model=model, **counts)
+    head = HEAD.format(
+        title=title,
+        notebook=notebook,
+        model=model,
+        holds=verdicts.count("holds"),
+        missed=verdicts.count("missed"),
+        untried=verdicts.count("cannot be tried here"),
+    )
     return head + "\n" + "\n".join(f"| {line} |" for line in table) + "\n"
 
 
@@ -205,9 +200,9 @@ def _row(claim: Claim, found: Relation | None, verdict: Verdict) -> tuple[str, .
     fact = Facts.load(claim.paper).only(*claim.fact) if claim.fact else None
     known, source = (fact.known, fact.source) if fact else (claim.known, claim.source)
     expected = claim.expected or (f"{fact.number:,.6g} {claim.unit}" if fact else "")
-    told = "" if found is None else f"{_short(found.value)} {claim.unit}".strip()
+    told = "" if found is None else f"{plain(found.value)} {claim.unit}".strip()
     if found is not None and not math.isnan(found.low):
-        told += f" ({_short(found.low)} to {_short(found.high)})"
+        told += f" ({plain(found.low)} to {plain(found.high)})"
     minutes = "" if not claim.figure else f"{claim.minutes:g}" if claim.minutes else "< 1"
     command = claim.command or kit_command("figure", claim.figure)
     return (
@@ -222,7 +217,3 @@ def _row(claim: Claim, found: Relation | None, verdict: Verdict) -> tuple[str, .
         minutes,
         source,
     )
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

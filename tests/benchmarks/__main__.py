@@ -17,7 +17,6 @@ from kit.errors import ConfigError
 from kit.notebook import demo_dataset
 from kit.show.results import Row, load_average, write_results
 from tests.benchmarks import (
-    checkpoints,
     conversion,
     data,
     data_order,
@@ -25,10 +24,10 @@ from tests.benchmarks import (
     gpu,
     groups,
     monitor,
-    planning,
     rehearsal,
     scale,
     startup,
+    storage,
     train_speed,
 )
 from tests.benchmarks.headlines import DOCUMENTS, refresh
@@ -41,13 +40,13 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "cold_start": lambda workplace, dataset: startup.measure_cold(workplace),
     "data": data.measure,
     "data_order": data_order.measure,
-    "checkpoints": lambda workplace, dataset: checkpoints.measure(workplace),
+    "checkpoints": lambda workplace, dataset: storage.measure(workplace),
     "conversion": lambda workplace, dataset: conversion.measure(workplace),
     "overhead": startup.measure_overhead,
     "evaluate": evaluate.measure,
     "scale": lambda workplace, dataset: scale.measure(workplace),
     "groups": lambda workplace, dataset: groups.measure(workplace),
-    "planning": lambda workplace, dataset: planning.measure(workplace),
+    "planning": lambda workplace, dataset: storage.measure_planning(workplace),
     "rehearsal": rehearsal.measure,
     "gpu": lambda workplace, dataset: gpu.measure(workplace),
     "monitor": lambda workplace, dataset: monitor.measure(workplace),

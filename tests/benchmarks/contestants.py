@@ -1,19 +1,21 @@
 """The training loops that `train_speed` and `gpu` compare: same shapes, weights, batches and AdamW.
 
-    python -m tests.benchmarks.contestants NAME   each line on standard input is a number of steps;
-                                                  each answer a line
+    python -m tests.benchmarks.contestants NAME THREADS [--keep-freed-memory]
+
+Each line on standard input is a number of steps; each answer a line.
 
 Each runs in a process of its own, since the Trainer and a process group change the state of theirs,
 and only when told to, so that several can take turns. It works in a folder that holds the initial
-weights of all, `WEIGHTS`.
+weights of all, `WEIGHTS`, and what they train, `SETUP`.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +38,7 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 NUM_BATCHES = 8
-WEIGHTS = Path("weights.pt")
+SETUP, WEIGHTS = Path("setup.json"), Path("weights.pt")
 """By the kit's names, fp32; each contestant starts from a copy."""
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train
 # the same model.
@@ -127,28 +129,10 @@ def initial_decoder(spec: ModelSpec) -> Decoder:
     return decoder
 
 
-def kit(turns: Turns, setup: Setup) -> None:
-    """The kit's native engine, as one rank of a job runs it."""
-    _kit(turns, setup, setup.plan)
-
-
-def kit_selective(turns: Turns, setup: Setup) -> None:
-    """The same with selective recomputation, which no rival does."""
-    _kit(turns, setup, setup.plan.replace(recompute="selective"))
-
-
-def deepspeed_zero0(turns: Turns, setup: Setup) -> None:
-    """The kit's DeepSpeed engine, as one rank of a job runs it, without ZeRO."""
-    _kit(turns, setup, setup.plan.replace(engine="deepspeed", compile=False))
-
-
-def deepspeed_zero1(turns: Turns, setup: Setup) -> None:
-    """The same with ZeRO 1, as in the Frontier recipe."""
-    _kit(turns, setup, setup.plan.replace(engine="deepspeed", compile=False, zero_stage=1))
-
-
-def _kit(turns: Turns, setup: Setup, plan: Plan) -> None:
+def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
+    """An engine of the kit, as one rank of a job runs it, with some changes of the plan."""
     _alone(setup)
+    plan = setup.plan.replace(**changes)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
     assert isinstance(engine, PortableEngine)
     engine.restore_optimizer(0)
@@ -284,10 +268,8 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
 
     _alone(setup)
     parallel_dims.device_type = setup.device  # it takes CUDA for granted
-    parallelism, compiling = (
-        ParallelismConfig(spmd_backend="partial_dtensor"),
-        CompileConfig(enable=setup.compile),
-    )
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    compiling = CompileConfig(enable=setup.compile)
     names = {"fp32": "float32", "bf16": "bfloat16"}
     config = _torchtitan_config(setup.spec)
     model = config.build()
@@ -369,33 +351,25 @@ def _torchtitan_config(spec: ModelSpec) -> Any:
     )
 
 
-CONTESTANTS = {
-    function.__name__: function
-    for function in (
-        kit,
-        kit_selective,
-        plain,
-        transformers,
-        deepspeed_zero0,
-        deepspeed_zero1,
-        torchtitan,
-    )
+DEEPSPEED: dict[str, Any] = {"engine": "deepspeed", "compile": False}
+CONTESTANTS: dict[str, Callable[[Turns, Setup], None]] = {
+    "kit": kit,
+    "kit_selective": partial(kit, recompute="selective"),  # which no rival does
+    "plain": plain,
+    "transformers": transformers,
+    "deepspeed_zero0": partial(kit, **DEEPSPEED),
+    "deepspeed_zero1": partial(kit, **DEEPSPEED, zero_stage=1),  # as in the Frontier recipe
+    "torchtitan": torchtitan,
 }
 
 
-def main() -> None:
+def main(name: str, threads: str, *options: str) -> None:
     """Runs one contestant until standard input ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=CONTESTANTS)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--setup", type=Path, help="file; default: the demo model on the CPU")
-    parser.add_argument("--keep-freed-memory", action="store_true", help="as the kit's ranks do")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.keep_freed_memory:
+    torch.set_num_threads(int(threads))
+    if "--keep-freed-memory" in options:  # as the kit's ranks do
         keep_freed_memory()
-    CONTESTANTS[options.name](Turns(), Setup.read(options.setup) if options.setup else DEMO)
+    CONTESTANTS[name](Turns(), Setup.read(SETUP))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -5,6 +5,7 @@ dashboard made with plotly.
 import contextlib
 import dataclasses
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
-from tests.benchmarks import lab
+from tests.browser import lab
+from tests.browser.lab import Lab, Notebook
 
 STEPS = 1_000_000
 RATE_HZ, FOLLOWED_S, ZOOMS = 4.0, 15.0, 5
@@ -123,43 +125,44 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
         return [kernel[0].replace(note=f"the rest was not measured: {missing}"), *kernel[1:]]
     from playwright.sync_api import sync_playwright
 
-    with lab.jupyterlab(workplace) as (address, server), sync_playwright() as driver:
+    files = workplace / "files"
+    files.mkdir()
+    root = str(Path(__file__).parents[2])  # where a kernel finds the other dashboard
+    server = Lab(Path(sys.executable), workplace, files, PYTHONPATH=root)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        driver = stack.enter_context(sync_playwright())
         browser = driver.chromium.launch(
             executable_path=lab.chromium(), args=["--no-sandbox", "--disable-gpu"]
         )
-        window = _Window(browser, address, workplace / "files", server, run)
+        stack.callback(browser.close)
+        window = _Window(browser, server, run)
         page, first, whole = window.show(KIT)
         page.context.close()
+        told = "from running the cell until it is drawn"
         rows = [
             *kernel,
-            row(
-                "first picture",
-                first,
-                "s",
-                note="from running the cell until it is drawn",
-            ),
+            row("first picture", first, "s", note=told),
             row("whole history", whole, "s", at_most=3.0),
         ]
         found = {contestant.name: window.live(contestant) for contestant in (KIT, PLOTLY)}
-        browser.close()
     return [*rows, *_side_by_side(found["kit"], found["plotly"])]
 
 
 class _Window:
     """Where both dashboards are shown, one after the other, each with a kernel of its own."""
 
-    def __init__(self, browser: Any, address: str, folder: Path, server: int, run: Run) -> None:
-        self.browser, self.address, self.folder = browser, address, folder
-        self.server, self.run = server, run
+    def __init__(self, browser: Any, server: Lab, run: Run) -> None:
+        self.browser, self.server, self.run = browser, server, run
         self.step = int((run.directory / "steps").read_text())
 
-    def show(self, contestant: Contestant) -> tuple[lab.Page, float, float]:
+    def show(self, contestant: Contestant) -> tuple[Any, float, float]:
         """Returns the page, and the seconds until something and until everything was drawn."""
         opened = (
             f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(self.run.directory)!r})"
         )
-        file = self.folder / f"{contestant.name}.ipynb"
-        page = lab.Page(self.browser, self.address, file, [opened, contestant.cell, STATE_SIZE])
+        page: Any = Notebook(self.browser, self.server, [opened, contestant.cell, STATE_SIZE])
+        page.open()
         page.run_cell(0)
         first, whole = page.evaluate(FIRST_PAINT, [1, self.step, contestant.last])
         return page, first, whole
@@ -169,7 +172,7 @@ class _Window:
         page, _, paint = self.show(contestant)
         page.page.wait_for_timeout(4000)  # what is done once
         page.evaluate(NOTE_DRAWS, contestant.last)
-        kernel = lab.kernel_process(self.server)
+        kernel = _kernel_process(self.server)
         with _steps_coming(self.run, self.step) as stamps:
             page.page.wait_for_timeout(1000)
             start, used, received = time.monotonic(), sum(kernel.cpu_times()[:2]), page.received
@@ -180,13 +183,23 @@ class _Window:
         page.page.wait_for_timeout(1500)
         latencies = _latencies(stamps, page.evaluate("() => window.seen"))
         zooms = [_zoom(page, contestant, 40 + 12 * i) for i in range(ZOOMS)]
-        page.evaluate(lab.SAVE)
-        size = (self.folder / f"{contestant.name}.ipynb").stat().st_size
-        state = int(page.run_cell(2))
+        page.save()
+        size = page.file.stat().st_size
+        page.run_cell(2)
+        state = int(page.output(2))
         page.context.close()
         return _live(
             contestant, paint, latencies, used / elapsed, zooms, received / elapsed, size, state
         )
+
+
+def _kernel_process(server: Lab) -> Any:
+    """Returns the newest kernel of a server, as a psutil process."""
+    import psutil
+
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    kernels = [each for each in children if "ipykernel" in " ".join(each.cmdline())]
+    return max(kernels, key=lambda each: each.create_time())
 
 
 def _live(
@@ -337,7 +350,7 @@ def _latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]
     return sorted(found)
 
 
-def _zoom(page: lab.Page, contestant: Contestant, left: float) -> float:
+def _zoom(page: Any, contestant: Contestant, left: float) -> float:
     """Drags over a curve; returns the seconds until the kernel's detail is drawn."""
     page.evaluate(NOTE_ZOOM, contestant.detail)
     box = page.page.locator(contestant.surface).first.bounding_box()

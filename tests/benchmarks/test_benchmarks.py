@@ -15,23 +15,22 @@ from kit.plan import Plan
 from kit.recipe import DataSource, Recipe
 from kit.show.results import write_results
 from tests.benchmarks import (
-    checkpoints,
     conversion,
     data,
     data_order,
     gpu,
     groups,
-    lab,
     monitor,
-    planning,
     scale,
     startup,
+    storage,
     train_speed,
 )
 from tests.benchmarks.alone import alone
 from tests.benchmarks.evaluate import TASKS, Subject, _check_same, _ratios, _speeds
 from tests.benchmarks.startup import CHECKPOINT_EVERY, costs
 from tests.benchmarks.tables import table
+from tests.browser import lab
 
 
 def test_costs_are_found_in_stamps() -> None:
@@ -252,7 +251,7 @@ def test_a_plan_that_is_kept_costs_less(tmp_path: Path, llama_spec) -> None:
     plan = Plan(
         tensor_parallel=2, pipeline_parallel=4, data_parallel=2, zero_stage=1, global_batch_size=4
     )
-    found = planning.seconds(tmp_path, 2, is_before=False, spec=llama_spec, plan=plan)
+    found = storage.seconds(tmp_path, 2, is_before=False, spec=llama_spec, plan=plan)
     assert found["ranks"] == 8 and found["items"] > 8 * 3 and found["bytes"] > 0
     assert found["seconds"][1] < found["seconds"][0]
 
@@ -284,7 +283,7 @@ def test_data_is_read_both_ways_and_text_is_encoded(
 def test_checkpoints_are_saved_and_loaded_and_compared_with_a_plain_write(
     llama_spec, tmp_path: Path
 ) -> None:
-    rows = {row.name: row for row in checkpoints.measure(tmp_path, llama_spec, pause_s=0)}
+    rows = {row.name: row for row in storage.measure(tmp_path, llama_spec, pause_s=0)}
     assert all(row.value > 0 for row in rows.values())
     # Not faster than training waits: the stall is a part of the save.
     whole_ms = 1e3 * 12 * llama_spec.num_params / 1e6 / rows["save, to the disk"].value

@@ -22,7 +22,7 @@ import torch
 from kit.model import build_decoder
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
-from tests.benchmarks.contestants import DEMO, RECIPE, WEIGHTS, Setup
+from tests.benchmarks.contestants import DEMO, RECIPE, SETUP, WEIGHTS, Setup
 
 STEPS_PER_TURN = 3
 EARLY_STEPS = 5
@@ -223,7 +223,7 @@ def take_answers(
     memory to itself. Whoever still runs after `limit_s` seconds in all is ended.
     """
     torch.save(build_decoder(setup.spec, seed=RECIPE.seed).state_dict(), workplace / WEIGHTS)
-    setup.write(workplace / "setup.json")
+    setup.write(workplace / SETUP)
     taken: dict[str, list[dict]] = {name: [] for name in entrants}
     absent: dict[str, str] = {}
     end = time.monotonic() + limit_s
@@ -252,9 +252,7 @@ def _process(
     or when left.
     """
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.contestants", entrant.name]
-    command += [f"--threads={threads}", "--setup=setup.json"]
-    if entrant.keep_freed_memory:
-        command.append("--keep-freed-memory")
+    command += [str(threads), *["--keep-freed-memory"] * entrant.keep_freed_memory]
     root = Path(__file__).parents[2]  # it works in a folder of its own
     environment = {
         **os.environ,

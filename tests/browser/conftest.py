@@ -4,7 +4,6 @@ between is a stand-in.
 
 import base64
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import pytest
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.widget import Monitor
 from kit.run import Run
+from tests.browser.lab import chromium
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
 <body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
 const text = Uint8Array.from(atob("%s"), c => c.charCodeAt(0));
@@ -50,11 +47,11 @@ def browser() -> Iterator:
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install playwright"
     )
-    if CHROMIUM is None:
+    if chromium() is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"]
         )
         yield started
         started.close()

@@ -3,8 +3,10 @@ a real browser.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -29,6 +31,8 @@ RUN_CELL = """async ([i, wait]) => { const app = window.jupyterapp, notebook = a
   notebook.activeCellIndex = i; notebook.deselectAll();
   const done = app.commands.execute('notebook:run-cell'); if (wait) await done; }"""  # noqa: E501
 KERNEL = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+OUTPUT = """(i) => window.jupyterapp.shell.currentWidget.content.widgets[i].model.outputs.toJSON()
+  .map(o => Array.isArray(o.text) ? o.text.join('') : (o.text || o.evalue || '')).join('')"""
 SAVE = "async () => await window.jupyterapp.shell.currentWidget.context.save()"
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -48,11 +52,28 @@ PLACES = {
 }
 
 
+def why_not() -> str | None:
+    """Returns what is missing for a measurement in a browser, and how to get it; None where
+    nothing is.
+    """
+    for module in ("playwright", "jupyterlab"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: pip install {module}"
+    return None if chromium() else "there is no Chromium on this machine: apt-get install chromium"
+
+
+def chromium() -> str | None:
+    """Returns the path of this machine's Chromium or Chrome."""
+    found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    return next(filter(None, found), None)
+
+
 class Lab:
     """A JupyterLab server of an environment, with settings of its own, that serves `folder`."""
 
-    def __init__(self, python: Path, home: Path, folder: Path) -> None:
+    def __init__(self, python: Path, home: Path, folder: Path, **environment: str) -> None:
         self.python, self.home, self.folder, self.log = python, home, folder, home / "server.log"
+        self.environment = environment
         for extension, settings in SETTINGS.items():
             file = home / "settings" / "@jupyterlab" / f"{extension}.jupyterlab-settings"
             file.parent.mkdir(parents=True)
@@ -77,7 +98,8 @@ class Lab:
             "--ServerApp.password=",
             f"--ServerApp.root_dir={self.folder}",
         ]
-        environment = outside(**{name: str(self.home / place) for name, place in PLACES.items()})
+        places = {name: str(self.home / place) for name, place in PLACES.items()}
+        environment = outside(**places, **self.environment)
         with self.log.open("a") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         wait_until(self._answers, self._last_words)
@@ -132,6 +154,9 @@ class Lab:
 class Notebook:
     """A notebook in a page of its own: cell 0 opens the run, cell 1 shows its dashboard, cell 2
     is busy until told.
+
+    Attributes:
+        received: bytes that came through its web sockets.
     """
 
     def __init__(self, browser: Any, lab: Lab, cells: list[str]) -> None:
@@ -144,6 +169,7 @@ class Notebook:
         }
         nbformat.write(book, self.file)
         self.requests: list[str] = []
+        self.received = 0
         self.context = None
 
     def open(self, width: int = 1300) -> None:
@@ -154,13 +180,20 @@ class Notebook:
         self.page = self.context.new_page()
         self.page.set_default_timeout(1000 * PATIENCE_S)
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("websocket", lambda channel: self.requests.append(channel.url))
+        self.page.on("websocket", self._watch)
         self.page.goto(f"{self.lab.address}/lab/tree/{self.file.name}?reset")
         try:
             self.ready()
         except Exception:  # JupyterLab itself hangs now and then while it opens
             self.page.reload()
             self.ready()
+
+    def _watch(self, channel: Any) -> None:
+        self.requests.append(channel.url)
+        channel.on("framereceived", self._count)
+
+    def _count(self, payload: str | bytes) -> None:
+        self.received += len(payload)
 
     def ready(self) -> None:
         """Waits until the notebook's kernel is connected and idle; the tool bar says so too
@@ -171,6 +204,10 @@ class Notebook:
     def run_cell(self, number: int, *, wait: bool = True) -> None:
         """Runs a cell, to its end unless told otherwise."""
         self.evaluate(RUN_CELL, [number, wait])
+
+    def output(self, number: int) -> str:
+        """Returns what a cell has printed."""
+        return self.evaluate(OUTPUT, number)
 
     def attach(self) -> None:
         """Runs the two cells that show the dashboard."""

@@ -1,7 +1,9 @@
 """Run directories with recorded steps and no job, for figures."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from cluster.site import Site
 from kit.estimate.tuning.objectives import plan_of
@@ -10,10 +12,34 @@ from kit.papers.frontier_demo import MODEL, STEPS, objective, study
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
+from tests.pictures import check_figure
 
 SLOW_FIRST = 5.0
 """Factor of the first two steps, which no figure may count."""
+
+
+def values(rows: list[dict], **wanted: object) -> list[dict]:
+    """Returns the rows that have these cells."""
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def assert_layers_are_told(drawn: Any, rows: list[dict]) -> None:
+    """Asserts that the notes name each layer and source, that what is drawn can be read, that demo
+    scale is marked where there is any, and that no interval is upside down.
+    """
+    said = " ".join(drawn.notes)
+    for kind in {row["layer"] for row in rows} - {"computed"}:
+        assert f"{kind.capitalize()} (" in said
+    for source in {row["source"] for row in rows if "source" in row}:
+        assert source.rstrip(".") in said, "each source is in the notes"
+    if isinstance(drawn, ThemedFigure):
+        check_figure(drawn)
+        texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
+        assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts)
+    for row in rows:
+        assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
 
 
 def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_s: float) -> Run:

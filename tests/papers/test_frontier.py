@@ -4,7 +4,6 @@ relations on the model.
 
 import csv
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +19,14 @@ from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs, verdicts
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
 from kit.papers.frontier_throughput import measured_relations, modelled_relations
-from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
-from tests.papers.recorded import cluster_run, demo_study, imported_run
+from tests.papers.recorded import (
+    assert_layers_are_told,
+    cluster_run,
+    demo_study,
+    imported_run,
+    values,
+)
 from tests.pictures import check_figure
 
 PIPELINE_RATES = {
@@ -58,10 +62,6 @@ def _two_ranks(parameters: dict) -> float:
     return 900.0 / parameters["tensor_parallel"]
 
 
-def values(rows: list[dict], **wanted: object) -> list[dict]:
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
 @pytest.mark.parametrize("name", FRONTIER)
 def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path]) -> None:
     for given in ((), runs):
@@ -69,17 +69,7 @@ def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path
         said = " ".join(drawn.notes)
         kinds = {row["layer"] for row in rows}
         assert "modelled" in kinds and "fitted to 12 runs on LUMI" in said or "memory" in name
-        for kind in kinds:
-            assert f"{kind.capitalize()} (" in said
-        for source in {row["source"] for row in rows if "source" in row}:
-            assert source.rstrip(".") in said, "each source is in the notes"
-        if isinstance(drawn, ThemedFigure):
-            check_figure(drawn)
-            texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
-            demo = any(row.get("scale") == "demo" for row in rows)
-            assert demo == ("demo scale" in texts), "marked where there is any"
-        for row in rows:
-            assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
+        assert_layers_are_told(drawn, rows)
 
 
 TABLES = {"frontier-recipes", "frontier-observations"}

@@ -3,7 +3,6 @@ studies at demo scale.
 """
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -49,18 +48,12 @@ from kit.papers.hlat_small import (
 from kit.papers.hlat_training import last_losses, worst_after
 from kit.parallel.gradients import local
 from kit.plan import Plan
-from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
-from tests.papers.recorded import imported_trn1, record
-from tests.pictures import check_figure
+from tests.papers.recorded import assert_layers_are_told, imported_trn1, record, values
 
 NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
 """The paper's own could not be read, so without runs there is nothing to draw."""
 TABLES = {"hlat-models", "hlat-hyperparameters"}
-
-
-def values(rows: list[dict], **wanted: object) -> list[dict]:
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def score(
@@ -151,19 +144,8 @@ def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path
                 HLAT[name].draw(given)
             continue
         drawn, rows = HLAT[name].draw(given)
-        said = " ".join(drawn.notes)
         assert "published" in {row["layer"] for row in rows} or name in NEEDS_RUNS
-        for kind in {row["layer"] for row in rows} - {"computed"}:
-            assert f"{kind.capitalize()} (" in said
-        for source in {row["source"] for row in rows if "source" in row}:
-            assert source.rstrip(".") in said, "each source is in the notes"
-        if isinstance(drawn, ThemedFigure):
-            check_figure(drawn)
-            texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
-            demo = any(row.get("scale") == "demo" for row in rows)
-            assert demo == ("demo scale" in texts), "marked where there is any"
-        for row in rows:
-            assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
+        assert_layers_are_told(drawn, rows)
 
 
 def test_own_runs_appear(runs: list[Path]) -> None:

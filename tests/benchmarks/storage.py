@@ -1,0 +1,314 @@
+"""Checkpoints on this machine: saving and loading beside a plain write of as many bytes; and rank
+0's CPU seconds for planning and describing a save of gpt-1t, as torch does it by default and as the
+kit does.
+
+    python -m tests.benchmarks.storage CASE ...     one case, in a process of its own
+
+Saving: the stall is what `save` keeps training waiting for, the copy. Writing goes on behind it,
+and how much that slows the steps is in the table of recording.
+
+Planning: the plans of one stage's 48 ranks come from the real cutting code (fake process group,
+meta device); the other stages get copies with their own layers' names. Nothing is sent: what is
+gathered was pickled before, and is unpickled.
+"""
+
+import dataclasses
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kit.plan import Plan
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+from tests.benchmarks.alone import alone
+
+SMALL = ModelSpec.llama(
+    name="checkpoint-26m",
+    num_layers=6,
+    hidden_size=512,
+    num_heads=8,
+    ffn_hidden_size=1536,
+    vocab_size=8192,
+    sequence_length=256,
+)
+REPEATS = 5
+PAUSE_S = 3.0
+"""Before each write: a virtual machine gives freed memory back to its host in between, as
+between real checkpoints."""
+
+
+def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_S) -> list[Row]:
+    """Returns MB/s of saving, loading and of a plain write, and the stall.
+
+    Args:
+        workplace: an empty folder.
+        spec: of the model whose checkpoint it is.
+        pause_s: before each write.
+
+    Raises:
+        RuntimeError: the process failed; with its last words.
+    """
+    found = alone("storage", "times", workplace, pause_s, given=spec.to_json())
+    size = found.pop("bytes") / 1e6
+    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+    note = f"{size:,.0f} MB, median of {REPEATS}"
+    ratios = [save / plain for save, plain in zip(found["save_s"], found["plain_s"], strict=True)]
+    return [
+        row("save, to the disk", size / middle["save_s"], "MB/s", note=note),
+        row(
+            "plain write of as many bytes",
+            size / middle["plain_s"],
+            "MB/s",
+            note="one file, synchronised",
+        ),
+        row("save / plain write, in time", statistics.median(ratios), "x", at_most=1.5),
+        row(
+            "load into the engine",
+            size / middle["load_s"],
+            "MB/s",
+            at_least=500.0,
+            note="files still in memory",
+        ),
+        row(
+            "stall of training by a save",
+            1e3 * middle["stall_s"],
+            "ms",
+            note=f"{size / middle['stall_s']:,.0f} MB/s",
+        ),
+    ]
+
+
+def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
+    """Returns bytes of a checkpoint, and seconds of each repeat of saving, its stall, loading
+    and a plain write.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from kit.engines import PortableEngine, build_engine
+    from kit.engines.process_group import keep_freed_memory
+    from kit.recipe import Recipe
+    from kit.run.checkpoint import Checkpoints
+    from kit.run.checkpoint_reader import CheckpointTensors
+    from kit.run.checkpoint_writer import CheckpointWriter
+
+    keep_freed_memory()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    plan = Plan(global_batch_size=2)
+    engine = build_engine(spec, plan, Recipe(data="none", num_steps=1), torch.device("cpu"))
+    assert isinstance(engine, PortableEngine)
+    engine.train_step(
+        torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4
+    )  # makes the moments
+    checkpoints = Checkpoints(folder / "checkpoints")
+    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
+    found: dict = {"save_s": [], "stall_s": [], "load_s": [], "plain_s": []}
+    for step in range(REPEATS + 1):
+        time.sleep(pause_s)
+        facts = {
+            "step": step,
+            "samples": step,
+            "tokens": step,
+            "seed": 1,
+            "spec": spec,
+            "plan": plan,
+        }
+        start = time.perf_counter()
+        writer.start(engine.state_dict(), facts)
+        # at most so long: in training a forward and a backward pass come before
+        writer.wait_for_copies()
+        found["stall_s"].append(time.perf_counter() - start)
+        writer.finish()
+        found["save_s"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        described = checkpoints.describe(step)
+        CheckpointTensors(checkpoints, described, spec).fill_all(engine.state_dict())
+        found["load_s"].append(time.perf_counter() - start)
+        found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(step).iterdir())
+        time.sleep(pause_s)
+        found["plain_s"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
+        (folder / f"plain-{step - 1}").unlink(missing_ok=True)
+    dist.destroy_process_group()
+    return {
+        name: value[1:] if isinstance(value, list) else value for name, value in found.items()
+    }  # 0 warms up
+
+
+def _plain_write(file: Path, size: int) -> float:
+    """Returns the seconds that a new file takes, made beside the one before, as a checkpoint is."""
+    content = memoryview(bytearray(os.urandom(1 << 20)) * (size // (1 << 20)))
+    start = time.perf_counter()
+    with file.open("wb") as stream:
+        stream.write(content)
+        os.fsync(stream.fileno())
+    return time.perf_counter() - start
+
+
+# Planning
+
+TRILLION = ModelSpec.preset("gpt-1t")
+PLAN = Plan(
+    tensor_parallel=8,
+    pipeline_parallel=64,
+    data_parallel=6,
+    zero_stage=1,
+    precision="bf16",
+    global_batch_size=384,
+)
+
+
+def measure_planning(workplace: Path, stages: int = 64) -> list[Row]:
+    """Returns CPU seconds of a first and a second save of so many stages, 48 ranks each, and of the
+    way before.
+
+    Raises:
+        RuntimeError: a process failed; with its last words.
+    """
+    old, new = (alone("storage", "seconds", stages, workplace, way) for way in ("before", ""))
+    note = f"{new['items']:,} tensors and parts to write, .metadata of {new['bytes'] / 1e6:.1f} MB"
+    ranks = f"{new['ranks']:,} ranks"
+    return [
+        row(
+            f"before: every save of {ranks}",
+            old["seconds"][1],
+            "s",
+            note=f"{note}, sent to every rank at the end",
+        ),
+        row(f"first save of {ranks}", new["seconds"][0], "s", at_most=15.0, note=note),
+        row(
+            f"later saves of {ranks}", new["seconds"][1], "s", at_most=5.0, note="the plan is kept"
+        ),
+    ]
+
+
+def plans_of_a_stage(spec: ModelSpec, plan: Plan) -> list[Any]:
+    """Returns the plans of the ranks of the second pipeline stage, by torch's own code."""
+    from kit.parallel import apply, mesh  # noqa: F401  # once, for all
+
+    size = plan.num_devices // plan.pipeline_parallel
+    # A process each: torch keeps what it once computed of a rank's parts for every mesh of that
+    # shape.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as ranks:
+        return ranks.starmap(
+            _plan, [(spec, plan, rank) for rank in range(size, 2 * size)], chunksize=1
+        )
+
+
+def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from kit.parallel.apply import build_decoders
+    from kit.parallel.mesh import build_mesh
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_devices)
+    (decoder,) = build_decoders(
+        spec, plan, build_mesh(plan, "cpu"), device=torch.device("meta"), seed=None
+    )
+    state = {
+        f"{kind}.{name}": parameter.detach()
+        for kind in ("model", "adamw.exp_avg", "adamw.exp_avg_sq")
+        for name, parameter in decoder.named_parameters()
+    }
+    made = create_default_local_save_plan(state, is_coordinator=False)
+    return dataclasses.replace(made, planner_data={name: (name,) for name in state})
+
+
+def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[Any]:
+    """Returns copies of the plans of the second stage for another."""
+    from kit.parallel.pipeline import stage_layers
+
+    names = {
+        f".layers.{a}.": f".layers.{b}."
+        for a, b in zip(stage_layers(spec, plan, 1), stage_layers(spec, plan, stage), strict=True)
+    }
+
+    def renamed(name: str) -> str:
+        old = next(old for old in names if old in name)
+        return name.replace(old, names[old])
+
+    return [
+        dataclasses.replace(
+            each,
+            items=[
+                dataclasses.replace(
+                    item, index=dataclasses.replace(item.index, fqn=renamed(item.index.fqn))
+                )
+                for item in each.items
+            ],
+            planner_data={renamed(name): (renamed(name),) for name in each.planner_data},
+        )
+        for each in plans
+    ]
+
+
+def seconds(
+    folder: Path, stages: int, *, is_before: bool, spec: ModelSpec = TRILLION, plan: Plan = PLAN
+) -> dict[str, Any]:
+    """Returns rank 0's CPU seconds of two saves, ranks, items and bytes of the description."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from kit.run.checkpoint_writer import SteadyPlanner, Writer
+
+    own = plans_of_a_stage(spec, plan)
+    plans = [each for stage in range(stages) for each in of_stage(own, spec, plan, stage)]
+    sent, items = [pickle.dumps(each) for each in plans], sum(len(each.items) for each in plans)
+    del plans, own
+    planner: Any = DefaultSavePlanner() if is_before else SteadyPlanner()
+    took, results, path = [], [], folder
+    for save in range(2):
+        path = folder / f"{stages}-{is_before}-{save}"
+        path.mkdir()
+        writer: Any = (
+            FileSystemWriter(path) if is_before else Writer(path, planner, lambda *_: None)
+        )
+        start = time.process_time()
+        planner.set_up_planner({}, is_coordinator=True)
+        gathered = [pickle.loads(each) for each in sent]
+        planned, described = planner.create_global_plan(gathered)
+        scattered = [pickle.dumps(each) for each in writer.prepare_global_plan(planned)]
+        paused = time.process_time()
+        if save == 0:
+            results = [pickle.dumps(_results(pickle.loads(each))) for each in scattered]
+        resumed = time.process_time()
+        writer.finish(described, [pickle.loads(each) for each in results])
+        took.append(time.process_time() - resumed + paused - start)
+        gc.enable()
+        if not is_before:
+            sent = [pickle.dumps(SavePlan([], usable=False))] * len(
+                sent
+            )  # what ranks whose plan has not changed send
+    size = (path / ".metadata").stat().st_size
+    return {"seconds": took, "ranks": len(sent), "items": items, "bytes": size}
+
+
+def _results(plan: Any) -> list[Any]:
+    """Returns what a rank says that it has written."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    file = f"{plan.storage_data.prefix}0.distcp"
+    return [
+        WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000))
+        for i, item in enumerate(plan.items)
+    ]
+
+
+if __name__ == "__main__":
+    case, first, second, *way = sys.argv[1:]
+    if case == "seconds":
+        found = seconds(Path(second), int(first), is_before=way == ["before"])
+    else:
+        found = times(Path(first), ModelSpec.from_json(sys.stdin.read()), float(second))
+    print(json.dumps(found))
