@@ -156,7 +156,7 @@ STATEMENTS = {
     "kit/measure": 354,
     "kit/model": 312,
     "kit/monitor": 2021,
-    "kit/papers": 2054,
+    "kit/papers": 2047,
     "kit/parallel": 427,
     "kit/rehearsal": 199,
     "kit/run": 830,

@@ -55,24 +55,23 @@ is remembered only."""
 
 def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the trials of the search in the authors' spaces, best so far, and its table."""
-    panels = {name: _model_layers(name) for name in SPACES}
-    searches = [_search(name)[0] for name in SPACES]
-    titles = ["1.4B, driver space: TFLOP/s", "175B, our space: TFLOP/s"]
-    panels["demo scale"] = []
-    drawn = [*panels.values()][: len(SPACES)]
-    for folder, trials in demo_searches(runs).items():
-        drawn.append(_demo_layers(trials, folder))
-        panels["demo scale"] += drawn[-1]
-        searches.append(trials)
-        titles.append("here, real runs: tokens/s")
-    demo = len(drawn) - len(SPACES)
-    mosaic = ";".join(["ac", "bd", *(2 * letter for letter in "efghijklmnop"[: 2 * demo])])
-    ratios = (9, 1) * (1 + demo)
+    drawn = [
+        ("1.4B, driver space: TFLOP/s", _model_layers("1.4B"), _search("1.4B")[0]),
+        ("175B, our space: TFLOP/s", _model_layers("175B"), _search("175B")[0]),
+    ]
+    demo = [
+        ("here, real runs: tokens/s", _demo_layers(trials, folder), trials)
+        for folder, trials in demo_searches(runs).items()
+    ]
+    mosaic = ";".join(["ac", "bd", *(2 * letter for letter in "efghijklmnop"[: 2 * len(demo)])])
+    ratios = (9, 1) * (1 + len(demo))
     with new_figure(mosaic, height=1 + 1.5 * len(ratios), height_ratios=ratios) as (figure, axes):
         places = [(axes[0], axes[2]), (axes[1], axes[3]), *zip(axes[4::2], axes[5::2], strict=True)]
-        for place, layers, trials, title in zip(places, drawn, searches, titles, strict=True):
-            _draw(*place, layers, trials)
-            place[0].set(title=title)
+        for (axis, below), (title, layers, trials) in zip(places, drawn + demo, strict=True):
+            _draw(axis, below, layers, trials)
+            axis.set(title=title)
+        panels = {name: layers for name, (_, layers, _) in zip(SPACES, drawn, strict=True)}
+        panels["demo scale"] = [layer for _, layers, _ in demo for layer in layers]
         return finish(figure, panels, *_search_caption(), notes=_search_notes())
 
 
