@@ -6,11 +6,14 @@ million.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from cluster.record import ConfigError
+from kit.run import Run
 from kit.run.columns import Columns, tokens_seen
-from kit.run.metrics import refutes_peak
+from kit.run.metrics import Metrics, refutes_peak
 
 AXES = ("step", "tokens", "time")
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
@@ -19,7 +22,7 @@ SCHEDULED = ("learning_rate", "memory_bytes")
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time")
 UTILISATIONS = ("mfu", "hfu")
 """The other series are columns of the file as they are."""
-TAKEN = ("tokens", "step_time_s", "attempt", "consumed_tokens", "time")
+TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
 BLOCK = 32
@@ -31,17 +34,17 @@ class Curves:
 
     Args:
         columns: read by someone else; `update` takes over what is new.
-        utilisation: returns MFU and HFU per token/s of an attempt, NaN for an unknown peak.
+        run: returns the run whose columns they are, as it is now.
         smoothing: weight of the past in the average, from 0 (none) to below 1.
     """
 
     def __init__(
         self,
         columns: Columns,
-        utilisation: Callable[[int], tuple[float, float]],
+        run: Callable[[], Run],
         smoothing: float = 0.9,
     ) -> None:
-        self.columns, self.utilisation, self.smoothing = columns, utilisation, smoothing
+        self.columns, self.run, self.smoothing = columns, run, smoothing
         self.restart()
 
     def __len__(self) -> int:
@@ -78,17 +81,16 @@ class Curves:
         first = len(self)
         if first == len(self.columns):
             return
-        told = {name: self.columns[name][first:] for name in TAKEN}
-        with np.errstate(divide="ignore", invalid="ignore"):
-            speed = told["tokens"] / told["step_time_s"]
-        speed[~np.isfinite(speed)] = np.nan
+        new = {name: self.columns[name][first:] for name in TAKEN}
+        metrics = Metrics(columns=new, skipped_lines=0, **facts_of(self.run()))
+        speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
         self._values["tokens_per_s"].extend(speed)
-        self._utilise(speed, told["attempt"])
+        self._utilise(metrics.utilisations(), len(speed))
         tokens, time = self._values["tokens"], self._values["time"]
         seen = tokens.array[-1] if first else None
-        tokens.extend(tokens_seen(told["tokens"], told["consumed_tokens"], seen))
+        tokens.extend(tokens_seen(new["tokens"], new["consumed_tokens"], seen))
         # A clock that was set back must not make time run backwards.
-        elapsed = np.append(time.array[-1:], told["time"] - self.columns["time"][0])
+        elapsed = np.append(time.array[-1:], new["time"] - self.columns["time"][0])
         time.extend(np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :])
 
     def average(self, name: str) -> np.ndarray:
@@ -128,13 +130,10 @@ class Curves:
             at[0] = x[edges[0]]
         return at, np.stack(rows)
 
-    def _utilise(self, speed: np.ndarray, attempts: np.ndarray) -> None:
+    def _utilise(self, values: np.ndarray | None, count: int) -> None:
         """Takes over MFU and HFU of further steps; a value above 1 is none."""
-        was_refuted = self.times_peak is not None
-        numbers, index = np.unique(attempts, return_inverse=True)
-        rates = np.array([self.utilisation(int(number)) for number in numbers])[index]
-        values = speed * rates.T
-        hardware = values[1]
+        values = np.full((2, count), np.nan) if values is None else values
+        was_refuted, hardware = self.times_peak is not None, values[1]
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
         for name, row in zip(UTILISATIONS, values, strict=True):
@@ -142,6 +141,21 @@ class Curves:
         if was_refuted != (self.times_peak is not None):
             # What was averaged is no longer what is shown.
             self._averages.clear()
+
+
+def facts_of(run: Run) -> dict[str, Any]:
+    """Returns what the derived values of `Metrics` rest on."""
+    try:
+        plans, elsewhere = run.plans(), run.other_sites()
+    except ConfigError:  # written this moment, or damaged; what was recorded is still worth having
+        plans, elsewhere = {}, {}
+    return {
+        "spec": run.spec,
+        "site": run.site,
+        "is_imported": run.is_imported,
+        "plans": plans,
+        "other_sites": elsewhere,
+    }
 
 
 class Growing:

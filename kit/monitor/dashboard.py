@@ -27,7 +27,7 @@ from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.columns import Columns, parse_row
-from kit.run.metrics import median, time_left_s, utilisation_rates
+from kit.run.metrics import median, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 MAX_WIDTH = 2400
@@ -87,15 +87,13 @@ class Dashboard:
     ) -> None:
         self.run = run
         self.lock = threading.RLock()
-        self.columns = Columns(run.directory / "metrics.jsonl")
-        self.curves = Curves(
-            self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing
-        )
+        self.columns = _columns(run)
+        self.curves = Curves(self.columns, lambda: self.run, smoothing)
         self.levels: dict[str, float] = {}
         self.others: dict[str, Curves] = {}
         for name, baseline in (baselines or {}).items():
             if isinstance(baseline, Run):
-                self.others[name] = Curves(_columns(baseline), lambda _: (math.nan, math.nan))
+                self.others[name] = Curves(_columns(baseline), lambda run=baseline: run)
             else:
                 self.levels[name] = float(baseline)
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
@@ -344,15 +342,6 @@ def hook_words(run: Run) -> str:
 
 def _columns(run: Run) -> Columns:
     return Columns(run.directory / "metrics.jsonl")
-
-
-def _utilisation(run: Run, attempt: int) -> tuple[float, float]:
-    try:
-        plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
-    except ConfigError:  # written this moment, or damaged
-        plan, site = run.plan, run.site
-    rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
-    return rates or (math.nan, math.nan)
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from cluster.files import replacement
 from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
+from kit.monitor.curves import facts_of
 from kit.run import Run
 from kit.run.columns import first_steps, supersede
 from kit.run.metrics import Metrics, MetricsFollower, rows_to_metrics
@@ -97,12 +98,7 @@ def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def metrics_of(run: Run, rows: list[dict[str, Any]]) -> Metrics:
     """Returns rows of a run as they are, in their order and with repeated steps, as metrics."""
-    try:
-        plans, elsewhere = run.plans(), run.other_sites()
-    except ConfigError:  # damaged; what was recorded is still worth having
-        plans, elsewhere = {}, {}
-    of_run: dict[str, Any] = {"spec": run.spec, "site": run.site, "is_imported": run.is_imported}
-    return rows_to_metrics(rows, plans=plans, other_sites=elsewhere, **of_run)
+    return rows_to_metrics(rows, **facts_of(run))
 
 
 def derived(metrics: Metrics) -> dict[str, np.ndarray]:

@@ -139,19 +139,19 @@ class Metrics:
         """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they
         are known.
         """
-        both = self._utilisations()
+        both = self.utilisations()
         if both is None:
             return "peak unknown"
         known = both[1][np.isfinite(both[1])]
         return "above the peak" if refutes_peak(int(np.sum(known > 1)), len(known)) else None
 
     def _believable(self, which: int) -> np.ndarray | None:
-        both = self._utilisations()
+        both = self.utilisations()
         if both is None or self.why_no_mfu:
             return None
         return np.where(both[which] > 1, np.nan, both[which])
 
-    def _utilisations(self) -> np.ndarray | None:
+    def utilisations(self) -> np.ndarray | None:
         """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown
         peak.
         """

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from cluster.site import Site
 from kit.monitor.curves import Average, Curves, discounted_sum, envelope, pixel_edges
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
 from kit.run import columns as columns_module
 from kit.run.columns import NAMES, Columns
 from kit.run.metrics import Metrics
@@ -213,7 +216,16 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
         "".join(line(step, time=1e9 + step - 100 * (step > 20)) for step in range(1, 31))
     )
     columns = Columns(file).read_all()
-    curves = Curves(columns, {1: (1e-4, 1e-4), 2: (2e-4, 2e-4)}.__getitem__, smoothing=0.5)
+    spec = ModelSpec.preset("demo")
+    site = Site.load("laptop").with_measured_peak("fp32", spec.flops_per_token() / 2e-4, "test")
+    plans = {
+        1: Plan(data_parallel=2, global_batch_size=2),
+        2: Plan(global_batch_size=2),
+    }
+    run = Run(tmp_path, spec=spec, plan=plans[2], recipe=Recipe(data="x", num_steps=9), site=site)
+    for attempt, plan in plans.items():
+        plan.write(tmp_path / f"plan.attempt_{attempt:02d}.json")
+    curves = Curves(columns, lambda: run, smoothing=0.5)
     curves.update()
     assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
     curves.window(("loss",), axis="step", width=100, start=None, end=None, log=False)
@@ -234,7 +246,7 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
 
 
 def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
-    curves = Curves(Columns(tmp_path / "absent").read_all(), lambda attempt: (1.0, 1.0))
+    curves = Curves(Columns(tmp_path / "absent").read_all(), lambda: pytest.fail("not asked for"))
     curves.update()
     x, values = curves.window(
         ("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True
