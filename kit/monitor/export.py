@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cluster.files import replacement
 from cluster.record import ConfigError, suggestion
@@ -34,7 +35,9 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
     recorded = [
         row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows
     ]
-    kept = recorded if every_attempt else _newest(recorded)
+    steps, attempts = ([row[name] for row in recorded] for name in ("step", "attempt"))
+    newest = [recorded[place] for place in that_count(steps, attempts)]
+    kept = recorded if every_attempt else newest
     metrics = metrics_of(run, kept)
     names = list(metrics.columns) + sorted(
         {name for row in kept for name in row} - set(metrics.columns)
@@ -87,13 +90,12 @@ def export(
     return table.num_rows
 
 
-def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns each step once: a newer attempt's rows replace all that older ones did from its
-    first step on.
+def that_count(steps: ArrayLike, attempts: ArrayLike) -> np.ndarray:
+    """Returns the places of the rows that count, by step: a newer attempt's rows replace all that
+    older ones did from its first step on.
     """
-    keys = [[row["step"], row["attempt"], i] for i, row in enumerate(rows)]
-    places = np.array(keys, float).reshape(-1, 3).T
-    return [rows[int(i)] for i in supersede(places, first_steps(places, {}))[2]]
+    rows = np.array([steps, attempts, np.arange(np.size(steps))], float)
+    return supersede(rows, first_steps(rows, {}))[2].astype(int)
 
 
 def metrics_of(run: Run, rows: list[dict[str, Any]]) -> Metrics:

@@ -16,9 +16,10 @@ from cluster.record import Record, field_doc
 from cluster.site import Site
 from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
 from kit.errors import RunError
+from kit.monitor.export import that_count
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.columns import NAMES, first_steps, parse_lines, supersede
+from kit.run.columns import NAMES, parse_lines
 from kit.run.tail import Tail
 
 PARTS = {
@@ -226,13 +227,10 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns all rows that were recorded, in the order of the file, and whether each counts."""
     tail = Tail(run.directory / "metrics.jsonl")
     parts = (parse_lines(text)[0] for text in iter(tail.new_lines, b""))
-    rows = np.hstack([np.empty((len(NAMES), 0)), *parts])
-    places = np.vstack([rows[:2], np.arange(rows.shape[1])])
-    counts = np.zeros(rows.shape[1])
-    if rows.shape[1]:
-        counts[supersede(places, first_steps(places, {}))[2].astype(int)] = 1
-    names = ("attempt", "time", "step_time_s", "validation_loss", "checkpoint_s")
-    columns = {name: rows[NAMES.index(name)] for name in names} | {"counts": counts}
+    values: Any = np.hstack([np.empty((len(NAMES), 0)), *parts])
+    columns: dict[str, np.ndarray] = dict(zip(NAMES, values, strict=True))
+    columns["counts"] = np.zeros(len(columns["step"]))
+    columns["counts"][that_count(columns["step"], columns["attempt"])] = 1
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[known] for name, column in columns.items()}
 
