@@ -155,7 +155,7 @@ STATEMENTS = {
     "kit/foreign": 516,
     "kit/measure": 354,
     "kit/model": 312,
-    "kit/monitor": 2021,
+    "kit/monitor": 2016,
     "kit/papers": 2047,
     "kit/parallel": 427,
     "kit/rehearsal": 199,
