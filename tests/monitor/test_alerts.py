@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.job import read_status
 from cluster.login.mirror import SEEN, Seen
 from cluster.record import ConfigError
 from cluster.state import JobState
@@ -19,7 +18,7 @@ from kit.monitor.ranks import MIN_SAMPLES
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
-from tests.monitor.recorded import add_rows, beat, dead_process, look, recorded_run, rows, say
+from tests.monitor.recorded import add_rows, beat, look, recorded_run, rows
 
 
 def kinds(dashboard: Dashboard) -> list[str]:
@@ -114,14 +113,6 @@ def test_the_log_survives_torn_lines_and_a_directory_that_cannot_be_written(tmp_
     assert absent.add([alert]) == [alert] and absent.alerts == [alert]
     with pytest.raises(ConfigError):
         dataclasses.replace(alert, level="fatal")
-
-
-def test_a_lost_job_is_an_error(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "run", steps=50)
-    say(run, JobState.RUNNING, step=50, process=dead_process())
-    assert read_status(run.directory).state is JobState.LOST
-    dashboard = Dashboard(run)
-    assert kinds(dashboard) == ["job"] and dashboard.alerts()[0]["level"] == "error"
 
 
 def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:

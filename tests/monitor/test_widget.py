@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -118,14 +117,6 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     widget._on_message(widget, {"type": "action", "name": "resume"}, [])
     until(lambda: widget.facts["actions"].get("resume", {}).get("done_at"))
     assert "refused" in widget.facts["actions"]["resume"]["note"], "there are no data to train on"
-
-
-def test_a_removed_directory_keeps_the_last_picture(show, tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "run")
-    widget = show(run)
-    shutil.rmtree(run.directory, ignore_errors=True)  # the view may write an alert at this moment
-    until(lambda: widget.facts["state"] == "lost")
-    assert widget.frame["rows"] == 400 and widget.failure == ""
 
 
 def test_the_picture_rides_along_and_what_is_sent_is_json(
