@@ -67,15 +67,16 @@ def appending(file: Path) -> io.FileIO:
     return io.FileIO(handle, "ab+")
 
 
-def is_locked(stream: io.FileIO, wait_s: float) -> bool:
-    """Returns whether this caller has the lock of an open file now, waiting for it so long at most.
+def is_locked(file: io.FileIO | int, wait_s: float) -> bool:
+    """Returns whether this caller has the lock of an open file or folder now.
 
-    The lock falls with its process. True too where the file system has no locks.
+    It waits for it so long at most. The lock falls with its process. True too where the file
+    system has no locks.
     """
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:

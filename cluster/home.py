@@ -3,6 +3,7 @@
 Standard library only.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -28,15 +29,12 @@ class Home:
         """Returns what has become of the directory, or None while it is there; a file system in
         trouble is no loss.
         """
-        try:
-            number = os.stat(self.run_dir).st_ino
-        except (FileNotFoundError, NotADirectoryError):
+        if _is_gone(self.run_dir):
             return f"{self.run_dir} was deleted or renamed"
-        except OSError:
-            return None
-        if number != self.number:
-            return f"{self.run_dir} is another directory now"
-        if self.marks and not any(map(_may_exist, self.marks)):
+        with contextlib.suppress(OSError):
+            if os.stat(self.run_dir).st_ino != self.number:
+                return f"{self.run_dir} is another directory now"
+        if self.marks and all(map(_is_gone, self.marks)):
             return f"{self.run_dir} was emptied"
         return None
 
@@ -48,8 +46,10 @@ class Home:
             raise JobError(f"{lost}: nothing can be recorded any more, so this process ends.")
 
 
-def _may_exist(file: Path) -> bool:
+def _is_gone(file: Path) -> bool:
+    # not by Path.exists, which from Python 3.14 on takes a file system in trouble for a loss
     try:
-        return file.exists()
-    except OSError:
-        return True
+        file.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False

@@ -127,7 +127,7 @@ class Record:
         return cls(**values)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Returns the record that a JSON text describes; errors as `from_dict`."""
         try:
             data = json.loads(text)
@@ -147,7 +147,7 @@ class Record:
                 describe this record.
         """
         try:
-            text = read_small(Path(file)).decode()
+            text = read_small(Path(file))
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{file}: no such file; expected a {cls.__name__} as JSON."
@@ -155,10 +155,6 @@ class Record:
         except OSError as error:
             raise ConfigError(
                 f"{file}: {error.strerror}; expected a {cls.__name__} as JSON."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{file}: not text ({error}); expected a {cls.__name__} as JSON."
             ) from error
         try:
             return cls.from_json(text)

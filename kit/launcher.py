@@ -3,15 +3,15 @@ before it starts.
 """
 
 import contextlib
-import fcntl
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cluster
+from cluster import local, submission
 from cluster.attempts import new_folders, refuse_live
+from cluster.files import is_locked
 from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
@@ -139,7 +139,7 @@ def submit(run: Run, time_limit_s: float | None = None) -> Run:
     """
     told = configuration_files(run.spec, run.plan, run.recipe)
     of_another_engine = dict.fromkeys({*ENGINE_FILES} - told.keys())  # which an earlier plan had
-    cluster.submit(
+    submission.submit(
         job_spec(run, time_limit_s), run.site, {**of_another_engine, **told, **run.asked()}
     )
     return run
@@ -157,7 +157,7 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     )
     is_local = run.site.scheduler == "local"
     if is_local:
-        cluster.local.check_count(num_processes)  # a torchrun would count as one
+        local.check_count(num_processes)  # a torchrun would count as one
     if is_local and run.plan.engine == "neuron" and num_processes > 1:
         agent = (
             sys.executable,
@@ -200,13 +200,10 @@ def _alone(directory: Path) -> Iterator[None]:
                 f"{directory} cannot be written: {error.strerror}. Use another run directory."
             ) from error
         stack.callback(os.close, handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        # where the file system has no locks, the attempt's owner decides
+        if not is_locked(handle, 0.0):
             told = "is being launched by another process. Use that run, or another run directory."
-            raise RunError(f"{directory} {told}") from error
-        except OSError:  # where the file system has no locks, the attempt's owner decides
-            pass
+            raise RunError(f"{directory} {told}")
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield

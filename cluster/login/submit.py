@@ -18,7 +18,7 @@ from cluster.login.connection import NoConnectionError, ssh, told
 from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, look, mirror_of
 from cluster.poll import backend
 from cluster.record import ConfigError
-from cluster.render import check, check_submittable
+from cluster.render import check_submittable
 from cluster.scheduler import Slurm
 from cluster.site import Site, There
 from cluster.state import JobError
@@ -77,7 +77,6 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
     job = _translated(
         job, there.python, str(there.source), f"{there.folder}/{Path(job.run_dir).name}"
     )
-    check(job, theirs)
     return backend(site.scheduler).texts(job, theirs, there)
 
 

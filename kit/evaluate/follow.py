@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cluster
+from cluster import submission
 from cluster.job import Job
 from cluster.record import Record, field_doc
 from cluster.state import JobError, refuse_other_owner
@@ -192,7 +192,7 @@ def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -
             earlier = Job.attach(job.run_dir)
             if not earlier.state.is_final:
                 return earlier
-        return cluster.submit(job, run.site)
+        return submission.submit(job, run.site)
     except JobError as error:
         return Followed(step=step, scored=False, said=f"not submitted: {error}")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import cluster
+from cluster import submission
 from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
@@ -149,7 +149,7 @@ def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Optio
         ConfigError, JobError: the site cannot run it.
         RunError: it did not come to its end.
     """
-    job = cluster.submit(eval_job(run, step, tasks, options), run.site)
+    job = submission.submit(eval_job(run, step, tasks, options), run.site)
     try:
         status = job.wait()
     except KeyboardInterrupt:

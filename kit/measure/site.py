@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cluster
+from cluster import local
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
@@ -160,7 +160,7 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
         asked = JobSpec(
             name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True
         )
-        job = cluster.local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
+        job = local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
         status = job.wait()
         if status.state != "done":
             raise RuntimeError(f"{module}: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")

@@ -17,8 +17,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import cluster
 from cluster.files import write_atomic
+from cluster.job import Job
 from cluster.login.mirror import look, mirror_of
 from cluster.record import Record, html_table
 from cluster.site import Site
@@ -149,11 +149,11 @@ class Run:
         return self.directory.name
 
     @property
-    def job(self) -> "cluster.Job":
+    def job(self) -> Job:
         """The job of the newest attempt: `.status()`, `.logs()`, `.stop()`, `.cancel()`,
         `.wait()`.
         """
-        return cluster.Job.attach(self.directory)
+        return Job.attach(self.directory)
 
     @property
     def is_imported(self) -> bool:

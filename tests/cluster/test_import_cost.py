@@ -6,13 +6,13 @@ import sys
 CODE = """
 import sys, time
 start = time.process_time()
-import cluster
-from cluster import Job, JobSpec, Site, local
+from cluster import local, submission
+from cluster.job import Job
+from cluster.site import Site
 Site.load("frontier")
 print(time.process_time() - start)
 heavy = {"torch", "numpy", "kit", "tomli", "yaml"} & set(sys.modules)
 assert not heavy, heavy
-assert {"Site", "Job", "local"} <= set(dir(cluster))
 """
 
 

@@ -277,7 +277,7 @@ def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, step, end, attempts
 def test_reattach_from_a_new_interpreter(tmp_path):
     job = local.submit(spec(tmp_path, "print('up')\n" + until(tmp_path / "go") + "print('end')"))
     code = (
-        "import sys; from cluster import Job\njob = Job.attach(sys.argv[1]);"
+        "import sys; from cluster.job import Job\njob = Job.attach(sys.argv[1]);"
         " print(job.status().state, flush=True)\nopen(job.run_dir / 'go',"
         " 'w').close()\nprint(*job.follow(1)); print(job.wait(20).state)"
     )
@@ -290,8 +290,8 @@ def test_reattach_from_a_new_interpreter(tmp_path):
 def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
     job = spec(tmp_path, until(tmp_path / "go") + "print('survived')")
     code = (
-        "import os, sys; from cluster import JobSpec,"
-        " local\nlocal.submit(JobSpec.from_json(sys.argv[1]))\n"
+        "import os, sys; from cluster import local; from cluster.job import"
+        " JobSpec\nlocal.submit(JobSpec.from_json(sys.argv[1]))\n"
         "os.killpg(0, 9)"  # what the end of a kernel or a terminal does to its process group
     )
     run = subprocess.run(

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import cluster
 import kit
+from cluster import submission
 from cluster.job import Job, JobSpec
 from cluster.login import connection, mirror
 from cluster.login.connection import NoConnectionError
@@ -62,7 +62,7 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     second laptop.
     """
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
-    job = cluster.submit(job_spec(here), behind)
+    job = submission.submit(job_spec(here), behind)
     assert (there / "submit.sh").exists() and not (here / "submit.sh").is_symlink()
     assert (
         Site.read(there / "site.json").login is None
@@ -71,11 +71,11 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     assert eventually(lambda: (job.status().step or 0) > 2), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs()
     with pytest.raises(JobError, match="in use"):
-        cluster.submit(job_spec(here), behind)
+        submission.submit(job_spec(here), behind)
 
     login_node.off()
     with pytest.raises(NoConnectionError, match="Open one"):
-        cluster.submit(job_spec(tmp_path / "laptop" / "late"), behind)
+        submission.submit(job_spec(tmp_path / "laptop" / "late"), behind)
     assert not (tmp_path / "laptop" / "late").exists()
     step = job.status().step or 0
     assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), (
@@ -116,7 +116,7 @@ def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
 
     monkeypatch.setattr(mirror.Mirror, "ask", cut)
     with pytest.raises(NoConnectionError, match="Whether the job was taken: `kit status`"):
-        cluster.submit(job_spec(here), behind)
+        submission.submit(job_spec(here), behind)
     job = Job.attach(here)
     assert eventually(lambda: job.status().step), job.status()
     job.cancel()
@@ -170,7 +170,7 @@ def test_refusals_leave_nothing(behind, tmp_path):
     (tmp_path / "there" / "taken").mkdir(parents=True)
     (tmp_path / "there" / "taken" / "thesis.tex").touch()
     with pytest.raises(JobError, match="frontier: .*taken exists there already"):
-        cluster.submit(job_spec(tmp_path / "laptop" / "taken"), behind)
+        submission.submit(job_spec(tmp_path / "laptop" / "taken"), behind)
     assert not (tmp_path / "laptop").exists()
     with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
         refuse_lacking(behind, ["data/demo"], "torch")
@@ -178,7 +178,7 @@ def test_refusals_leave_nothing(behind, tmp_path):
         refuse_lacking(behind, [f"{tmp_path}/nowhere"], "torch")
     there = behind.there.replace(python="/no/python")
     with pytest.raises(JobError, match="frontier: exit code 12[67].*no/python"):
-        cluster.submit(job_spec(tmp_path / "laptop" / "run"), behind.replace(there=there))
+        submission.submit(job_spec(tmp_path / "laptop" / "run"), behind.replace(there=there))
     assert not (tmp_path / "laptop").exists()
 
 

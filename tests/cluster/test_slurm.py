@@ -87,7 +87,7 @@ def test_reattach_from_another_process_and_stop(sandbox, site, tmp_path):
     )
     assert eventually(lambda: job.state is JobState.RUNNING)
     code = (
-        f"from cluster import Job; job = Job.attach({str(job.run_dir)!r}); print(job.state);"
+        f"from cluster.job import Job; job = Job.attach({str(job.run_dir)!r}); print(job.state);"
         " job.stop()"
     )
     said = subprocess.run(

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-import cluster
 import kit
+from cluster import submission
 from cluster.attempts import claimed
 from cluster.outcome import write_end
 from cluster.render import render, scripts
@@ -117,7 +117,7 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
             pass
         write_end(tmp_path / "run", attempt=attempt, rc=0, reason="done")
 
-    monkeypatch.setattr(cluster, "submit", submit, raising=False)
+    monkeypatch.setattr(submission, "submit", submit)
     spec, site = ModelSpec.preset("gpt-175b"), Site.load("frontier")
     run = kit.Run(tmp_path / "run", spec=spec, plan=FRONTIER_175B, recipe=RECIPE, site=site)
     launcher.submit(run)

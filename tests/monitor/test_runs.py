@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import cluster
-from cluster.job import JobSpec, JobStatus
+from cluster import local
+from cluster.job import Job, JobSpec, JobStatus
 from cluster.login.mirror import Mirror, Seen
 from cluster.site import Site
 from cluster.state import JobState, update_state
@@ -46,8 +46,8 @@ def make(
     return run
 
 
-def submit(run: Run, *argv: str) -> cluster.Job:
-    return cluster.local.submit(
+def submit(run: Run, *argv: str) -> Job:
+    return local.submit(
         JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1)
     )
 

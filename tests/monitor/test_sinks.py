@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import cluster
+from cluster import local
 from cluster.job import JobSpec
 from cluster.state import JobState
 from kit.errors import ConfigError, MissingPackageError
@@ -194,7 +194,7 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
 def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
     pytest.importorskip("tensorboard")
     spec = JobSpec(name="live", run_dir=str(run.directory), argv=("sleep", "1.5"), num_processes=1)
-    job, added = cluster.local.submit(spec), iter(range(41, 1000))
+    job, added = local.submit(spec), iter(range(41, 1000))
 
     def train(_: float) -> None:
         time.sleep(0.2)

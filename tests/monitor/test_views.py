@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import cluster
-from cluster.job import JobSpec, JobStatus
+from cluster import local
+from cluster.job import Job, JobSpec, JobStatus
 from cluster.site import Site
 from cluster.state import JobState
 from kit.commands.options import strict_json
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Run:
     rows[-1]["validation_loss"] = 6.1
     (run.directory / "metrics.jsonl").write_text(lines(rows))
     job = JobSpec(name="ended", run_dir=str(run.directory), argv=("true",), num_processes=1)
-    cluster.local.submit(job).wait(20)
+    local.submit(job).wait(20)
     return run
 
 
@@ -104,13 +104,13 @@ def test_following_draws_at_the_end_and_not_at_every_look(
         "IPython.display.DisplayHandle.update", lambda _, data, **__: shown.append(data)
     )
 
-    def status(_: cluster.Job) -> JobStatus:
+    def status(_: Job) -> JobStatus:
         looks.append(1)
         return dataclasses.replace(
             ended, state=JobState.RUNNING if len(looks) < 20 else JobState.DONE
         )
 
-    monkeypatch.setattr(cluster.Job, "status", status)
+    monkeypatch.setattr(Job, "status", status)
     with ThreadPoolExecutor(
         1
     ) as own_thread:  # a browser test before this one leaves a loop running in the main thread

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import cluster
+from cluster import local
 from cluster.job import JobSpec
 from cluster.state import ExitReport, JobState, ask, read_asked, take_request, write_exit
 from kit.commands.app import app
@@ -265,7 +265,7 @@ def test_buttons_as_commands(tmp_path: Path) -> None:
         grace_s=2.0,
     )
     say(run, JobState.DONE, process=dead_process())
-    cluster.local.submit(job)
+    local.submit(job)
     assert "Asked at" in _command("checkpoint", run.directory).stdout and read_asked(
         run.directory, "checkpoint"
     )

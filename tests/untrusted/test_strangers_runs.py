@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import typer.main
 
-import cluster
+from cluster import local, poll, submission
 from cluster.job import Job
 from cluster.login.mirror import Mirror
 from cluster.outcome import write_end
@@ -444,7 +444,7 @@ WRITERS: dict[str, Callable[[Run], Any]] = {
     "launch": lambda run: launcher.launch(
         run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe
     ),
-    "submit": lambda run: cluster.submit(run.job.spec, Site.load("laptop")),
+    "submit": lambda run: submission.submit(run.job.spec, Site.load("laptop")),
     "sink": lambda run: copy_metrics(run, "tensorboard", follow=False),
     "peak": lambda run: remeasure(run, lambda dtype: Fact(value=1e13, source="x", error=0.0)),
     "jobs": lambda run: list(follow_run(run, ("heldout",), submit=True, limit=2, poll_s=0)),
@@ -578,7 +578,7 @@ def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> No
 
 def test_stop_now_cancels_only_the_job_of_this_run(run: Path, calls: Calls, tmp_path: Path) -> None:
     for place, code in ((tmp_path / "elsewhere", 1), (Path(f"{run}2"), 1), (run, 0)):
-        cluster.poll.POLLER.forget(job := SchedulerJob(scheduler="slurm", id="777"))
+        poll.POLLER.forget(job := SchedulerJob(scheduler="slurm", id="777"))
         calls.place.write_text(str(place))
         running(run, scheduler_job=job)
         said = hostile.kit("stop", run, "--now")
@@ -599,8 +599,8 @@ def test_nothing_is_appended_to_what_another_has_linked(
         "history.jsonl": lambda: update_state(run, attempt=1, state=JobState.FAILED),
         ".state.lock": lambda: update_state(run, attempt=1, step=41),
         "metrics.jsonl": lambda: MetricsWriter(run / "metrics.jsonl").write([{"step": 41}]),
-        "logs/attempt_02/rank_00000.log": lambda: cluster.local.submit(opened.job.spec).wait(20),
-        "logs/attempt_02_supervisor.log": lambda: cluster.local.submit(opened.job.spec).wait(20),
+        "logs/attempt_02/rank_00000.log": lambda: local.submit(opened.job.spec).wait(20),
+        "logs/attempt_02_supervisor.log": lambda: local.submit(opened.job.spec).wait(20),
     }
     for name, append in appends.items():
         shutil.copytree(run, tmp_path / "before", symlinks=True)
