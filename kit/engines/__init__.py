@@ -1,7 +1,8 @@
-"""Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
+"""Engines: what runs one optimizer step of a Plan. Each is an `Engine`."""
 
 import importlib.metadata
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cluster.site import Site
 from kit.engines.neuron.configuration import check_platform
@@ -13,7 +14,6 @@ from kit.spec import ModelSpec
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.nn import Parameter
 
 
 class Engine(Protocol):
@@ -21,6 +21,8 @@ class Engine(Protocol):
 
     data_rank: int
     """Which replica this rank belongs to: it reads that part of each global batch."""
+    decoders: Sequence[Any] = ()
+    """What this rank holds of the model, where that is the kit's own modules."""
 
     def train_step(self, samples: "Tensor", learning_rate: float) -> tuple[float, float]:
         """Runs one optimizer step and returns the loss and the gradient norm before clipping, the
@@ -30,6 +32,12 @@ class Engine(Protocol):
         """
         ...
 
+    def begin_step(self, samples: "Tensor", learning_rate: float) -> Any:
+        """Begins a step and returns what it is going to give, for a device that works ahead; here
+        the step is over, and its loss and norm are there.
+        """
+        return self.train_step(samples, learning_rate)
+
     def validation_loss(self, samples: "Tensor") -> float:
         """Returns the mean loss in nats per token, the same on all ranks; shapes as in
         `train_step`.
@@ -38,9 +46,11 @@ class Engine(Protocol):
         """
         ...
 
-    def parameters(self) -> "list[Parameter]":
-        """Returns this rank's parameters."""
-        ...
+    def loss_scaling(self) -> dict[str, float]:
+        """Returns in fp16 `loss_scale`, of the next step, and `skipped_steps` so far, which
+        overflowed.
+        """
+        return {}
 
 
 @runtime_checkable
@@ -64,17 +74,6 @@ class PortableEngine(Engine, Protocol):
 
     def after_load(self) -> None:
         """Takes over what was loaded into `state_dict`."""
-        ...
-
-
-@runtime_checkable
-class ScalingEngine(Engine, Protocol):
-    """One that can train in fp16."""
-
-    def loss_scaling(self) -> dict[str, float]:
-        """Returns `loss_scale`, of the next step, and `skipped_steps` so far, which overflowed;
-        none but in fp16.
-        """
         ...
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
+from kit.engines import PortableEngine
 from kit.engines.adamw import adamw
 from kit.engines.phases import Phases
+from kit.model import Decoder
 from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
@@ -28,10 +30,8 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 
-class NativeEngine:
-    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by
-    `build_engine`.
-    """
+class NativeEngine(PortableEngine):
+    """This rank's part of one model in training, made by `build_engine`."""
 
     def __init__(
         self,
@@ -53,7 +53,9 @@ class NativeEngine:
         )
         self.data_rank = data_rank(self.mesh)
         seed = recipe.seed if initialise else None
-        self.decoders = build_decoders(spec, plan, self.mesh, device=device, seed=seed)
+        self.decoders: list[Decoder] = build_decoders(
+            spec, plan, self.mesh, device=device, seed=seed
+        )
         self.is_first = any(decoder.embedding is not None for decoder in self.decoders)
         self.is_last = any(decoder.output is not None for decoder in self.decoders)
         self.tied = (

@@ -83,14 +83,14 @@ class CheckpointWriter:
         saved.upload_completion.add_done_callback(lambda _: gc.enable())  # whatever became of it
         self.pending = (saved.upload_completion, facts)
 
-    def is_copied(self) -> bool:
-        """Whether training may change the tensors that `start` was given."""
-        return self.copies is None or self.copies.done()
-
-    def wait_for_copies(self) -> None:
-        """Returns once `is_copied`; that copying failed is told by `finish`."""
-        if self.copies is not None:
-            wait([self.copies])
+    def wait_for_copies(self) -> bool:
+        """Returns, once training may change the tensors that `start` was given, whether it had to
+        wait; that copying failed is told by `finish`.
+        """
+        if self.copies is None or self.copies.done():
+            return False
+        wait([self.copies])
+        return True
 
     def poll(self) -> None:
         """Raises as `finish` once the pending checkpoint has failed; never waits.

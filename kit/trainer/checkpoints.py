@@ -1,7 +1,10 @@
-"""How the state of an engine gets into a run's checkpoints and back."""
+"""How the state of an engine gets into a run's checkpoints and back.
+
+Every rank has one `EngineCheckpoints`, and all call it at the same steps.
+"""
 
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -13,40 +16,13 @@ from kit.run.checkpoint_reader import CheckpointTensors, alike, describe_togethe
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from kit.engines.neuron.checkpoint import NxdCheckpoints
 
-class EngineCheckpoints(Protocol):
-    """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at
-    the same steps.
-    """
-
-    stall_s: float
-    """Seconds for which training has waited for saves, since whoever records them took them."""
-
-    def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write; returns as soon as training may go on.
-
-        `facts` are the manifest's fields other than attempt, time and files.
-        """
-        ...
-
-    def poll(self) -> None:
-        """Completes the pending checkpoint if it is written. Call it once a step."""
-        ...
-
-    def finish(self) -> None:
-        """Waits for the pending checkpoint, if any, and makes it complete."""
-        ...
-
-    def load(self, step: int) -> Manifest:
-        """Fills the engine from the checkpoint at `step` and returns its manifest.
-
-        Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine
-        holds nothing useful.
-        """
-        ...
+    EngineCheckpoints: TypeAlias = "PortableCheckpoints | NxdCheckpoints"
 
 
-def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> EngineCheckpoints:
+def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> "EngineCheckpoints":
     """Returns what writes and reads the checkpoints of this run's engine; `group` is on the CPU.
     NxD has own files.
     """
@@ -94,21 +70,30 @@ class PortableCheckpoints:
         self.run, self.engine, self.writer, self.group = run, engine, writer, group
         self.poll, self.finish = writer.poll, writer.finish
         self.stall_s = 0.0
+        """Seconds for which training has waited for saves, since whoever records them took them."""
         engine.optimizer.register_step_pre_hook(self._wait_for_copies)
 
     def save(self, facts: dict[str, Any]) -> None:
+        """Begins to write; returns as soon as training may go on.
+
+        `facts` are the manifest's fields other than attempt, time and files.
+        """
         self.writer.start(self.engine.state_dict(), facts)
 
     def _wait_for_copies(self, *_: Any) -> None:
         """Runs before the optimizer changes what is being copied, beside the forward and
         backward pass until then.
         """
-        if not self.writer.is_copied():
-            start = time.perf_counter()
-            self.writer.wait_for_copies()
+        start = time.perf_counter()
+        if self.writer.wait_for_copies():
             self.stall_s += time.perf_counter() - start
 
     def load(self, step: int) -> Manifest:
+        """Fills the engine from the checkpoint at `step` and returns its manifest.
+
+        Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine
+        holds nothing useful.
+        """
         manifest, description = describe_together(self.run.checkpoints, step, self.group)
         tensors = CheckpointTensors(self.run.checkpoints, (manifest, description), self.run.spec)
         self.engine.restore_optimizer(step - manifest.skipped)

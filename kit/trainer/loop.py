@@ -19,7 +19,7 @@ from cluster.home import Home
 from cluster.record import counted
 from cluster.state import JobState, take_request, update_state
 from kit.data import Samples, shares, training_samples
-from kit.engines import ScalingEngine, build_engine, gpu_runtime
+from kit.engines import build_engine, gpu_runtime
 from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.run import HOOK, Run
@@ -65,11 +65,8 @@ class Trainer:
         self.control, self.home = control_group(), Home(run.directory)
         self.dataset = run.dataset()
         self.samples = training_samples(self.recipe, run.spec.sequence_length)
-        self.step, self.consumed, self.finished = (
-            0,
-            0,
-            0,
-        )  # launched and finished steps: the same but for a moment
+        # Launched and finished steps: the same but for a moment.
+        self.step, self.consumed, self.finished = 0, 0, 0
         self.step_time_s, self.finished_at, self.ask_at = 0.0, 0.0, 0
         self.work_s: float | None = None
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
@@ -87,9 +84,6 @@ class Trainer:
         self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
-        self.begin_step = getattr(
-            self.engine, "begin_step", self.engine.train_step
-        )  # native: does not wait
         # Where training goes on after a bad step, none may come between that step and its answer.
         can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
         self.hook = Hook(run.directory / HOOK, self.control) if self.recipe.hook else None
@@ -107,7 +101,7 @@ class Trainer:
         on_compile(self.watchdog.compile_begins, self.watchdog.compile_ends)
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
         self.profiler = Profiler(run, self.control, device)
-        self.last_beat, self.is_stopped = float("-inf"), False
+        self.last_beat = float("-inf")
 
     def _resume(self) -> None:
         manifest = self.recovery.load_newest(self.checkpoints)
@@ -164,13 +158,12 @@ class Trainer:
                 self.checkpoints.poll()
                 if save:
                     self._checkpoint()
-            if stop and not last:
-                self.is_stopped = True
+            if stop:
                 break
         self.watchdog.close()
         self.checkpoints.finish()
         self._write()  # what waited for room, which the last checkpoint has found
-        if self.is_stopped:
+        if self.step < self.recipe.num_steps:
             return f"stopped by request after step {self.step}; resume continues from there"
         return f"finished {counted(self.step, 'step')}"
 
@@ -179,7 +172,7 @@ class Trainer:
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
         samples = self.batches.at(self.consumed, self.plan.global_batch_size)
         loaded, busy = time.perf_counter(), busy_s()
-        result = self.begin_step(samples, learning_rate)
+        result = self.engine.begin_step(samples, learning_rate)
         waits = {"data_s": round(loaded - start, 6)}
         if (
             self.device.type == "cpu"
@@ -214,12 +207,12 @@ class Trainer:
 
     def _ask_hook(self, hook: Hook, row: dict[str, Any]) -> None:
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "learning_rate")}
-        tokens, parts = (
-            self.consumed * self.run.spec.sequence_length,
-            tuple(getattr(self.engine, "decoders", ())),
-        )
         state = StepState(
-            **seen, tokens=tokens, rank=self.rank, num_ranks=dist.get_world_size(), parts=parts
+            **seen,
+            tokens=self.consumed * self.run.spec.sequence_length,
+            rank=self.rank,
+            num_ranks=dist.get_world_size(),
+            parts=tuple(self.engine.decoders),
         )
         numbers, problem = hook.numbers(state)
         row |= numbers
@@ -238,7 +231,6 @@ class Trainer:
         self.step_time_s = self.finished_at - max(
             before, launched.start
         )  # launched early, it had to wait its turn
-        scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
         stall_s, self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
         length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
         first = self.consumed - batch * (1 + self.step - launched.step)
@@ -252,7 +244,7 @@ class Trainer:
             "grad_norm": grad_norm,
             "learning_rate": launched.learning_rate,
             **memory_row(self.device),
-            **scaling,
+            **self.engine.loss_scaling(),
             **({"checkpoint_s": stall_s} if stall_s else {}),
             **launched.waits,
             **phases,

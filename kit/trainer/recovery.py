@@ -7,7 +7,7 @@ recipe's choice (`kit.trainer.guard`); here all ranks agree on it and do it.
 
 import sys
 import time
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from kit.engines import Engine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest
-from kit.trainer.checkpoints import EngineCheckpoints
 from kit.trainer.guard import Answer, Guard
+
+if TYPE_CHECKING:
+    from kit.trainer.checkpoints import EngineCheckpoints
 
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
@@ -47,7 +49,7 @@ class Recovery:
         dist.broadcast_object_list(listed, src=0, group=self.group)
         return listed[0]
 
-    def load_newest(self, checkpoints: EngineCheckpoints) -> Manifest | None:
+    def load_newest(self, checkpoints: "EngineCheckpoints") -> Manifest | None:
         """Fills the engine from the newest checkpoint that all ranks can read; returns its
         manifest, None if none is.
 
@@ -93,7 +95,7 @@ class Recovery:
         if self.guard.judges_before_update:
             engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as the guard checked
 
-    def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
+    def respond(self, row: dict[str, Any], checkpoints: "EngineCheckpoints") -> None:
         """Does what the recipe says about a bad step: nothing, drop its update, roll back, or stop.
 
         The step's row for the metrics gets `skipped`, the number of updates that were dropped.
@@ -119,7 +121,7 @@ class Recovery:
             self.tell("guard", f"step {row['step']}: {what}; {done}", row["step"])
         self.guard.note(answer, what, row["loss"])
 
-    def _roll_back(self, step: int, checkpoints: EngineCheckpoints) -> str:
+    def _roll_back(self, step: int, checkpoints: "EngineCheckpoints") -> str:
         checkpoints.finish()
         manifest = self.load_newest(checkpoints)
         if manifest is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from kit.engines import PortableEngine
 from kit.engines.adamw import adamw
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.start import import_deepspeed, quiet
@@ -26,9 +27,8 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 
-class DeepSpeedEngine:
-    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by
-    `build_engine`.
+class DeepSpeedEngine(PortableEngine):
+    """This rank's part of one model in training, made by `build_engine`.
 
     Raises:
         ConfigError: DeepSpeed would train on other batches than it says.

@@ -53,7 +53,9 @@ class Layers:
         """
         spec, plan = self.spec, self.plan
         blocks = [LayerSpec(BlockLayer, self, number) for number in range(spec.num_layers)]
-        ends = LayerSpec(TokenLayer, self), LayerSpec(OutputLayer, self)
+        output = functools.partial(nn.Linear, spec.hidden_size, spec.vocab_size, bias=False)
+        norm = functools.partial(make_norm, spec)
+        ends = LayerSpec(TokenLayer, self), LayerSpec(PartLayer, self, "output", output)
         if spec.tied_embeddings:
             tie = functools.partial(
                 TiedLayerSpec, "tokens", TokenLayer, self, tied_weight_attr=TokenLayer.WEIGHT
@@ -63,7 +65,7 @@ class Layers:
         topology = PipeModelDataParallelTopology(
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
-        layers = [ends[0], *positions, *blocks, LayerSpec(NormLayer, self), ends[1]]
+        layers = [ends[0], *positions, *blocks, LayerSpec(PartLayer, self, "norm", norm), ends[1]]
         # It makes 950 groups for 3,072 ranks; autograd must not see that it broadcasts the tied
         # weight.
         with quiet(), unbound_device(), torch.no_grad():
@@ -127,22 +129,6 @@ class TokenLayer(PipelineLayer):
         return F.linear(x_BTH, self.get_parameter(self.WEIGHT))
 
 
-class PositionLayer(PipelineLayer):
-    """Learned positions."""
-
-    def __init__(self, layers: Layers) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            positions = nn.Embedding(layers.spec.sequence_length, layers.spec.hidden_size)
-            self.embedding = nn.ModuleDict({"positions": positions})
-        layers.fill(self)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        return x_BTH + self.embedding["positions"](
-            torch.arange(x_BTH.shape[1], device=x_BTH.device)
-        )
-
-
 class BlockLayer(PipelineLayer):
     """One transformer block."""
 
@@ -157,27 +143,33 @@ class BlockLayer(PipelineLayer):
         return self.layers[self.number](x_BTH, self.rotary())
 
 
-class NormLayer(PipelineLayer):
-    """The final norm."""
+class PartLayer(PipelineLayer):
+    """A part that needs nothing but what the part before returns: the final norm, or the output
+    projection where it has a weight of its own.
+    """
+
+    def __init__(self, layers: Layers, name: str, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.name = name
+        with torch.device("meta"):
+            self.add_module(name, build())
+        layers.fill(self)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        return self.get_submodule(self.name)(x_BTH)
+
+
+class PositionLayer(PipelineLayer):
+    """Learned positions."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.norm = make_norm(layers.spec)
+            positions = nn.Embedding(layers.spec.sequence_length, layers.spec.hidden_size)
+            self.embedding = nn.ModuleDict({"positions": positions})
         layers.fill(self)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        return self.norm(x_BTH)
-
-
-class OutputLayer(PipelineLayer):
-    """The output projection where it has a weight of its own."""
-
-    def __init__(self, layers: Layers) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.output = nn.Linear(layers.spec.hidden_size, layers.spec.vocab_size, bias=False)
-        layers.fill(self)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        return self.output(x_BTH)
+        return x_BTH + self.embedding["positions"](
+            torch.arange(x_BTH.shape[1], device=x_BTH.device)
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from kit.engines import Engine
 from kit.engines.neuron.adapter import Nxd
 from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
 from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
@@ -28,8 +29,8 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 
-class NeuronEngine:
-    """This rank's part of one model, a Llama without biases, in training: `kit.engines.Engine`, by
+class NeuronEngine(Engine):
+    """This rank's part of one model, a Llama without biases, in training, made by
     `build_engine`.
 
     Raises:
