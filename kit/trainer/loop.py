@@ -84,12 +84,11 @@ class Trainer:
         self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
-        # Where training goes on after a bad step, none may come between that step and its answer.
-        can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
         self.hook = Hook(run.directory / HOOK, self.control) if self.recipe.hook else None
-        self.is_ahead = (
-            can_wait and device.type in AHEAD_ON and self.hook is None
-        )  # which sees the step's own weights
+        # Where training goes on after a bad step, none may come between that step and its answer;
+        # a hook sees the step's own weights.
+        can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
+        self.is_ahead = can_wait and device.type in AHEAD_ON and self.hook is None
         self.signs = Signs(run.directory, attempt, self.control)
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan),
@@ -174,9 +173,8 @@ class Trainer:
         loaded, busy = time.perf_counter(), busy_s()
         result = self.engine.begin_step(samples, learning_rate)
         waits = {"data_s": round(loaded - start, 6)}
-        if (
-            self.device.type == "cpu"
-        ):  # this thread computes, and does not while it waits for other ranks
+        if self.device.type == "cpu":
+            # This thread computes, and does not while it waits for other ranks.
             busy = busy_s() - busy
             self.work_s = loaded - start + busy
             waits["waiting_s"] = round(max(0.0, time.perf_counter() - loaded - busy), 6)
@@ -192,9 +190,8 @@ class Trainer:
         """Waits for all launched steps `but` so many, and answers a bad one as the recipe says."""
         while len(self.launched) > but:
             row = self._row(self.launched.popleft())
-            self.rows.append(
-                row
-            )  # first: where its answer ends the run, it is in the metrics all the same
+            # First: where its answer ends the run, it is in the metrics all the same.
+            self.rows.append(row)
             if not self.watchdog.has_begun:
                 gpu_runtime.shorten_timeouts(self.watchdog.limit_s)
             self.finished = row["step"]
@@ -228,9 +225,8 @@ class Trainer:
             loss, grad_norm = result.read()
             phases = result.phases.seconds()
         before, self.finished_at = self.finished_at, time.perf_counter()
-        self.step_time_s = self.finished_at - max(
-            before, launched.start
-        )  # launched early, it had to wait its turn
+        # Launched early, it had to wait its turn.
+        self.step_time_s = self.finished_at - max(before, launched.start)
         stall_s, self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
         length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
         first = self.consumed - batch * (1 + self.step - launched.step)
