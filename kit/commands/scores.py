@@ -167,11 +167,7 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
         "WORLD_SIZE" not in os.environ
         and (plan := layout(run.spec, run.site, Options.of(options))).num_devices > 1
     ):
-        note(
-            f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: tensor"
-            f" {plan.tensor_parallel} x pipeline {plan.pipeline_parallel} x replicas"
-            f" {plan.data_parallel} ..."
-        )
+        note(f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: {plan} ...")
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:

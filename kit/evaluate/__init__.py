@@ -22,7 +22,7 @@ from kit.run import Run
 
 if TYPE_CHECKING:
     from kit.data import Tokenizer
-    from kit.evaluate.ranks import Share
+    from kit.evaluate.packed import PackedLM
     from kit.model import Decoder
 
 __all__ = [
@@ -96,19 +96,15 @@ def evaluate(
         score_in_job(run, checkpoint.step, tasks, chosen)
         asked = [chosen.applied(request) for request in requests]
         return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
-    from kit.evaluate.ranks import opened
+    from kit.evaluate.loading import checkpoint_folder, joined, load_lm
 
-    start = time.perf_counter()
-    with opened(run, checkpoint.step, plan) as share:
-        found = score_all(
-            share,
-            dataset.tokenizer(),
-            run.spec.sequence_length,
-            requests,
-            chosen,
-            dataset.directory / VALIDATION_TEXT,
-            skip=isinstance(tasks, str),
-        )
+    start, skip = time.perf_counter(), isinstance(tasks, str)
+    with (
+        joined(plan) as device,
+        checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
+    ):
+        lm = load_lm(folder, run.spec.sequence_length, chosen, plan, device)
+        found = score_all(lm, requests, chosen, dataset.directory / VALIDATION_TEXT, skip=skip)
         return keep_scores(file if is_first and not owner else None, report, found, start)
 
 
@@ -174,9 +170,7 @@ def evaluate_model(
             suite such a task is listed in the report instead.
         MissingPackageError: lm-eval is not installed.
     """
-    import torch
-
-    from kit.evaluate.ranks import Share
+    from kit.evaluate.loading import decoder_lm
 
     for key in {"devices", "precision"} & options.keys():
         raise ConfigError(
@@ -184,10 +178,8 @@ def evaluate_model(
         )
     chosen, requests = Options.of(options), check_request(tasks)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
-    share, skip = Share(model=model, device=torch.device(device)), isinstance(tasks, str)
-    for found in score_all(
-        share, tokenizer, sequence_length, requests, chosen, heldout_file, skip=skip
-    ):
+    lm = decoder_lm(model, tokenizer, sequence_length, chosen, device)
+    for found in score_all(lm, requests, chosen, heldout_file, skip=isinstance(tasks, str)):
         report = _with(report, found)
     return report
 
@@ -221,9 +213,7 @@ def report_file(run: Run, step: int) -> Path:
 
 
 def score_all(
-    share: "Share",
-    tokenizer: "Tokenizer",
-    sequence_length: int,
+    lm: "PackedLM",
     requests: Sequence[TaskRequest],
     options: Options,
     heldout_file: Path | None,
@@ -233,25 +223,14 @@ def score_all(
     """Yields the score of each task; with `skip` also what could not be scored, instead of
     failing.
     """
-    from kit.evaluate.adapter import DecoderLM
     from kit.evaluate.code import CodeScorer
     from kit.evaluate.harness import load_task, score_task
+    from kit.evaluate.loading import first_alone, is_first
 
-    mirror = options.mirror_folder
-    lm = DecoderLM(
-        share.model,
-        tokenizer,
-        sequence_length=sequence_length,
-        batch_tokens=options.batch_tokens,
-        device=share.device,
-        seed=options.seed,
-        group=share.replicas,
-    )
-    scorer = None
+    mirror, scorer, loaded = options.mirror_folder, None, []
     if options.untrusted_code != "refuse":
-        scorer = CodeScorer(options.untrusted_code, idle=not share.is_first)
-    loaded = []
-    with share.first_alone():  # the others find what it fetches
+        scorer = CodeScorer(options.untrusted_code, idle=not is_first())
+    with first_alone():  # the others find what it fetches
         if options.download:
             build_mirror(
                 mirror, tasks=[request.task for request in requests if request.task in BENCHMARKS]

@@ -2,22 +2,15 @@
 by token.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from kit.convert import load_model
+from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
 from kit.evaluate.folder import is_hugging_face_folder
-from kit.evaluate.generation import Generation, Prompt, generate, prompt_random
 from kit.run import Run
-
-if TYPE_CHECKING:
-    from kit.data.tokenizer import Tokenizer
-    from kit.model import Decoder
-
-CUT = "\ufffd"
-"""What a tokenizer says of a character whose bytes have not all come yet."""
 
 
 def continue_text(
@@ -37,7 +30,7 @@ def continue_text(
     The source is a run, of which `step` names the checkpoint (by default the newest), or a folder
     of Hugging Face's. With a temperature above 0 tokens are drawn, the same for the same seed, from
     the fewest that together have probability `top_p`; else each is the most likely one. `tell` gets
-    each piece of text as it comes, whole characters only. The whole model is on the CPU, fp32.
+    each piece of text as it comes, whole words. The whole model is on the CPU, fp32.
 
     Raises:
         ConfigError: an option is out of its range, or prompt and tokens are longer than the model's
@@ -49,54 +42,57 @@ def continue_text(
             f"num_tokens {num_tokens}, temperature {temperature}, top_p {top_p}: not allowed. Give"
             " a token or more, a temperature from 0, and a top_p above 0 up to 1."
         )
-    decoder, tokenizer = _model(source, step)
-    given = tokenizer.encode(prompt)
-    tokens, before = (tokenizer.start_id, *given), len(tokenizer.decode(given))
-    longest = decoder.spec.sequence_length
+    import torch
+    from transformers import TextStreamer
+
+    from kit.evaluate.loading import load_model
+
+    with _folder(source, step) as folder:
+        model, tokenizer = load_model(folder)
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    tokens = tokenizer.encode(prompt) or [start]
+    longest = model.config.max_position_embeddings
     if len(tokens) + num_tokens > longest:
         raise ConfigError(
             f"prompt: {len(tokens):,} tokens, and {num_tokens:,} to write, are more than the"
             f" {longest:,} of a sequence of the model. Give a shorter one, or ask for fewer."
         )
-    told = 0
+    pieces: list[str] = []
 
-    def text_of(new: list[int]) -> str:
-        # With the prompt: some tokenizers drop the space that a text begins with.
-        return tokenizer.decode([*given, *(new[:-1] if new[-1] == tokenizer.eos_id else new)])[
-            before:
-        ]
+    def take(text: str, stream_end: bool = False) -> None:
+        pieces.append(text)
+        if tell is not None:
+            tell(text)
 
-    def is_last(new: list[int]) -> bool:
-        nonlocal told
-        text = text_of(new)
-        if tell is not None and not text.endswith(CUT):
-            tell(text[told:])
-            told = len(text)
-        return new[-1] == tokenizer.eos_id
-
-    asked = Generation(stops=(), max_new_tokens=num_tokens, temperature=temperature, top_p=top_p)
-    new = generate(
-        decoder,
-        [Prompt(index=0, tokens=tokens, random=prompt_random(seed, tokens, 0))],
-        asked,
-        is_last=is_last,
-    )[0]
-    text = text_of(new)
-    if tell is not None and told < len(text):
-        tell(text[told:])
-    return text
+    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.on_finalized_text = take
+    drawing: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    tokens_1T = torch.tensor([tokens])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.generate(
+            tokens_1T,
+            attention_mask=torch.ones_like(tokens_1T),
+            max_new_tokens=num_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            do_sample=temperature > 0,
+            streamer=streamer,
+            **(drawing if temperature > 0 else dict.fromkeys(drawing)),
+        )
+    return "".join(pieces)
 
 
-def _model(source: Run | str | Path, step: int | None) -> "tuple[Decoder, Tokenizer]":
-    if not isinstance(source, Run) and is_hugging_face_folder(Path(source)):
-        from kit.convert.hugging_face import import_hugging_face
-        from kit.data.tokenizer import load_tokenizer
+def _folder(
+    source: Run | str | Path, step: int | None
+) -> contextlib.AbstractContextManager[str | Path]:
+    from kit.evaluate.loading import checkpoint_folder
 
-        if step is not None:
-            raise ConfigError(
-                f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it"
-                " out."
-            )
-        return import_hugging_face(source).decoder(), load_tokenizer(Path(source))
-    run = source if isinstance(source, Run) else Run.open(source)
-    return load_model(run, step), run.dataset().tokenizer()
+    if isinstance(source, Run) or not is_hugging_face_folder(Path(source)):
+        run = source if isinstance(source, Run) else Run.open(source)
+        return checkpoint_folder(run, run.checkpoints.newest() if step is None else step)
+    if step is not None:
+        raise ConfigError(
+            f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it out."
+        )
+    load_spec(str(source))
+    return contextlib.nullcontext(source)

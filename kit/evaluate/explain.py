@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.options import Options
 from kit.evaluate.report import html_rows, text_table
 from kit.evaluate.task_data import default_mirror
 
@@ -98,8 +99,8 @@ def explain_item(
         ConfigError: the task is unknown or not multiple-choice, or has no such item.
         DataError: its data is not to be had.
     """
-    from kit.evaluate.adapter import DecoderLM
     from kit.evaluate.harness import load_task, quiet
+    from kit.evaluate.loading import decoder_lm
 
     loaded = load_task(TaskRequest(task=task, shots=shots), mirror=mirror or default_mirror())
     definition: Any = loaded.task
@@ -116,7 +117,7 @@ def explain_item(
     document = definition.eval_docs[index]
     texts, right = definition.doc_to_choice(document), definition.doc_to_target(document)
     requests = definition.instances[: len(texts)]
-    lm = DecoderLM(model, tokenizer, sequence_length=sequence_length)
+    lm = decoder_lm(model, tokenizer, sequence_length, Options(), "cpu")
     found = lm.loglikelihood(requests)
     choices = tuple(
         ChoiceScore(

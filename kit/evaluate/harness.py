@@ -23,7 +23,7 @@ from kit.evaluate.task_folder import swapped
 from kit.evaluate.task_index import quiet, task_manager, tasks_of
 
 if TYPE_CHECKING:
-    from kit.evaluate.adapter import DecoderLM
+    from kit.evaluate.packed import PackedLM
 
 FEWSHOT_SEED = 1234
 """Which solved examples are drawn; the harness's own default, so that prompts equal those of its
@@ -218,7 +218,7 @@ def _heldout(file: Path | None) -> tuple[Any, tuple[DataSource, ...]]:
 
 
 def score_task(
-    lm: "DecoderLM",
+    lm: "PackedLM",
     loaded: LoadedTask,
     *,
     limit: int | None = None,
@@ -231,12 +231,14 @@ def score_task(
         lm, loaded: the model and the task.
         limit: at most so many items, drawn at random: the first ones of a data set are not like the
             rest. A group gives each of its tasks a share, and at least one item.
-        seed: of that draw, which is the same for all models and does not depend on the other tasks.
+        seed: of that draw, which is the same for all models and does not depend on the other tasks;
+            and of sampled texts, which depend on how many are drawn at once, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
 
     Raises:
         ConfigError: the task runs code and there is no scorer for it.
     """
+    import torch
     from lm_eval.evaluator import evaluate
 
     name = loaded.request.task
@@ -251,13 +253,15 @@ def score_task(
         chosen = choose_shares(documents, limit, seed)
         lm.num_truncated = 0
         start = time.perf_counter()
-        found: Any = evaluate(
-            lm,
-            loaded.definition,
-            samples=chosen,
-            log_samples=False,
-            confirm_run_unsafe_code=loaded.runs_code,
-        )
+        with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            found: Any = evaluate(
+                lm,
+                loaded.definition,
+                samples=chosen,
+                log_samples=False,
+                confirm_run_unsafe_code=loaded.runs_code,
+            )
         seconds = time.perf_counter() - start
     sizes, total = (
         {leaf: found["n-samples"][leaf][counts] for leaf in documents}

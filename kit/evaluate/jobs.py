@@ -12,9 +12,9 @@ from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
 from cluster.state import JobState
+from kit.convert.hugging_face_config import config_of
 from kit.errors import ConfigError, RunError, kit_command
 from kit.evaluate.options import PRECISIONS, Options
-from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 
@@ -22,30 +22,49 @@ HEADROOM = 1.2
 """Of a device's memory, over the weights: activations, logits, keys and values."""
 
 
-def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> Plan:
-    """Returns how the devices share a model: few tensor ranks of one node, or else pipeline stages
-    over nodes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How processes, one a device, score a model: so many share its weights, and all of these
+    are a replica.
+
+    They are tensor ranks of a Llama on one node; else each holds its part of the weights, gathers a
+    layer when it computes it (FSDP), and computes what the others do.
+    """
+
+    shards: int = 1
+    replicas: int = 1
+    is_tensor: bool = True
+
+    @property
+    def num_devices(self) -> int:
+        """Processes in all."""
+        return self.shards * self.replicas
+
+    def __str__(self) -> str:
+        return f"{'tensor' if self.is_tensor else 'FSDP'} {self.shards} x replicas {self.replicas}"
+
+
+def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> Layout:
+    """Returns how the devices share a model.
 
     As few as the weights need; whatever devices there are beside these are replicas, which share
     out the items. Without `options.devices`, and outside a job of several `ranks`, there are none.
 
     Raises:
-        ConfigError: so many devices cannot share this model, or do not hold it, or are not those
-            that were started.
+        ConfigError: transformers has no such model, or so many devices cannot share it, or do not
+            hold it, or are not those that were started.
     """
+    config_of(spec)
     asked = options.devices or (ranks if ranks > 1 else None)
     if ranks > 1 and asked != ranks:
         raise ConfigError(
             f"devices: {asked} were asked for, but {ranks} processes were started. Start as many."
         )
     node = site.devices_per_node
-    counts = (
-        [asked]
-        if asked
-        else [*range(1, node + 1), *range(2 * node, spec.num_layers * node + 1, node)]
-    )
+    beyond = range(2 * node, spec.num_layers * node + 1, node)
+    counts = [asked] if asked else [*range(1, node + 1), *beyond]
     found = next(
-        (plan for count in counts if (plan := _split(spec, site, options.precision, count))), None
+        (one for count in counts if (one := _split(spec, site, options.precision, count))), None
     )
     if found is not None:
         return found
@@ -60,9 +79,8 @@ def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> Pla
     raise ConfigError(
         f"devices: {asked or 'no number of them'} cannot share {spec.name}: {weights}, devices of"
         f" {site.name} with {f'{memory.value / 1e9:,.1f} GB' if memory else 'unknown memory'},"
-        f" {node} a node; tensor ranks in a node: {degrees}; stages: divisors of {spec.num_layers}"
-        " layers; beyond one node, whole nodes. Give another number, precision bf16, or a run"
-        " whose site has more."
+        f" {node} a node; a Llama's tensor ranks in a node: {degrees}; beyond one node, whole"
+        " nodes. Give another number, precision bf16, or a run whose site has more."
     )
 
 
@@ -73,31 +91,25 @@ def _indivisible(spec: ModelSpec, tensor: int) -> bool:
     )
 
 
-def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Plan | None:
-    """Returns the layout with the fewest stages, then the fewest tensor ranks, that fits; None
-    if there is none.
-    """
-    local, node = site.scheduler == "local", site.devices_per_node
-    if devices > node and devices % node and not local:
+def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Layout | None:
+    """Returns the layout with the most replicas that fits; None if there is none."""
+    node = site.devices_per_node
+    is_local = site.scheduler == "local"
+    if devices > node and devices % node and not is_local:
         return None
     memory = site.device.memory_bytes.value if site.device.memory_bytes else float("inf")
-    if local:  # whose processes share one memory
+    if is_local:  # whose processes share one memory
         memory *= node / devices
     needed = HEADROOM * PRECISIONS[precision] * spec.num_params
-    for stages in range(1, 2 if local else max(1, devices // node) + 1):
-        for tensor in range(1, min(node, devices) + 1):
-            replicas, rest = divmod(devices, stages * tensor)
-            across = devices > node and node % tensor  # a group would lie on two nodes
-            if rest or across or spec.num_layers % stages or _indivisible(spec, tensor):
-                continue
-            if needed <= memory * stages * tensor:
-                return Plan(
-                    tensor_parallel=tensor,
-                    pipeline_parallel=stages,
-                    data_parallel=replicas,
-                    global_batch_size=replicas,
-                    precision=precision,  # pyright: ignore[reportArgumentType]
-                )
+    for shards in range(1, devices + 1):
+        is_tensor = spec.family == "llama" and shards <= node
+        across = devices > node and node % shards and shards % node  # a group would straddle nodes
+        if devices % shards or across or is_tensor and _indivisible(spec, shards):
+            continue
+        # FSDP has two gathered layers beside its part: one that computes, and the next.
+        gathered = 0 if is_tensor or shards == 1 else 2 / spec.num_layers
+        if needed * (1 / shards + gathered) <= memory:
+            return Layout(shards=shards, replicas=devices // shards, is_tensor=is_tensor)
     return None
 
 

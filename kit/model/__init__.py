@@ -65,12 +65,11 @@ class Embedding(nn.Module):
         learned = spec.positions == "learned"
         self.positions = nn.Embedding(spec.sequence_length, spec.hidden_size) if learned else None
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTH = self.tokens(tokens_BT)
         if self.positions is not None:
-            if positions_BT is None:
-                positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-            x_BTH = x_BTH + self.positions(positions_BT)
+            positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            x_BTH = x_BTH + self.positions(positions_T)
         return x_BTH
 
 
@@ -95,22 +94,18 @@ class Attention(nn.Module):
         v_BKTD = self.value(x_BTH).view(heads).transpose(1, 2)
         if rotary_2TD is not None:
             q_BNTD, k_BKTD = rotate(q_BNTD, rotary_2TD), rotate(k_BKTD, rotary_2TD)
-        mask_B1TS = None
+        mask_B1TT = None
         if past is not None and past.begins_N is not None:
             return self.output(
                 attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N)
                 .transpose(1, 2)
                 .flatten(2)
             )
-        if past is not None and past.mask_BTS is not None:
-            mask_B1TS = past.mask_BTS[:, None]
-            if past.cache is not None:
-                k_BKTD, v_BKTD = past.cache.update(
-                    self, k_BKTD, v_BKTD, past.positions_BT, mask_B1TS.shape[-1]
-                )
+        if past is not None and past.mask_BTT is not None:
+            mask_B1TT = past.mask_BTT[:, None]
         grouped = q_BNTD.shape[1] != k_BKTD.shape[1]
         y_BNTD = F.scaled_dot_product_attention(
-            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask_B1TS, is_causal=past is None, enable_gqa=grouped
+            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask_B1TT, is_causal=past is None, enable_gqa=grouped
         )
         return self.output(y_BNTD.transpose(1, 2).flatten(2))
 
@@ -237,37 +232,19 @@ class Decoder(nn.Module):
             self.output.weight = self.embedding.tokens.weight
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        x = self.hidden(x)
-        if self.output is None:
-            return x
-        inputs = (
-            (x,) if targets_BT is None else (x, targets_BT)
-        )  # an output that is split is hooked for one alone
-        return self.output(*inputs)
-
-    def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also
-        takes `past`.
-
-        For those who need the logits of a few places only: logits of all are most of the memory of
-        an evaluation.
-        """
         # Sequence parallelism cuts what stages hand on, so only the first stage could see the true
-        # length; all stages run at the spec's length in training, and evaluation holds the whole
-        # model.
-        length = (
-            x.shape[1] if self.embedding is not None and past is None else self.spec.sequence_length
-        )
-        rotary_2TD = self.rotary(length, x.device)
-        if past is not None and rotary_2TD is not None:
-            rotary_2TD = rotary_2TD[:, past.positions_BT, None].transpose(2, 3)  # [2, B, 1, T, D]
-        if past is None and self.within_documents is not None:
-            past = self.within_documents(x)  # positions go on, so the table is as without it
+        # length; all stages run at the spec's length in training.
+        is_first = self.embedding is not None
+        rotary_2TD = self.rotary(x.shape[1] if is_first else self.spec.sequence_length, x.device)
+        past = None if self.within_documents is None else self.within_documents(x)
         if self.embedding is not None:
-            x = self.embedding(x, None if past is None else past.positions_BT)
+            x = self.embedding(x)
         for block in self.layers.values():
             x = block(x, rotary_2TD, past)
-        return x if self.norm is None else self.norm(x)
+        if self.norm is None or self.output is None:
+            return x
+        inputs = (self.norm(x),) if targets_BT is None else (self.norm(x), targets_BT)
+        return self.output(*inputs)  # one that is split is hooked for one input alone
 
     def rotary(self, length: int, device: torch.device) -> Tensor | None:
         """Returns the rotary table of `length` positions, kept from call to call, or None for

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kit.model.key_value_cache import KeyValueCache
 from kit.torch_private import document_attention
 
 try:
@@ -25,18 +24,8 @@ except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where none is c
 class Past:
     """What tokens may look at when that is not simply all earlier tokens of their row."""
 
-    positions_BT: Tensor
-    mask_BTS: Tensor | None  # True where a token may look: S tokens of the row, or of the cache
+    mask_BTT: Tensor | None = None  # True where a token may look
     begins_N: Tensor | None = None  # or where documents begin, as of `document_begins`
-    cache: KeyValueCache | None = None
-
-    @classmethod
-    def cached(cls, cache: KeyValueCache, positions_BT: Tensor) -> Self:
-        """Returns the view of new tokens at these positions: each sees the cache up to itself."""
-        slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
-        return cls(
-            positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache
-        )
 
     @classmethod
     def within_documents(cls, tokens_BT: Tensor, end: int, has_kernel: bool = False) -> Self:
@@ -44,19 +33,12 @@ class Past:
         token `end` closes.
         """
         if has_kernel:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(
-                tokens_BT.shape
-            )
-            return cls(
-                positions_BT=positions_BT, mask_BTS=None, begins_N=document_begins(tokens_BT, end)
-            )
+            return cls(begins_N=document_begins(tokens_BT, end))
         ends_BT = tokens_BT == end
         document_BT = ends_BT.cumsum(1) - ends_BT.long()  # the end belongs to what it closes
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        mask_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (
-            positions_T <= positions_T[:, None]
-        )
-        return cls(positions_BT=positions_T.expand(tokens_BT.shape), mask_BTS=mask_BTT)
+        same_BTT = document_BT[:, :, None] == document_BT[:, None]
+        return cls(mask_BTT=same_BTT & (positions_T <= positions_T[:, None]))
 
 
 def has_document_kernel(device: torch.device, precision: str) -> bool:

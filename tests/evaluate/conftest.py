@@ -39,6 +39,19 @@ SPEC = ModelSpec.llama(
     vocab_size=512,
     sequence_length=64,
 )
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "vocab_size": 402,
+    "sequence_length": 64,
+    "init_std": 0.3,
+}
+OPINIONATED = {
+    "llama": ModelSpec.llama(name="llama", num_kv_heads=2, ffn_hidden_size=64, **SHAPE),
+    "gpt": ModelSpec.gpt(name="gpt", **SHAPE),
+}
+"""Whose random weights are large enough to tell texts apart."""
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
 
 
@@ -64,26 +77,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokenizer() -> BytePairTokenizer:
     return train_tokenizer(TEXTS, VOCAB_SIZE)
-
-
-@pytest.fixture(scope="session")
-def llama() -> Any:
-    """A random Llama of the transformers library, with weights large enough to have opinions."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE_LENGTH,
-        initializer_range=0.3,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="session")

@@ -63,10 +63,10 @@ def main() -> None:
     holds.
     """
     from kit.convert.smollm2 import load_smollm2
-    from kit.evaluate.adapter import DecoderLM
+    from kit.evaluate.loading import decoder_lm
+    from kit.evaluate.options import Options
 
-    decoder, tokenizer = load_smollm2()
-    lm = DecoderLM(decoder, tokenizer, sequence_length=2048)
+    lm = decoder_lm(*load_smollm2(), 2048, Options(), "cpu")
     old = json.loads(PINNED.read_text())
     tasks = {name: [round(value, 4) for value, _ in answers(lm, name)] for name in TASKS}
     pairs = old["blimp"]["pairs"]

@@ -1,10 +1,13 @@
 """What a model writes: transformers' own greedy text, drawn text by its seed, and as it comes."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from kit.commands.app import app
@@ -41,27 +44,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dataset) -> Path:
     )
 
 
-def test_the_most_likely_text_is_transformers(folder: Path, tiny_dataset) -> None:
-    import transformers
-
-    tokenizer = tiny_dataset.tokenizer()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32
-    ).eval()
-    tokens = torch.tensor([[tokenizer.start_id, *tokenizer.encode(PROMPT)]])
-    with torch.no_grad():
-        theirs = model.generate(
-            tokens,
-            max_new_tokens=30,
-            do_sample=False,
-            eos_token_id=tokenizer.eos_id,
-            pad_token_id=0,
-        )
-    new = [token for token in theirs[0, tokens.shape[1] :].tolist() if token != tokenizer.eos_id]
-    assert (
-        continue_text(folder, PROMPT, num_tokens=30)
-        == tokenizer.decode([*tokenizer.encode(PROMPT), *new])[len(PROMPT) :]
-    )
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_most_likely_text_is_transformers(folder: Path, tmp_path: Path, begins: bool) -> None:
+    """Where a tokenizer begins texts, as Llama's do, and where it does not."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    if begins:
+        tokenizer: Any = AutoTokenizer.from_pretrained(copy)
+        tokenizer.add_special_tokens({"bos_token": "a"})
+        post = TemplateProcessing(single="a $A", special_tokens=[("a", tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = post
+        tokenizer.save_pretrained(copy)
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    model: Any = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    for prompt in (PROMPT, "b"):
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids
+        assert (tokens[0, 0] == tokenizer.bos_token_id) == begins
+        made = model.generate(tokens, max_new_tokens=30, do_sample=False, pad_token_id=0)
+        expected = tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
+        assert continue_text(copy, prompt, num_tokens=30) == expected
 
 
 def test_text_comes_in_whole_characters_and_by_its_seed(folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_wrong_request_is_refused(run, mirror, arguments, message):
 
 
 def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, mirror, monkeypatch):
-    monkeypatch.setattr("kit.evaluate.ranks.opened", lambda *given: pytest.fail("the work began"))
+    monkeypatch.setattr("kit.evaluate.loading.load_lm", lambda *_: pytest.fail("the work began"))
     (run.directory / "eval").write_text("a file")
     with pytest.raises(NotADirectoryError):
         evaluate.evaluate(run, tasks=("piqa",), mirror=mirror)

@@ -34,27 +34,24 @@ FRONTIER, LAPTOP = Site.load("frontier"), Site.load("laptop")
 @pytest.mark.parametrize(
     ("model", "site", "options", "expected"),
     [
-        ("hlat-7b", "frontier", {}, (1, 1, 1)),
-        ("hlat-7b", "frontier", {"devices": 8}, (1, 1, 8)),
-        ("hlat-70b", "frontier", {}, (8, 1, 1)),
-        ("hlat-70b", "frontier", {"precision": "bf16"}, (4, 1, 1)),
-        ("hlat-70b", "frontier", {"precision": "bf16", "devices": 16}, (4, 1, 4)),
-        ("gpt-175b", "frontier", {"precision": "bf16"}, (8, 1, 1)),
-        ("gpt-175b", "frontier", {}, (8, 2, 1)),
-        ("gpt-1t", "frontier", {"precision": "bf16"}, (8, 8, 1)),
-        ("demo", "laptop", {}, (1, 1, 1)),
-        ("demo", "laptop", {"devices": 2}, (1, 1, 2)),
+        ("hlat-7b", "frontier", {}, "tensor 1 x replicas 1"),
+        ("hlat-7b", "frontier", {"devices": 8}, "tensor 1 x replicas 8"),
+        ("hlat-70b", "frontier", {}, "tensor 8 x replicas 1"),
+        ("hlat-70b", "frontier", {"precision": "bf16"}, "tensor 4 x replicas 1"),
+        ("hlat-70b", "frontier", {"precision": "bf16", "devices": 16}, "tensor 4 x replicas 4"),
+        ("gpt-175b", "frontier", {"precision": "bf16"}, "FSDP 7 x replicas 1"),
+        ("gpt-175b", "frontier", {}, "FSDP 24 x replicas 1"),
+        ("gpt-1t", "frontier", {"precision": "bf16"}, "FSDP 80 x replicas 1"),
+        ("demo", "laptop", {}, "tensor 1 x replicas 1"),
+        ("demo", "laptop", {"devices": 2}, "tensor 1 x replicas 2"),
     ],
 )
 def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, expected):
     spec, given = ModelSpec.preset(model), Options.of(options)
-    plan = layout(spec, Site.load(site), given)
-    assert (plan.tensor_parallel, plan.pipeline_parallel, plan.data_parallel) == expected
-    plan.check(spec, plan.num_devices)
-    assert (
-        layout(spec, Site.load(site), given.__class__(precision=given.precision), plan.num_devices)
-        == plan
-    )
+    found = layout(spec, Site.load(site), given)
+    assert str(found) == expected
+    asked = dataclasses.replace(given, devices=None)
+    assert layout(spec, Site.load(site), asked, found.num_devices) == found
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,7 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
             "hlat-70b",
             {"devices": 3, "precision": "bf16"},
             1,
-            "tensor ranks in a node: 1, 2, 4, 8; stages: divisors of",
+            "tensor ranks in a node: 1, 2, 4, 8; beyond one node",
         ),
         ("hlat-7b", {"devices": 4}, 2, "devices: 4 were asked for, but 2 processes were started"),
         ("hlat-7b", {"devices": 0}, 1, "devices: 0 is not allowed"),
@@ -86,6 +83,12 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
 def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
     with pytest.raises(ConfigError, match=message):
         layout(ModelSpec.preset(model), FRONTIER, Options.of(options), ranks)
+
+
+def test_a_model_that_transformers_does_not_have_is_refused():
+    spec = ModelSpec.preset("demo").replace(norm="layernorm")
+    with pytest.raises(ConfigError, match="spec.norm: Hugging Face's Llama has 'rmsnorm' only"):
+        layout(spec, LAPTOP, Options())
 
 
 def test_a_site_without_room_for_a_model_says_so():
@@ -120,7 +123,7 @@ def test_ranks_score_as_one_process_and_the_first_keeps_the_report(run, mirror, 
     expected = values(scored(run, mirror))
     report_file(run, 3).unlink()
     run = with_memory(run, share)
-    assert layout(run.spec, run.site, Options(devices=2)).tensor_parallel == tensor
+    assert layout(run.spec, run.site, Options(devices=2)).shards == tensor
     for report in run_ranks(2, scored, run, mirror):
         assert values(report) == pytest.approx(expected, abs=1e-5)
     kept = EvalReport.read(report_file(run, 3))
@@ -169,7 +172,7 @@ def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
         "--set=devices=2",
     ]
     answer = CliRunner().invoke(app, [*command, "--mirror", str(mirror)], catch_exceptions=False)
-    assert "on 2 devices of laptop: tensor 2 x pipeline 1 x replicas 1" in answer.stderr
+    assert "on 2 devices of laptop: tensor 2 x replicas 1" in answer.stderr
     assert "piqa" in answer.stdout and "heldout" not in answer.stdout, "what was asked for"
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 2

@@ -1,6 +1,7 @@
 """From a run directory, or any model, to a report."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
-from kit.evaluate import EvalReport, evaluate, evaluate_model
+from kit.evaluate import EvalReport, evaluate, evaluate_model, loading
 from kit.evaluate.harness import choose_items
 
 
@@ -46,6 +47,30 @@ def test_a_run_is_scored_and_its_reports_grow(run, mirror, no_network):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, monkeypatch):
+    """Unless it was one before; a checkpoint that cannot be one leaves nothing."""
+    eval_, seen, load = run.directory / "eval", [], loading.load_model
+
+    def loaded(folder, *options, **more):
+        seen.append(folder.name)
+        return load(folder, *options, **more)
+
+    monkeypatch.setattr(loading, "load_model", loaded)
+    for options, kind in (({}, "fp32"), ({"precision": "bf16"}, "bf16")):
+        evaluate(run, tasks=("heldout",), limit=2, **options)
+        assert re.fullmatch(rf"exported_[0-9a-f]{{16}}_{kind}", seen[-1])
+    assert [file.name for file in eval_.iterdir()] == ["step_00000003.json"]
+    with loading.checkpoint_folder(run, 3) as folder:
+        evaluate(run, tasks=("heldout",), limit=2)
+        assert folder.name == seen[-1] == seen[0] and folder.exists()
+    shard = next(run.checkpoints.path(3).glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(CheckpointError):
+        evaluate(run, tasks=("heldout",), limit=2)
+    assert [file.name for file in eval_.iterdir()] == ["step_00000003.json"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_held_out_bits_equal_a_plain_computation(run):
     report = evaluate(run, tasks=("heldout",))
     dataset, model = run.dataset(), load_model(run)
@@ -71,7 +96,9 @@ def test_held_out_bits_equal_a_plain_computation(run):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(run, mirror, monkeypatch):
-    monkeypatch.setattr("kit.evaluate.ranks.opened", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "kit.evaluate.loading.load_lm", lambda *_: pytest.fail("the model was loaded")
+    )
     with pytest.raises(ConfigError, match="'heldot' is unknown. Did you mean 'heldout'"):
         evaluate(run, tasks=("heldot",), mirror=mirror)
     with pytest.raises(CheckpointError, match="step 2: .* Complete steps: 3"):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kit.errors import ConfigError
-from kit.evaluate.adapter import DecoderLM
+from kit.evaluate import evaluate_model
 from kit.evaluate.explain import explain_item
-from kit.evaluate.harness import choose_items, load_task, score_task
+from kit.evaluate.harness import choose_items
 
 
 def test_an_item_has_the_log_likelihoods_of_its_choices(tiny_decoder, tokenizer, mirror):
@@ -38,8 +38,8 @@ def test_what_it_takes_for_the_answer_is_what_the_score_counts(tiny_decoder, tok
     picked = [
         explain_item(tiny_decoder, tokenizer, 64, "arc_easy", i, mirror=mirror) for i in chosen
     ]
-    lm = DecoderLM(tiny_decoder, tokenizer, sequence_length=64)
-    score = score_task(lm, load_task("arc_easy", mirror=mirror), limit=6, seed=0)
+    options = {"mirror": mirror, "limit": 6, "seed": 0}
+    score = evaluate_model(tiny_decoder, tokenizer, 64, ("arc_easy",), **options)["arc_easy"]
     assert score.metric("acc").value == pytest.approx(sum(item.chosen.right for item in picked) / 6)
     assert score.metric("acc_norm").value == pytest.approx(
         sum(item.chosen_norm.right for item in picked) / 6

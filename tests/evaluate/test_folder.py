@@ -7,20 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from kit.commands.app import app
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
-from kit.data.tokenizer import END_OF_TEXT, load_tokenizer
 from kit.errors import ConfigError, DataError
 from kit.evaluate import EvalReport, evaluate_model
-from kit.evaluate.adapter import DecoderLM
-from kit.evaluate.folder import FolderTokenizer
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC
 
@@ -39,49 +31,6 @@ def kit(*arguments) -> str:
         app, ["eval", *map(str, arguments)], catch_exceptions=False, standalone_mode=False
     )
     return found.stdout
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_tokenizer_that_begins_texts_does_so_as_in_the_harness(
-    tmp_path, llama, tokenizer, adds_bos
-):
-    """As Llama-2's does: before prompts, rolling texts and what is to be continued."""
-    inner, bos = Tokenizer.from_str(tokenizer.data.decode()), "\u0100"
-    if adds_bos:
-        inner.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
-        )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=bos, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
-    for part in (llama, wrapped):
-        part.save_pretrained(tmp_path)
-    theirs = HFLM(pretrained=str(tmp_path), device="cpu", max_length=64)
-    inner = load_tokenizer(tmp_path)
-    found = FolderTokenizer(tmp_path, inner)
-    ours = DecoderLM(import_hugging_face(tmp_path).decoder(), found, sequence_length=64)
-    assert (
-        found.encode("def a") == theirs.tok_encode("def a")
-        and (found.sha256 != inner.sha256) == adds_bos
-    )
-    pairs = [("import os", " def f(x):"), ("", "import os"), ("return ", "x"), ("a" * 200, " b")]
-    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    for (value, greedy), (expected, expected_greedy) in zip(
-        ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True
-    ):
-        assert value == pytest.approx(expected, abs=1e-4) and greedy == expected_greedy
-    rolling = [
-        Instance("loglikelihood_rolling", {}, (text,), 0)
-        for text in ("import os", "def f(x): return x " * 20)
-    ]
-    assert ours.loglikelihood_rolling(rolling) == pytest.approx(
-        theirs.loglikelihood_rolling(rolling), abs=1e-3
-    )
-    wanted = {"until": ["zz"], "max_gen_toks": 12}
-    asked = [
-        Instance("generate_until", {}, (text, wanted), 0) for text in ("import os", "def f(x):")
-    ]
-    assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
 def test_a_folder_is_scored_and_the_report_lies_beside_it(folder, mirror, tokenizer):
@@ -129,8 +78,7 @@ def test_where_its_user_may_not_write_out_is_asked_for_before_the_work(folder, m
     """
     kit(folder, "--tasks", "piqa", "--limit", 2, "--mirror", mirror)
     monkeypatch.setattr(
-        "kit.convert.hugging_face.import_hugging_face",
-        lambda *_: pytest.fail("the model was loaded"),
+        "kit.evaluate.loading.load_model", lambda *_: pytest.fail("the model was loaded")
     )
     with monkeypatch.context() as patched:
         patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
@@ -166,7 +114,15 @@ def test_a_folder_is_held_to_the_checks_of_an_import(folder, mirror):
     )
     with pytest.raises(ConfigError, match="config.rope_parameters"):
         kit(folder, "--tasks", "piqa", "--mirror", mirror)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(DataError, match="has no weight 'model.layers.2"):
+        kit(folder, "--tasks", "piqa", "--mirror", mirror)
     (folder / "config.json").write_text(json.dumps(config))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(DataError, match="transformers cannot load it"):
+        kit(folder, "--tasks", "piqa", "--mirror", mirror)
+    (folder / "model.safetensors").write_bytes(weights)
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(DataError, match="no tokenizer.json, no tokenizer.model"):

@@ -3,17 +3,17 @@ own model.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
 
-from kit.convert.hugging_face import export_hugging_face
 from kit.convert.smollm2 import load_smollm2
 from kit.data.tokenizer import BytePairTokenizer
 from kit.errors import DataError
-from kit.evaluate.adapter import DecoderLM
+from kit.evaluate.loading import decoder_lm
+from kit.evaluate.options import Options
+from kit.evaluate.packed import HFLM, PackedLM
 from kit.evaluate.task_data import build_mirror
 from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec
@@ -40,9 +40,13 @@ def smollm2() -> tuple[Decoder, BytePairTokenizer]:
 
 
 @pytest.fixture(scope="module")
-def of_smollm2(smollm2) -> dict[str, list[tuple[float, bool]]]:
+def lm(smollm2) -> PackedLM:
+    return ours(*smollm2)
+
+
+@pytest.fixture(scope="module")
+def of_smollm2(lm) -> dict[str, list[tuple[float, bool]]]:
     """What our model says of all items, by task, and of BLiMP's sentences."""
-    lm = ours(*smollm2)
     return {name: answers(lm, name) for name in TASKS} | {
         "blimp": sentence_answers(lm, sentences())
     }
@@ -52,30 +56,13 @@ def sentences() -> list[str]:
     return [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
 
 
-def ours(decoder: Decoder, tokenizer: BytePairTokenizer) -> DecoderLM:
-    return DecoderLM(decoder, tokenizer, sequence_length=decoder.spec.sequence_length)
+def ours(decoder: Decoder, tokenizer: BytePairTokenizer) -> PackedLM:
+    return decoder_lm(decoder, tokenizer, decoder.spec.sequence_length, Options(), "cpu")
 
 
-def theirs(decoder: Decoder, tokenizer: BytePairTokenizer, folder: Path) -> Any:
-    """Returns the harness's Hugging Face model over the exported weights."""
-    from lm_eval.models import huggingface
-    from transformers import PreTrainedTokenizerFast
-
-    export_hugging_face(decoder, folder, tokenizer=tokenizer)
-    end = tokenizer.decode([tokenizer.eos_id])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end
-    )
-    model: Any = huggingface.HFLM
-    length = decoder.spec.sequence_length
-    return model(
-        pretrained=str(folder),
-        tokenizer=wrapped,
-        dtype="float32",
-        device="cpu",
-        batch_size=8,
-        max_length=length,
-    )
+def theirs(lm: PackedLM) -> Any:
+    """Returns the harness's own class over the same model."""
+    return HFLM(lm.model, tokenizer=lm.tokenizer, batch_size=8, max_length=lm.max_length)
 
 
 def assert_equal(
@@ -105,8 +92,8 @@ def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
 
 
 @pytest.mark.thorough
-def test_smollm2_equals_the_harness_on_every_item(smollm2, of_smollm2, tmp_path: Path) -> None:
-    reference, lm = theirs(*smollm2, tmp_path / "smollm2"), ours(*smollm2)
+def test_smollm2_equals_the_harness_on_every_item(lm, of_smollm2) -> None:
+    reference = theirs(lm)
     for name in TASKS:
         assert_equal(of_smollm2[name], answers(reference, name), EQUAL)
     assert_equal(of_smollm2["blimp"], sentence_answers(reference, sentences()), EQUAL)
@@ -121,9 +108,7 @@ def test_smollm2_equals_the_harness_on_every_item(smollm2, of_smollm2, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_small_models_equal_the_harness_on_every_item(
-    family: str, tokenizer, tmp_path: Path
-) -> None:
+def test_small_models_equal_the_harness_on_every_item(family: str, tokenizer) -> None:
     demo = ModelSpec.preset("demo").replace(init_std=0.1)
     gpt = ModelSpec.gpt(
         name="demo-gpt",
@@ -135,7 +120,8 @@ def test_small_models_equal_the_harness_on_every_item(
         init_std=0.1,
     )
     decoder = build_decoder(demo if family == "llama" else gpt).eval()
-    reference, lm = theirs(decoder, tokenizer, tmp_path / "model"), ours(decoder, tokenizer)
+    lm = ours(decoder, tokenizer)
+    reference = theirs(lm)
     try:
         build_mirror(tasks=TASKS)
     except DataError as error:

@@ -1,0 +1,279 @@
+"""lm-eval's own `HFLM`, with what several requests begin with computed once.
+
+The answers to one question share the question, the questions of one task their solved examples. A
+row holds prefix trees in preorder: each node is a token, its position the depth, and it may look at
+its ancestors only. In preorder the descendants of node j are the nodes from j up to an end_j, so
+node i may look at j where j <= i < end_j: that is all the attention mask needs.
+
+Shape letters: B rows, T nodes of a row, N places whose next token is asked for, H hidden, V
+vocabulary. Needs torch, transformers and lm-eval at import.
+"""
+
+import collections
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.models import huggingface
+from lm_eval.models.utils import normalize_gen_kwargs
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from kit.errors import ConfigError, DataError
+from kit.evaluate.task_folder import swapped
+
+HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
+Sequence = tuple[int, ...]
+
+PART = 1024
+"""Requests that are encoded and scored at once: the prompts of MMLU, encoded together, would be
+many gigabytes."""
+LOGITS = 2**23
+"""Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
+SHORTEST_ROW = 256
+"""Tokens up to which a row is filled whatever the sequences, so that short ones make few rows.
+Attention in such a row costs little beside matrix products: 4 T h FLOPs a token and block against
+24 h^2, with h in the hundreds or more."""
+SEQUENCES_PER_ROW = 3
+"""A row of long sequences may be so many times as long as the last of them: room for what they
+do not share."""
+
+
+@dataclasses.dataclass
+class Row:
+    """Prefix trees, side by side."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)  # of the nodes, in preorder
+    depths: list[int] = dataclasses.field(default_factory=list)
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # unless it is the row's
+    paths: dict[Sequence, list[int]] = dataclasses.field(default_factory=dict)  # nodes of each
+
+
+class PackedLM(HFLM):
+    """Scores as `HFLM` does, faster where requests are short or begin alike; texts are HFLM's own.
+
+    Args:
+        model, tokenizer: as transformers loads them.
+        max_length: the longest input, in tokens.
+        batch_tokens: tokens in one forward pass, padding included (at least one sequence is always
+            run).
+        replicas: processes that hold the same weights. All must make the same calls; the work is
+            shared out, and each gets all results.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        batch_tokens: int = 4096,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        options: Any = {"max_length": max_length, "batch_size": PART, "softmax_dtype": "float32"}
+        super().__init__(model, tokenizer=tokenizer, **options)
+        self.batch_tokens, self.replicas = batch_tokens, replicas
+        self.num_truncated = 0  # prompts cut so far
+
+    @property
+    def precision(self) -> str:
+        """Of the weights: `fp32` or `bf16`; scores of one are not those of the other."""
+        return "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
+
+    def _mine(self) -> slice:
+        """Returns which part of the work is this process's."""
+        if self.replicas is None:
+            return slice(None)
+        return slice(dist.get_rank(self.replicas), None, dist.get_world_size(self.replicas))
+
+    # Scoring --------------------------------------------------------------------------------------
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Returns for each (context, continuation) its log-likelihood in nats, and whether it is
+        the greedy choice.
+
+        Raises:
+            DataError: a continuation has no token, or more than the model takes.
+        """
+        score, found = super().loglikelihood, []
+        starts = range(0, len(requests), PART)
+        for start in tqdm(starts, desc="log-likelihoods", disable=None, leave=False):
+            found += score(requests[start : start + PART], disable_tqdm=True)
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns the log-likelihood of each text in nats, from its first token to its last."""
+        return super().loglikelihood_rolling(requests, disable_tqdm=not sys.stderr.isatty())
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        # Equal inputs, such as those of one-token answers to one question, are one sequence.
+        asked: dict[Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)
+        for index, (texts, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise DataError(
+                    f"A continuation has {len(continuation):,} tokens of its own, where 1 to"
+                    f" {self.max_length:,}, the model's longest input, can be scored:"
+                    f" {str(texts):.120}"
+                )
+            tokens = context + continuation
+            self.num_truncated += len(tokens) - 1 > self.max_length
+            asked[tuple(tokens[-self.max_length - 1 : -1])].append((index, continuation))
+        # Of each request: log-likelihood, and how many tokens are not the most likely ones.
+        totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=self.device)
+        rows = pack(asked, longest=min(self.batch_tokens, self.max_length))
+        for batch in list(batches(rows, self.batch_tokens))[self._mine()]:
+            self._score(batch, asked, totals)
+        if self.replicas is not None:
+            dist.all_reduce(totals, group=self.replicas)
+        return [(value, misses == 0) for value, misses in totals.tolist()]
+
+    def _score(self, rows: list[Row], asked: dict[Sequence, list], totals: Tensor) -> None:
+        """Adds what the tokens asked for in these rows contribute."""
+        tokens_BT, depths_BT, mask_B1TT = tensors(rows, self.device)
+        wanted = [
+            (number * tokens_BT.shape[1] + place, token, index)
+            for number, row in enumerate(rows)
+            for sequence, path in row.paths.items()
+            for index, continuation in asked[sequence]
+            for place, token in zip(path[-len(continuation) :], continuation, strict=True)
+        ]
+        place, token, index = torch.tensor(wanted, device=self.device).T
+        place_N, which = place.unique(return_inverse=True)
+        options = {"attention_mask": mask_B1TT, "position_ids": depths_BT, "use_cache": False}
+        x_NH = self.model.base_model(tokens_BT, **options)[0].flatten(0, 1)[place_N]
+        chunk = max(1, LOGITS // self.model.config.vocab_size)
+        for start in range(0, len(place_N), chunk):
+            here = (which >= start) & (which < start + chunk)
+            logits_NV = self.model.get_output_embeddings()(x_NH[start : start + chunk]).float()
+            n, chosen = which[here] - start, token[here]
+            # Not logsumexp: on a large vocabulary its rounding differs from this, which is HFLM's.
+            value = logits_NV.log_softmax(-1)[n, chosen]
+            missed = logits_NV.argmax(-1)[n] != chosen
+            found = torch.stack((value.double(), missed.double()), dim=1)
+            totals.index_add_(0, index[here], found)
+
+    # Generation -----------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Returns `HFLM`'s continuation of each request; an empty prompt starts from end-of-text.
+
+        Raises:
+            ConfigError: a task asks for more tokens than the model has room for.
+        """
+        for request in requests:
+            new = normalize_gen_kwargs(request.arguments[1], self.max_gen_toks).get(
+                "max_gen_toks", 0
+            )
+            if new >= self.max_length:
+                raise ConfigError(
+                    f"generation: {new} new tokens leave no room for a prompt in {self.max_length}"
+                    " tokens, the model's sequence length. Lower the task's max_gen_toks, or use a"
+                    " model with longer sequences."
+                )
+        # Keys and values of so many whole sequences are in memory.
+        size, before = max(1, self.batch_tokens // self.max_length), self.num_truncated
+        with swapped(self, "batch_size_per_gpu", size):
+            texts = super().generate_until(
+                requests[self._mine()], disable_tqdm=not sys.stderr.isatty()
+            )
+        if self.replicas is None:
+            return texts
+        parts: list[Any] = [None] * dist.get_world_size(self.replicas)
+        dist.all_gather_object(parts, (texts, self.num_truncated - before), group=self.replicas)
+        self.num_truncated = before + sum(cut for _, cut in parts)
+        found = [""] * len(requests)
+        for number, (part, _) in enumerate(parts):
+            found[number :: len(parts)] = part
+        return found
+
+    def _model_generate(self, *args: Any, **options: Any) -> Tensor:
+        # Processes that share weights have the same prompts; other replicas end when they do.
+        return super()._model_generate(*args, **options, synced_gpus=False)
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns tokens and mask of prompts as `HFLM`'s does, and counts those that are cut."""
+        found = super().tok_batch_encode(strings, padding_side, truncation=truncation)
+        tokens, mask = (F.pad(x.long(), (int(x.shape[1] == 0), 0)) for x in found)
+        is_empty = mask.sum(1) == 0
+        tokens[is_empty, -1], mask[is_empty, -1] = self.prefix_token_id, 1
+        longest = left_truncate_len or tokens.shape[1]
+        self.num_truncated += int((mask.sum(1) > longest).sum())
+        return tokens[:, -longest:], mask[:, -longest:]
+
+
+def pack(sequences: Any, longest: int) -> list[Row]:
+    """Returns rows with all sequences, each of at most `longest` tokens unless a single sequence is
+    longer.
+    """
+    rows: list[Row] = []
+    path: list[int] = []  # nodes of the sequence added last
+    for sequence in sorted(sequences):
+        shared = _shared(rows[-1], path, sequence) if rows else 0
+        limit = min(longest, max(SHORTEST_ROW, SEQUENCES_PER_ROW * len(sequence)))
+        if not rows or len(rows[-1].tokens) + len(sequence) - shared > limit:
+            rows.append(Row())
+            path, shared = [], 0
+        row, first = rows[-1], len(rows[-1].tokens)
+        row.ends |= dict.fromkeys(path[shared:], first)
+        path = path[:shared] + list(range(first, first + len(sequence) - shared))
+        row.tokens += sequence[shared:]
+        row.depths += range(shared, len(sequence))
+        row.paths[sequence] = path
+    return rows
+
+
+def _shared(row: Row, path: list[int], sequence: Sequence) -> int:
+    """Returns how many first tokens a sequence has in common with that of `path`."""
+    same = (row.tokens[node] == token for node, token in zip(path, sequence, strict=False))
+    ends = (place for place, equal in enumerate(same) if not equal)
+    return next(ends, min(len(path), len(sequence)))
+
+
+def batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
+    """Yields the rows by falling length, as many at a time as `batch_tokens` holds when padded
+    to the longest.
+    """
+    left = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
+    while left:
+        count = max(1, batch_tokens // len(left[0].tokens))
+        yield left[:count]
+        left = left[count:]
+
+
+def tensors(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens_BT and their positions, padded on the right, and which of them each may look
+    at, as mask_B1TT.
+    """
+    length = max(len(row.tokens) for row in rows)
+
+    def padded(values: list[list[int]], fill: int) -> Tensor:
+        table = [[*row, *[fill] * (length - len(row))] for row in values]
+        return torch.tensor(table, device=device)
+
+    nodes_T = torch.arange(length, device=device)
+    # Padding looks at padding: a token that may look at nothing would be a NaN.
+    ends = [[row.ends.get(node, length) for node in range(len(row.tokens))] for row in rows]
+    ends_BT = padded(ends, length)
+    mask_BTT = (nodes_T <= nodes_T[:, None]) & (nodes_T[:, None] < ends_BT[:, None])
+    tokens_BT, depths_BT = (
+        padded([getattr(row, key) for row in rows], 0) for key in ("tokens", "depths")
+    )
+    return tokens_BT, depths_BT, mask_BTT[:, None]

@@ -1,0 +1,229 @@
+"""Scores and texts are those of the harness's own Hugging Face model, on Llama and GPT."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from kit.convert.hugging_face import export_hugging_face
+from kit.data.tokenizer import END_OF_TEXT
+from kit.errors import ConfigError, DataError
+from kit.evaluate import packed
+from kit.evaluate.harness import load_task, quiet
+from kit.evaluate.jobs import Layout
+from kit.evaluate.loading import load_lm
+from kit.evaluate.options import Options
+from kit.model import build_decoder
+from tests.evaluate.conftest import OPINIONATED
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt"])
+def folder(request, tokenizer, tmp_path_factory) -> Path:
+    """A random model with weights large enough to have opinions."""
+    decoder = build_decoder(OPINIONATED[request.param])
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return export_hugging_face(decoder, folder, tokenizer=tokenizer)
+
+
+def ours(folder: Path, batch_tokens: int = 300) -> packed.PackedLM:
+    options = Options(batch_tokens=batch_tokens)
+    return load_lm(folder, LENGTH, options, Layout(), torch.device("cpu"))
+
+
+def theirs(folder: Path, batch_size: int = 7) -> Any:
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "batch_size": batch_size}
+    with quiet():
+        return packed.HFLM(str(folder), max_length=LENGTH, **given)
+
+
+def responses(lm: Any, name: str, task: Any) -> list[Any]:
+    with quiet():
+        found: Any = evaluate(lm, {"tasks": {name: task}}, log_samples=True)
+    return [response[0] for sample in found["samples"][name] for response in sample["resps"]]
+
+
+def asked(kind: Any, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+
+
+def continued(lm: Any, prompts: list[str], **options: Any) -> list[str]:
+    wanted = {"until": ["zz"], "max_gen_toks": 12, **options}
+    return lm.generate_until(asked("generate_until", [(text, wanted) for text in prompts]))
+
+
+def assert_same(found: list, expected: list) -> None:
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], abs=1e-4
+    )
+
+
+def test_every_item_has_the_harness_log_likelihood(folder, mirror, heldout_file, monkeypatch):
+    lm, reference, seen = ours(folder), theirs(folder), []
+    monkeypatch.setattr(packed, "PART", 17)
+    for name in ("piqa", "arc_easy", "boolq"):
+        task = load_task(name, mirror=mirror).task
+        found, lm.num_truncated = responses(lm, name, task), 0
+        assert_same(found, responses(reference, name, task))
+        assert len(found) >= 60
+        seen += found
+    assert len({round(value, 3) for value, _ in seen}) > 100, "they must differ to mean anything"
+    responses(lm, "piqa", load_task("piqa", mirror=mirror).task)
+    assert lm.num_truncated == 6  # three items with a long goal, two choices each
+    task = load_task("heldout", mirror=mirror, heldout_file=heldout_file).task
+    expected = responses(reference, "heldout", task)  # sums over up to a thousand tokens
+    assert responses(lm, "heldout", task) == pytest.approx(expected, abs=1e-3, rel=1e-6)
+
+
+def test_texts_are_the_harness_and_an_empty_prompt_starts_from_end_of_text(folder, tokenizer):
+    lm, reference = ours(folder), theirs(folder)
+    prompts = [f"Item {i}: import the module and" for i in range(6)] + ["a" * 200]
+    texts = continued(lm, prompts, until=["e", "zz"])
+    assert texts == continued(reference, prompts, until=["e", "zz"]) and len(set(texts)) > 1
+    assert lm.num_truncated == 1
+    tokens = torch.tensor([[tokenizer.eos_id]])
+    theirs_ = lm.model.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    alone = lm.tok_decode(theirs_[0, 1:].tolist())
+    assert continued(lm, ["", prompts[0], ""])[::2] == [alone, alone]
+    assert continued(lm, [""]) == [alone]
+
+
+def test_what_continuations_share_is_run_once_and_batches_keep_their_budget(
+    folder, tokenizer, monkeypatch
+):
+    lm, shapes = ours(folder, batch_tokens=100), []
+    run = lm.model.base_model.forward
+
+    def recorded(tokens_BT, **options):
+        shapes.append(tuple(tokens_BT.shape))
+        return run(tokens_BT, **options)
+
+    monkeypatch.setattr(lm.model.base_model, "forward", recorded)
+    scores = lm._loglikelihood_tokens(
+        [(("", ""), [1, 2, 3], [token]) for token in range(tokenizer.vocab_size)]
+    )
+    assert shapes == [(1, 3)]
+    assert math.fsum(math.exp(value) for value, _ in scores) == pytest.approx(1, abs=1e-2)
+    assert sum(greedy for _, greedy in scores) <= 1
+    shapes.clear()
+    lm._loglikelihood_tokens([(("", ""), [i, *range(1, 3 + i)], [5, 6]) for i in range(20)])
+    assert all(rows * length <= 100 for rows, length in shapes)
+    assert sum(rows * length for rows, length in shapes) >= sum(3 + i + 1 for i in range(20))
+    shapes.clear()
+    pairs = [(("", ""), list(range(1, 31)), [40 + i, 50 + i, 7]) for i in range(8)]
+    found = lm._loglikelihood_tokens(pairs)
+    assert sum(rows * length for rows, length in shapes) == 30 + 8 * 2
+    monkeypatch.setattr(lm, "batch_tokens", 1)
+    assert_same([pair for one in pairs for pair in lm._loglikelihood_tokens([one])], found)
+
+
+def test_what_cannot_be_scored_or_written_is_refused(folder):
+    lm = ours(folder)
+    for tokens in ([], [1] * 65):
+        with pytest.raises(DataError, match=f"{len(tokens)} tokens of its own.*'Why'"):
+            lm._loglikelihood_tokens([(("Why", ""), [1], tokens)])
+    with pytest.raises(ConfigError, match="64 new tokens leave no room for a prompt"):
+        continued(lm, ["Why"], max_gen_toks=64)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_tokenizer_that_begins_texts_does_so(folder, tokenizer, tmp_path, adds_bos):
+    """As Llama-2's does: before prompts, rolling texts and what is to be continued."""
+    inner, bos = Tokenizer.from_str(tokenizer.data.decode()), "\u0100"
+    if adds_bos:
+        begin = [(bos, inner.token_to_id(bos))]
+        inner.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=begin)
+    copy = with_tokenizer(folder, tmp_path, inner, bos_token=bos, eos_token=END_OF_TEXT)
+    lm, reference = ours(copy), theirs(copy)
+    pairs = [("import os", " def f(x):"), ("", "import os"), ("return ", "x"), ("a" * 200, " b")]
+    requests = asked("loglikelihood", pairs)
+    assert_same(lm.loglikelihood(requests), reference.loglikelihood(requests))
+    requests = asked("loglikelihood_rolling", [("import os",), ("def f(x): return x " * 20,)])
+    expected = reference.loglikelihood_rolling(requests)
+    assert lm.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
+    prompts = ["import os", "def f(x):"]
+    assert continued(lm, prompts) == continued(reference, prompts)
+
+
+def test_special_tokens_are_no_text_and_each_end_ends_it(tokenizer, tmp_path):
+    """As of Llama 3's instruct models, which have several."""
+    decoder, turn = build_decoder(OPINIONATED["llama"]), "<|eot_id|>"
+    inner = Tokenizer.from_str(tokenizer.data.decode())
+    inner.add_special_tokens([turn])
+    made_often = inner.token_to_id(turn)
+    with torch.no_grad():
+        decoder.output.weight[made_often] *= 3  # type: ignore[union-attr]
+    plain = export_hugging_face(decoder, tmp_path / "plain", tokenizer=tokenizer)
+    folder = with_tokenizer(plain, tmp_path / "chat", inner, eos_token=END_OF_TEXT)
+    prompts = [f"Item {i}: import the module and" for i in range(12)]
+    texts = []
+    for ends in (tokenizer.eos_id, [tokenizer.eos_id, made_often]):
+        GenerationConfig(eos_token_id=ends).save_pretrained(folder)
+        texts.append(continued(ours(folder), prompts))
+        assert texts[-1] == continued(theirs(folder, batch_size=1), prompts)
+        assert not any(turn in text for text in texts[-1])
+    assert texts[0] != texts[1]
+
+
+def with_tokenizer(folder: Path, copy: Path, inner: Tokenizer, **tokens: str) -> Path:
+    """Returns a copy of a model with another tokenizer."""
+    copy.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        (copy / name).write_bytes((folder / name).read_bytes())
+    PreTrainedTokenizerFast(tokenizer_object=inner, **tokens).save_pretrained(copy)
+    return copy
+
+
+MERGES = [
+    ("def re", ["turn x", "ad(x)", "name"]),
+    ("import o", ["s", "perator", "ptuna"]),
+    ("x = sel", ["f.x", "ect(x)", "turn of"]),
+    ("raise Va", ["lueError", "r", " or not"]),
+    ("for i i", ["n range", "s x", " or not"]),
+    ("a, b = st", ["r(a)", "ep", " or not"]),
+]
+
+
+def test_a_token_across_the_end_of_a_context_is_scored_as_in_the_harness(folder, tokenizer):
+    """After the context as it is encoded alone, which a task without a delimiter shows."""
+    rows = [
+        {"q": q, "choices": choices, "gold": 0}
+        for q, choices in MERGES
+        if all(len(tokenizer.encode(q + c)) > len(tokenizer.encode(q)) for c in choices)
+    ]
+    pairs = [(row["q"], choice) for row in rows for choice in row["choices"]]
+    assert any(
+        tokenizer.encode(a + b)[: len(tokenizer.encode(a))] != tokenizer.encode(a) for a, b in pairs
+    ), "some merge must cross"
+    metrics = [
+        {"metric": name, "aggregation": "mean", "higher_is_better": True}
+        for name in ("acc", "acc_norm")
+    ]
+    config = {
+        "task": "merges",
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "q",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "target_delimiter": "",
+        "num_fewshot": 0,
+        "metric_list": metrics,
+    }
+    found, expected = (
+        responses(lm, "merges", ConfigurableTask(config=dict(config)))
+        for lm in (ours(folder), theirs(folder))
+    )
+    assert_same(found, expected)
