@@ -189,7 +189,6 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.delenv("SLURM_CONF", raising=False)
-    monkeypatch.setattr("kit.run.columns.CACHE_FROM_ROWS", 1)
     return fakes
 
 
