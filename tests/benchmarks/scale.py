@@ -128,7 +128,6 @@ def monitor(folder: Path, size: int) -> Work:
         dashboard.look()
         assert dashboard.ranks.samples, "no heartbeat was read"
         dashboard.ranks.samples = dashboard.ranks.samples[:1] * SAMPLES  # as after some hours
-        dashboard.ranks.steps = list(range(1, SAMPLES + 1))
         dashboard.read()
         dashboard.frame(View())
         assert dashboard.ranks.slowest is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.commands import papers as commands
+from kit.commands import figures as commands
 from kit.papers import (
     FIGURES,
     FRONTIER,
@@ -57,7 +57,7 @@ def test_command_draws_all_into_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands, "FIGURES", QUICK)
-    commands.figures(out=tmp_path / "talk", own=None)
+    commands.figure(out=tmp_path / "talk")
     assert (tmp_path / "talk" / "hlat-data-mix.svg").exists()
     assert "hlat-loss is not drawn" in capsys.readouterr().out
 
