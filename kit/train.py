@@ -61,9 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         trainer = Trainer(run, attempt=attempt, device=device)
         reason = trainer.train()
         if dist.get_rank() == 0:
-            state = (
-                JobState.STOPPING if trainer.is_stopped else JobState.RUNNING
-            )  # the supervisor has the last word
+            # The supervisor has the last word.
+            state = JobState.STOPPING if trainer.step < run.recipe.num_steps else JobState.RUNNING
             update_state(
                 run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step
             )
