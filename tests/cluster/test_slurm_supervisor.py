@@ -227,7 +227,7 @@ def test_a_new_job_that_slurm_took_without_a_word_is_found(supervisor, asked):
 
 
 def test_nodes_that_answer_are_known_though_another_does_not(monkeypatch, tmp_path):
-    (tmp_path / "srun").write_text("#!/bin/sh\necho node1\necho node3\nsleep 1000\n")
+    (tmp_path / "srun").write_text("#!/bin/sh\necho node1\necho node3\nexec sleep 1000\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(preflight, "ANSWER_WAIT_S", 0.5)

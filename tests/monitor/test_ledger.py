@@ -43,7 +43,7 @@ def told(run: Run) -> Run:
     step(run, 1, 1, 18.0, took=3.0)  # two seconds more than the others
     for number in range(2, 11):
         step(run, number, 1, 18.0 + number - 1 + 2 * (number > 5))
-    happened(run, 1, 36.0, JobState.REQUEUED, reason="node3 fell silent", lost_node="node3")
+    happened(run, 1, 36.0, JobState.REQUEUED, reason="node3 no longer answers", lost_node="node3")
     happened(run, 2, 56.0, JobState.STARTING)
     for number in range(9, 15):
         step(run, number, 2, 61.0 + number - 8)
@@ -134,7 +134,7 @@ def test_the_command(told, run):
         "8 of 26 s and 6 of 12: as the heading, attempt by attempt"
     )
     assert (
-        "node3 fell silent" in result.output
+        "node3 no longer answers" in result.output
         and "first step" in result.output
         and "in no part" not in words
     )
