@@ -31,9 +31,9 @@ Models, arXiv 2407.21783, section 3.3.4). Other machines fail at other rates: gi
 COPY_BYTES_PER_S = 5e9
 """From a device to its host's memory, for which alone training waits: a sixth of PCIe 4.0 x16
 (PCI-SIG: 31.5 GB/s)."""
-RESTART_S = 150.0
-"""From a failure to the next attempt's first step, but for reading its checkpoint: until it is
-noticed, imports, process groups, model. Assumed."""
+RESTART_S = 480.0
+"""From a failure to the next attempt's first step, but for reading its checkpoint: 360 until Slurm
+takes a lost node for down, as it comes; imports, process groups and model, 120 assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
