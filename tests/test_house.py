@@ -144,7 +144,7 @@ STATEMENTS = {
     "kit/commands": 943,
     "kit/convert": 768,
     "kit/data": 1318,
-    "kit/engines": 1396,
+    "kit/engines": 1400,
     "kit/estimate": 26,
     "kit/estimate/choose": 795,
     "kit/estimate/fit": 636,

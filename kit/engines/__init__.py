@@ -1,10 +1,10 @@
-"""Engines: what runs one optimizer step of a Plan. Each is an `Engine`."""
+"""Engines: what runs one optimizer step of a Plan. Each is an `Engine` (engine.py)."""
 
 import importlib.metadata
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from cluster.site import Site
+from kit.engines.engine import Engine
 from kit.engines.neuron.configuration import check_platform
 from kit.errors import ConfigError
 from kit.plan import Plan
@@ -13,68 +13,6 @@ from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
-
-class Engine(Protocol):
-    """One rank's part of a model in training."""
-
-    data_rank: int
-    """Which replica this rank belongs to: it reads that part of each global batch."""
-    decoders: Sequence[Any] = ()
-    """What this rank holds of the model, where that is the kit's own modules."""
-
-    def train_step(self, samples: "Tensor", learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the
-        same on all ranks.
-
-        `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
-        """
-        ...
-
-    def begin_step(self, samples: "Tensor", learning_rate: float) -> Any:
-        """Begins a step and returns what it is going to give, for a device that works ahead; here
-        the step is over, and its loss and norm are there.
-        """
-        return self.train_step(samples, learning_rate)
-
-    def validation_loss(self, samples: "Tensor") -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in
-        `train_step`.
-
-        Engine neuron apart, there may be fewer micro-batches.
-        """
-        ...
-
-    def loss_scaling(self) -> dict[str, float]:
-        """Returns in fp16 `loss_scale`, of the next step, and `skipped_steps` so far, which
-        overflowed.
-        """
-        return {}
-
-
-@runtime_checkable
-class PortableEngine(Engine, Protocol):
-    """One whose checkpoints are read by any other on any layout."""
-
-    optimizer: "torch.optim.Optimizer"
-    """What alone changes weights and moments."""
-
-    def state_dict(self) -> "dict[str, Tensor]":
-        """Returns weights and AdamW moments, fp32, by names that depend neither on the layout
-        nor on the engine.
-        """
-        ...
-
-    def restore_optimizer(self, step: int) -> None:
-        """Prepares to be loaded: every weight gets the AdamW state of `step` steps; `state_dict`
-        is filled next.
-        """
-        ...
-
-    def after_load(self) -> None:
-        """Takes over what was loaded into `state_dict`."""
-        ...
 
 
 def build_engine(

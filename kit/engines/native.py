@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
-from kit.engines import PortableEngine
 from kit.engines.adamw import adamw
+from kit.engines.engine import PortableEngine
 from kit.engines.phases import Phases
 from kit.model import Decoder
 from kit.model.past import Past, has_document_kernel

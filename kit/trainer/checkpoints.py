@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 
 from kit.convert.hugging_face import hugging_face_weights
-from kit.engines import Engine, PortableEngine
+from kit.engines.engine import Engine, PortableEngine
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_reader import CheckpointTensors, alike, describe_together

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cluster.record import counted
 from cluster.state import read_state, record_event
-from kit.engines import Engine
+from kit.engines.engine import Engine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest

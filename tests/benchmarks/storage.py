@@ -92,7 +92,8 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
     import torch
     import torch.distributed as dist
 
-    from kit.engines import PortableEngine, build_engine
+    from kit.engines import build_engine
+    from kit.engines.engine import PortableEngine
     from kit.engines.process_group import keep_freed_memory
     from kit.recipe import Recipe
     from kit.run.checkpoint import Checkpoints

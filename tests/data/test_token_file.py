@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.refusals import assert_refused
 
 from kit.data import located, training_samples
 from kit.data.token_file import HEADER, TokenFile, TokenFileWriter, token_dtype
@@ -33,6 +32,11 @@ def write(prefix, documents, vocab_size: int) -> TokenFile:
         for document in documents:
             writer.add(document)
     return TokenFile(prefix)
+
+
+def assert_refused(error: type[Exception], words: str, call, *given) -> None:
+    with pytest.raises(error, match=words):
+        call(*given)
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from kit.engines import PortableEngine
 from kit.engines.adamw import adamw
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.start import import_deepspeed, quiet
 from kit.engines.deepspeed.state import MOMENTS, ShardedState
+from kit.engines.engine import PortableEngine
 from kit.parallel.gradients import clip, local
 from kit.parallel.linear import cross_entropy, split_dim
 from kit.parallel.mesh import build_mesh, data_axis

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kit.engines import Engine
+from kit.engines.engine import Engine
 from kit.engines.neuron.adapter import Nxd
 from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
 from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
