@@ -253,7 +253,7 @@ def score_task(
         chosen = choose_shares(documents, limit, seed)
         lm.num_truncated = 0
         start = time.perf_counter()
-        with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else []):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             found: Any = evaluate(
                 lm,

@@ -11,8 +11,9 @@ vocabulary. Needs torch, transformers and lm-eval at import.
 
 import collections
 import dataclasses
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,19 +78,12 @@ class PackedLM(HFLM):
     ) -> None:
         options: Any = {"max_length": max_length, "batch_size": PART, "softmax_dtype": "float32"}
         super().__init__(model, tokenizer=tokenizer, **options)
+        self.precision = "bf16" if model.dtype == torch.bfloat16 else "fp32"
         self.batch_tokens, self.replicas = batch_tokens, replicas
+        self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
+        first = 0 if replicas is None else dist.get_rank(replicas)
+        self.mine = slice(first, None, self.num_replicas)  # part of the work
         self.num_truncated = 0  # prompts cut so far
-
-    @property
-    def precision(self) -> str:
-        """Of the weights: `fp32` or `bf16`; scores of one are not those of the other."""
-        return "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
-
-    def _mine(self) -> slice:
-        """Returns which part of the work is this process's."""
-        if self.replicas is None:
-            return slice(None)
-        return slice(dist.get_rank(self.replicas), None, dist.get_world_size(self.replicas))
 
     # Scoring --------------------------------------------------------------------------------------
 
@@ -133,9 +127,9 @@ class PackedLM(HFLM):
         # Of each request: log-likelihood, and how many tokens are not the most likely ones.
         totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=self.device)
         rows = pack(asked, longest=min(self.batch_tokens, self.max_length))
-        for batch in list(batches(rows, self.batch_tokens))[self._mine()]:
+        for batch in list(batches(rows, self.batch_tokens))[self.mine]:
             self._score(batch, asked, totals)
-        if self.replicas is not None:
+        if self.num_replicas > 1:
             dist.all_reduce(totals, group=self.replicas)
         return [(value, misses == 0) for value, misses in totals.tolist()]
 
@@ -186,16 +180,16 @@ class PackedLM(HFLM):
         size, before = max(1, self.batch_tokens // self.max_length), self.num_truncated
         with swapped(self, "batch_size_per_gpu", size):
             texts = super().generate_until(
-                requests[self._mine()], disable_tqdm=not sys.stderr.isatty()
+                requests[self.mine], disable_tqdm=not sys.stderr.isatty()
             )
-        if self.replicas is None:
+        if self.num_replicas == 1:
             return texts
-        parts: list[Any] = [None] * dist.get_world_size(self.replicas)
+        parts: list[Any] = [None] * self.num_replicas
         dist.all_gather_object(parts, (texts, self.num_truncated - before), group=self.replicas)
         self.num_truncated = before + sum(cut for _, cut in parts)
         found = [""] * len(requests)
         for number, (part, _) in enumerate(parts):
-            found[number :: len(parts)] = part
+            found[number :: self.num_replicas] = part
         return found
 
     def _model_generate(self, *args: Any, **options: Any) -> Tensor:
@@ -219,14 +213,15 @@ class PackedLM(HFLM):
         return tokens[:, -longest:], mask[:, -longest:]
 
 
-def pack(sequences: Any, longest: int) -> list[Row]:
+def pack(sequences: Iterable[Sequence], longest: int) -> list[Row]:
     """Returns rows with all sequences, each of at most `longest` tokens unless a single sequence is
     longer.
     """
     rows: list[Row] = []
-    path: list[int] = []  # nodes of the sequence added last
+    before: Sequence = ()
+    path: list[int] = []  # nodes of the sequence before
     for sequence in sorted(sequences):
-        shared = _shared(rows[-1], path, sequence) if rows else 0
+        shared = len(os.path.commonprefix([before, sequence]))
         limit = min(longest, max(SHORTEST_ROW, SEQUENCES_PER_ROW * len(sequence)))
         if not rows or len(rows[-1].tokens) + len(sequence) - shared > limit:
             rows.append(Row())
@@ -236,15 +231,8 @@ def pack(sequences: Any, longest: int) -> list[Row]:
         path = path[:shared] + list(range(first, first + len(sequence) - shared))
         row.tokens += sequence[shared:]
         row.depths += range(shared, len(sequence))
-        row.paths[sequence] = path
+        row.paths[sequence], before = path, sequence
     return rows
-
-
-def _shared(row: Row, path: list[int], sequence: Sequence) -> int:
-    """Returns how many first tokens a sequence has in common with that of `path`."""
-    same = (row.tokens[node] == token for node, token in zip(path, sequence, strict=False))
-    ends = (place for place, equal in enumerate(same) if not equal)
-    return next(ends, min(len(path), len(sequence)))
 
 
 def batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:

@@ -18,7 +18,8 @@ from kit.convert.hugging_face import export_hugging_face
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packed
-from kit.evaluate.harness import load_task, quiet
+from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.harness import LoadedTask, load_task, quiet, score_task
 from kit.evaluate.jobs import Layout
 from kit.evaluate.loading import load_lm
 from kit.evaluate.options import Options
@@ -97,6 +98,35 @@ def test_texts_are_the_harness_and_an_empty_prompt_starts_from_end_of_text(folde
     alone = lm.tok_decode(theirs_[0, 1:].tolist())
     assert continued(lm, ["", prompts[0], ""])[::2] == [alone, alone]
     assert continued(lm, [""]) == [alone]
+
+
+def test_drawn_texts_differ_and_are_those_of_their_seed(folder, tokenizer):
+    lm, drawn = ours(folder), {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
+    before = torch.get_rng_state()
+    rows = [{"q": "import the"}, {"q": "a module"}]
+    config = {
+        "task": "samples",
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": "q",
+        "doc_to_target": "q",
+        "repeats": 4,
+        "generation_kwargs": {"until": ["zz"], "max_gen_toks": 8, **drawn},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "filter_list": [{"name": "all", "filter": [{"function": "take_first"}]}],
+        "num_fewshot": 0,
+    }
+    found = []
+    for seed in (1, 1, 2):
+        task = ConfigurableTask(config=dict(config))
+        definition = {"tasks": {"samples": task}, "groups": {}}
+        request = TaskRequest(task="samples")
+        loaded = LoadedTask(request=request, definition=definition, num_fewshot=0, data=())
+        score_task(lm, loaded, seed=seed)
+        found.append([text for instance in task.instances for text in instance.resps])
+    assert found[0] == found[1] != found[2] and len(set(found[0])) > 4
+    assert torch.equal(before, torch.get_rng_state()), "a process that trains is left alone"
 
 
 def test_what_continuations_share_is_run_once_and_batches_keep_their_budget(
