@@ -59,7 +59,7 @@ def test_command_draws_all_into_a_folder(
     monkeypatch.setattr(commands, "FIGURES", QUICK)
     commands.figure(out=tmp_path / "talk")
     assert (tmp_path / "talk" / "hlat-data-mix.svg").exists()
-    assert "hlat-loss is not drawn" in capsys.readouterr().out
+    assert "hlat-loss: no steps in" in capsys.readouterr().out, "and says why"
 
 
 def test_contents_name_each_figure_and_table_of_the_papers() -> None:
