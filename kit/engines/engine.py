@@ -1,4 +1,4 @@
-"""What every engine offers: one step, its loss and norm, and, where it can, portable checkpoints."""
+"""What every engine offers: a step, its loss and norm, and, where it can, portable checkpoints."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
