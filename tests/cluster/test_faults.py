@@ -316,6 +316,9 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     assert eventually(lambda: "CG" in nodes.run("squeue", "--noheader", "--format=%t"), 30)
     assert job.state is JobState.REQUEUED and (number_of(job) != number) == submits
     for node in ("node2", "node3"):
+        if not submits:
+            # A reboot: under the old number, its old step would be taken for the new one.
+            nodes.power_off(node)
         recover(nodes, node)
     back = time.time()
     # A start that Slurm loses, on a node just switched on, is missed when the node registers.
