@@ -93,7 +93,7 @@ def checkpoint_folder(run: Run, step: int, precision: str = "fp32") -> Iterator[
         yield folder
     finally:
         if is_new:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tuple[Any, Any]:

@@ -76,7 +76,7 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
             "hlat-7b",
             {"precision": "fp16"},
             1,
-            "precision: 'fp16' is not allowed. Give fp32 or bf16",
+            "precision: 'fp16' is not allowed. Allowed: 'fp32', 'bf16'",
         ),
     ],
 )

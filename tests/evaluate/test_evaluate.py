@@ -201,10 +201,10 @@ def test_repeated_tasks_are_scored_once(score):
             r"suite: 'piqa' is unknown. For a single task, give a list: \['piqa'\]",
         ),
         ({"tasks": "smokey"}, "suite: 'smokey' is unknown. Did you mean 'smoke'"),
-        ({"limmit": 3}, "evaluate: 'limmit' is unknown. Did you mean 'limit'"),
+        ({"limmit": 3}, "evaluate.limmit: unknown key. Did you mean 'limit'"),
         (
             {"untrusted_code": "yes"},
-            "untrusted_code: 'yes' is not allowed. Give 'refuse', 'isolated' or 'limits'",
+            "untrusted_code: 'yes' is not allowed. Allowed: 'refuse', 'isolated', 'limits'",
         ),
         ({"tasks": ()}, r"tasks: \(\) is not allowed"),
         ({"limit": 0}, "limit: 0 is not allowed"),
