@@ -225,9 +225,8 @@ def _begin(run_dir: Path, state: RunState) -> int:
     begun = state.replace(attempt=last_attempt(run_dir) + 1)
     # The control folder, so that `touch RUN/control/request_stop` works from the start.
     with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):
-        write_atomic(
-            run_dir / RESERVE, os.urandom(RESERVE_BYTES)
-        )  # which no file system makes smaller
+        # Which no file system makes smaller.
+        write_atomic(run_dir / RESERVE, os.urandom(RESERVE_BYTES))
         for left_over in _requests(run_dir):
             left_over.unlink(missing_ok=True)
         begun.write(run_dir / "state.json")

@@ -215,9 +215,8 @@ class Job:
         attempt, position, line = last_attempt(self.run_dir), 0, b""
         file = self._log(rank, attempt)
         while True:
-            status = (
-                self.status()
-            )  # before reading, so that what was printed before the end is not missed
+            # Before reading, so that what was printed before the end is not missed.
+            status = self.status()
             if file.exists():
                 with opened(file, follows=True) as stream:
                     stream.seek(position)
@@ -247,9 +246,8 @@ class Job:
                     f" `{kit_command('stop', self.run_dir)}`."
                 )
             time.sleep(poll_s)
-        while is_alive(
-            read_state(self.run_dir)
-        ):  # its last word follows exit.json; then nobody writes here any more
+        # Its last word follows exit.json; then nobody writes here any more.
+        while is_alive(read_state(self.run_dir)):
             time.sleep(0.01)
         return status
 
@@ -328,9 +326,8 @@ class Job:
         poll.POLLER.forget(job)
         if waiting:  # no process of the job is there to say so, and the scheduler forgets
             reason = "cancelled while it waited"
-            with contextlib.suppress(
-                StaleAttemptError
-            ):  # it had just started: its supervisor, ended too, says so
+            # It had just started: its supervisor, ended too, says so.
+            with contextlib.suppress(StaleAttemptError):
                 write_end(
                     self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason
                 )

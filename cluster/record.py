@@ -307,9 +307,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
 
 def _shown(value: Any) -> str:
     """Returns a value as an error message can hold it."""
-    if (
-        isinstance(value, int) and abs(value) >= LARGEST_FLOAT
-    ):  # Python refuses to write thousands of digits
+    # Python refuses to write thousands of digits.
+    if isinstance(value, int) and abs(value) >= LARGEST_FLOAT:
         return f"of {value.bit_length()} bits"
     return cut(repr(value), 200)
 

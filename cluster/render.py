@@ -61,9 +61,8 @@ def check(job: JobSpec, site: Site) -> None:
             f" num_nodes={nodes_for(job.num_processes, site)}."
         )
     if site.scheduler == "slurm":
-        if (
-            "%" in job.run_dir or "\\" in job.run_dir
-        ):  # seen: the job ends as FAILED 0:53 without a log
+        # seen: the job ends as FAILED 0:53 without a log.
+        if "%" in job.run_dir or "\\" in job.run_dir:
             raise ConfigError(
                 f"job.run_dir: {job.run_dir!r} holds % or \\, which Slurm reads as patterns in the"
                 " path of its log. Use a run directory without them."

@@ -90,9 +90,8 @@ class SchedulerJob(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not JOB_ID.fullmatch(
-            self.id
-        ):  # it becomes a word of a command, and must not be taken for an option
+        # It becomes a word of a command, and must not be taken for an option.
+        if not JOB_ID.fullmatch(self.id):
             raise ConfigError(
                 f"job id: {self.id!r} is not allowed. Give letters, digits and . _ / -, not -"
                 " first."
@@ -288,9 +287,8 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
         changed = file.stat().st_mtime
     except OSError:
         return None
-    return read_record(AskedRequest, file) or AskedRequest(
-        asked_at=changed
-    )  # made by `touch`: that is as good
+    # Made by `touch`: that is as good.
+    return read_record(AskedRequest, file) or AskedRequest(asked_at=changed)
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:

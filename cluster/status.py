@@ -50,9 +50,8 @@ def read_status(run_dir: Path) -> JobStatus:
         return _mirrored(run_dir)
     state = read_state(run_dir)
     alive = is_alive(state)
-    report = read_exit(
-        run_dir
-    )  # after the look at the process, which writes its report before it ends
+    # After the look at the process, which writes its report before it ends.
+    report = read_exit(run_dir)
     attempt = state.attempt if state else last_attempt(run_dir)
     age_s = (
         max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
@@ -149,9 +148,8 @@ def _scheduled(
         return look.state, look.reason, look.exit_code
     between = f"attempt {state.attempt} ended: {state.reason}; {look.reason}"
     if look.state in WAITING:
-        if (
-            state.heartbeat is not None and state.heartbeat > look.time
-        ):  # it has started since the scheduler was asked
+        # It has started since the scheduler was asked.
+        if state.heartbeat is not None and state.heartbeat > look.time:
             return *living, None
         if state.state is not JobState.QUEUED:
             return JobState.REQUEUED, between if state.state in GIVEN_UP else look.reason, None

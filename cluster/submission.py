@@ -39,9 +39,8 @@ def uninterrupted() -> Iterator[None]:
     """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could
     say whether it runs.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only there does Python look at signals
+    # Only there does Python look at signals.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     pressed: list[int] = []

@@ -11,9 +11,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        # here, since Ctrl-C may come while a third of a second is spent on imports.
         from kit.commands.app import (
             run,
-        )  # here, since Ctrl-C may come while a third of a second is spent on imports
+        )
 
         run()
     except KeyboardInterrupt:

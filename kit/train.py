@@ -54,9 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         choose_kernels(device, run.plan)
         if dist.get_rank() == 0:
             _record_attempt(run, attempt, device)
-        if (
-            run.plan.engine != "neuron"
-        ):  # there, every size of a matrix product would be compiled first
+        # there, every size of a matrix product would be compiled first.
+        if run.plan.engine != "neuron":
             _check_nodes(run, device)
         trainer = Trainer(run, attempt=attempt, device=device)
         reason = trainer.train()
@@ -68,9 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
             print(reason, flush=True)
         part()
-        if (
-            run.plan.engine != "neuron"
-        ):  # NxD finishes its checkpoints, with the group, when Python ends
+        # NxD finishes its checkpoints, with the group, when Python ends.
+        if run.plan.engine != "neuron":
             dist.destroy_process_group()
         return 0
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:

@@ -63,9 +63,8 @@ def environment(tmp_path_factory):
     before = {name: value for name, value in os.environ.items() if name not in ranks}
     for name in ranks:
         os.environ.pop(name, None)
-    os.environ["XDG_CONFIG_HOME"] = str(
-        tmp_path_factory.getbasetemp()
-    )  # no on_alert of whoever runs the tests
+    # No on_alert of whoever runs the tests.
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.getbasetemp())
     yield
     os.environ.clear()
     os.environ.update(before)

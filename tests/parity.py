@@ -116,9 +116,8 @@ def check_bf16(layout: dict[str, Any], engine: str, spec: ModelSpec, one_process
     The loss of a few steps on random tokens would not do: it hardly moves, whatever the gradients
     are.
     """
-    count = (
-        4 if layout.get("schedule") == "zbv" else 2
-    )  # micro-batches; the order of more of them is for fp32 to prove
+    # micro-batches; the order of more of them is for fp32 to prove.
+    count = 4 if layout.get("schedule") == "zbv" else 2
     size = BATCH // (count * layout.get("data_parallel", 1))
     plan = make_plan({"micro_batch_size": size, **layout, "precision": "bf16"}, engine)
     spec = fit(spec, plan)

@@ -88,9 +88,8 @@ def test_every_module_is_in_a_room_of_the_table(package):
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
 def test_no_import_goes_from_a_lower_room_to_a_higher_one(package):
-    graph = {
-        module: names for module, names in imports().items() if module != package
-    }  # its face hands on the rest
+    # Its face hands on the rest.
+    graph = {module: names for module, names in imports().items() if module != package}
     assert (
         upward(
             {m: {n for n in names if n != package} for m, names in graph.items()}, rooms(package)

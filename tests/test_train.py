@@ -146,9 +146,8 @@ def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(
 def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
     spec, recipe, mount_memory, tmp_path
 ):
-    disk = mount_memory(
-        "size=64m,nr_inodes=12"
-    )  # bytes but no files, so that a write fails in the middle
+    # Bytes but no files, so that a write fails in the middle.
+    disk = mount_memory("size=64m,nr_inodes=12")
     plan = DP2.replace(data_parallel=1, zero_stage=0)
     often = recipe.replace(checkpoint_every=2)
     prepared = Run.create(

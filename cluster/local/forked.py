@@ -60,9 +60,8 @@ def fork_rank(
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:
-        with contextlib.suppress(
-            OSError
-        ):  # either of both is the first, so that the group is there when this returns
+        # Either of both is the first, so that the group is there when this returns.
+        with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return ForkedRank(pid)
     code = 1
@@ -73,9 +72,8 @@ def fork_rank(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
-        os.closerange(
-            3, os.sysconf("SC_OPEN_MAX")
-        )  # what the parent has open, its port and its run directory
+        # What the parent has open, its port and its run directory.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
         os.environ.clear()

@@ -105,9 +105,8 @@ def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
             )
         )
     os.close(writer)
-    if (
-        os.read(reader, 16) == b"started"
-    ):  # empty when guard and supervisor have ended without a word
+    # Empty when guard and supervisor have ended without a word.
+    if os.read(reader, 16) == b"started":
         return
     report = read_exit(run_dir)
     reason = report.reason if report and report.attempt == attempt else log_tail(said)
@@ -141,9 +140,8 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     become_subreaper()
     outlive_full_log()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # the caller may ignore it, and then no exit code could be read
+    # The caller may ignore it, and then no exit code could be read.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
     while True:
         outcome = run_attempt(home, job, attempt, started, deadline)
@@ -219,9 +217,8 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
         "MASTER_PORT": str(port.getsockname()[1]),
         "KIT_ATTEMPT": str(attempt),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
-            "1"
-        ),  # with gloo, ranks that restart would else read stale addresses
+        # With gloo, ranks that restart would else read stale addresses.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if job.forks:
         import_once(job.argv[2], {**common, **job.environment})

@@ -28,9 +28,8 @@ def tend(layout: Layout) -> None:
     daemons: dict[str, subprocess.Popen] = {}
     while True:
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[
-                0
-            ]:  # what daemons leave behind becomes a child of this process
+            # What daemons leave behind becomes a child of this process.
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         for name in layout.daemons:
             runs = name in daemons and daemons[name].poll() is None

@@ -23,10 +23,11 @@ from cluster.site import Site, There
 PACKAGE_ROOT = Path(__file__).parents[2]
 ARRAY_SCRIPT = "array.sh"
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
+# Below the range from which Linux takes the ports of outgoing connections.
 FIRST_PORT, NUM_PORTS = (
     20000,
     12000,
-)  # below the range from which Linux takes the ports of outgoing connections
+)
 RULER = "# " + "-" * 100
 
 
@@ -137,9 +138,8 @@ def _environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
             slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1
         ),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
-            "1"
-        ),  # with gloo, ranks that restart would else read stale addresses
+        # With gloo, ranks that restart would else read stale addresses.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **slurm.environment,
         **(slurm.environment_one_node if job.num_nodes == 1 else slurm.environment_several_nodes),
     }

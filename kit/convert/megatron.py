@@ -134,9 +134,8 @@ class LayerFiles:
         theirs = f"{IN_BLOCK[inner]}.{kind}"
         if inner in ("attention.query", "attention.key", "attention.value"):
             return self._query_key_value(_merge(layer, theirs), inner.removeprefix("attention."))
-        if (
-            self.spec.gated and IN_BLOCK[inner] == "mlp.dense_h_to_4h"
-        ):  # each rank stacks its gate on its up
+        # Each rank stacks its gate on its up.
+        if self.spec.gated and IN_BLOCK[inner] == "mlp.dense_h_to_4h":
             half = ("feed_forward.gate", "feed_forward.up").index(inner)
             return torch.cat([part.chunk(2)[half] for part in _parts(layer, theirs)])
         return _one(layer, theirs) if theirs.endswith(COPIED) else _merge(layer, theirs)

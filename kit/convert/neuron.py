@@ -114,9 +114,8 @@ class NxdShards:
         index, held = "qkv".index(which), self._shards[0]
         if f"{parent}.qkv_proj.weight_{which}" in held:
             return self._parts(f"{parent}.qkv_proj.weight_{which}")
-        if (
-            f"{parent}.qkv_proj.weight_qkv" in held
-        ):  # fuse_qkv, which is on unless NxD is told otherwise
+        # fuse_qkv, which is on unless NxD is told otherwise.
+        if f"{parent}.qkv_proj.weight_qkv" in held:
             query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
             fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
             return [part.split([query, *[(len(part) - query) // 2] * 2])[index] for part in fused]
@@ -151,9 +150,8 @@ class NxdShards:
             .unflatten(0, (heads * self._copies, -1))
             .float()
         )
-        last = heads * (
-            self._copies - 1
-        )  # on Trn1 the last copy of the first head; on Trn2 another head
+        # On Trn1 the last copy of the first head; on Trn2 another head.
+        last = heads * (self._copies - 1)
         beside, apart = ((keys[0] - keys[other]).norm().item() for other in (1, last))
         # Stochastic rounding lets copies drift apart a little, so they are close rather than equal.
         if max(beside, apart) < 10 * min(beside, apart) or beside == apart:

@@ -97,9 +97,8 @@ def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
             for node in tree.body
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
         )
-        topics = ast.literal_eval(
-            value
-        )  # the file is of whoever the text is of, so it is read and never run
+        # The file is of whoever the text is of, so it is read and never run.
+        topics = ast.literal_eval(value)
         chapters = sorted((topic, text) for topic, text in topics.items() if isinstance(text, str))
     except (
         SyntaxError,

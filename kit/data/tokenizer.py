@@ -141,9 +141,8 @@ class SentencePieceTokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        is_one_of_many = (
-            os.environ.get("TOKENIZERS_PARALLELISM") == "false"
-        )  # as for the other library
+        # As for the other library.
+        is_one_of_many = os.environ.get("TOKENIZERS_PARALLELISM") == "false"
         return self._processor.encode(list(texts), num_threads=1 if is_one_of_many else -1)
 
     def decode(self, ids: Iterable[int]) -> str:

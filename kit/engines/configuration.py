@@ -23,9 +23,8 @@ def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str
     if plan.engine != "deepspeed":
         return {}
     files = {DEEPSPEED: _json(deepspeed_config(plan, recipe))}
-    if (
-        spec.family == "gpt" and spec.tied_embeddings and recipe.schedule != "wsd"
-    ):  # which Megatron-DeepSpeed lacks
+    # Which Megatron-DeepSpeed lacks.
+    if spec.family == "gpt" and spec.tied_embeddings and recipe.schedule != "wsd":
         files[MEGATRON] = f"pretrain_gpt.py {shlex.join(megatron_arguments(spec, plan, recipe))}\n"
     return files
 

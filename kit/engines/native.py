@@ -99,9 +99,8 @@ class NativeEngine(PortableEngine):
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
         phases.mark()
-        if (
-            self.accepts is None
-        ):  # then an accelerator gets the update before anyone waits for the loss
+        # Then an accelerator gets the update before anyone waits for the loss.
+        if self.accepts is None:
             self._update(learning_rate)
             phases.mark()
         result = StepResult(self._mean_over_replicas(loss), norm, phases)

@@ -68,9 +68,8 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
     Torch's own store listens to all networks, and believes whoever comes.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if (
-        address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):  # torchrun's agent has it
+    # torchrun's agent has it.
+    if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listening = socket.create_server((address, port), backlog=world).detach() if rank == 0 else None

@@ -76,9 +76,8 @@ def evaluate(
     plan = layout(run.spec, run.site, chosen, ranks)
     owner = other_owner(run.directory)
     if not owner:
-        if (
-            is_first and file.exists()
-        ):  # whatever stands against adding to it is found before the work, not after
+        # Whatever stands against adding to it is found before the work, not after.
+        if is_first and file.exists():
             _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
         check_keepable(file)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
@@ -289,8 +288,9 @@ def _prepare(file: Path, tokenizer_sha256: str, attempt: int) -> None:
             f" data set of the run now has {tokenizer_sha256[:12]}. Restore the data set that the"
             " run was trained on, or move the file away."
         )
+    # Which has replaced the checkpoint since: they are of other weights.
     if before.attempt not in (
         None,
         attempt,
-    ):  # which has replaced the checkpoint since: they are of other weights
+    ):
         file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))

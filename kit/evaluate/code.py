@@ -83,9 +83,8 @@ class CodeScorer:
             yield
 
     def _run_all(self, sandbox: Sandbox, programs: Sequence[str], test: str) -> list[Outcome]:
-        distinct = list(
-            dict.fromkeys(programs)
-        )  # a small model often writes the same program again
+        # A small model often writes the same program again.
+        distinct = list(dict.fromkeys(programs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = dict(
                 zip(

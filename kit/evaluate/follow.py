@@ -99,9 +99,8 @@ def follow_run(
                     done.add(step)
                     yield outcome
             for step, job in _ended(pending):
-                if (
-                    job.spec.argv == eval_job(run, step, tasks, chosen).argv
-                ):  # else: another request's; ours is next
+                # else: another request's; ours is next.
+                if job.spec.argv == eval_job(run, step, tasks, chosen).argv:
                     done.add(step)
                     yield _result(run, step, job, requests, chosen)
             if over and not pending and done.issuperset(run.checkpoints.steps()):

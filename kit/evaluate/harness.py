@@ -112,9 +112,8 @@ def _official(
     tasks_of(request.task)
     known = BENCHMARKS.get(request.task)
     note = f"{known.note}. " if known and known.note else ""
-    hub_first = (
-        download and known is not None and known.full_items is not None
-    )  # the mirror has a part only
+    # The mirror has a part only.
+    hub_first = download and known is not None and known.full_items is not None
     try:
         try:
             return _loaded(request, mirror, task_data, download=download, hub_only=hub_first)
@@ -163,9 +162,8 @@ def _loaded(
                 ) from error
     _check_scorable(request, found)
     for task in found["tasks"].values():
-        if (
-            task.config.process_docs is not None
-        ):  # the harness does it anew whenever it looks at the documents
+        # The harness does it anew whenever it looks at the documents.
+        if task.config.process_docs is not None:
             task.config.process_docs = functools.cache(task.config.process_docs)
     for task in found["tasks"].values():
         _check_pool(task, _shots(request, task), task_data or mirror)
@@ -378,9 +376,8 @@ def _chance(
         )
         try:
             chances[name] = [_guessed(task, item) for item in items]
-        except (
-            Exception
-        ):  # a definition is a program of its own, which may want other answers than these
+        # A definition is a program of its own, which may want other answers than these.
+        except Exception:
             return None
     means = [statistics.fmean(each) for each in chances.values()]
     chance = statistics.fmean(
@@ -393,9 +390,8 @@ def _guessed(task: Any, item: Any) -> float:
     if task.OUTPUT_TYPE != "multiple_choice":
         raise TypeError(f"{task.OUTPUT_TYPE}: nothing to choose from")
     places = range(len(task.doc_to_choice(item)))
-    if (
-        not callable(task.config.process_results) and not task.multiple_target
-    ):  # the same, and a thousand times faster
+    # The same, and a thousand times faster.
+    if not callable(task.config.process_results) and not task.multiple_target:
         return 1 / len(places)
     scores = [
         task.process_results(item, [(0.0 if i == place else -1e4, False) for i in places])

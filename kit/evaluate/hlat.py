@@ -144,10 +144,11 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
         if request.column != column:
             continue
         known = BENCHMARKS[request.task]
+        # Tasks over the same data are alternatives: the first one counts.
         data = (
             known.repository,
             known.configs,
-        )  # tasks over the same data are alternatives: the first one counts
+        )
         score = next((score for score in report.scores if score.key == request.question), None)
         if score is None or score.partial:
             shots = f" with {request.shots} shots" if request.shots else ""

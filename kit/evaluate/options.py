@@ -65,9 +65,8 @@ class Options(Record):
                 f"num_fewshot: {self.num_fewshot} is not allowed. Give a whole number from 0."
             )
         if self.task_data is not None:
-            object.__setattr__(
-                self, "task_data", Path(self.task_data).expanduser().absolute()
-            )  # jobs run elsewhere
+            # Jobs run elsewhere.
+            object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())
             if not self.task_data.is_dir():
                 raise ConfigError(
                     f"task_data: {self.task_data} is no folder. Give one, or leave it out."

@@ -183,9 +183,8 @@ class Sandbox:
                         layer, stdin, folder, (result_end.fileno(), secret_end.fileno())
                     )
                 os.set_blocking(result.fileno(), False)
-                found = (
-                    result.read(4096) or b""
-                )  # None: a process that escaped the kill still holds the other end
+                # None: a process that escaped the kill still holds the other end.
+                found = result.read(4096) or b""
         if found == secret and ended == "exit 0":
             return Outcome(passed=True, reason="passed")
         return Outcome(
@@ -219,9 +218,8 @@ class Sandbox:
 
     def _command(self, layer: str, folder: str, descriptors: tuple[int, int]) -> list[str]:
         python = [_interpreter(), "-I", "-S", "-B", "-c", self._child, *map(str, descriptors)]
-        if (
-            layer == "plain"
-        ):  # a shell between, so that a program that kills its parent does not kill us
+        # A shell between, so that a program that kills its parent does not kill us.
+        if layer == "plain":
             return ["/bin/sh", "-c", '"$@"; exit $?', "sh", *python]
         shown = [
             path for path in ("/usr", "/bin", "/lib", "/lib32", "/lib64") if os.path.lexists(path)

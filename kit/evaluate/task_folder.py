@@ -53,11 +53,12 @@ def read_folder(
                     builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
             except DataError:
                 raise
+            # No such configuration, or a script, which never runs.
             except (
                 ValueError,
                 FileNotFoundError,
                 RuntimeError,
-            ):  # no such configuration, or a script, which never runs
+            ):
                 continue
             found: Any = builder.config.data_files
             try:

@@ -63,10 +63,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        # Scaled in place: a second backward pass must fail.
         (dx_NH, dweight_VH), ctx.gradients = (
             ctx.gradients,
             None,
-        )  # scaled in place: a second backward pass must fail
+        )
         share = dloss / len(dx_NH)
         return dx_NH.mul_(share), dweight_VH.mul_(share).to(dx_NH.dtype), None, None, None
 

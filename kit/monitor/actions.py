@@ -117,9 +117,8 @@ class Actions:
             and steps[-1] >= ((progress.checkpoint or -1) + 1 if due is None else due)
         ):
             saved = steps[-1] if due is None else due
-            when = (
-                self.run.checkpoints.saved_at(saved) if saved in steps else 0.0
-            )  # a newer one has taken its place
+            # A newer one has taken its place.
+            when = self.run.checkpoints.saved_at(saved) if saved in steps else 0.0
             return when, f"saved at step {saved:,}"
         if status.state.is_final or status.attempt > progress.attempt:
             return self._turned(progress), (

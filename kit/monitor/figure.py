@@ -116,10 +116,11 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
         table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps"
     )
     if not finite.all():
+        # At the top: there is no height to put it at.
         lost, top = (
             table["step"][~finite],
             axis.get_xaxis_transform(),
-        )  # at the top: there is no height to put it at
+        )
         style = {
             "color": VERMILION,
             "marker": "x",

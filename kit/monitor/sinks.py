@@ -103,9 +103,8 @@ class WandbSink:
                 f"WANDB_MODE: {self.mode!r} is not allowed. {suggestion(self.mode, WANDB_MODES)}"
             )
         if self.mode == "offline":
-            os.environ.setdefault(
-                "WANDB_ERROR_REPORTING", "false"
-            )  # read at import; offline, nothing may be sent
+            # Read at import; offline, nothing may be sent.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
         except ImportError as error:
@@ -205,9 +204,8 @@ def copy_metrics(
     copied, attempts, end = 0, set(), "everything is copied"
     try:
         while True:
-            final = not follow or _is_over(
-                run
-            )  # before reading, so that what was written before the end is not missed
+            # Before reading, so that what was written before the end is not missed.
+            final = not follow or _is_over(run)
             for rows in follower.parts():
                 for row, values in zip(rows, scalars(run, rows), strict=True):
                     sink.write(row["attempt"], row["step"], _time(row), values)

@@ -104,9 +104,8 @@ def _read(run: Run) -> Dashboard:
 def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> Group:
     """Returns the view of a run as it is now, its curves as high as the screen leaves room for."""
     dashboard.catch_up()
-    dashboard.outlook.refresh(
-        wait=height is None
-    )  # nobody looks a second time at a view that is printed once
+    # Nobody looks a second time at a view that is printed once.
+    dashboard.outlook.refresh(wait=height is None)
     width = max(40, min(width, 120))
     # Asked once: what the estimate says may come at any moment, and takes a line.
     facts = dashboard.facts()
@@ -119,10 +118,11 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
         return Group(*above, *_curves(dashboard, facts, width), *told, *below)
     # The band has a line below the speed.
     least = CURVES_LEAST + (facts["outlook"]["band"] is not None)
+    # One line is the cursor's.
     alerts, free = (
         [],
         height - 1 - least - _lines([*above, *below], width),
-    )  # one line is the cursor's
+    )
     for alert in _alerts(dashboard, height):
         if (free := free - _lines([alert], width)) < 0:
             break

@@ -191,9 +191,8 @@ class Monitor(anywidget.AnyWidget):
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
         self._picture = DisplayHandle()
-        self._caught_up.wait(
-            READING_LIMIT_S
-        )  # the view is there by now; only the picture needs the whole history
+        # The view is there by now; only the picture needs the whole history.
+        self._caught_up.wait(READING_LIMIT_S)
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
 
@@ -237,9 +236,10 @@ def snapshot(dashboard: Dashboard) -> Any:
     """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
     averages.
     """
+    # No style of matplotlib's, which is global: this runs in a thread.
     from kit.show.themed_figure import (
         ThemedFigure,
-    )  # no style of matplotlib's, which is global: this runs in a thread
+    )
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")

@@ -44,9 +44,8 @@ def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
     )
     if decoder.embedding is not None and not tied:
         shard(decoder.embedding, plan, mesh)
-        cast(FSDPModule, decoder.embedding).set_unshard_in_backward(
-            False
-        )  # whose gradient needs no weights
+        # Whose gradient needs no weights.
+        cast(FSDPModule, decoder.embedding).set_unshard_in_backward(False)
     if decoder.norm is not None and decoder.output is not None and not tied:
         shard([decoder.norm, decoder.output], plan, mesh, last=True)
     shard(decoder, plan, mesh, last=True)

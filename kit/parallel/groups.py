@@ -46,9 +46,8 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
 
 def cpu_group(name: str) -> Any:
     """Returns a new group of all ranks for tensors in memory, connected."""
-    group: Any = dist.new_group(
-        backend="gloo", timeout=COLLECTIVE_TIMEOUT
-    )  # Torch-XLA's takes no description
+    # Torch-XLA's takes no description.
+    group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     connect(group, name, COLLECTIVE_TIMEOUT)
     return group
 

@@ -37,10 +37,11 @@ class Alert(Record):
         """Whether both tell of the same event, so that one of them is enough."""
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
+        # An attempt fails once, however often and late it is looked at.
         if self.kind in (
             "job",
             "peak",
-        ):  # an attempt fails once, however often and late it is looked at
+        ):
             return self.message.partition(":")[0] == other.message.partition(":")[0]
         if self.kind == "guard":
             return self.step == other.step
@@ -63,11 +64,12 @@ class AlertLog(Tail):
             for line in lines.splitlines():
                 try:
                     self._take(Alert.from_json(line.decode()))
+                # torn, or of another version.
                 except (
                     ConfigError,
                     UnicodeDecodeError,
                     RecursionError,
-                ):  # torn, or of another version
+                ):
                     continue
         return self.alerts
 

@@ -184,9 +184,8 @@ class Checkpoints:
         """Makes a checkpoint whose files are written count, unless a newer attempt has taken
         over the run.
         """
-        refuse_stale(
-            self.directory.parent, manifest.attempt
-        )  # a left-over must not replace newer work
+        # A left-over must not replace newer work.
+        refuse_stale(self.directory.parent, manifest.attempt)
         seal = {MANIFEST: _seal(manifest.to_dict())}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 

@@ -262,15 +262,15 @@ class _Description(Values):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        # So Python 3.13 calls it, and no other.
         asked = (
             module.replace("pathlib._local", "pathlib"),
             name,
-        )  # so Python 3.13 calls it, and no other
+        )
         if asked == ("torch", "Size"):
             return torch.Size  # which nobody can change
-        if (
-            module != "torch" and asked not in UNUSED and asked not in self.kept
-        ):  # of torch, dtypes, which none asks for
+        # Of torch, dtypes, which none asks for.
+        if module != "torch" and asked not in UNUSED and asked not in self.kept:
             raise pickle.UnpicklingError(
                 f"it asks for {module}.{name}, which no description of tensors needs; nothing"
                 " was run"

@@ -66,9 +66,8 @@ class CheckpointWriter:
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         if self.stager is None:
             gpu = any(tensor.is_cuda for tensor in state.values())
-            self.stager = DefaultStager(
-                StagingOptions(gpu, False, True, gpu)
-            )  # pinned memory, a stream of its own
+            # Pinned memory, a stream of its own.
+            self.stager = DefaultStager(StagingOptions(gpu, False, True, gpu))
         if torch.accelerator.is_available():
             # that stream does not wait for the last update by itself
             torch.accelerator.synchronize()
@@ -139,9 +138,8 @@ class CheckpointWriter:
         final = self.checkpoints.path(facts["step"])
         replaced = final.with_suffix(f".replaced-{self.attempt}")
         if final.exists():
-            final.rename(
-                replaced
-            )  # the newer attempt's is whole already, so nothing is lost in between
+            # The newer attempt's is whole already, so nothing is lost in between.
+            final.rename(replaced)
         partial.rename(final)
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
         if replaced.exists():

@@ -162,9 +162,8 @@ def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
     """
     attempts = sorted(first_steps)
     firsts = [float(first_steps[attempt]) for attempt in attempts]
-    bounds = np.append(
-        np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf
-    )  # of all newer attempts
+    # Of all newer attempts.
+    bounds = np.append(np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf)
     rows = rows[:, rows[0] < bounds[np.searchsorted(attempts, rows[1])]]
     order = np.argsort(rows[0], kind="stable")
     steps = rows[0, order]

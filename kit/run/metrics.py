@@ -37,9 +37,8 @@ class MetricsWriter:
 
     def __init__(self, file: Path) -> None:
         self.stream = appending(file)
-        self.pending = bytearray(
-            line_break(self.stream)
-        )  # a killed attempt's half line must not swallow our first one
+        # A killed attempt's half line must not swallow our first one.
+        self.pending = bytearray(line_break(self.stream))
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes steps, visible to readers at once, after those that wait.

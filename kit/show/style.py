@@ -89,9 +89,8 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 30
             _write_table(rows, path)
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
-        with style.context(
-            STYLE
-        ):  # how text and names are written is looked up here, not when it is drawn
+        # How text and names are written is looked up here, not when it is drawn.
+        with style.context(STYLE):
             figure.savefig(path, dpi=dpi, metadata=date)
 
 

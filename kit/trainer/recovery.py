@@ -143,9 +143,8 @@ class Recovery:
     def _agree(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
         answer, what = self.guard.judge(loss, grad_norm)
         if self.guard.goes_on_after_bad:
-            strongest = torch.tensor(
-                [ANSWERS.index(answer)]
-            )  # of any rank: a fault may be seen by one alone
+            # Of any rank: a fault may be seen by one alone.
+            strongest = torch.tensor([ANSWERS.index(answer)])
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
             answer = ANSWERS[int(strongest)]
             what = what or "another rank says so"

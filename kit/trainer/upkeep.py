@@ -60,9 +60,8 @@ class SpeedProbe:
     """
 
     def __init__(self, device: torch.device) -> None:
-        own = torch.Generator(device).manual_seed(
-            0
-        )  # of zeros a product takes less power, and hides a slow clock
+        # Of zeros a product takes less power, and hides a slow clock.
+        own = torch.Generator(device).manual_seed(0)
         self.matrix = torch.randn(
             PROBE_SIZE, PROBE_SIZE, generator=own, dtype=torch.float16, device=device
         )

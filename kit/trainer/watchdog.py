@@ -38,9 +38,8 @@ def patience_s(recipe: Recipe, plan: Plan) -> float | None:
     The file system of a large machine may fail over to another server, which takes two minutes, and
     a restart of thousands of ranks costs more than a wait.
     """
-    if (
-        plan.engine == "neuron"
-    ):  # there any step may compile, for longer than anyone would wait for a hung rank
+    # There any step may compile, for longer than anyone would wait for a hung rank.
+    if plan.engine == "neuron":
         return None
     is_asked = recipe.hung_after_s != Recipe.hung_after_s
     return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S

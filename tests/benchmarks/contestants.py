@@ -99,9 +99,8 @@ class Turns:
         self.left -= 1
         if self.left:
             return
-        read = [
-            each.read() if hasattr(each, "read") else each for each in self.losses
-        ]  # waits for a device
+        # Waits for a device.
+        read = [each.read() if hasattr(each, "read") else each for each in self.losses]
         losses = [float(each[0] if isinstance(each, tuple) else each) for each in read]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the last update too
@@ -143,10 +142,11 @@ def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
         with torch.no_grad():
             local(tensor).copy_(initial[parameter]) if kind == "model" else local(tensor).zero_()
     engine.after_load()
+    # As the loop of a rank.
     step, data = (
         getattr(engine, "begin_step", engine.train_step),
         batches(setup),
-    )  # as the loop of a rank
+    )
     turns.wait()
     for samples in itertools.cycle(data):
         turns.step_done(step(samples, RECIPE.learning_rate))

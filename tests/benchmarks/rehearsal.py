@@ -32,9 +32,8 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     try:
         site = kit.Site.load(sandbox.site_file)
         spec = ModelSpec.preset("demo")
-        frontier = kit.Site.load(
-            "frontier"
-        )  # step times, which the sandbox does not state, are not compared
+        # Step times, which the sandbox does not state, are not compared.
+        frontier = kit.Site.load("frontier")
         told = rehearse(
             spec, PLAN, recipe, site.replace(device=frontier.device, links=frontier.links)
         )

@@ -105,9 +105,8 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
     plan = Plan(global_batch_size=2)
     engine = build_engine(spec, plan, Recipe(data="none", num_steps=1), torch.device("cpu"))
     assert isinstance(engine, PortableEngine)
-    engine.train_step(
-        torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4
-    )  # makes the moments
+    # Makes the moments.
+    engine.train_step(torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4)
     checkpoints = Checkpoints(folder / "checkpoints")
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
     found: dict = {"save_s": [], "stall_s": [], "load_s": [], "plain_s": []}
@@ -137,9 +136,8 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
         found["plain_s"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
         (folder / f"plain-{step - 1}").unlink(missing_ok=True)
     dist.destroy_process_group()
-    return {
-        name: value[1:] if isinstance(value, list) else value for name, value in found.items()
-    }  # 0 warms up
+    # 0 warms up.
+    return {name: value[1:] if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _plain_write(file: Path, size: int) -> float:
@@ -287,9 +285,8 @@ def seconds(
         took.append(time.process_time() - resumed + paused - start)
         gc.enable()
         if not is_before:
-            sent = [pickle.dumps(SavePlan([], usable=False))] * len(
-                sent
-            )  # what ranks whose plan has not changed send
+            # What ranks whose plan has not changed send.
+            sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
     size = (path / ".metadata").stat().st_size
     return {"seconds": took, "ranks": len(sent), "items": items, "bytes": size}
 

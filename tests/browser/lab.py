@@ -34,11 +34,10 @@ KERNEL = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
 OUTPUT = """(i) => window.jupyterapp.shell.currentWidget.content.widgets[i].model.outputs.toJSON()
   .map(o => Array.isArray(o.text) ? o.text.join('') : (o.text || o.evalue || '')).join('')"""
 SAVE = "async () => await window.jupyterapp.shell.currentWidget.context.save()"
+# Cells off screen have no DOM otherwise.
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "notebook-extension/tracker": {
-        "windowingMode": "none"
-    },  # cells off screen have no DOM otherwise
+    "notebook-extension/tracker": {"windowingMode": "none"},
 }
 PLACES = {
     "HOME": "",
@@ -112,15 +111,13 @@ class Lab:
             else []
         )
         self.process.terminate()
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # it waits for a kernel that does not end
+        # It waits for a kernel that does not end.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(15)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "ipykernel" in " ".join(
-                    process.cmdline()
-                ):  # and not a job that a kernel has started
+                # And not a job that a kernel has started.
+                if "ipykernel" in " ".join(process.cmdline()):
                     process.kill()
         self.process.kill()
         self.process.wait()

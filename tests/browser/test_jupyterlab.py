@@ -119,9 +119,8 @@ def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) 
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
     busy.touch()
     notebook.run_cell(2, wait=False)
-    notebook.until(
-        begun.exists
-    )  # the kernel's own word: its status changes with each message beside the cell
+    # The kernel's own word: its status changes with each message beside the cell.
+    notebook.until(begun.exists)
     before = notebook.step
     notebook.click("Checkpoint now")
     notebook.until(lambda: notebook.step > before + 10)

@@ -72,9 +72,8 @@ def reset(cluster: Sandbox) -> None:
     """Cancels all jobs and waits until all nodes are idle again."""
     deadline = time.monotonic() + START_WAIT_S
     while True:
-        with contextlib.suppress(
-            JobError, subprocess.TimeoutExpired
-        ):  # the controller may be restarting
+        # The controller may be restarting.
+        with contextlib.suppress(JobError, subprocess.TimeoutExpired):
             if jobs := cluster.run("squeue", "--noheader", "--format=%i").split():
                 cluster.run("scancel", *jobs)
             not_idle = [node for node, state in cluster.node_states().items() if state != "idle"]

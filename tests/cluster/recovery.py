@@ -10,9 +10,8 @@ def recover(sandbox: Sandbox, node: str) -> None:
     if sandbox.layout.isolated:
         sandbox.heal(node)
     update = ("scontrol", "update", f"NodeName={node}", "Reason=recovered")
-    sandbox.run(
-        *update, "State=down"
-    )  # first: Slurm would wait long for a job to end that is no longer there
+    # first: Slurm would wait long for a job to end that is no longer there.
+    sandbox.run(*update, "State=down")
     try:
         sandbox.run(*update, "State=resume")
     except JobError:  # Slurm's word for a node that has come back by itself in between

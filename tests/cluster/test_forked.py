@@ -101,9 +101,8 @@ def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason)
     assert reason.replace("0 ", "") in forked.reason.replace("0 ", "").replace("1 ", ""), (
         forked.reason
     )
-    told = [
-        ends[1].logs(rank) for rank in (0, 1)
-    ]  # of two, the one that ends first; the other may be ended before
+    # Of two, the one that ends first; the other may be ended before.
+    told = [ends[1].logs(rank) for rank in (0, 1)]
     assert any("ValueError: broken" in words for words in told) == ("ValueError" in code)
 
 
@@ -111,9 +110,8 @@ def test_an_import_that_fails_is_told_by_the_rank_that_failed_first(modules):
     (modules / "heavy_of_test.py").write_text("import no_such_module_of_test")
     handle = local.submit(job(modules, "pass", forks=True))
     status, words = handle.wait(20), "No module named 'no_such_module_of_test'"
-    assert (
-        status.state is JobState.FAILED and words in status.reason
-    )  # the other may be ended before it says so
+    # The other may be ended before it says so.
+    assert status.state is JobState.FAILED and words in status.reason
     assert any(words in handle.logs(rank) for rank in (0, 1))
 
 

@@ -231,9 +231,8 @@ def test_recycled_pid_other_boot_and_no_process_are_lost(tmp_path, change):
 
 def test_recycled_pid_is_never_signalled():
     stranger = dataclasses.replace(Process.current(), start_ticks=1)
-    assert (
-        stranger.send_signal(signal.SIGKILL) is False
-    )  # had it been sent, this test would not return
+    # Had it been sent, this test would not return.
+    assert stranger.send_signal(signal.SIGKILL) is False
 
 
 def test_zombie_is_not_alive():

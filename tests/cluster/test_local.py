@@ -383,9 +383,8 @@ for step in range(1, 1000):
 def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
     job = local.submit(spec(tmp_path, SLEEP, 1))
     left_over = supervisor(job)
-    state_of_2 = update_state(
-        tmp_path, attempt=2, state="running", step=5
-    )  # from a host that has given attempt 1 up
+    # From a host that has given attempt 1 up.
+    state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)
     assert left_over.send_signal(signal.SIGTERM)
     assert eventually(lambda: not processes(mark))
     assert read_exit(tmp_path) is None and read_state(tmp_path) == state_of_2
@@ -435,9 +434,8 @@ def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
     handle = local.submit(job)
     assert handle.wait(20).state is JobState.DONE and handle.logs() == "True\n"
     script = directory / "run" / "submit.sh"
-    subprocess.run(
-        ["bash", script], check=True, stdout=subprocess.DEVNULL
-    )  # by hand: the next attempt
+    # By hand: the next attempt.
+    subprocess.run(["bash", script], check=True, stdout=subprocess.DEVNULL)
     assert handle.status().attempt == 2 and handle.logs() == "True\n"
 
 

@@ -89,9 +89,10 @@ def test_watches_and_scores_on_the_readers_cluster(
     name: str, patient, run_notebook, monkeypatch
 ) -> None:
     """A notebook's last cell checks what it has claimed."""
+    # They need the benchmarks and a pretrained model.
     for variable in (
         "XDG_CACHE_HOME",
         "PIP_NO_INDEX",
-    ):  # they need the benchmarks and a pretrained model
+    ):
         monkeypatch.delenv(variable)
     run_notebook(name)

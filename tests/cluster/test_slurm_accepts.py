@@ -138,6 +138,7 @@ def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, as_client, t
         node_cache=str(tmp_path / "disk"),
     )
     site = site.replace(slurm=site.slurm.replace(compilation=compilation))
+    # One node: those of this sandbox share a disk, and would copy into the same folder at once.
     job = JobSpec(
         name="chain",
         run_dir=str(tmp_path / "run"),
@@ -145,6 +146,6 @@ def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, as_client, t
         num_processes=2,
         num_nodes=1,
         working_directory=str(tmp_path),
-    )  # one node: those of this sandbox share a disk, and would copy into the same folder at once
+    )
     submitted = done(job, site)
     assert submitted.logs(0) == "disk compiled\n"

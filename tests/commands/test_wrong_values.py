@@ -148,9 +148,8 @@ REFUSED = [
 def test_a_refusal_says_what_to_do_instead(
     words: list[str], message: str, place: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(
-        "kit.run.checkpoint.Checkpoints.steps", lambda self: [10**6]
-    )  # all of its steps
+    # All of its steps.
+    monkeypatch.setattr("kit.run.checkpoint.Checkpoints.steps", lambda self: [10**6])
     assert message in said(words, monkeypatch, capsys) and not (place / "new").exists()
 
 

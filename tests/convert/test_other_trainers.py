@@ -48,9 +48,8 @@ def test_megatrons_defaults() -> None:
         found == preset.replace(name=found.name, init_std=found.init_std)
         and found.vocab_size == 51_200
     )
-    gated = load_spec(
-        f"{GPT} --swiglu"
-    )  # two thirds of 4 x hidden, in 64s; without tensor ranks, padded to 128s
+    # Two thirds of 4 x hidden, in 64s; without tensor ranks, padded to 128s.
+    gated = load_spec(f"{GPT} --swiglu")
     assert (gated.ffn_hidden_size, gated.vocab_size) == (16_384, 50_304)
 
 

@@ -30,9 +30,8 @@ from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_megatron, write_nxd, write_universal
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is"
-)  # saving without a process group is meant
+# Saving without a process group is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 SPEC = ModelSpec.llama(
     name="streamed",
@@ -125,9 +124,8 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
     def measure() -> None:
         map_libraries()
-        LIBC.malloc_trim(
-            0
-        )  # nor is memory that this process has freed there for the work to hide in
+        # Nor is memory that this process has freed there for the work to hide in.
+        LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory("VmRSS")
         work()

@@ -61,9 +61,8 @@ def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_datas
         DataPhase(until_tokens=1601, weights=(0, 1, 1)),
     )
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
-    read = samples.batch(0, 300)[
-        :, 0
-    ]  # phases begin at samples 0, 50 and 201: the first that is wholly beyond
+    # Phases begin at samples 0, 50 and 201: the first that is wholly beyond.
+    read = samples.batch(0, 300)[:, 0]
     assert set(read[:50]) == {1, 2} and set(read[50:201]) == {2, 3} and set(read[201:]) == {1, 3}
     assert np.bincount(read, minlength=4)[1:].tolist() == pytest.approx(
         [37.5 + 49.5, 12.5 + 75, 75 + 49.5], abs=2

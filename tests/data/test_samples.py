@@ -126,9 +126,8 @@ def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
         sources = whole[begin:stop, 0]
         for i in range(num_sources):
             numbers = whole[begin:stop][sources == i, 1]
-            assert np.array_equal(
-                numbers, drawn[i] + np.arange(numbers.size)
-            )  # none twice, none left out
+            # None twice, none left out.
+            assert np.array_equal(numbers, drawn[i] + np.arange(numbers.size))
             share = weights[i] / sum(weights)
             due = share * np.arange(1, stop - begin + 1)
             bound = (num_sources + 1) / 2 + np.arange(1, stop - begin + 1) / PERIOD

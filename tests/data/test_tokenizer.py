@@ -192,10 +192,11 @@ def test_training_ends_at_ctrl_c_and_hands_on_an_error_of_the_texts():
         yield "some text"
         raise DataError("line 2 is torn")
 
+    # Ignored behind `&`.
     began, before = (
         time.monotonic(),
         signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # ignored behind `&`
+    )
     try:
         with pytest.raises(KeyboardInterrupt):
             train_tokenizer(texts(), 260)

@@ -290,9 +290,8 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
     checkpoints.save(facts(spec, plan, 5))
     if torch.distributed.get_rank() == 0:
         assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
-    rest = [
-        engine.train_step(samples, 1e-3) for samples in mine[5:]
-    ]  # the stand-in writes as the save is completed
+    # The stand-in writes as the save is completed.
+    rest = [engine.train_step(samples, 1e-3) for samples in mine[5:]]
     for _ in range(SETTLE_STEPS):
         checkpoints.poll()
     assert checkpoints.pending is None, "it completes behind training by now"

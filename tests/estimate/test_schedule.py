@@ -169,9 +169,8 @@ def test_any_pipeline_respects_devices_dependencies_and_bounds(case):
     busiest = np.bincount(order.device_of_stage, weights=m * whole).max()
     one_micro_batch = times["forward_s"].sum() + times["backward_input_s"].sum() + 2 * hop.sum()
     assert simulation.makespan_s >= max(busiest, one_micro_batch) - eps
-    assert (
-        simulation.makespan_s <= m * (whole.sum() + 2 * hop.sum()) + eps
-    )  # no worse than one after the other
+    # No worse than one after the other.
+    assert simulation.makespan_s <= m * (whole.sum() + 2 * hop.sum()) + eps
     np.testing.assert_allclose(
         simulation.busy_s, np.bincount(order.device_of_stage, weights=m * whole)
     )

@@ -51,10 +51,11 @@ SCIQ = [
 def empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    # For the harness, which asks the hub first.
     for module in (
         datasets.config,
         huggingface_hub.constants,
-    ):  # for the harness, which asks the hub first
+    ):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
 
@@ -130,9 +131,8 @@ def equal_the_harness(
     report = evaluate_folder(
         model, (*tasks,), task_data=task_data, mirror=tmp_path / "none", out=tmp_path / "ours.json"
     )
-    monkeypatch.chdir(
-        task_data
-    )  # where `datasets` takes a folder of a repository's name for the repository
+    # Where `datasets` takes a folder of a repository's name for the repository.
+    monkeypatch.chdir(task_data)
     arguments = f"pretrained={model},dtype=float32,max_length=256"
     theirs: Any = simple_evaluate(
         model="hf",

@@ -6,9 +6,8 @@ import torch
 from kit.convert.hugging_face import export_run, import_hugging_face
 from kit.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is"
-)  # saving without a process group is meant
+# Saving without a process group is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def test_exported_checkpoint_has_the_weights_and_the_tokenizer_of_its_run(

@@ -24,9 +24,8 @@ from kit.spec import ModelSpec
 from tests.evaluate.conftest import SPEC
 from tests.workers import run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is"
-)  # saving without a process group is meant
+# Saving without a process group is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 FRONTIER, LAPTOP = Site.load("frontier"), Site.load("laptop")
 

@@ -24,17 +24,15 @@ def score(tiny_decoder, tokenizer, mirror):
     return score
 
 
-@pytest.mark.filterwarnings(
-    "ignore:torch.distributed is"
-)  # saving without a process group is meant
+# Saving without a process group is meant.
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_run_is_scored_and_its_reports_grow(run, mirror, no_network):
     report = evaluate(run, tasks=("heldout", "piqa"), mirror=mirror)
     assert (report.name, report.step, report.tokens_seen) == ("run", 3, 768)
     assert report.checkpoint == "checkpoints/step_00000003"
     bits = report["heldout"].metric("bits_per_byte").value
-    assert (
-        2 < bits < 9
-    )  # an untrained model: about log2(512) bits for every token of one to four bytes
+    # An untrained model: about log2(512) bits for every token of one to four bytes.
+    assert 2 < bits < 9
     assert report["heldout"].metric("byte_perplexity").value == pytest.approx(2**bits)
     assert report["heldout"].data[0].path == "validation.jsonl"
     assert report["heldout"].chance is None

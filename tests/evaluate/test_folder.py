@@ -16,9 +16,8 @@ from kit.evaluate import EvalReport, evaluate_model
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is"
-)  # saving without a process group is meant
+# Saving without a process group is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 @pytest.fixture

@@ -30,9 +30,8 @@ from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.pictures import check_figure
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is"
-)  # saving without a process group is meant
+# Saving without a process group is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def follow(run, mirror, **options) -> list:
@@ -283,9 +282,8 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
 
     figure, table = eval_figure(run)
     check_figure(figure)
-    assert (
-        len(figure.axes) == 3 and len(table) == 6
-    )  # accuracy, bits per byte of its answers, and of the text
+    # accuracy, bits per byte of its answers, and of the text.
+    assert len(figure.axes) == 3 and len(table) == 6
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
     assert {"task": "piqa", "metric": "answer_bits_per_byte", "step": 6}.items() <= table[
         -1

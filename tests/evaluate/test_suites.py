@@ -413,9 +413,8 @@ def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
     differ.
     """
     drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
-    errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(
-        sizes
-    )  # of an unweighted mean
+    # Of an unweighted mean.
+    errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)
     named = {str(i): size for i, size in enumerate(sizes)}
     held = 0
     for value, error in zip(drawn.mean(1).tolist(), errors.tolist(), strict=True):

@@ -15,9 +15,8 @@ def cost(
     name: str, value: float, unit: str, *, at_most: float | None = None, note: str = ""
 ) -> None:
     ROWS.append(row(name, round(value, 2), unit, at_most=at_most, note=note))
-    slack = (
-        3 if unit == "s" else 1
-    )  # the row tells a missed target; a busy machine alone must not fail the test
+    # The row tells a missed target; a busy machine alone must not fail the test.
+    slack = 3 if unit == "s" else 1
     assert at_most is None or value <= slack * at_most, (name, value, note)
 
 

@@ -153,9 +153,8 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     beaten = (run.directory / "state.json").stat().st_ino
     while (run.directory / "state.json").stat().st_ino == beaten:
         time.sleep(0.001)
-    run.directory.rename(
-        run.directory.with_name("aside")
-    )  # just after a heartbeat: no rank is caught in the middle
+    # Just after a heartbeat: no rank is caught in the middle.
+    run.directory.rename(run.directory.with_name("aside"))
     if replaced:
         run.directory.mkdir()
     start = time.monotonic()

@@ -27,9 +27,8 @@ def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
     send = torch.distributed.batch_isend_irecv
 
     def slow_send(operations):
-        time.sleep(
-            0.5 if node in slow_link else 0.05
-        )  # all take long enough for a busy machine to change little
+        # All take long enough for a busy machine to change little.
+        time.sleep(0.5 if node in slow_link else 0.05)
         return send(operations)
 
     if slow_link:

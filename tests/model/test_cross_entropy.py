@@ -36,9 +36,8 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def test_equals_all_logits_at_once(
     dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr(
-        "kit.model.cross_entropy._compiled_softmax", lambda: _softmax
-    )  # what would be compiled
+    # What would be compiled.
+    monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)
     x_NH, weight_VH, targets_N = inputs(dtype)
     expected = F.cross_entropy(F.linear(x_NH, weight_VH).float(), targets_N)
     gradients = torch.autograd.grad(3 * expected, (x_NH, weight_VH))

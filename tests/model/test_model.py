@@ -51,9 +51,8 @@ def test_logits_equal_transformers_gpt2():
         attn_pdrop=0,
     )
     reference = transformers.GPT2LMHeadModel(config)
-    reference.load_state_dict(
-        to_theirs(spec, decoder.named_parameters()), strict=False
-    )  # lm_head is tied
+    # lm_head is tied.
+    reference.load_state_dict(to_theirs(spec, decoder.named_parameters()), strict=False)
     assert_same_logits(decoder, reference)
 
 

@@ -138,9 +138,8 @@ def test_a_cut_replaced_or_removed_file(tmp_path: Path) -> None:
     assert len(columns.read_all()) == 49, "what was read stays"
     file.write_text(line(1))
     assert len(columns.read_all()) == 1 and columns.revision > revision
-    file.write_text(
-        "".join(line(step, loss=1.0) for step in range(1, 99))
-    )  # longer, and another file
+    # longer, and another file.
+    file.write_text("".join(line(step, loss=1.0) for step in range(1, 99)))
     assert len(columns.read_all()) == 98 and (columns["loss"] == 1).all()
 
 

@@ -23,9 +23,8 @@ def test_each_step_once_as_the_newest_attempt_left_it(
 ) -> None:
     file = tmp_path / f"table.{format}"
     assert export(run, file, format=format) == 40
-    empty_is_null = csv.ConvertOptions(
-        null_values=[""]
-    )  # by default pyarrow reads "nan" as one too
+    # By default pyarrow reads "nan" as one too.
+    empty_is_null = csv.ConvertOptions(null_values=[""])
     table = (
         csv.read_csv(file, convert_options=empty_is_null)
         if format == "csv"

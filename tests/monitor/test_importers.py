@@ -434,9 +434,8 @@ def titan(log: Path, times: list[datetime.datetime], **given: str) -> tuple[Impo
 
 def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(log: Path) -> None:
     first = datetime.datetime(2025, 6, 1, 12)
-    _, run = titan(
-        log, [first + datetime.timedelta(minutes=10 * i) for i in range(12)]
-    )  # copied today
+    # Copied today.
+    _, run = titan(log, [first + datetime.timedelta(minutes=10 * i) for i in range(12)])
     found = ledger(run)
     assert found.goodput == 1 and found.wall_s == pytest.approx(2 * 3600)
     assert found.usd == pytest.approx(2 * 21.50), "two hours of one node"
@@ -861,9 +860,8 @@ def test_follow_records_what_the_log_gains_until_training_is_done(log: Path) -> 
     parts = iter(["".join(text[first + 1 : first + 2])[:50], "".join(text[first + 1 :])])
 
     def grow(_: float) -> None:
-        with (
-            log.open("a") as stream
-        ):  # the second part repeats the start of a line whose first half is there already
+        # The second part repeats the start of a line whose first half is there already.
+        with log.open("a") as stream:
             part = next(parts)
             stream.write(part if len(part) == 50 else part[50:])
 

@@ -105,9 +105,8 @@ def test_name_of_a_model_stands_for_its_shapes(tmp_path: Path) -> None:
     make(tmp_path / "a")
     make(tmp_path / "b", spec=ModelSpec.preset("gpt2-xl"))
     assert runs_table(tmp_path).settings == ["spec.name"]
-    make(
-        tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2)
-    )  # the same name, another shape
+    # The same name, another shape.
+    make(tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2))
     assert {"spec.name", "spec.num_layers"} <= set(runs_table(tmp_path).settings)
 
 

@@ -226,9 +226,8 @@ def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(
     import shutil
 
     pytest.importorskip(to)
-    (run.directory / "job.json").write_text(
-        "{}"
-    )  # damaged: its state cannot be told, so the sink goes on
+    # damaged: its state cannot be told, so the sink goes on.
+    (run.directory / "job.json").write_text("{}")
     report = copy_metrics(run, to, poll_s=0, idle=lambda _: shutil.rmtree(run.directory))
     assert report.rows == 50 and "was deleted" in report.end and not run.directory.exists()
 

@@ -102,9 +102,8 @@ def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
         )
     for height in (16, 30, 50):
         screen = io.StringIO()
-        say(
-            run, JobState.DONE, attempt=2, step=400, process=dead_process()
-        )  # so that it is shown once
+        # So that it is shown once.
+        say(run, JobState.DONE, attempt=2, step=400, process=dead_process())
         watch(
             run,
             console=Console(

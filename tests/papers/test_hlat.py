@@ -243,9 +243,8 @@ def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
 def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> None:
     small, price = Plan(data_parallel=4, global_batch_size=512), Site.load(TRN1).price_per_node_hour
     run = record(tmp_path / "run", ModelSpec.preset("demo"), small, Site.load(TRN1), 1e4)
-    small.replace(data_parallel=512).write(
-        run.directory / "plan.attempt_01.json"
-    )  # 16 nodes, then part of one
+    # 16 nodes, then part of one.
+    small.replace(data_parallel=512).write(run.directory / "plan.attempt_01.json")
     small.write(run.directory / "plan.attempt_02.json")
     file = run.directory / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -363,9 +362,8 @@ def test_a_spike_is_seen_and_each_answer_does_what_it_says(
     assert arms["lower rate"][-1]["learning_rate"] == pytest.approx(
         0.3 * arms["nothing"][-1]["learning_rate"]
     )
-    after = {
-        answer: rows[garbled.stop - 1]["loss"] for answer, rows in arms.items()
-    }  # the first text after the spike
+    # The first text after the spike.
+    after = {answer: rows[garbled.stop - 1]["loss"] for answer, rows in arms.items()}
     assert after["skip"] < after["nothing"] and after["roll back"] < after["nothing"]
     assert last_losses(arms)["skip"] == arms["skip"][-1]["validation_loss"] and set(
         worst_after(arms)

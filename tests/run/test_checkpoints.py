@@ -135,9 +135,8 @@ def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]
     weight, found = torch.zeros(1000), []
     for step in (1, 2, 3):
         weight.fill_(step)
-        writer.start(
-            {"weight": weight.detach()}, facts(spec, step)
-        )  # as an engine gives it: a new view each time
+        # As an engine gives it: a new view each time.
+        writer.start({"weight": weight.detach()}, facts(spec, step))
         writer.wait_for_copies()
         weight.fill_(-1)
         writer.finish()
@@ -180,10 +179,11 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
 
     saver.writer.stager._stage = late
     saver.save(facts(run.spec, 2))
+    # Training goes on: a forward and a backward pass.
     saver.stall_s, weight = (
         0.0,
         engine.state["weight"],
-    )  # training goes on: a forward and a backward pass
+    )
     threading.Timer(0.1, may_copy.set).start()
     weight.grad = torch.ones_like(weight)
     engine.optimizer.step()

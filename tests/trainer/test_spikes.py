@@ -86,16 +86,18 @@ GUESS = float(np.log(4096))
             ],
             11,
         ),
+        # fine-tuning that is ruined.
         (
             [2.1, 2.2, 2.6, 3.4, 3.9, 4.4, 4.8, 5.1, 5.3, 5.4, 5.5, 5.5, 5.6, 5.5],
             13,
-        ),  # fine-tuning that is ruined
+        ),
         ([60.0 - 0.01 * i for i in range(60)], 39),  # as bad as it began, and still
         ([8.3, 8.4, 8.6, 8.9, 9.0, 9.1, 9.0, 8.8, 8.5, 8.3, 8.0, 7.8], None),  # a warm-up's bump
+        # fine-tuning, small batches.
         (
             [2.1, 2.6, 2.4, 2.9, 2.6, 2.5, 2.4, 2.6, 2.5, 2.4, 2.3, 2.4, 2.3, 2.2],
             None,
-        ),  # fine-tuning, small batches
+        ),
         # LUMI's 175B at steps 1, 2, 5, 10 and 20 of 128 nodes: 60.7, 60.8, 60.6, 45.0, 10.8
         (
             [

@@ -251,9 +251,8 @@ def mutate(directory: Path, dice: random.Random) -> list[str]:
     for _ in range(dice.choice((1, 1, 2, 3))):
         name = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
         how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _gone, _swapped, _more))
-        with contextlib.suppress(
-            OSError, ValueError, RecursionError, IndexError
-        ):  # of a file changed before
+        # Of a file changed before.
+        with contextlib.suppress(OSError, ValueError, RecursionError, IndexError):
             done.append(f"{how.__name__} {name}: {how(directory, name, dice)}")
     return done
 
@@ -358,9 +357,8 @@ def job_of(run: Run) -> None:
     job = Job.attach(run.directory)
     job.status(), job.history, job._repr_html_()
     log = log_path(run.directory, 1, 0)
-    if (
-        not log.exists() or log.stat().st_size < 2**30
-    ):  # a log may have any length, and is asked for as a whole
+    # A log may have any length, and is asked for as a whole.
+    if not log.exists() or log.stat().st_size < 2**30:
         job.logs()
 
 
@@ -484,9 +482,8 @@ def all_faults(
     of them.
     """
     limit_memory()
-    warnings.simplefilter(
-        "ignore"
-    )  # that 1e308 twice is infinite, or a label too long for its figure, is no fault
+    # That 1e308 twice is infinite, or a label too long for its figure, is no fault.
+    warnings.simplefilter("ignore")
     every = {**VIEWS, **others}
     found = faults(shutil.copytree(template, folder / "whole" / "run"), every)  # imports everything
     assert not found, found

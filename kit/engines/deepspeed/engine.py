@@ -157,9 +157,8 @@ class DeepSpeedEngine(PortableEngine):
         """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where
         DeepSpeed tells no norm.
         """
-        squares = torch.zeros(
-            2, device=self.device
-        )  # of weights that all tensor ranks have whole, and of cut ones
+        # Of weights that all tensor ranks have whole, and of cut ones.
+        squares = torch.zeros(2, device=self.device)
         named = self.named_parameters()
         for is_cut in (False, True):
             # DeepSpeed marks the copy of a tied weight on the last stage.

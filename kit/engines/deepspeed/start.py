@@ -15,10 +15,9 @@ import torch
 from kit.engines.deepspeed.package import DeepSpeedError
 
 # Of DeepSpeed 0.19.8 under torch 2.13; neither is about what the kit or its user does.
+# It calls torch's collectives by their old names.
 HARMLESS = {
-    r".*all_gather_into_tensor. is deprecated": (
-        FutureWarning
-    ),  # it calls torch's collectives by their old names
+    r".*all_gather_into_tensor. is deprecated": FutureWarning,
     r".*reduce_scatter_tensor. is deprecated": FutureWarning,
 }
 
@@ -34,9 +33,8 @@ def import_deepspeed(device: torch.device) -> Any:
     operation does not fit, it uses gloo. The table is set, not changed: reading it would try the
     compiler on every operation that DeepSpeed has, and the kit uses none.
     """
-    os.environ.setdefault(
-        "DS_ACCELERATOR", device.type
-    )  # else it warns that it found no accelerator
+    # Else it warns that it found no accelerator.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank
     # one device only.
     os.environ["LOCAL_RANK"] = str(device.index or 0)

@@ -115,9 +115,8 @@ class Nxd:
             groups.append(self._state.get_data_parallel_group())
 
         def adamw(parts: Any, **named: Any) -> torch.optim.Optimizer:
-            made = torch.optim.AdamW(
-                parts, **named
-            )  # of the parameters, or of this replica's shards of them
+            # Of the parameters, or of this replica's shards of them.
+            made = torch.optim.AdamW(parts, **named)
             made.register_step_pre_hook(lambda *_: self._clip(made, holders, limit, groups))
             return made
 
@@ -153,9 +152,8 @@ class Nxd:
         if limit is not None:
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
             for gradient, _ in gradients:
-                gradient.mul_(
-                    factor
-                )  # of one element, not a scalar, so that bf16 is multiplied in fp32
+                # Of one element, not a scalar, so that bf16 is multiplied in fp32.
+                gradient.mul_(factor)
 
     def tracing(self) -> list[Any]:
         """Returns the modules whose functions NxD's tracer must not look into."""

@@ -52,10 +52,11 @@ class NxdCheckpoints:
         self.pending: tuple[dict[str, Any], int] | None = None
         self.stall_s = 0.0
         self.completing: Future[None] | None = None
+        # To look at files behind training.
         self.thread, self.group = (
             ThreadPoolExecutor(1),
             cpu_group("checkpoint"),
-        )  # to look at files behind training
+        )
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""

@@ -44,18 +44,16 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "optimizer_config": {
             "zero_one_enabled": master,
-            "grad_clipping": (
-                False
-            ),  # the adapter clips, by a norm in fp32 that counts each weight once
+            # The adapter clips, by a norm in fp32 that counts each weight once.
+            "grad_clipping": False,
         },
         # Written out, though NxD would derive them: its defaults have followed other keys from
         # version to version.
         "mixed_precision_config": {
             "use_master_weights": master,
             "use_fp32_grad_acc": master,
-            "use_master_weights_in_ckpt": (
-                master
-            ),  # HLAT: False, so that resuming lost what bf16 does not hold
+            # HLAT: False, so that resuming lost what bf16 does not hold.
+            "use_master_weights_in_ckpt": master,
         },
         "pipeline_config": _pipeline(spec, plan) if plan.pipeline_parallel > 1 else None,
     }

@@ -123,9 +123,8 @@ class NeuronEngine(Engine):
             loss = self._mean_over_replicas(loss)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self.nxd.step(
-            optimizer=self.optimizer
-        )  # adds up over sequence parts and replicas, and clips
+        # Adds up over sequence parts and replicas, and clips.
+        norm = self.nxd.step(optimizer=self.optimizer)
         self.optimizer.zero_grad()
         self.nxd.mark_step()
         return float(loss), float(norm)

@@ -265,9 +265,8 @@ def simulated_step_time(answer: Answer) -> float:
     outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
     m, p = plan.num_microbatches, plan.pipeline_parallel
     times = stage_times(plan, terms, answer.search.machine)
-    whole = (
-        times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
-    )  # per stage and micro-batch
+    # Per stage and micro-batch.
+    whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
     simulated = min(m, SIMULATED_ROUNDS * p)
     result = simulate_plan(plan, num_microbatches=simulated, **times)
     per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)

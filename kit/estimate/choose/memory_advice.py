@@ -123,9 +123,8 @@ def estimated(
     convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
-    kernels = kernels.replace(
-        fully_sharded=kernels.fully_sharded and not is_fp32
-    )  # whose weights are the shards
+    # Whose weights are the shards.
+    kernels = kernels.replace(fully_sharded=kernels.fully_sharded and not is_fp32)
     terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
     used = sum(
         np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)

@@ -60,9 +60,8 @@ class Scales:
         """Returns half of each 90 % interval, in ln seconds; tails are Student's, thinner with
         every run.
         """
-        share = (
-            1 + 1 / num_runs if num_runs else 1.0
-        )  # the runs that the fit rests on have a misfit of their own
+        # The runs that the fit rests on have a misfit of their own.
+        share = 1 + 1 / num_runs if num_runs else 1.0
         deviation = np.sqrt(self.doubt * variance + share * misfit**2 + num_untried * UNTRIED**2)
         return quantile(self.worth + num_runs) * deviation
 

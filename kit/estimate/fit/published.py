@@ -246,9 +246,8 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
             f" {run.micro_batch_size} x dp {run.data_parallel} = {sequences}, so gradient"
             " accumulation cannot be a whole number."
         )
-    if (
-        run.spec.num_layers + 2 < run.pipeline_parallel * run.virtual_stages
-    ):  # embedding and loss may have a stage
+    # Embedding and loss may have a stage.
+    if run.spec.num_layers + 2 < run.pipeline_parallel * run.virtual_stages:
         raise ConfigError(
             f"pp: {run.pipeline_parallel} x {run.virtual_stages} stages of {run.spec.num_layers}"
             " layers."
@@ -261,9 +260,8 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
                 " impossible."
             )
     rates = [run.flops_per_s(), x["tflops_per_gpu"] and x["tflops_per_gpu"] * 1e12]
-    if (
-        run.recompute == "full"
-    ):  # what the device executes, where the source has no FLOP/s of its own
+    # What the device executes, where the source has no FLOP/s of its own.
+    if run.recompute == "full":
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
     ceiling, where = _ceiling(run)
     for rate in rates:

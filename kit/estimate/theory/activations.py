@@ -176,14 +176,12 @@ def layer_activations(layouts: Layouts, kernels: Kernels) -> LayerActivations:
     residual = h / q
     inputs = 4 * h if kernels.gathered_inputs else 4 * residual
     fused = layouts.fused_norm | np.logical_not(layouts.gated)
-    shared_input = np.where(fused, 2.0, 0.0).astype(h.dtype) * (
-        h / q
-    )  # the first norm's is the input of the layer
+    # The first norm's is the input of the layer.
+    shared_input = np.where(fused, 2.0, 0.0).astype(h.dtype) * (h / q)
     norms = np.where(fused, 4.0, 2 * kernels.norm_bytes).astype(h.dtype) * residual
     heads = (4 * h + 4 * key) / t
-    if np.any(
-        layouts.context_exchange
-    ):  # the result lies there as parts of heads and as parts of the sequence
+    # The result lies there as parts of heads and as parts of the sequence.
+    if np.any(layouts.context_exchange):
         heads = heads + np.where(
             layouts.context_exchange == EXCHANGES.index("all_to_all"), 2 * h / t, 0.0
         )

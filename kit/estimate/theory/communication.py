@@ -64,9 +64,8 @@ class Links:
         )
         network = hardware.network_bytes_per_s * c.network_efficiency
         ranks_inside = np.minimum(t, node)  # of one tensor-parallel group
-        nodes = np.maximum(
-            1.0, t * replicas / node
-        )  # that a data-parallel group and its neighbours span
+        # That a data-parallel group and its neighbours span.
+        nodes = np.maximum(1.0, t * replicas / node)
         crosses = t * replicas > node
         # All groups of a node share its network, and the more so the larger the job (no fabric is
         # free of it).

@@ -75,9 +75,8 @@ class Hardware:
         faster = narrow.value / peak if narrow else NARROW.get(dtype, 1.0)
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
-        near = (
-            tiers[0].bytes_per_s.value if tiers else memory_rate
-        )  # shared memory where no link is given
+        # Shared memory where no link is given.
+        near = tiers[0].bytes_per_s.value if tiers else memory_rate
         network = site.links.inter_node_bytes_per_s
         price = site.price_per_node_hour
         return cls(

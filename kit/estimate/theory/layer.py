@@ -53,9 +53,8 @@ def layer_time(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) ->
     kv = h * x.num_kv_heads / x.num_heads
     params = layer_params(x) / t
     moved = tokens * (4 * h + (2 * h + 2 * kv + (2.0 + x.gated) * f) / t) + params
-    gemm = np.hypot(
-        _products(x, tokens, params, hardware, c), 2 * moved / memory_rate
-    )  # a rounded roofline
+    # A rounded roofline.
+    gemm = np.hypot(_products(x, tokens, params, hardware, c), 2 * moved / memory_rate)
     attention, flash = _attention(x, tokens, hardware, c, memory_rate)
     sharded = np.where(x.sequence_parallel, t, 1.0)
     traffic = tokens * (22 * h / sharded + (8 * h + (4.0 + 2.0 * x.gated) * f) / t)
@@ -66,9 +65,8 @@ def layer_time(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) ->
     elementwise = traffic / memory_rate * x.where(x.fused_norm, 1.0, c.unfused_traffic)
     casts, casts_backward = _casts(x, tokens, kv, params, memory_rate)
     sums = 2 * all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
-    sums_backward = sums * x.where(
-        x.sequence_parallel, 1.25, 1.0
-    )  # Megatron gathers an input once more
+    # Megatron gathers an input once more.
+    sums_backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
     if np.any(x.overlap):
         # A rank begins with its own part while the next is on its way; without sequence parallelism
         # there are no parts.
@@ -160,9 +158,8 @@ def _attention(
     flash = x.flash_attention > 0
     products = 4 * tokens * s * h / t / hardware.attention_flops_per_s
     speed = c.flash_efficiency * x.where(x.flash_attention == 1, FIRST_GENERATION, 1.0)
-    fused = (
-        0.5 * products / speed + 8 * tokens * h / t / memory_rate
-    )  # half: the causal mask is skipped
+    # half: the causal mask is skipped.
+    fused = 0.5 * products / speed + 8 * tokens * h / t / memory_rate
     per_score = (
         c.score_bytes
         * x.where(x.gated, DROPOUT, 1.0)

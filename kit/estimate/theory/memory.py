@@ -226,9 +226,8 @@ class _Stages:
         self.kernels, self.layer = kernels, layer_activations(layouts, kernels)
         self.tokens = x.micro_batch_size * x.sequence_length / x.context_parallel
         self.piped = x.pipeline_parallel > 1
-        self.plain = 1 - x.gated.astype(
-            x.hidden_size.dtype
-        )  # GPT-style: LayerNorm, biases, learned positions
+        # GPT-style: LayerNorm, biases, learned positions.
+        self.plain = 1 - x.gated.astype(x.hidden_size.dtype)
         per_stage = np.ceil(x.num_layers / (x.pipeline_parallel * x.virtual_stages))
         self.layers = per_stage * x.virtual_stages
         self.balanced = per_stage * x.pipeline_parallel * x.virtual_stages == x.num_layers + 2
@@ -274,10 +273,11 @@ class _Stages:
         kv = h * (x.num_kv_heads / x.num_heads)
         context = np.where(x.context_exchange == EXCHANGES.index("ring"), 8 * kv, 4 * (h + kv)) / t
         buffers += (x.context_parallel > 1) * context * self.tokens
+        # Cut over tensor ranks, as Megatron and DeepSpeed send.
         return (
             np.where(self.piped, 2 * h / t, 0.0),
             buffers,
-        )  # cut over tensor ranks, as Megatron and DeepSpeed send
+        )
 
     def _logits(self) -> tuple[Array, Array]:
         """Returns bytes per token of the last device: logits kept for the backward pass, and the
@@ -346,9 +346,8 @@ class _Stages:
         params = params + np.where(is_first, self.embedding_params, 0.0)
         flying = in_flight(x, stage)
         head = np.where(is_last, 4 * residual + self.kept_logits, 0.0)
-        gpipe = self.piped & (
-            x.schedule == _GPIPE
-        )  # all forward passes come first, the others' one at a time
+        # All forward passes come first, the others' one at a time.
+        gpipe = self.piped & (x.schedule == _GPIPE)
         ends = head * np.where(gpipe, x.num_microbatches, 1.0)
         if self.kernels.dropout:
             ends = ends + np.where(is_first, self.plain * residual * flying, 0.0)

@@ -101,9 +101,8 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     )
     each = send + c.microbatch_s
     most = np.ceil(x.num_layers / (p * v)) * v
-    lighter = (
-        p * most > x.num_layers
-    )  # uneven stages: the last has a layer less, as frameworks place the logits
+    # Uneven stages: the last has a layer less, as frameworks place the logits.
+    lighter = p * most > x.num_layers
     middle = most * layer.total + each
     slowest = np.where(
         p > 1, np.maximum(middle + embedding, middle - lighter * layer.total + logits), 0.0
@@ -213,9 +212,8 @@ def _data_parallel(x: Layouts, links: Links, most: Array, middle: Array) -> Arra
         x.vocab_size * x.hidden_size / t * x.gradient_bytes / links.network_rate,
         0.0,
     )
-    if np.any(
-        x.shard_size
-    ):  # once a step, a shard's gradients are summed over its copies (arXiv 2304.11277, 3.2.2)
+    # Once a step, a shard's gradients are summed over its copies (arXiv 2304.11277, 3.2.2)
+    if np.any(x.shard_size):
         copies = x.context_parallel * x.data_parallel / ranks
         once = once + all_reduce(
             x.gradient_bytes * params / ranks, copies, links.copy_rate, links.data_latency_s

@@ -199,9 +199,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Any = None) -> list[byt
 def replacements(module: str) -> dict[str, Any]:
     """Returns what takes the place of names in a module of Torch-XLA."""
     if module == "torch_xla.core.xla_env_vars":
-        return {
-            "HOST_WORLD_SIZE": "HOST_WORLD_SIZE"
-        }  # the name of the variable that says how many hosts there are
+        # The name of the variable that says how many hosts there are.
+        return {"HOST_WORLD_SIZE": "HOST_WORLD_SIZE"}
     if module == "torch_xla.runtime":
         return {
             "world_size": world_size,
