@@ -143,9 +143,8 @@ def load_lm(
     if layout.shards > 1:
         key = "tp_size" if layout.is_tensor else "fsdp_size"
         plan = FSDP_PLANS.get(AutoConfig.from_pretrained(folder).model_type)
-        shares: Any = {key: layout.shards, "fsdp_plan": plan}
-        config = DistributedConfig(dp_replicate_size=layout.replicas, **shares)
-        split = {"distributed_config": config}
+        shares: Any = {key: layout.shards, "fsdp_plan": plan, "dp_replicate_size": layout.replicas}
+        split = {"distributed_config": DistributedConfig(**shares)}
     model, tokenizer = load_model(folder, options.precision, **split)
     if not split:
         model.to(device)

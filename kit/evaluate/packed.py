@@ -76,13 +76,17 @@ class PackedLM(HFLM):
         batch_tokens: int = 4096,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        options: Any = {"max_length": max_length, "batch_size": PART, "softmax_dtype": "float32"}
-        super().__init__(model, tokenizer=tokenizer, **options)
+        super().__init__(
+            model,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            batch_size=PART,
+            softmax_dtype="float32",
+        )
         self.precision = "bf16" if model.dtype == torch.bfloat16 else "fp32"
         self.batch_tokens, self.replicas = batch_tokens, replicas
         self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
-        first = 0 if replicas is None else dist.get_rank(replicas)
-        self.mine = slice(first, None, self.num_replicas)  # part of the work
+        self.mine = slice(dist.get_rank(replicas) if replicas else 0, None, self.num_replicas)
         self.num_truncated = 0  # prompts cut so far
 
     # Scoring --------------------------------------------------------------------------------------
@@ -94,7 +98,7 @@ class PackedLM(HFLM):
         the greedy choice.
 
         Raises:
-            DataError: a continuation has no token, or more than the model takes.
+            DataError: a continuation has no token.
         """
         score, found = super().loglikelihood, []
         starts = range(0, len(requests), PART)
@@ -115,15 +119,16 @@ class PackedLM(HFLM):
         # Equal inputs, such as those of one-token answers to one question, are one sequence.
         asked: dict[Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)
         for index, (texts, context, continuation) in enumerate(requests):
-            if not 0 < len(continuation) <= self.max_length:
-                raise DataError(
-                    f"A continuation has {len(continuation):,} tokens of its own, where 1 to"
-                    f" {self.max_length:,}, the model's longest input, can be scored:"
-                    f" {str(texts):.120}"
-                )
+            if not continuation:
+                raise DataError(f"A continuation has no token of its own: {str(texts):.120}.")
             tokens = context + continuation
             self.num_truncated += len(tokens) - 1 > self.max_length
-            asked[tuple(tokens[-self.max_length - 1 : -1])].append((index, continuation))
+            # Where HFLM refuses a continuation that is longer than the model, it is scored window
+            # by window, as a long document is.
+            for start in range(0, len(continuation), self.max_length):
+                target = continuation[start : start + self.max_length]
+                end = len(context) + start + len(target) - 1  # of what predicts the last of them
+                asked[tuple(tokens[max(0, end - self.max_length) : end])].append((index, target))
         # Of each request: log-likelihood, and how many tokens are not the most likely ones.
         totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=self.device)
         rows = pack(asked, longest=min(self.batch_tokens, self.max_length))

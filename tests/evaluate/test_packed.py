@@ -158,11 +158,19 @@ def test_what_continuations_share_is_run_once_and_batches_keep_their_budget(
     assert_same([pair for one in pairs for pair in lm._loglikelihood_tokens([one])], found)
 
 
+def test_a_continuation_longer_than_the_model_is_scored_in_windows(folder):
+    lm, tokens = ours(folder), [(7 * i) % 400 for i in range(151)]
+    windows = [(tokens[:1], tokens[1:65]), (tokens[:65], tokens[65:129])]
+    windows += [(tokens[:129], tokens[129:])]
+    parts = lm._loglikelihood_tokens([(("", ""), *window) for window in windows])
+    ((whole, _),) = lm._loglikelihood_tokens([(("", ""), tokens[:1], tokens[1:])])
+    assert whole == pytest.approx(sum(value for value, _ in parts), abs=1e-3)
+
+
 def test_what_cannot_be_scored_or_written_is_refused(folder):
     lm = ours(folder)
-    for tokens in ([], [1] * 65):
-        with pytest.raises(DataError, match=f"{len(tokens)} tokens of its own.*'Why'"):
-            lm._loglikelihood_tokens([(("Why", ""), [1], tokens)])
+    with pytest.raises(DataError, match="no token of its own: .*'Why'"):
+        lm._loglikelihood_tokens([(("Why", ""), [1], [])])
     with pytest.raises(ConfigError, match="64 new tokens leave no room for a prompt"):
         continued(lm, ["Why"], max_gen_toks=64)
 
