@@ -50,8 +50,8 @@ def plan(
         bool,
         typer.Option(
             "--rehearse",
-            help="Dry-run the job against the limits of its site: file counts, sockets, memory,"
-            " storage, start-up. Exit code 1 if it does not fit.",
+            help="Dry-run the job against the limits of its site: memory, start-up, checkpoints,"
+            " storage, failures. Exit code 1 if it does not fit.",
         ),
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List models, recipes and sites.")] = False,

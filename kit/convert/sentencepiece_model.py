@@ -76,8 +76,8 @@ def _model(model: Any) -> Any:
         return models.Unigram(scored, ids[unknown], trainer.byte_fallback)
     raise DataError(
         f"tokenizer: a sentencepiece model of type {trainer.ModelType.Name(trainer.model_type)} "
-        f"cannot be written for transformers, only BPE and UNIGRAM. Export without it in "
-        f"Python: tokenizer=None."
+        f"cannot be written for transformers, only BPE and UNIGRAM. Export the model "
+        f"without it in Python, by kit.convert.hugging_face.export_run."
     )
 
 

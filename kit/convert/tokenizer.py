@@ -95,6 +95,7 @@ def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
         raise DataError(
             f"tokenizer: transformers reads {text[:60]!r} as {found[:12]}, but the model was"
             f" trained on {own[:12]}; {len(differ)} of {len(texts):,} texts differ, so nothing was"
-            " written. Export without it in Python (tokenizer=None) and tokenise with"
+            " written. Export the model without it in Python, by"
+            " kit.convert.hugging_face.export_run, and tokenise with"
             f" {tokenizer.file_name} itself."
         )

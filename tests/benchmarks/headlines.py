@@ -108,7 +108,8 @@ def plan_example(document: Path = Path("README.md")) -> str:
         line[2:] for line in document.read_text().splitlines() if line.startswith("$ kit plan ")
     )
     told = in_terminal([sys.executable, "-m", *command.split()])
-    return f"```\n$ {command}\n{told[told.index('layout  ') :].strip()}\n```"
+    why = told[told.index("\nlayout  ") :].strip()
+    return f"```\n$ {command}\n{why}\n```"
 
 
 def in_terminal(command: list[str], columns: int = 80) -> str:

@@ -161,7 +161,7 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch,
         )
     monkeypatch.setattr("kit.measure.site.memory_bytes_per_s", lambda: 1e10)
     row = {"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": 1e9}
-    monkeypatch.setattr("kit.measure.site.collectives", lambda num_processes=2: [row])
+    monkeypatch.setattr("kit.measure.site.by_ranks", lambda module, num_processes: [row])
     app(["bench", "--out", "mine.toml"], standalone_mode=False)
     app([*PLAN, "mine.toml"], standalone_mode=False)
     said = capsys.readouterr()

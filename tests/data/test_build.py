@@ -122,7 +122,7 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
             os.kill(self.pid, signal.SIGKILL)
 
     monkeypatch.setattr("kit.data.team.subprocess.Popen", Killed)
-    with pytest.raises(DataError, match="ended with code -9.* Build again; fewer --workers"):
+    with pytest.raises(DataError, match="ended with code -9.* Build again on fewer cores"):
         build_dataset(tmp_path / "data", text, **QUIET, workers=2)
     with pytest.raises(DataError, match="workers: 0 is not allowed"):
         build_dataset(tmp_path / "data", text, **QUIET, workers=0)

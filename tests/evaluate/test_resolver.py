@@ -67,7 +67,7 @@ def test_a_missing_benchmark_says_how_to_get_it_and_opens_no_connection(mirror, 
         DataError,
         match=(
             r"Rowan/hellaswag \(splits validation, train\): .* neither in the mirror .* run `kit"
-            r" eval data --mirror "
+            r" eval-data "
         ),
     ):
         load_task("hellaswag", mirror=mirror)

@@ -147,7 +147,7 @@ def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
 
 def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
     monkeypatch.delenv(gpu_runtime.TRACE_FILE, raising=False)
-    monkeypatch.setattr(gpu_runtime.c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    monkeypatch.setattr(gpu_runtime, "nccl_trace", lambda: b"trace")
     monkeypatch.setattr(gpu_runtime.dist, "get_rank", lambda: 3)
     gpu_runtime.prepare(tmp_path)
     gpu_runtime.dump_flight_recorder()
@@ -169,7 +169,7 @@ def test_collectives_of_gpus_wait_less_after_the_first_step(monkeypatch, hung_af
         _device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda _: backend
     )
     monkeypatch.setattr(
-        gpu_runtime,
+        torch.distributed.distributed_c10d,
         "_world",
         SimpleNamespace(pg_map=[both, SimpleNamespace(_device_types=[torch.device("cpu")])]),
     )
