@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.headlines import plan_example
 
 README = Path(__file__).parent.parent / "README.md"
@@ -41,6 +43,8 @@ def test_its_plan_is_what_the_command_says_now():
     assert plan_example(README) in TEXT, "refresh it: `python -m tests.benchmarks.headlines`"
 
 
+# A minute and a half alone; on a busy machine several times that.
+@pytest.mark.timeout(900)
 def test_its_commands_run_in_their_order_for_somebody_who_has_nothing(tmp_path):
     (tmp_path / "home").mkdir()
     environment = {
