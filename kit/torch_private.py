@@ -1,7 +1,7 @@
 """Names that torch keeps to itself and the kit cannot do without, each used here and nowhere else.
 
-Any release may change them: `tests/test_torch_private.py` looks for each. All were there in torch
-2.11, 2.12, 2.13 and 2.14.
+Any release may change them: `tests/test_torch_private.py` looks for each. The names stand in
+the files of torch 2.11, 2.12 and 2.14 too; called they were on 2.13 alone.
 """
 
 import datetime

@@ -37,23 +37,27 @@ can write to, and what it holds would be run. Remove it, or give another there.f
 """Ends a shell unless the folder that it is in, whatever bears its name by now, is its user's
 own."""
 SMALL = (
-    *(
-        "--max-size=16m",
-        "--delete",
-        "--filter=protect /*",
-        "--prune-empty-dirs",
-        "--modify-window=-1",
-    ),
-    *("--exclude=.*", "--exclude=/site.json", "--exclude=/login*"),
-    *("--include=/*.json", "--include=/*.sh", "--include=/history.jsonl"),
-    *(
-        "--include=/eval/",
-        "--include=/eval/*.json",
-        "--include=/ranks/",
-        "--include=/ranks/*.json*",
-    ),
-    *("--include=/control/", "--include=/control/*", "--include=/checkpoints/"),
-    *("--include=/checkpoints/*/", "--include=/checkpoints/*/manifest.json", "--exclude=*"),
+    "--max-size=16m",
+    "--delete",
+    "--filter=protect /*",
+    "--prune-empty-dirs",
+    "--modify-window=-1",
+    "--exclude=.*",
+    "--exclude=/site.json",
+    "--exclude=/login*",
+    "--include=/*.json",
+    "--include=/*.sh",
+    "--include=/history.jsonl",
+    "--include=/eval/",
+    "--include=/eval/*.json",
+    "--include=/ranks/",
+    "--include=/ranks/*.json*",
+    "--include=/control/",
+    "--include=/control/*",
+    "--include=/checkpoints/",
+    "--include=/checkpoints/*/",
+    "--include=/checkpoints/*/manifest.json",
+    "--exclude=*",
 )
 """Of rsync, for what is replaced as a whole: no larger than a record may be; neither whose mirror
 it is nor the site as the other side names it. What goes there goes here, but for the user's own."""

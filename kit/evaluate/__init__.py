@@ -288,9 +288,6 @@ def _prepare(file: Path, tokenizer_sha256: str, attempt: int) -> None:
             f" data set of the run now has {tokenizer_sha256[:12]}. Restore the data set that the"
             " run was trained on, or move the file away."
         )
-    # Which has replaced the checkpoint since: they are of other weights.
-    if before.attempt not in (
-        None,
-        attempt,
-    ):
+    # Another attempt has replaced the checkpoint since: these scores are of other weights.
+    if before.attempt not in (None, attempt):
         file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))
