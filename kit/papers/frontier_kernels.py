@@ -130,6 +130,7 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             ylim=(0, 50),
             title="175B on 128 GCDs: % of peak (HFU, full attention map)",
             xscale="log",
+            xlabel="sequence length, tokens",
             ticks=LENGTHS,
             legend={"loc": "lower left"},
         )
