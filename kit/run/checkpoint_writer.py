@@ -190,6 +190,13 @@ class Writer(FileSystemWriter):
         super().__init__(path)
         self.planner, self.complete = planner, complete
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the checkpoint's folder. A run directory that was deleted is not made again."""
+        folder = Path(self.path)
+        folder.parent.mkdir(exist_ok=True)  # torch's own call would make all above it too
+        folder.mkdir(exist_ok=True)
+        return super().prepare_local_plan(plan)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's tensors."""
         gc.enable()

@@ -279,6 +279,7 @@ def test_default_corpus_has_no_tests_and_no_evaluation_questions():
             (path.relative_to(root).parts for root in roots if path.is_relative_to(root)), key=len
         )
         assert not {"test", "tests", *EVALUATION_PACKAGES} & set(inside)
+        assert inside[0] not in {"kit", "cluster"} and "pretraining_notebook_kit" not in inside[0]
 
 
 def test_default_corpus_passes_over_links_to_what_is_gone(tmp_path, monkeypatch):

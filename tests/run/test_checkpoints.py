@@ -126,6 +126,23 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
     assert run_ranks(1, flushed_before_deletion, tmp_path / "checkpoints", spec) == [[]]
 
 
+def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec) -> str:
+    writer = CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=1, keep_every=None)
+    writer.start(mine(1), facts(spec, 1))
+    with pytest.raises(CheckpointError) as caught:
+        writer.finish()
+    return str(caught.value)
+
+
+def test_a_run_directory_that_was_deleted_does_not_come_back_by_a_checkpoint(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    run = tmp_path / "run"
+    for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec):
+        assert "checkpoint of step 1 could not be written" in said
+    assert not run.exists()
+
+
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
     """Returns what three saves hold of a tensor that changes meanwhile, and in how many places
     it was copied.
