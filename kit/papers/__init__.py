@@ -10,15 +10,14 @@ import importlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.record import ConfigError, suggestion
+from kit.run import Run
+from kit.show.style import Rows, save_figure
 
-if TYPE_CHECKING:
-    from kit.run import Run
-    from kit.show.style import Rows
-    from kit.show.table import Table
-    from kit.show.themed_figure import ThemedFigure
+Given = Sequence[Run | str | Path]
+"""Runs of the reader's own: run directories, or folders of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,7 @@ class PaperFigure:
     paper_panels: bool = False
     """It has panels that would be empty without points of the paper's."""
 
-    def draw(
-        self, runs: "Sequence[Run | str | Path]" = (), *, points: str | Path | None = None
-    ) -> "tuple[ThemedFigure | Table, Rows]":
+    def draw(self, runs: Given = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
         """Returns the figure, or what the paper prints as a table, and its rows, with points of
         these runs added.
 
@@ -62,7 +59,7 @@ class PaperFigure:
         )
         return drawn, rows
 
-    def points_template(self, name: str, runs: "Sequence[Run | str | Path]" = ()) -> str:
+    def points_template(self, name: str, runs: Given = ()) -> str:
         """Returns a file of points to fill in, with the series of this figure, which is called
         `name` there.
         """
@@ -70,7 +67,7 @@ class PaperFigure:
 
         return template(name, self._drawn(runs, for_points=True)[0])
 
-    def _drawn(self, runs: "Sequence[Run | str | Path]", *, for_points: bool) -> "tuple[Any, Rows]":
+    def _drawn(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
         """Returns the figure; for points with the panels that have nothing else, which are left
         out without them.
         """
@@ -85,17 +82,16 @@ class PaperFigure:
         return drawn, rows
 
 
-def _names(given: "Run | str | Path") -> set[str]:
+def _names(given: Run | str | Path) -> set[str]:
     """Returns the names under which a figure knows what was given: of a run, a report, or a
     folder and its runs.
     """
-    from kit.monitor.runs import find_runs
-    from kit.run import Run
+    from kit.monitor.runs import find_runs  # half of what a command would take to start
 
     if isinstance(given, Run):
         return {given.name}
     place = Path(given).resolve()
-    return {place.name} | ({run.name for run in find_runs(place)} if place.is_dir() else set())
+    return {place.name, *(run.name for run in (find_runs(place) if place.is_dir() else ()))}
 
 
 _DATA: dict[str, dict[str, Any]] = tomllib.loads(
@@ -111,7 +107,7 @@ FIGURES = FRONTIER | HLAT
 """By name, as `kit figure` takes it."""
 
 
-def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> "Rows":
+def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows:
     """Returns each figure and table of a paper with where it is here, or why it is not."""
     drawn = [(figure.paper, name, figure.title) for name, figure in figures.items()]
     absent = [(what, "not drawn", why) for what, why in not_drawn.items()]
@@ -120,9 +116,9 @@ def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> "Row
 
 
 def save_all(
-    figures: "dict[str, PaperFigure]",
+    figures: dict[str, PaperFigure],
     folder: Path,
-    runs: "Sequence[Run | str | Path]" = (),
+    runs: Given = (),
     *,
     dpi: int = 300,
 ) -> dict[str, str]:
@@ -134,8 +130,6 @@ def save_all(
     Returns:
         Why a figure is not drawn (some show runs only), or "", by its name.
     """
-    from kit.show.style import save_figure
-
     problems = {}
     for name, figure in figures.items():
         try:

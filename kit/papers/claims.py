@@ -14,24 +14,11 @@ from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
-from kit.papers import FIGURES
-from kit.papers.layers import DATA, Facts, Known, Relation, Runs, plain
+from kit.papers import FIGURES, frontier_model, hlat_model
+from kit.papers.layers import DATA, Known, Relation, Runs, plain
 from kit.show.style import Rows
 
 Paper = Literal["frontier", "hlat"]
-Verdict = Literal["holds", "missed", "cannot be tried here"]
-COLUMNS = (
-    "claim",
-    "where",
-    "how well known",
-    "expected",
-    "found",
-    "verdict",
-    "note",
-    "command",
-    "minutes",
-    "source",
-)
 HEAD = """# Claims of {title}
 
 What the paper claims, and what a fresh clone finds, made by `make gallery`:
@@ -46,15 +33,12 @@ from numbers that were read; *remembered*, so only a trend is checked.
 The model: {model}.
 """  # noqa: E501
 TITLES = {
-    "frontier": (
-        "Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)",
-        "06_frontier_figures",
-    ),
-    "hlat": (
-        "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
-        "07_hlat_figures",
-    ),
+    "frontier": "Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)",
+    "hlat": "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
 }
+NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
+MODELS = {"frontier": frontier_model, "hlat": hlat_model}
+"""Where the facts of each paper are, and how wrong the model is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,33 +76,36 @@ def claims(paper: Paper) -> list[Claim]:
     return [Claim.from_dict(table, "claims.toml") for table in tables if table["paper"] == paper]
 
 
-def checked(claim: Claim, rows: Rows | None) -> tuple[Relation | None, Verdict]:
-    """Returns what the rows of a claim's figure say, and whether that is what the paper says;
-    without rows, nothing.
+def checked(claim: Claim, rows: Rows | None) -> Relation | None:
+    """Returns what the rows of a claim's figure say beside what the paper says; without rows,
+    nothing.
 
     Raises:
         ConfigError: there is no such row.
     """
     if rows is None:
-        return None, "cannot be tried here"
+        return None
     own = _row_with(claim, claim.at, rows)
-    value, low, high = _number_of(claim, own), math.nan, math.nan
+    less, ends = 0.0, {}
     if claim.less:
-        value -= _number_of(claim, _row_with(claim, claim.less, rows, own))
+        less = _number_of(claim, _row_with(claim, claim.less, rows, own))
     elif claim.column in ("y", "value"):
-        low, high = (claim.times * float(own.get(end, math.nan)) for end in ("low", "high"))
-    at_least, at_most = _bounds(claim)
-    found = Relation(
+        ends = {end: claim.times * float(own.get(end, math.nan)) for end in ("low", "high")}
+    return Relation(
         claim=claim.claim,
         layer="modelled",
-        value=value,
-        low=low,
-        high=high,
+        value=_number_of(claim, own) - less,
         expected=claim.expected,
-        at_least=at_least,
-        at_most=at_most,
+        **ends,
+        **_bounds(claim),
     )
-    return found, "missed" if found.verdict == "fails" else "holds"
+
+
+def verdict(found: Relation | None) -> str:
+    """Returns what the page says of a claim."""
+    if found is None:
+        return "cannot be tried here"
+    return "missed" if found.verdict == "fails" else "holds"
 
 
 def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
@@ -138,24 +125,24 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     """Returns the page of a paper's claims in Markdown; `runs` are studies of this machine, for
     what they can tell.
     """
-    from kit.papers import frontier_model, hlat_model
-
-    rows = drawn_rows(paper, runs)
-    found = [(claim, *checked(claim, rows[claim.figure])) for claim in claims(paper)]
-    title, notebook = TITLES[paper]
-    model = {"frontier": frontier_model, "hlat": hlat_model}[paper].model_error()
-    verdicts = [verdict for *_, verdict in found]
-    lines = [" | ".join(text.strip().replace("|", "\\|") for text in _row(*each)) for each in found]
-    table = [" | ".join(COLUMNS), "|".join(["---"] * len(COLUMNS)), *lines]
+    drawn = drawn_rows(paper, runs)
+    found = [(claim, checked(claim, drawn[claim.figure])) for claim in claims(paper)]
+    rows = [_row(claim, relation) for claim, relation in found]
+    verdicts = [verdict(relation) for _, relation in found]
     head = HEAD.format(
-        title=title,
-        notebook=notebook,
-        model=model,
+        title=TITLES[paper],
+        notebook=NOTEBOOKS[paper],
+        model=MODELS[paper].model_error(),
         holds=verdicts.count("holds"),
         missed=verdicts.count("missed"),
         untried=verdicts.count("cannot be tried here"),
     )
-    return head + "\n" + "\n".join(f"| {line} |" for line in table) + "\n"
+    lines = [
+        " | ".join(rows[0]),
+        "|".join(["---"] * len(rows[0])),
+        *(" | ".join(text.strip().replace("|", "\\|") for text in row.values()) for row in rows),
+    ]
+    return head + "\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def _row_with(
@@ -182,38 +169,35 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
     return claim.times * float(str(row[claim.column]).split(" ±")[0].replace(",", ""))
 
 
-def _bounds(claim: Claim) -> tuple[float, float]:
+def _bounds(claim: Claim) -> dict[str, float]:
     """Returns the range that is expected: as stated, or of the fact's number to its last printed
     digit.
     """
-    if claim.at_least is not None or claim.at_most is not None:
-        return (
-            -math.inf if claim.at_least is None else claim.at_least,
-            math.inf if claim.at_most is None else claim.at_most,
-        )
-    fact = Facts.load(claim.paper).only(*claim.fact)
+    stated = {"at_least": claim.at_least, "at_most": claim.at_most}
+    known = {name: end for name, end in stated.items() if end is not None}
+    if known:
+        return known
+    fact = MODELS[claim.paper].FACTS.only(*claim.fact)
     digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
-    return fact.number - digit, fact.number + digit
+    return {"at_least": fact.number - digit, "at_most": fact.number + digit}
 
 
-def _row(claim: Claim, found: Relation | None, verdict: Verdict) -> tuple[str, ...]:
-    fact = Facts.load(claim.paper).only(*claim.fact) if claim.fact else None
-    known, source = (fact.known, fact.source) if fact else (claim.known, claim.source)
-    expected = claim.expected or (f"{fact.number:,.6g} {claim.unit}" if fact else "")
+def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
+    """Returns the cells of a claim's line, by their column."""
+    fact = MODELS[claim.paper].FACTS.only(*claim.fact) if claim.fact else None
     told = "" if found is None else f"{plain(found.value)} {claim.unit}".strip()
     if found is not None and not math.isnan(found.low):
         told += f" ({plain(found.low)} to {plain(found.high)})"
-    minutes = "" if not claim.figure else f"{claim.minutes:g}" if claim.minutes else "< 1"
-    command = claim.command or kit_command("figure", claim.figure)
-    return (
-        claim.claim,
-        claim.where,
-        known,
-        expected,
-        told,
-        f"**{verdict}**",
-        claim.note,
-        f"`{command}`",
-        minutes,
-        source,
-    )
+    minutes = f"{claim.minutes:g}" if claim.minutes else "< 1"
+    return {
+        "claim": claim.claim,
+        "where": claim.where,
+        "how well known": fact.known if fact else claim.known,
+        "expected": claim.expected or (f"{fact.number:,.6g} {claim.unit}" if fact else ""),
+        "found": told,
+        "verdict": f"**{verdict(found)}**",
+        "note": claim.note,
+        "command": f"`{claim.command or kit_command('figure', claim.figure)}`",
+        "minutes": minutes if claim.figure else "",
+        "source": fact.source if fact else claim.source,
+    }

@@ -10,17 +10,16 @@ import numpy as np
 from cluster.site import Site
 from kit.papers.frontier_demo import ATTENTION
 from kit.papers.frontier_model import (
+    FACTS,
     MODELS,
     calibration,
-    facts,
-    hfu_percent,
     layouts_of,
     model_error,
     ratio_interval,
-    step_draws,
+    recipe_plan,
+    relative_rates,
     throughput_layer,
 )
-from kit.papers.frontier_scaling import recipe_plan
 from kit.papers.layers import (
     WARM_UP,
     Layer,
@@ -31,9 +30,9 @@ from kit.papers.layers import (
     run_hfu_percent,
     study_points,
 )
-from kit.papers.panels import finish, panel
+from kit.papers.panels import picture
 from kit.plan import Plan
-from kit.show.style import Rows, new_figure
+from kit.show.style import Rows
 from kit.show.theme import GREEN, GREY, SLATE
 from kit.spec import ModelSpec
 
@@ -67,43 +66,47 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
 def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the roofline of a GCD with the three recipes below it, and the table."""
     fused, written = _under_roof("fused attention", 2), _under_roof("scores written out", 0)
-    stated = facts()["throughput_tflops"]
-    rates = [fact.replace(x=str(place)) for fact, place in zip(stated, fused.x, strict=True)]
-    peak = float(calibration().hardware.peak_flops_per_s) / 1e12
+    rates = [
+        fact.replace(x=str(place))
+        for fact, place in zip(FACTS["throughput_tflops"], fused.x, strict=True)
+    ]
+    paper = Layer.published(rates, label="paper (fused)")
+    peak = float(calibration().hardware.peak_flops_per_s)
     own = on_clusters(
         runs,
         x=lambda run: layer_intensity(run.spec, run.plan),
-        y=lambda run: peak / 100 * run_hfu_percent(run),
+        y=lambda run: peak / 1e14 * run_hfu_percent(run),
     )
-    layers = [Layer.published(rates, label="paper (fused)"), fused, written, *own]
-    with new_figure(height=5.2) as (figure, axis):
-        ridge = _draw_roof(axis)
-        panel(
-            axis,
-            layers,
-            xscale="log",
-            yscale="log",
-            xlim=(30, 3000),
-            ylim=(20, 260),
-            xlabel="FLOP per byte moved, one layer",
-            ylabel="TFLOP/s of a GCD",
-            title="Roofline of half an MI250X",
-            legend={"loc": "lower right"},
-        )
+
+    def name_recipes(figure: Any) -> None:
+        [axis] = figure.axes
+        _draw_roof(axis)
         line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
-        for i, (name, offset) in enumerate(
-            zip(MODELS, ((12, 20), (-44, 26), (10, -20)), strict=True)
-        ):
-            _note(axis, name, (fused.x[i], layers[0].y[i]), offset, SLATE, arrowprops=line)
+        offsets = ((12, 20), (-44, 26), (10, -20))
+        for i, (name, offset) in enumerate(zip(MODELS, offsets, strict=True)):
+            _note(axis, name, (fused.x[i], paper.y[i]), offset, SLATE, arrowprops=line)
             _note(axis, name, (written.x[i], written.low[i]), (0, -15), SLATE, ha="center")
-        return finish(
-            figure,
-            layers,
-            "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
-            f"All stand right of the ridge ({ridge:.0f} FLOP per byte): computation binds them.",
-            "That the paper says so too is remembered only.",
-            notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
-        )
+
+    style = {
+        "xscale": "log",
+        "yscale": "log",
+        "xlim": (30, 3000),
+        "ylim": (20, 260),
+        "xlabel": "FLOP per byte moved, one layer",
+        "ylabel": "TFLOP/s of a GCD",
+        "title": "Roofline of half an MI250X",
+        "legend": {"loc": "lower right"},
+    }
+    return picture(
+        [paper, fused, written, *own],
+        [style],
+        "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
+        f"All stand right of the ridge ({_ridge():.0f} FLOP per byte): computation binds them.",
+        "That the paper says so too is remembered only.",
+        notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
+        also=name_recipes,
+        height=5.2,
+    )
 
 
 def _under_roof(label: str, code: int) -> Layer:
@@ -123,46 +126,43 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     layers = [_by_length(label, code) for label, code in kernels.items()]
     layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
     demo, gains = _timed_attention(runs), flash_gains()
-    with new_figure(2 if demo else 1, height=6.4 if demo else 4, squeeze=False) as (figure, axes):
-        panel(
-            axes[0, 0],
-            layers,
-            ylim=(0, 50),
-            title="175B on 128 GCDs: % of peak (HFU, full attention map)",
-            xscale="log",
-            xlabel="sequence length, tokens",
-            ticks=LENGTHS,
-            legend={"loc": "lower left"},
-        )
-        if demo:
-            panel(
-                axes[1, 0],
-                demo,
-                yscale="log",
-                title="attention alone on one core here, ms",
-                xscale="log",
-                xlabel="sequence length, tokens",
-                ticks=[int(x) for x in demo[0].x],
-                legend={"loc": "upper left"},
-            )
-        told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
-        ends = ", ".join(
-            f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
-        )
-        _, rows = finish(
-            figure,
-            [*layers, *demo],
-            "Throughput of 175B by sequence length, attention fused and written out.",
-            f"Gain of fusing at 2,048 tokens, modelled: {told}.",
-            "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
-            notes=[
-                f"90 % intervals of the gain: {ends}.",
-                (
-                    "No run of LUMI has fused attention: its efficiency is that of other published"
-                    " machines, hence the wide band."
-                ),
-            ],
-        )
+    common = {"xscale": "log", "xlabel": "sequence length, tokens"}
+    dress: list[dict[str, Any]] = [
+        common
+        | {
+            "ylim": (0, 50),
+            "title": "175B on 128 GCDs: % of peak (HFU, full attention map)",
+            "ticks": LENGTHS,
+            "legend": {"loc": "lower left"},
+        },
+        common
+        | {
+            "yscale": "log",
+            "title": "attention alone on one core here, ms",
+            "ticks": sorted({int(x) for layer in demo for x in layer.x}),
+            "legend": {"loc": "upper left"},
+        },
+    ]
+    told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
+    ends = ", ".join(
+        f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
+    )
+    figure, rows = picture(
+        {"paper's scale": layers, "demo scale": demo} if demo else [*layers],
+        dress if demo else dress[:1],
+        "Throughput of 175B by sequence length, attention fused and written out.",
+        f"Gain of fusing at 2,048 tokens, modelled: {told}.",
+        "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
+        notes=[
+            f"90 % intervals of the gain: {ends}.",
+            (
+                "No run of LUMI has fused attention: its efficiency is that of other published"
+                " machines, hence the wide band."
+            ),
+        ],
+        mosaic="a;b" if demo else "a",
+        height=6.4 if demo else 4,
+    )
     return figure, [*gains, *rows]
 
 
@@ -170,18 +170,16 @@ def _timed_attention(runs: Runs) -> list[Layer]:
     """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a
     layer per kernel.
     """
-    layers = []
-    for folder in folders_with(runs, ATTENTION)[:1]:
-        rows = json.loads((folder / ATTENTION).read_text())
-        source = f"{demo_source([folder])}: attention of 4 heads of 64, forward and backward"
-        for kernel in dict.fromkeys(row["kernel"] for row in rows):
-            own = [row for row in rows if row["kernel"] == kernel]
-            seconds = [row["seconds"][WARM_UP:] for row in own]
-            low, middle, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75), axis=1)
-            x = [row["sequence_length"] for row in own]
-            ends = {"low": low, "high": high, "joined": True, "source": source}
-            layers.append(study_points(folder, kernel, x, middle, **ends))
-    return layers
+    kernels: dict[str, list[tuple[float, ...]]] = {}
+    folders = folders_with(runs, ATTENTION)[:1]
+    for row in (row for folder in folders for row in json.loads((folder / ATTENTION).read_text())):
+        ends = 1e3 * np.quantile(row["seconds"][WARM_UP:], (0.5, 0.25, 0.75))
+        kernels.setdefault(row["kernel"], []).append((row["sequence_length"], *ends))
+    source = f"{demo_source(folders)}: attention of 4 heads of 64, forward and backward"
+    return [
+        study_points(folders[0], kernel, *np.transpose(points), joined=True, source=source)
+        for kernel, points in kernels.items()
+    ]
 
 
 def flash_gains() -> Rows:
@@ -190,20 +188,13 @@ def flash_gains() -> Rows:
     """
     rows: Rows = []
     for name, preset in MODELS.items():
-        spec, plan = ModelSpec.preset(preset), recipe_plan(name)
-        layouts = layouts_of(spec, [plan, plan], flash_attention=np.array([0, 2]))
-        rate = hfu_percent(spec, layouts, step_draws(layouts))
-        middle, low, high = (float(end) for end in ratio_interval(rate[:, 1] / rate[:, 0]))
+        plans = [recipe_plan(name)] * 2
+        layouts = layouts_of(ModelSpec.preset(preset), plans, flash_attention=np.array([0, 2]))
+        gains = 100 * np.array(ratio_interval(relative_rates(layouts)[:, 1])) - 100
         rows.append(
-            {
-                "layer": "modelled",
-                "model": name,
-                "gain": "fused over written out, %",
-                "y": 100 * middle - 100,
-                "low": 100 * low - 100,
-                "high": 100 * high - 100,
-                "source": model_error(),
-            }
+            {"layer": "modelled", "model": name, "gain": "fused over written out, %"}
+            | dict(zip(("y", "low", "high"), gains.tolist(), strict=True))
+            | {"source": model_error()}
         )
     return rows
 
@@ -218,26 +209,27 @@ def _by_length(label: str, code: int) -> Layer:
     return throughput_layer(label, LENGTHS, cases)
 
 
-def _draw_roof(axis: Any) -> float:
-    """Draws the roof of the data sheet and of the best matrix product, and returns the ridge in
-    FLOP per byte.
-    """
+def _draw_roof(axis: Any) -> None:
+    """Draws the roof of the data sheet, and of the best matrix product."""
     device = Site.load("frontier").device
-    peak, best = device.peak_flops_per_s["bf16"].value, device.matmul_flops_per_s["bf16"].value
-    memory = device.memory_bytes_per_s
-    assert memory
-    places = np.geomspace(10, 3000, 200)
+    places, peak = np.geomspace(10, 3000, 200), device.peak_flops_per_s["bf16"].value
+    best, memory = device.matmul_flops_per_s["bf16"].value, peak / _ridge()
     for ceiling, colour, text in (
         (peak, GREY, "data sheet"),
         (best, GREEN, "best matrix product seen"),
     ):
-        roof = np.minimum(ceiling, places * memory.value) / 1e12
-        axis.plot(places, roof, color=colour, linewidth=1.2)
+        axis.plot(places, np.minimum(ceiling, places * memory) / 1e12, color=colour, linewidth=1.2)
         told = f"{text}, {ceiling / 1e12:.4g}"
         _note(axis, told, (3000, ceiling / 1e12), (-2, 3), colour, ha="right")
-    slope = (34, 34 * memory.value / 1e12)
+    slope = (34, 34 * memory / 1e12)
     _note(axis, "memory, 1.6 TB/s", slope, (-4, 6), GREY, rotation=45)
-    return peak / memory.value
+
+
+def _ridge() -> float:
+    """Returns from how many FLOP per byte moved on computation binds a GCD, not its memory."""
+    device = Site.load("frontier").device
+    assert device.memory_bytes_per_s
+    return device.peak_flops_per_s["bf16"].value / device.memory_bytes_per_s.value
 
 
 def _note(

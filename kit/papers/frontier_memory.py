@@ -11,11 +11,11 @@ from kit.estimate.theory.activations import MEGATRON, MEGATRON_DEEPSPEED
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.papers.frontier_model import LUMI, MODELS, facts
+from kit.papers.frontier_model import FACTS, LUMI, MODELS
 from kit.papers.layers import Layer, Runs, on_clusters, table
-from kit.papers.panels import finish, panel
+from kit.papers.panels import picture
 from kit.plan import Plan
-from kit.show.style import Rows, new_figure
+from kit.show.style import Rows
 from kit.spec import ModelSpec
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
@@ -25,9 +25,9 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the model state of each model size by convention, and the table: TB, and GCDs that
     hold no less.
     """
-    known, specs = facts(), {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
+    specs = {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
-    parts = sum(fact.number for fact in known["bytes_per_parameter"])
+    parts = sum(fact.number for fact in FACTS["bytes_per_parameter"])
     conventions = {
         f"paper's parts, {parts:.0f} B": parts,
         "paper's text, 24 B": 24.0,
@@ -40,7 +40,7 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     ]
     quoted = [
         fact.replace(x=str(specs["1T"].num_params))
-        for fact in (*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"])
+        for fact in (*FACTS["minimum_memory_tb"], *FACTS["minimum_memory_tb_v2"])
     ]
     published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
     own = on_clusters(
@@ -48,27 +48,24 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         x=lambda run: run.spec.num_params,
         y=lambda run: run.metrics()["memory_bytes"] * run.plan.num_devices / TB,
     )
-    layers = [published, *models, *own]
-    with new_figure(height=4.4) as (figure, axis):
-        panel(
-            axis,
-            layers,
-            ticks=dict(zip(sizes, specs, strict=True)),
-            xscale="log",
-            yscale="log",
-            xlabel="parameters",
-            ylim=(0.2, 90),
-            title="model state, TB over all devices",
-            legend={"loc": "upper left"},
-        )
-        finish(
-            figure,
-            layers,
-            "Weights, gradients and optimizer by model size; activations come on top.",
-            f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by"
-            " its text, as quoted.",
-            "The paper's own table could not be read.",
-        )
+    style = {
+        "ticks": dict(zip(sizes, specs, strict=True)),
+        "xscale": "log",
+        "yscale": "log",
+        "xlabel": "parameters",
+        "ylim": (0.2, 90),
+        "title": "model state, TB over all devices",
+        "legend": {"loc": "upper left"},
+    }
+    figure, _ = picture(
+        [published, *models, *own],
+        [style],
+        "Weights, gradients and optimizer by model size; activations come on top.",
+        f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by"
+        " its text, as quoted.",
+        "The paper's own table could not be read.",
+        height=4.4,
+    )
     rows = [
         {
             "model": name,
@@ -90,16 +87,16 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     logs; its table.
     """
     after, peak = frontier_stages()
-    reserved = RESERVE.used_bytes(peak.state, peak.dynamic)
-    static, dynamic, lumi = map(
-        _log, ("stage_allocated_mib", "stage_peak_mib", "lumi_allocated_mib")
+    static, dynamic, lumi = (
+        Layer.published(FACTS[series], label="log", scale=MIB / GIB)
+        for series in ("stage_allocated_mib", "stage_peak_mib", "lumi_allocated_mib")
     )
     panels = {
         "a": [static, _against(static, "after a skipped step", after.state + after.buffers)],
         "b": [
             dynamic,
             _against(dynamic, "state and activations", peak.total),
-            _against(dynamic, "and reserve", reserved),
+            _against(dynamic, "and reserve", RESERVE.used_bytes(peak.state, peak.dynamic)),
         ],
         "c": [lumi, _against(lumi, "bf16 Adam, ZeRO 1", [lumi_bytes(int(x)) for x in lumi.x])],
     }
@@ -121,11 +118,10 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             "ticks": (2, 4, 8, 16, 32),
         },
     )
-    with new_figure("ab;cc", height=5.9) as (figure, axes):
-        for axis, layers, style in zip(axes, panels.values(), dress, strict=True):
-            top = 1.7 * max(float(layer.y.max()) for layer in layers)
-            panel(axis, layers, ylim=(0, top), legend={"loc": "upper right"}, **style)
-        return finish(figure, panels, *caption, notes=[note])
+    for layers, style in zip(panels.values(), dress, strict=True):
+        style["ylim"] = (0, 1.7 * max(float(layer.y.max()) for layer in layers))
+        style["legend"] = {"loc": "upper right"}
+    return picture(panels, dress, *caption, notes=[note], mosaic="ab;cc", height=5.9)
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:
@@ -170,10 +166,6 @@ def lumi_bytes(replicas: int) -> float:
         convention=CONVENTIONS["deepspeed_bf16"],
     )
     return float((stage.state + stage.buffers)[-1])
-
-
-def _log(series: str) -> Layer:
-    return Layer.published(facts()[series], label="log", scale=MIB / GIB)
 
 
 def _against(log: Layer, label: str, held_bytes: Any) -> Layer:

@@ -28,6 +28,8 @@ from kit.papers.layers import Facts, Layer, plain
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
+FACTS = Facts.load("frontier")
+"""What is known of the paper."""
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
 """Names of the paper, and the presets of the same shapes."""
 LUMI = ModelSpec.gpt(
@@ -45,11 +47,6 @@ DRAWS = 300
 """Of the coefficients' posterior, for intervals of ratios."""
 GRADIENT_BYTES = 2
 """The authors' DeepSpeed configurations say fp16."""
-
-
-def facts() -> Facts:
-    """Returns what is known of the paper."""
-    return Facts.load("frontier")
 
 
 @lru_cache(maxsize=1)
@@ -88,25 +85,18 @@ def verdicts() -> list[dict[str, str]]:
     It is the sentence of `kit status --why`. Each run of LUMI is judged by the others; the authors'
     own log of Frontier by all of LUMI's.
     """
-    runs, rows = lumi_runs(), []
+    runs, site, rows = lumi_runs(), Site.load("lumi"), []
     logs = [run for run in published.load(system="Frontier") if AUTHORS_LOG in run.source]
     for run in [*(run for run in runs if run.spec.name.startswith("GPT-175B")), *logs]:
-        site = Site.load("lumi")
-        own = (
-            calibration()
-            if run in logs
-            else calibrate([other for other in runs if other is not run], site)
-        )
+        others = [other for other in runs if other is not run]
+        own = calibration() if run in logs else calibrate(others, site)
         found = own.predict(run.layouts())
-        centre, low, high = (
-            float(np.ravel(value)[0]) for value in (found.total_s, found.low_s, found.high_s)
-        )
+        ends = (float(np.ravel(end)[0]) for end in (found.total_s, found.low_s, found.high_s))
         assert run.step_time_s is not None, "only measured runs are here"
-        words = sentence(run.step_time_s, centre, low, high, own.label)
         rows.append(
             {
                 "log": f"{run.system}, {run.num_devices:,} GCDs",
-                "is it as fast as it should be?": words,
+                "is it as fast as it should be?": sentence(run.step_time_s, *ends, own.label),
             }
         )
     return rows
@@ -125,6 +115,18 @@ def paper_plan(**degrees: Any) -> Plan:
     return Plan(**{"zero_stage": 1, "recompute": "full", "precision": "bf16"} | degrees)
 
 
+def recipe_plan(model: str, **changes: Any) -> Plan:
+    """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
+    changes.
+
+    Without `data_parallel` among them, it follows from the script's number of GCDs.
+    """
+    fields = FACTS.fields(Plan, model)
+    held = fields["tensor_parallel"] * fields["pipeline_parallel"]
+    replicas = int(FACTS.value("recipe_devices", model)) // held
+    return paper_plan(**fields | {"precision": "bf16", "data_parallel": replicas} | changes)
+
+
 def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
     """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16
     gradients.
@@ -134,53 +136,40 @@ def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layout
     )
 
 
-def hfu_percent(
-    spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasis | None = None
-) -> Array:
-    """Returns a step time as per cent of peak, counted as the authors' code does it: with
-    recomputation.
-
-    `seconds` may have any leading axes before that of the layouts; `FlopBasis.MODEL` as basis gives
-    MFU.
-    """
-    flops = spec.flops_per_token(basis or FlopBasis.MEGATRON_RECOMPUTE)
-    tokens = layouts.global_batch_size * layouts.sequence_length
-    peak = float(calibration().hardware.peak_flops_per_s)
-    return 100 * flops * tokens / (np.asarray(seconds) * layouts.num_devices * peak)
-
-
-Cases = Sequence[tuple[ModelSpec, Layouts]]
-
-
 def throughput_layer(
     label: str,
     x: Sequence[float],
-    cases: Cases,
+    cases: Sequence[tuple[ModelSpec, Layouts]],
     *,
-    basis: FlopBasis | None = None,
+    basis: FlopBasis = FlopBasis.MEGATRON_RECOMPUTE,
     names: Sequence[str] = (),
 ) -> Layer:
     """Returns the modelled per cent of peak of models' layouts, one after the other, with the
     interval.
+
+    It is counted as the authors' code does it, with recomputation; `FlopBasis.MODEL` gives MFU.
     """
     columns = []
     for spec, layouts in cases:
         found = calibration().predict(layouts)
         seconds = np.stack([found.total_s, found.high_s, found.low_s])
-        columns.append(hfu_percent(spec, layouts, seconds, basis))
+        tokens = layouts.global_batch_size * layouts.sequence_length
+        peak = layouts.num_devices * float(calibration().hardware.peak_flops_per_s)
+        columns.append(100 * spec.flops_per_token(basis) * tokens / (seconds * peak))
     return Layer.modelled(
         label, x, *np.concatenate(columns, axis=1), error=model_error(), names=names
     )
 
 
-def step_draws(layouts: Layouts) -> Array:
-    """Returns step times under draws of the coefficients from their posterior, seconds, [DRAWS,
-    layouts].
+def relative_rates(layouts: Layouts) -> Array:
+    """Returns throughput per device over that of the first layout, under draws of the coefficients
+    from their posterior, [DRAWS, layouts].
 
-    A ratio of two columns has its interval from these (`ratio_interval`): what both layouts have in
-    common cancels.
+    `ratio_interval` has the interval of these: what both layouts have in common cancels.
     """
-    return calibration().draws(layouts, DRAWS)
+    seconds = calibration().draws(layouts, DRAWS)
+    rate = layouts.global_batch_size / (seconds * layouts.num_devices)
+    return rate / rate[:, :1]
 
 
 def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:

@@ -9,19 +9,20 @@ from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import (
+    FACTS,
     MODELS,
     calibration,
     compared,
-    facts,
     layouts_of,
     model_error,
+    recipe_plan,
     throughput_layer,
 )
-from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
-from kit.papers.layers import Layer, Runs, on_clusters, opened, run_hfu_percent, scale_of
-from kit.papers.panels import finish, panel, paper_table
+from kit.papers.frontier_scaling import STRONG_BATCH
+from kit.papers.layers import Layer, Runs, by_scale, on_clusters, run_hfu_percent
+from kit.papers.panels import facts_table, legend_above, picture, recipe_of
 from kit.run import Run
-from kit.show.style import Rows, new_figure
+from kit.show.style import Rows
 from kit.spec import FlopBasis, ModelSpec
 
 TOKENS = 20e12
@@ -46,44 +47,36 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the recipes as the authors' scripts have them, with what the model says of each,
     as a table.
     """
-    known = facts()
-    own = {run.name: _own_recipe(run) for run in opened(runs) if scale_of(run) == "cluster"}
-    columns = {model: _recipe(model) for model in MODELS} | own
-    rows: Rows = [
-        {"": name} | {model: column.get(name, "") for model, column in columns.items()}
-        for name in columns["22B"]
-    ]
     layers = [
-        Layer.published(known["throughput_percent"], label="throughput"),
-        Layer.published(known["recipe_pipeline_parallel"], label="layouts"),
+        Layer.published(FACTS["throughput_percent"], label="throughput"),
+        Layer.published(FACTS["recipe_pipeline_parallel"], label="layouts"),
         Layer.modelled("recipes", error=model_error()),
         *on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s),
     ]
-    drawn = paper_table(
-        rows,
+    return facts_table(
+        FACTS,
+        PUBLISHED,
+        {model: _modelled(model) for model in MODELS},
+        [(run, _own_recipe(run)) for run in by_scale(runs)["cluster"]],
         layers,
         "Layouts of the authors' launch scripts, and what the model says of them.",
         "Which of them made the headline numbers is not proven.",
-        notes=[
-            "The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the"
-            " older is shown."
-        ],
-        runs=own,
+        note="The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the"
+        " older is shown.",
+        kind="modelled",
     )
-    read = PUBLISHED.values()
-    return drawn, [{"layer": "published" if row[""] in read else "modelled"} | row for row in rows]
 
 
-def _recipe(model: str) -> dict[str, str]:
-    """Returns one column of the table: what the script says, then what the model says of it."""
-    known, spec, plan = facts(), ModelSpec.preset(MODELS[model]), recipe_plan(model)
+def _modelled(model: str) -> dict[str, str]:
+    """Returns what the model says of a recipe."""
+    spec, plan = ModelSpec.preset(MODELS[model]), recipe_plan(model)
     layouts = layouts_of(spec, [plan])
     held = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
     size = Site.load("frontier").device.memory_bytes
     assert size
     m, p = plan.num_microbatches, plan.pipeline_parallel
     rate = throughput_layer("", [0], [(spec, layouts)])
-    return {name: known.only(series, model).value for series, name in PUBLISHED.items()} | {
+    return {
         "replicas": str(plan.data_parallel),
         "micro-batches per replica": str(m),
         "bubble (p-1)/(m+p-1)": f"{(p - 1) / (m + p - 1):.1%}",
@@ -97,11 +90,7 @@ def _recipe(model: str) -> dict[str, str]:
 
 def _own_recipe(run: Run) -> dict[str, str]:
     """Returns the same rows of a run of a cluster; what only scripts have stays empty."""
-    plan = run.plan.to_dict()
-    stated = {
-        name: plan.get(series.removeprefix("recipe_"), "") for series, name in PUBLISHED.items()
-    }
-    return {name: str(value) for name, value in stated.items()} | {
+    return recipe_of(run, PUBLISHED) | {
         "GCDs of the script": str(run.plan.num_devices),
         "% of peak, abstract": f"{np.nanmedian(run_hfu_percent(run)):.1f} (measured)",
     }
@@ -114,24 +103,23 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     days, read = days_layer(), Layer.published([_published_days()], label="from the paper's rate")
     spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (read, days))
     own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_days_of_run)
-    panels = {"days": [read, days, *own], "million GCD-hours": [spent, hours]}
     log = {"xscale": "log", "xlabel": "GCDs", "ticks": (512, 3072, 24576)}
-    with new_figure(1, 2, height=4.2) as (figure, (left, right)):
-        panel(left, panels["days"], **log, yscale="log", title="(a) days for 20T tokens")
-        top = 1.35 * float(hours.high.max())
-        panel(right, [spent, hours], **log, title="(b) million GCD-hours", ylim=(0, top))
-        figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=3)
-        at = int(np.flatnonzero(days.x == 3072)[0])
-        taken = days.y[at]
-        return finish(
-            figure,
-            panels,
-            f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
-            f"On 3,072 GCDs {taken:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
-            f"{taken * 3072 * 24 / 8e6:.1f} million node-hours.",
-            " ".join(filter(None, compared(read, days))),
-            notes=_cost_notes(days, taken),
-        )
+    at = int(np.flatnonzero(days.x == 3072)[0])
+    taken = days.y[at]
+    return picture(
+        {"days": [read, days, *own], "million GCD-hours": [spent, hours]},
+        [
+            log | {"yscale": "log", "title": "(a) days for 20T tokens"},
+            log | {"title": "(b) million GCD-hours", "ylim": (0, 1.35 * float(hours.high.max()))},
+        ],
+        f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
+        f"On 3,072 GCDs {taken:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
+        f"{taken * 3072 * 24 / 8e6:.1f} million node-hours.",
+        " ".join(filter(None, compared(read, days))),
+        notes=_cost_notes(days, taken),
+        also=lambda figure: legend_above(figure, 3),
+        height=4.2,
+    )
 
 
 def days_layer() -> Layer:
@@ -153,7 +141,7 @@ def _cost_notes(days: Layer, on_3072: float) -> list[str]:
     """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
     count of FLOPs.
     """
-    exaflop = facts().value("training_exaflop", "1T on 20T tokens")
+    exaflop = FACTS.value("training_exaflop", "1T on 20T tokens")
     own = ModelSpec.preset(MODELS["1T"]).flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
     fewer = f"{on_3072 * 3072 / 365:,.0f} GCDs would have to work at that rate"
     return [
@@ -173,7 +161,7 @@ def _cost_notes(days: Layer, on_3072: float) -> list[str]:
 def _published_days() -> Any:
     """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
     spec = ModelSpec.preset(MODELS["1T"])
-    rate = facts().only("throughput_tflops", "1T")
+    rate = FACTS.only("throughput_tflops", "1T")
     tokens_per_s = rate.number * 1e12 * 3072 / spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     return rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")
 

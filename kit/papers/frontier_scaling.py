@@ -10,15 +10,16 @@ import numpy as np
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.papers.frontier_demo import MICROBATCHES, select
 from kit.papers.frontier_model import (
+    FACTS,
     LUMI,
     MODELS,
     compared,
-    facts,
     layouts_of,
     model_error,
     paper_plan,
     ratio_interval,
-    step_draws,
+    recipe_plan,
+    relative_rates,
     throughput_layer,
 )
 from kit.papers.layers import (
@@ -30,10 +31,10 @@ from kit.papers.layers import (
     scale_of,
     tokens_per_s_and_device,
 )
-from kit.papers.panels import finish, pairs, panel
+from kit.papers.panels import pairs, picture
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.style import Rows, new_figure
+from kit.show.style import Rows
 from kit.show.theme import GREY
 from kit.spec import FlopBasis, ModelSpec
 
@@ -44,70 +45,42 @@ replicas divide."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
 
 
-LAYOUT = (
-    "tensor_parallel",
-    "pipeline_parallel",
-    "zero_stage",
-    "micro_batch_size",
-    "global_batch_size",
-)
-"""Of a plan, as launch scripts state it."""
-
-
-def recipe_plan(model: str, **changes: Any) -> Plan:
-    """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
-    changes.
-
-    Without `data_parallel` among them, it follows from the script's number of GCDs.
-    """
-    known = facts()
-    fields = {name: int(known.value(f"recipe_{name}", model)) for name in LAYOUT}
-    held = fields["tensor_parallel"] * fields["pipeline_parallel"]
-    fields["data_parallel"] = int(known.value("recipe_devices", model)) // held
-    return paper_plan(**fields | changes)
-
-
 def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table."""
-    known, names = facts(), list(MODELS)
+    names = list(MODELS)
     specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
     cases = [
         (spec, layouts_of(spec, [recipe_plan(name)]))
         for spec, name in zip(specs, names, strict=True)
     ]
-    published = Layer.published(known["throughput_percent"], label="paper's headline")
-    hfu, mfu = (
-        throughput_layer(label, range(3), cases, basis=basis, names=names)
-        for label, basis in (("HFU", FlopBasis.MEGATRON_RECOMPUTE), ("MFU", FlopBasis.MODEL))
-    )
+    published = Layer.published(FACTS["throughput_percent"], label="paper's headline")
+    derived = Layer.published(FACTS["throughput_mfu_percent"], label="paper, as MFU (derived)")
+    hfu = throughput_layer("HFU", range(3), cases, names=names)
+    mfu = throughput_layer("MFU", range(3), cases, basis=FlopBasis.MODEL, names=names)
     sizes = np.log([spec.num_params for spec in specs])
     own = on_clusters(
         runs,  # between the three sizes, by the logarithm of their parameters
         x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
         y=run_hfu_percent,
     )
-    derived = Layer.published(known["throughput_mfu_percent"], label="paper, as MFU (derived)")
-    layers = [published, derived, hfu, mfu, *own]
-    with new_figure(height=4.6) as (figure, axis):
-        panel(
-            axis,
-            layers,
-            ticks=dict(enumerate(names)),
-            xlim=(-0.4, 2.6),
-            ylim=(0, 50),
-            title="% of the peak of a GCD (191.5 TFLOP/s)",
-            legend={"ncols": 2, "loc": "lower left"},
-        )
-        return finish(
-            figure,
-            layers,
-            "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
-            *compared(published, hfu),
-            notes=[
-                "The headline is taken as HFU, since the authors' code prints that.",
-                "Layouts and batches of the authors' launch scripts. Your runs: HFU.",
-            ],
-        )
+    style = {
+        "ticks": dict(enumerate(names)),
+        "xlim": (-0.4, 2.6),
+        "ylim": (0, 50),
+        "title": "% of the peak of a GCD (191.5 TFLOP/s)",
+        "legend": {"ncols": 2, "loc": "lower left"},
+    }
+    return picture(
+        [published, derived, hfu, mfu, *own],
+        [style],
+        "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
+        *compared(published, hfu),
+        notes=[
+            "The headline is taken as HFU, since the authors' code prints that.",
+            "Layouts and batches of the authors' launch scripts. Your runs: HFU.",
+        ],
+        height=4.6,
+    )
 
 
 def weak_scaling_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -148,7 +121,7 @@ def lumi_layers() -> list[Layer]:
     """Returns LUMI's logged strong scaling of 176B, %, and the model's (fitted to these runs
     among others).
     """
-    steps = facts()["lumi_step_s"]
+    steps = FACTS["lumi_step_s"]
     first = min(steps, key=lambda fact: float(fact.x))
     relative = [
         fact.replace(
@@ -190,14 +163,13 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
     """Returns (median, low, high) of throughput per device over that of the first layout, %,
     which is 100 exactly.
     """
-    rate = layouts.global_batch_size / (step_draws(layouts) * layouts.num_devices)
-    middle, low, high = ratio_interval(100 * rate / rate[:, :1])
+    middle, low, high = ratio_interval(100 * relative_rates(layouts))
     low[0] = high[0] = 100.0
     return middle, low, high
 
 
 def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, Rows]:
-    known = [fact.replace(x=fact.x.split()[-1]) for fact in facts()[f"{kind}_scaling_percent"]]
+    known = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
     published = Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
     lines = [efficiency_layer(model, kind) for model in REPLICAS]
     panels = {"paper": [published, *lines]}
@@ -207,16 +179,17 @@ def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, R
     panels |= _own_panels(runs, kind, demo_fields)
     mosaic = pairs(len(panels) - 1, under_one=True)
     heights = [4, *[3] * mosaic.count(";")]
-    with new_figure(mosaic, height=0.9 * sum(heights) + 0.8, height_ratios=heights) as (
-        figure,
-        axes,
-    ):
-        for axis, (name, layers) in zip(axes, panels.items(), strict=True):
-            _draw(axis, name, kind, layers)
-        if "batch" in panels:
-            _mark_published(axes[1], published.y)
-        caption, notes = _told(kind, published, lines)
-        return finish(figure, panels, *caption, notes=notes)
+    caption, notes = _told(kind, published, lines)
+    return picture(
+        panels,
+        [_dress(name, kind, layers) for name, layers in panels.items()],
+        *caption,
+        notes=notes,
+        also=lambda figure: "batch" in panels and _mark_published(figure.axes[1], published.y),
+        mosaic=mosaic,
+        height=0.9 * sum(heights) + 0.8,
+        height_ratios=heights,
+    )
 
 
 def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str, list[Layer]]:
@@ -243,36 +216,31 @@ def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str,
     return panels
 
 
-def _draw(axis: Any, name: str, kind: str, layers: list[Layer]) -> None:
-    """Draws a panel with its scale, ticks and title."""
+def _dress(name: str, kind: str, layers: list[Layer]) -> dict[str, Any]:
+    """Returns scale, ticks and title of a panel."""
     places = sorted({int(x) for layer in layers for x in layer.x})
     top = 1.25 * max(float(layer.high.max()) for layer in layers)
-    own: dict[str, Any] = {"ylim": (0, top), "ticks": places}
-    share: dict[str, Any] = {"ylim": (0, 119), "xscale": "log"}
-    styles: dict[str, dict[str, Any]] = {
+    own = {"ylim": (0, top), "ticks": places}
+    legend: dict[str, Any] = {"loc": "lower left"}
+    share = {"ylim": (0, 119), "xscale": "log", "legend": legend}
+    return {
         "paper": share
         | {
             "title": f"{kind.capitalize()} scaling, % of one replica",
             "xlabel": "GCDs",
             "ticks": (64, 128, 256, 512, 1024, 3072),
-            "legend": {"loc": "lower left", "ncols": 2},
+            "legend": legend | {"ncols": 2},
         },
         "batch": share
         | {
             "title": "the same by batch",
             "xlabel": "sequences a step",
             "ticks": (1008, 4032, 16128),
-            "legend": {"loc": "lower left"},
         },
         "demo": own | {"title": "here: tokens/s per core", "xlabel": "processes"},
         "cluster": own
-        | {
-            "title": "your runs: tokens/s per device",
-            "xlabel": "devices",
-            "legend": {"loc": "lower left"},
-        },
-    }
-    panel(axis, layers, **styles[name])
+        | {"title": "your runs: tokens/s per device", "xlabel": "devices", "legend": legend},
+    }[name]
 
 
 def _mark_published(axis: Any, levels: Array) -> None:

@@ -13,13 +13,12 @@ import numpy as np
 
 from kit.papers.frontier_demo import MICROBATCHES, median_rate, select
 from kit.papers.frontier_model import (
-    facts,
-    hfu_percent,
+    FACTS,
     layouts_of,
     model_error,
     paper_plan,
     ratio_interval,
-    step_draws,
+    relative_rates,
     throughput_layer,
 )
 from kit.papers.layers import (
@@ -32,17 +31,36 @@ from kit.papers.layers import (
     run_hfu_percent,
     tokens_per_s_and_device,
 )
-from kit.papers.panels import finish, panel, paper_table
+from kit.papers.panels import paper_table, picture
 from kit.plan import Plan
-from kit.show.style import Rows, new_figure
+from kit.run import Run
+from kit.show.style import Rows
 from kit.spec import ModelSpec
 
 MODEL = "gpt-22b"
-TENSOR = (1, 2, 4, 8, 16)
-STAGES = (4, 6, 8, 12, 16, 24)
 PER_STAGE = 8
 """Micro-batches per stage; both lines meet where 8 stages have 64 of them."""
-COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+STAGES = (4, 6, 8, 12, 16, 24)
+TENSOR_PLANS = {
+    t: paper_plan(tensor_parallel=t, pipeline_parallel=8, global_batch_size=128)
+    for t in (1, 2, 4, 8, 16)
+}
+"""One replica of 8 stages and 128 micro-batches, by tensor-parallel degree."""
+COUNT_PLANS = {
+    m: paper_plan(tensor_parallel=2, pipeline_parallel=8, global_batch_size=m)
+    for m in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+}
+"""8 stages, by micro-batches."""
+FIXED_PLANS = {
+    p: paper_plan(tensor_parallel=2, pipeline_parallel=p, global_batch_size=8 * PER_STAGE)
+    for p in STAGES
+}
+"""64 micro-batches, by stages."""
+SCALED_PLANS = {
+    p: paper_plan(tensor_parallel=2, pipeline_parallel=p, global_batch_size=p * PER_STAGE)
+    for p in STAGES
+}
+"""A constant number of micro-batches per stage, by stages."""
 ALONE = {"data_parallel": 1, "micro_batch_size": 1}
 """Fields of the demo-scale runs that these figures show: one replica."""
 NOT_PUBLISHED = "The paper's own points could not be read, so none are drawn."
@@ -63,135 +81,110 @@ def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against tensor parallelism at constant pipeline and micro-batches, and
     its table.
     """
-    model = _modelled("22B, 8 stages, 128 micro-batches", TENSOR, tensor_plans())
-    caption = (
+    return _figure(
+        "tensor_parallel",
+        {"22B, 8 stages, 128 micro-batches": TENSOR_PLANS},
+        runs,
+        {"this machine": select(runs, **ALONE, pipeline_parallel=1, num_microbatches=MICROBATCHES)},
         "Throughput of 22B as each layer is split over more GCDs.",
         "It falls, as the paper observes; a node has 8 of them.",
     )
-    chosen = select(runs, **ALONE, pipeline_parallel=1, num_microbatches=MICROBATCHES)
-    demo = _demo(chosen, "tensor_parallel", "this machine")
-    return _draw([model], runs, demo, "tensor_parallel", caption, TENSOR)
 
 
 def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against pipeline stages, batch fixed and micro-batches per stage fixed,
     and its table.
     """
-    fixed, scaled = pipeline_plans()
-    models = [
-        _modelled("64 micro-batches", STAGES, fixed),
-        _modelled(f"{PER_STAGE} per stage", STAGES, scaled),
-    ]
-    caption = (
-        "Throughput of 22B, TP 2, by pipeline stages, at two ways to set the batch.",
-        "It falls at a fixed batch, and less at fixed micro-batches per stage.",
-    )
     fields = ALONE | {"tensor_parallel": 1}
-    scaled_demo = [
+    scaled = [
         run
         for run in select(runs, **fields)
         if run.plan.num_microbatches == 4 * run.plan.pipeline_parallel
     ]
-    demo = [
-        *_demo(select(runs, **fields, global_batch_size=4), "pipeline_parallel", "batch fixed"),
-        *_demo(scaled_demo, "pipeline_parallel", "4 per stage"),
-    ]
-    note = "At fixed micro-batches per stage it still falls, since one stage has all logits."
-    return _draw(models, runs, demo, "pipeline_parallel", caption, STAGES, note)
+    return _figure(
+        "pipeline_parallel",
+        {"64 micro-batches": FIXED_PLANS, f"{PER_STAGE} per stage": SCALED_PLANS},
+        runs,
+        {"batch fixed": select(runs, **fields, global_batch_size=4), "4 per stage": scaled},
+        "Throughput of 22B, TP 2, by pipeline stages, at two ways to set the batch.",
+        "It falls at a fixed batch, and less at fixed micro-batches per stage.",
+        "At fixed micro-batches per stage it still falls, since one stage has all logits.",
+    )
 
 
 def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against micro-batches per replica at a constant number of stages, and
     its table.
     """
-    model = _modelled("22B, TP 2, 8 stages", COUNTS, microbatch_plans())
-    caption = (
+    return _figure(
+        "num_microbatches",
+        {"22B, TP 2, 8 stages": COUNT_PLANS},
+        runs,
+        {"this machine": select(runs, **ALONE, pipeline_parallel=2, tensor_parallel=1)},
         "Throughput of 22B by micro-batches of one replica.",
         "It rises as the bubble, (p - 1) of (m + p - 1) slots, shrinks.",
     )
-    chosen = select(runs, **ALONE, pipeline_parallel=2, tensor_parallel=1)
-    demo = _demo(chosen, "num_microbatches", "this machine")
-    return _draw([model], runs, demo, "num_microbatches", caption, COUNTS)
 
 
-# Plans --------------------------------------------------------------------------------------------
-
-
-def tensor_plans() -> list[Plan]:
-    """Returns one replica of 8 stages and 128 micro-batches at each tensor-parallel degree."""
-    return [
-        paper_plan(tensor_parallel=t, pipeline_parallel=8, global_batch_size=128) for t in TENSOR
-    ]
-
-
-def pipeline_plans() -> tuple[list[Plan], list[Plan]]:
-    """Returns (64 micro-batches whatever the stages, a constant number of them per stage)."""
-    common = {"tensor_parallel": 2}
-    fixed = [
-        paper_plan(pipeline_parallel=p, global_batch_size=8 * PER_STAGE, **common) for p in STAGES
-    ]
-    return fixed, [
-        paper_plan(pipeline_parallel=p, global_batch_size=p * PER_STAGE, **common) for p in STAGES
-    ]
-
-
-def microbatch_plans() -> list[Plan]:
-    """Returns 8 stages with more and more micro-batches."""
-    return [paper_plan(tensor_parallel=2, pipeline_parallel=8, global_batch_size=m) for m in COUNTS]
-
-
-# Drawing ------------------------------------------------------------------------------------------
-
-
-def _modelled(label: str, x: Sequence[int], plans: Sequence[Plan]) -> Layer:
-    spec = ModelSpec.preset(MODEL)
-    return throughput_layer(label, x, [(spec, layouts_of(spec, plans))])
-
-
-def _demo(runs: Runs, name: str, label: str) -> list[Layer]:
-    layers = measured(
-        runs, x=attrgetter(f"plan.{name}"), y=tokens_per_s_and_device, label=label, line=True
-    )
-    return [layer for layer in layers if layer.scale == "demo"]
-
-
-def _draw(
-    models: list[Layer],
-    runs: Runs,
-    demo: list[Layer],
+def _figure(
     name: str,
-    caption: tuple[str, str],
-    ticks: Sequence[int],
+    plans: dict[str, dict[int, Plan]],
+    runs: Runs,
+    demo_runs: dict[str, list[Run]],
+    shows: str,
+    holds: str,
     *notes: str,
 ) -> tuple[Any, Rows]:
-    """Returns one panel at the paper's scale, and beside it one at demo scale where such runs
-    are given.
+    """Returns throughput against a field of the plan: one panel at the paper's scale, and beside
+    it one at demo scale where such runs are given.
+
+    `plans` and `demo_runs` are those of each line, by its label.
     """
-    paper = [*models, *on_clusters(runs, x=attrgetter(f"plan.{name}"), y=run_hfu_percent)]
-    panels = {"paper's scale": paper, "demo scale": demo}
-    own_ticks = sorted({int(x) for layer in demo for x in layer.x})
-    dress = (("% of peak per GCD (HFU)", ticks, 1.08), ("tokens/s per core", own_ticks, 1.25))
-    widths = [3, 2] if demo else [1]
-    with new_figure(1, len(widths), height=4.2, squeeze=False, width_ratios=widths) as (
-        figure,
-        axes,
-    ):
-        for axis, layers, (title, places, room) in zip(
-            axes[0], panels.values(), dress, strict=False
-        ):
-            axis.set_xscale("log", base=2)
-            panel(
-                axis,
-                layers,
-                title=title,
-                xlabel=NAMES[name],
-                xlim=(places[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in layers)),
-                ylim=(0, room * max(float(np.nanmax(layer.high)) for layer in layers)),
-                ticks=places if len(places) <= 6 else places[::2],
-                legend={"loc": "lower right" if name == "num_microbatches" else "lower left"},
-            )
-        hfu = "HFU counts the forward pass that recomputation repeats. Here a process is a core."
-        return finish(figure, panels, *caption, NOT_PUBLISHED, notes=[hfu, *notes])
+    spec, x = ModelSpec.preset(MODEL), attrgetter(f"plan.{name}")
+    paper = [
+        throughput_layer(label, [*line], [(spec, layouts_of(spec, [*line.values()]))])
+        for label, line in plans.items()
+    ]
+    demo = [
+        layer
+        for label, group in demo_runs.items()
+        for layer in measured(group, x=x, y=tokens_per_s_and_device, label=label, line=True)
+        if layer.scale == "demo"
+    ]
+    panels = {"paper's scale": [*paper, *on_clusters(runs, x=x, y=run_hfu_percent)]}
+    dress = [_dress(name, panels["paper's scale"], [*next(iter(plans.values()))], 1.08)]
+    dress[0]["title"] = "% of peak per GCD (HFU)"
+    if demo:
+        panels["demo scale"] = demo
+        places = sorted({int(x) for layer in demo for x in layer.x})
+        dress.append(_dress(name, demo, places, 1.25) | {"title": "tokens/s per core"})
+    return picture(
+        panels,
+        dress,
+        shows,
+        holds,
+        NOT_PUBLISHED,
+        notes=[
+            "HFU counts the forward pass that recomputation repeats. Here a process is a core.",
+            *notes,
+        ],
+        height=4.2,
+        width_ratios=[3, 2] if demo else [1],
+    )
+
+
+def _dress(
+    name: str, layers: Sequence[Layer], places: Sequence[int], room: float
+) -> dict[str, Any]:
+    """Returns scale, ticks and legend of a panel, with some room above its points."""
+    return {
+        "xscale": "log",
+        "xlabel": NAMES[name],
+        "xlim": (places[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in layers)),
+        "ylim": (0, room * max(float(np.nanmax(layer.high)) for layer in layers)),
+        "ticks": places if len(places) <= 6 else places[::2],
+        "legend": {"loc": "lower right" if name == "num_microbatches" else "lower left"},
+    }
 
 
 # Observations -------------------------------------------------------------------------------------
@@ -202,21 +195,19 @@ def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     table.
     """
     relations = [*modelled_relations(), *measured_relations(runs)]
-    statements = {fact.x: fact.value for fact in facts()["observation"]}
-    shown = []
-    for relation in relations:
-        number, _, expected = relation.expected.partition(": ")
-        shown.append(
-            {
-                "": relation.claim,
-                "observation": statements[relation.claim],
-                "number": number,
-                "layer": SCALES[relation.layer],
-                "found": f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})",
-                "expected": expected,
-                "verdict": relation.verdict,
-            }
-        )
+    statements = {fact.x: fact.value for fact in FACTS["observation"]}
+    shown = [
+        {
+            "": relation.claim,
+            "observation": statements[relation.claim],
+            "number": relation.expected.partition(": ")[0],
+            "layer": SCALES[relation.layer],
+            "found": f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})",
+            "expected": relation.expected.partition(": ")[2],
+            "verdict": relation.verdict,
+        }
+        for relation in relations
+    ]
     layers = [Layer.modelled("22B", error=model_error())] + measured(
         runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs"
     )
@@ -227,29 +218,25 @@ def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         "That it makes them is remembered, not read; they are tested as trends.",
         runs=[name for layer in layers for name in layer.runs],
     )
-    return drawn, [relation.row() for relation in relations]
+    names = ("claim", "layer", "value", "low", "high", "expected", "verdict")
+    return drawn, [{name: getattr(relation, name) for name in names} for relation in relations]
 
 
 def modelled_relations() -> list[Relation]:
     """Returns the four observations as ratios of modelled throughput, with intervals from the
     posterior.
     """
-    fixed, scaled = pipeline_plans()
-    tensor, counts = tensor_plans(), microbatch_plans()
-    eight, sixteen = STAGES.index(8), STAGES.index(16)
     pairs = {
-        "III.1": ([tensor[0], tensor[3]], "TP 8 over TP 1: below 1"),
-        "III.2": ([counts[3], counts[7]], "128 micro-batches over 8: above 1"),
-        "III.3": ([fixed[eight], fixed[sixteen]], "16 stages over 8, same batch: below 1"),
-        "III.4": ([scaled[eight], scaled[sixteen]], "16 stages over 8, same m/p: at least 0.9"),
+        "III.1": (TENSOR_PLANS[1], TENSOR_PLANS[8], "TP 8 over TP 1: below 1"),
+        "III.2": (COUNT_PLANS[8], COUNT_PLANS[128], "128 micro-batches over 8: above 1"),
+        "III.3": (FIXED_PLANS[8], FIXED_PLANS[16], "16 stages over 8, same batch: below 1"),
+        "III.4": (SCALED_PLANS[8], SCALED_PLANS[16], "16 stages over 8, same m/p: at least 0.9"),
     }
-    spec, found = ModelSpec.preset(MODEL), []
-    for claim, (plans, expected) in pairs.items():
-        layouts = layouts_of(spec, plans)
-        rate = hfu_percent(spec, layouts, step_draws(layouts))
-        found.append(
-            _relation(claim, "modelled", ratio_interval(rate[:, 1] / rate[:, 0]), expected)
-        )
+    found = []
+    for claim, (old, new, expected) in pairs.items():
+        layouts = layouts_of(ModelSpec.preset(MODEL), [old, new])
+        ratio = ratio_interval(relative_rates(layouts)[:, 1])
+        found.append(_relation(claim, "modelled", ratio, expected))
     return found
 
 

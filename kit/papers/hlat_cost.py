@@ -12,6 +12,7 @@ from cluster.site import Site
 from kit.monitor.goodput import usd_per_hour
 from kit.papers.hlat_model import (
     BATCH,
+    FACTS,
     MAX_RISK,
     MODELS,
     NODES,
@@ -20,7 +21,6 @@ from kit.papers.hlat_model import (
     benchmark_name,
     benchmarks,
     calibration,
-    facts,
     interval,
     layouts_of,
     left_out,
@@ -173,7 +173,7 @@ def relations() -> list[Relation]:
     """Returns what the paper says in words of the costs, each on the model's output with its
     interval.
     """
-    ratio, size = facts()["cost_ratio"][0].number, facts()["cost_size_ratio"][0].number
+    ratio, size = FACTS["cost_ratio"][0].number, FACTS["cost_size_ratio"][0].number
     checked = [(f"trn1 over p4d, {model}", accelerator_ratio(model), ratio) for model in MODELS]
     checked += [
         (f"70B over 7B, {short}", size_ratio(machine), size) for machine, short in SHORT.items()
@@ -273,7 +273,7 @@ def _nodes(run: Run) -> float:
 
 
 def _said(series: str) -> Layer:
-    return Layer.published(facts()[series], label=f"paper: about {facts()[series][0].value}")
+    return Layer.published(FACTS[series], label=f"paper: about {FACTS[series][0].value}")
 
 
 def _benchmark_rates() -> list[Fact]:

@@ -25,6 +25,8 @@ from kit.papers.layers import Facts
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
+FACTS = Facts.load("hlat")
+"""What is known of the paper."""
 MODELS = {"7B": "hlat-7b", "70B": "hlat-70b"}
 """Names of the paper, and the presets of the same shapes."""
 TRN1, P4D = "trn1.32xlarge", "p4d.24xlarge"
@@ -42,11 +44,6 @@ NEMO = {
     "micro_batch_size": (1, 2, 4),
 }
 """What NeMo of that time offers."""
-
-
-def facts() -> Facts:
-    """Returns what is known of the paper."""
-    return Facts.load("hlat")
 
 
 @lru_cache(maxsize=2)
@@ -156,9 +153,9 @@ def trn1_plan(model: str, nodes: int) -> Plan:
 
     ZeRO 1 and fp32 optimizer also for 7B, as in AWS's benchmarks, which the model is fitted to.
     """
-    known, cores = facts(), nodes * Site.load(TRN1).devices_per_node
-    tensor = int(known.value("recipe_tensor_parallel", model))
-    pipeline = min(int(known.value("recipe_pipeline_parallel", model)), cores // tensor)
+    cores = nodes * Site.load(TRN1).devices_per_node
+    tensor = int(FACTS.value("recipe_tensor_parallel", model))
+    pipeline = min(int(FACTS.value("recipe_pipeline_parallel", model)), cores // tensor)
     return Plan(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,

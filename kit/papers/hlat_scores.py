@@ -13,7 +13,7 @@ from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import compare, published_table
 from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
-from kit.papers.hlat_model import facts
+from kit.papers.hlat_model import FACTS
 from kit.papers.layers import Fact, Layer, Runs, opened, own_points, scale_of
 from kit.papers.panels import draw, finish, pairs, paper_table
 from kit.run import Run
@@ -214,7 +214,7 @@ def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
 
 def _dress_as_published(axis: Any, name: str, model: str) -> None:
     """Gives a panel the axes of the paper's: it shows at least its ticks, and all points."""
-    low, high = (facts().value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
+    low, high = (FACTS.value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
     margin, (bottom, top) = 0.08 * (high - low), axis.get_ylim()
     axis.set(
         xlim=(0, 1900),
@@ -223,7 +223,7 @@ def _dress_as_published(axis: Any, name: str, model: str) -> None:
         title=f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %",
     )
     if model == "70B":
-        begin = facts().value("mix_stage", "from")
+        begin = FACTS.value("mix_stage", "from")
         axis.axvline(begin, color=GREY, linewidth=0.8, linestyle=":")
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from kit.errors import ConfigError
 from kit.monitor.figure import EMA_STEPS, smooth
 from kit.papers.hlat_demo import PRECISION, SPIKES
-from kit.papers.hlat_model import facts
+from kit.papers.hlat_model import FACTS
 from kit.papers.layers import Layer, Runs, curves, folders_with, study_points
-from kit.papers.panels import draw_curves, finish, mark_demo_scale
+from kit.papers.panels import finish, legend_above, mark_demo_scale, picture
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
@@ -31,37 +31,47 @@ def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Ro
     Raises:
         ConfigError: none of the runs has a step, and there is no such panel.
     """
-    panels: dict[str, list[Layer]] = {"paper": []} if paper_panels else {}
-    panels |= curves(runs, "loss")
-    if not panels:
+    own = curves(runs, "loss")
+    if not own and not paper_panels:
         raise ConfigError(
             f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run"
             " DIRECTORY)."
         )
-    with new_figure(len(panels), height=2.8 * len(panels) + 0.6, squeeze=False) as (figure, axes):
-        count = 0
-        for axis, (name, layers) in zip(axes[:, 0], panels.items(), strict=True):
-            if name == "paper":
-                axis.set(
-                    title="HLAT: training loss, nats per token",
-                    xlabel="tokens, billions",
-                    xlim=(0, 1900),
-                    ylim=(1, 11),  # ln 32,000 is 10.4: where training begins
-                )
-                continue
-            draw_curves(axis, layers, linewidth=1.1)
-            for layer in layers:
-                rows = [row for row, _ in spikes(layer.y)]
-                count += len(rows)
-                axis.plot(layer.x[rows], layer.y[rows], "x", color=VERMILION, zorder=5)
-            axis.set(title="training loss, nats per token", xlabel="tokens, millions")
-            axis.legend(loc="upper right")
-        return finish(
-            figure,
-            panels,
-            "Training loss of your runs; crosses: what the kit's alerts call a spike.",
-            f"Spikes: {count}. The paper's own curve could not be read.",
-        )
+    panels: dict[str, list[Layer]] = ({"paper": []} if paper_panels else {}) | own
+    marks = {name: [_spikes_of(layer) for layer in layers] for name, layers in panels.items()}
+
+    def mark(figure: Any) -> None:
+        for axis, crosses in zip(figure.axes, marks.values(), strict=True):
+            for x, y in crosses:
+                axis.plot(x, y, "x", color=VERMILION, zorder=5)
+
+    published = {
+        "title": "HLAT: training loss, nats per token",
+        "xlabel": "tokens, billions",
+        "xlim": (0, 1900),
+        "ylim": (1, 11),  # ln 32,000 is 10.4: where training begins
+    }
+    measured = {
+        "title": "training loss, nats per token",
+        "xlabel": "tokens, millions",
+        "legend": {"loc": "upper right"},
+    }
+    count = sum(len(x) for crosses in marks.values() for x, _ in crosses)
+    return picture(
+        panels,
+        [published if name == "paper" else measured for name in panels],
+        "Training loss of your runs; crosses: what the kit's alerts call a spike.",
+        f"Spikes: {count}. The paper's own curve could not be read.",
+        also=mark,
+        mosaic=";".join("abc"[: len(panels)]),
+        height=2.8 * len(panels) + 0.6,
+    )
+
+
+def _spikes_of(layer: Layer) -> tuple[Any, Any]:
+    """Returns the points of a curve that the kit's alerts call a spike."""
+    rows = [row for row, _ in spikes(layer.y)]
+    return layer.x[rows], layer.y[rows]
 
 
 def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -74,14 +84,13 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     arms, panels = _study(runs, SPIKES, "demo_spikes")
     begin = _begin(arms)
     garbled = sum(row["stands_out"] for row in arms["skip"])
-    styles: list[dict[str, Any]] = [{"linewidth": 1.2} for _ in arms]
-    for arm, style in zip(arms, styles, strict=True):
-        if arm == "no spike":
-            style["linestyle"] = (0, (4, 2))
-        if arm == "skip":
-            style["linewidth"] = 3.2  # roll back lies on it
+    styles: dict[str, dict[str, Any]] = {
+        "no spike": {"linewidth": 1.2, "linestyle": (0, (4, 2))},
+        "skip": {"linewidth": 3.2},  # roll back lies on it
+    }
     with new_figure(1, 2, height=4.3) as (figure, axes):
-        _draw_study(figure, axes, panels, styles, ncols=5)
+        _draw_study(axes, panels, [styles.get(arm, {"linewidth": 1.2}) for arm in arms])
+        legend_above(figure, 5)
         for axis in axes:
             axis.set_xlim(begin - 45, None)
             axis.axvspan(begin - 0.5, begin - 0.5 + garbled, color=GREY, alpha=0.2, linewidth=0)
@@ -114,18 +123,20 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         ConfigError: there is none.
     """
     arms, panels = _study(runs, PRECISION, "demo_precision")
-    training, held_out = panels.values()
     shown = {
-        "training": [dataclasses.replace(layer, y=smooth(layer.y)) for layer in training],
-        "held out": [dataclasses.replace(each, y=each.y - held_out[0].y) for each in held_out],
+        "training": [dataclasses.replace(each, y=smooth(each.y)) for each in panels["training"]],
+        "held out": [
+            dataclasses.replace(each, y=each.y - panels["held out"][0].y)
+            for each in panels["held out"]
+        ],
     }
-    styles = [{"linewidth": width} for width in (4.0, 2.4, 1.4, 0.9)]  # they lie on each other
     with new_figure(1, 2, height=4.5) as (figure, axes):
-        _draw_study(figure, axes, shown, styles, ncols=2)
+        _draw_study(axes, shown, [{"linewidth": width} for width in (4.0, 2.4, 1.4, 0.9)])
+        legend_above(figure, 2)
         axes[1].axhline(0, color=GREY, linewidth=0.8)
         axes[1].set_title("(b) held-out, less fp32's")
         _, master, pure, stochastic = (f"{layer.y[-1]:+.3f}" for layer in shown["held out"])
-        said = "; ".join(f"{fact.x}: {fact.value}" for fact in facts()["precision_outcome"])
+        said = "; ".join(f"{fact.x}: {fact.value}" for fact in FACTS["precision_outcome"])
         ends = "; ".join(f"{name} {loss:.3f}" for name, loss in last_losses(arms).items())
         return finish(
             figure,
@@ -141,10 +152,10 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         )
 
 
-def _draw_study(
-    figure: Any, axes: Any, panels: dict[str, list[Layer]], styles: list[dict[str, Any]], ncols: int
-) -> None:
-    """Draws the arms of a study: loss in training on the left, on held-out text on the right."""
+def _draw_study(axes: Any, panels: dict[str, list[Layer]], styles: list[dict[str, Any]]) -> None:
+    """Draws the arms of a study, which lie on each other: loss in training on the left, on held-out
+    text on the right.
+    """
     for axis, marker, layers in zip(axes, (None, "o"), panels.values(), strict=True):
         for layer, colour, style in zip(layers, ARM_COLOURS, styles, strict=False):
             line = {"color": colour, "label": layer.label, "marker": marker, "markersize": 3}
@@ -152,7 +163,6 @@ def _draw_study(
         axis.set_xlabel("step")
         mark_demo_scale(axis)
     axes[0].set_title("(a) loss, nats per token")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=ncols)
 
 
 def last_losses(arms: dict[str, Steps]) -> dict[str, float]:

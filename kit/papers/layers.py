@@ -21,6 +21,7 @@ never drawn as published, a modelled line says how wrong the model is, and demo-
 share a panel with a paper's.
 """
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -77,8 +78,16 @@ class Fact(Record):
         """The value as a number."""
         return float(self.value)
 
+    @property
+    def parsed(self) -> int | float | str:
+        """The value as a number, whole where it is written so, or as the words that it is."""
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(self.value)
+        return self.value
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """The facts of one paper, by series."""
 
@@ -90,17 +99,17 @@ class Facts:
         """Returns the facts in `kit/papers/data/NAME.csv`.
 
         Raises:
-            ConfigError: no such file, or a line that is no fact; the message says which.
+            ConfigError: a line is no fact; the message says which.
         """
-        names = [file.stem for file in DATA.glob("*.csv")]
-        if name not in names:
-            raise ConfigError(f"papers: {name!r} has no facts. {suggestion(name, names)}")
         with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
-            facts = tuple(
-                Fact.from_dict({k: v for k, v in row.items() if v}, f"{name}.csv:{line}")
-                for line, row in enumerate(csv.DictReader(stream), start=2)
-            )
-        return cls(name=name, facts=facts)
+            lines = list(csv.DictReader(stream))
+        return cls(
+            name,
+            tuple(
+                Fact.from_dict({k: v for k, v in line.items() if v}, f"{name}.csv:{number}")
+                for number, line in enumerate(lines, start=2)
+            ),
+        )
 
     def __getitem__(self, series: str) -> tuple[Fact, ...]:
         found = tuple(fact for fact in self.facts if fact.series == series)
@@ -112,17 +121,29 @@ class Facts:
         return found
 
     def only(self, series: str, x: str) -> Fact:
-        """Returns one fact."""
-        found = [fact for fact in self[series] if fact.x == x]
-        if len(found) != 1:
-            raise ConfigError(
-                f"{self.name}.csv: {series} of {x!r}: {len(found)} facts, expected one."
-            )
-        return found[0]
+        """Returns one fact of a series."""
+        return {fact.x: fact for fact in self[series]}[x]
 
     def value(self, series: str, x: str) -> float:
         """Returns the number of one fact."""
         return self.only(series, x).number
+
+    def fields(self, record: type[Record], model: str) -> dict[str, Any]:
+        """Returns the fields of a plan or a recipe that are stated of a model: of `tensor_parallel`
+        in the series `recipe_tensor_parallel`.
+        """
+        stated = {
+            fact.series.removeprefix("recipe_"): fact.parsed
+            for fact in self.facts
+            if fact.x == model
+        }
+        names = [field.name for field in dataclasses.fields(record)]
+        return {name: stated[name] for name in names if name in stated}
+
+    def text(self, series: str, x: str) -> str:
+        """Returns one fact as a table has it: a long number with separators."""
+        value = self.only(series, x).value
+        return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,21 +186,24 @@ class Layer:
         Raises:
             ConfigError: one of them is only remembered.
         """
-        for fact in facts:
-            if fact.known == "remembered":
-                raise ConfigError(
-                    f"{fact.series} {fact.x}: remembered, not read. It cannot be drawn as"
-                    " published."
-                )
+        how = sorted({fact.known for fact in facts} - {"read"})
+        if "remembered" in how:
+            raise ConfigError(
+                f"{facts[0].series}: remembered, not read. It cannot be drawn as published."
+            )
+        source = "; ".join(dict.fromkeys(fact.source for fact in facts))
         try:
             x, names = [float(fact.x) for fact in facts], ()
         except ValueError:
             x, names = range(len(facts)), tuple(fact.x for fact in facts)
-        source = "; ".join(dict.fromkeys(fact.source for fact in facts))
-        if how := sorted({fact.known for fact in facts} - {"read"}):
-            source += f" ({', '.join(how)})"
-        y = [scale * fact.number for fact in facts]
-        return cls(kind="published", label=label, x=x, y=y, source=source, names=names)
+        return cls(
+            kind="published",
+            label=label,
+            x=x,
+            y=[scale * fact.number for fact in facts],
+            source=f"{source} ({', '.join(how)})" if how else source,
+            names=names,
+        )
 
     @classmethod
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
@@ -237,9 +261,9 @@ class Relation:
     claim: str
     layer: Literal["modelled", "measured"]
     value: float
-    low: float
-    """End of the number's own 90 % interval; so `high`."""
-    high: float
+    low: float = math.nan
+    """End of the number's own 90 % interval, NaN where it has none; so `high`."""
+    high: float = math.nan
     expected: str
     """In words."""
     at_least: float = -math.inf
@@ -255,11 +279,6 @@ class Relation:
             return "holds"
         inside = low <= self.at_most and self.at_least <= high
         return "holds within the interval" if inside else "fails"
-
-    def row(self) -> dict[str, Any]:
-        """Returns the relation as a row of a table."""
-        names = ("claim", "layer", "value", "low", "high", "expected", "verdict")
-        return {name: getattr(self, name) for name in names}
 
 
 # Runs of your own, and of this machine ------------------------------------------------------------
@@ -277,13 +296,13 @@ def opened(runs: Runs) -> list[Run]:
     for run in runs:
         if isinstance(run, Run):
             found.append(run)
-            continue
-        if Path(run).is_file():
+        elif Path(run).is_file():
             words = ("import", run, "--format", "megatron", "--site", "SITE", "--out", "RUN")
             raise ConfigError(
                 f"{run} is a file. Make a run directory of a log first: `{kit_command(*words)}`."
             )
-        found += [Run.open(each) for each in find_runs(Path(run)) or [run]]
+        else:
+            found += [Run.open(each) for each in find_runs(Path(run)) or [run]]
     return found
 
 
@@ -335,6 +354,14 @@ def scale_of(run: Run) -> Literal["cluster", "demo"]:
     return "demo" if run.site.scheduler == "local" else "cluster"
 
 
+def by_scale(runs: Runs) -> dict[str, list[Run]]:
+    """Returns the runs of this machine (`demo`), then those of clusters."""
+    found = opened(runs)
+    return {
+        scale: [run for run in found if scale_of(run) == scale] for scale in ("demo", "cluster")
+    }
+
+
 def measured(
     runs: Runs,
     *,
@@ -349,11 +376,8 @@ def measured(
     middle half of them. Runs with too few steps, or for which x or y is NaN, are left out. Without
     a label, a single run is called by its name; `line` joins the points of one layer.
     """
-    groups: dict[Any, list[Run]] = {"demo": [], "cluster": []}
-    for run in opened(runs):
-        groups[scale_of(run)].append(run)
     layers = []
-    for group in groups.values():
+    for group in by_scale(runs).values():
         points = []
         for run in group:
             values = np.asarray(y(run), dtype=float)[WARM_UP:]
@@ -362,11 +386,18 @@ def measured(
                 points.append((x(run), *np.quantile(values, (0.5, 0.25, 0.75)), run.name))
         if points:
             places, middle, low, high, names = zip(*sorted(points), strict=True)
-            own = own_points(
-                group, places, middle, low=low, high=high, joined=line, runs=names, label=label
+            layers.append(
+                own_points(
+                    group,
+                    places,
+                    middle,
+                    low=low,
+                    high=high,
+                    joined=line,
+                    runs=names,
+                    label=names[0] if label == YOURS and len(names) == 1 else label,
+                )
             )
-            alone = label == YOURS and len(names) == 1
-            layers.append(dataclasses.replace(own, label=names[0]) if alone else own)
     return layers
 
 
@@ -381,10 +412,13 @@ def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> Layer:
     return Layer(kind="measured", x=x, y=y, scale=scale, **named)
 
 
-def study_points(folder: Path, label: str, x: Any, y: Any, **fields: Any) -> Layer:
-    """Returns what a study of this machine has left in a folder, with further fields of `Layer`."""
+def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Layer:
+    """Returns what a study of this machine has left in a folder, as x and y, and both ends of an
+    interval of y where there is one; with further fields of `Layer`.
+    """
     own = {"source": demo_source([folder]), "scale": "demo", "runs": (folder.name,)} | fields
-    return Layer(kind="measured", label=label, x=x, y=y, **own)
+    columns = dict(zip(("x", "y", "low", "high"), points, strict=False))
+    return Layer(kind="measured", label=label, **own, **columns)
 
 
 def on_clusters(
@@ -398,13 +432,15 @@ def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
     """Returns one column of the metrics of each run that has a step against millions of tokens,
     by scale.
     """
-    found: dict[str, list[Layer]] = {"demo": [], "cluster": []}
-    for run in opened(runs):
-        metrics = run.metrics()
-        if len(metrics):
-            x = metrics.total_tokens / 1e6
-            found[scale_of(run)].append(own_points([run], x, metrics[column], joined=True))
-    return {scale: layers for scale, layers in found.items() if layers}
+    found = {}
+    for scale, group in by_scale(runs).items():
+        made = [(run, steps) for run in group if len(steps := run.metrics())]
+        if made:
+            found[scale] = [
+                own_points([run], steps.total_tokens / 1e6, steps[column], joined=True)
+                for run, steps in made
+            ]
+    return found
 
 
 def run_hfu_percent(run: Run) -> np.ndarray:

@@ -1,17 +1,18 @@
-"""Drawing of layers: one panel, the caption and notes of a figure, and what a paper prints as a
+"""Drawing of layers: a picture of panels with its caption and notes, and what a paper prints as a
 table.
 """
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cluster.record import ConfigError
 from kit.estimate.choose.figures import plain_ticks
-from kit.papers.layers import Layer, table
-from kit.show.style import Rows, short
+from kit.papers.layers import Facts, Layer, scale_of, table
+from kit.run import Run
+from kit.show.style import Rows, new_figure, short
 from kit.show.table import Table
 from kit.show.theme import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION
 
@@ -19,6 +20,14 @@ COLOURS = (BLUE, VERMILION, GREEN, SLATE)
 DEMO_COLOURS = (PURPLE, OLIVE)
 """Of what was measured at demo scale, and of nothing else."""
 MARKERS = "osD^vP"
+HOLLOW: dict[str, Any] = {
+    "color": GREY,
+    "linestyle": "none",
+    "markerfacecolor": "white",
+    "markersize": 8,
+    "markeredgewidth": 1.5,
+}
+"""Of what a paper published."""
 BESIDE = 0.14
 """Distance between layers at a place that is only a name."""
 MARKED = 20
@@ -29,61 +38,89 @@ LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"
 Panels = Mapping[str, Sequence[Layer]] | Sequence[Layer]
 
 
+def picture(
+    panels: Panels,
+    dress: Sequence[Mapping[str, Any]],
+    *caption: str,
+    notes: Sequence[str] = (),
+    also: Callable[[Any], Any] = lambda figure: None,
+    mosaic: str = "",
+    **layout: Any,
+) -> tuple[Any, Rows]:
+    """Returns a figure of panels with its caption, and its table; both as `finish` makes them.
+
+    Args:
+        panels: layers of each panel, by its name in the table, or of the only one.
+        dress: of each panel, as `panel` takes it.
+        caption: what is drawn, what holds, what is missed.
+        notes: fits, assumptions and numbers that are not in the picture.
+        also: draws into the figure what is no layer.
+        mosaic: where the panels stand, if not two a row.
+        layout: of `new_figure`, such as `height`.
+    """
+    named = panels if isinstance(panels, Mapping) else {"": panels}
+    with new_figure(mosaic or pairs(len(named)), **layout) as (figure, axes):
+        for axis, layers, style in zip(axes, named.values(), dress, strict=True):
+            panel(axis, layers, **style)
+        also(figure)
+        return finish(figure, named, *caption, notes=notes)
+
+
 def draw(axis: Any, layers: Sequence[Layer]) -> None:
     """Draws the layers of one panel, a colour per modelled or measured layer, and marks demo scale.
 
     Raises:
         ConfigError: demo-scale points and a paper's in one panel.
     """
-    kinds = {layer.scale for layer in layers if layer.kind != "modelled"}
-    if "demo" in kinds and len(kinds) > 1:
+    scales = {layer.scale for layer in layers if layer.kind != "modelled"}
+    if "demo" in scales and len(scales) > 1:
         raise ConfigError(
             "draw: demo scale and a paper's or a cluster's numbers do not belong in one panel. Use"
             " two."
         )
-    solid = [layer for layer in layers if layer.kind != "published"]
-    hollow = [layer for layer in layers if layer.kind == "published"]
-    for layer in layers:
-        if layer.kind == "published":
-            axis.plot(
-                layer.x,
-                layer.y,
-                MARKERS[hollow.index(layer)],
-                color=GREY,
-                markerfacecolor="white",
-                markersize=8,
-                markeredgewidth=1.5,
-                zorder=5,
-                label=layer.label,
-                clip_on=False,
-            )
-            continue
-        number = solid.index(layer)
-        colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-        style: dict[str, Any] = {
-            "color": colours[number % len(colours)],
-            "label": short(layer.label, 40),
-        }
-        marker = MARKERS[number % len(MARKERS)]
-        if layer.kind == "modelled" and not layer.names:
-            few = len(layer.x) <= MARKED
-            axis.plot(layer.x, layer.y, marker=marker if few else None, markersize=4, **style)
-            if np.isfinite(layer.low).any():
-                ends = (layer.low, layer.high)
-                axis.fill_between(layer.x, *ends, color=style["color"], alpha=0.18, linewidth=0)
-            continue
-        axis.errorbar(
-            layer.x + (BESIDE * (number + 1) if layer.names else 0.0),
-            layer.y,
-            yerr=np.stack([layer.y - layer.low, layer.high - layer.y]),
-            fmt=f"{marker}-" if layer.joined else marker,
-            capsize=2,
-            markersize=6,
-            zorder=4,
-            **style,
+    published = [layer for layer in layers if layer.kind == "published"]
+    for layer, marker in zip(published, MARKERS, strict=False):
+        axis.plot(
+            layer.x, layer.y, marker=marker, zorder=5, label=layer.label, clip_on=False, **HOLLOW
         )
-    if "demo" in kinds:
+    for number, layer in enumerate(layer for layer in layers if layer.kind != "published"):
+        _draw_own(axis, layer, number)
+    if "demo" in scales:
         mark_demo_scale(axis)
+
+
+def _draw_own(axis: Any, layer: Layer, number: int) -> None:
+    """Draws a modelled or measured layer: lines with a band, measured curves, or points with bars
+    where there is an interval or a place is only a name.
+    """
+    colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
+    colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
+    is_model, has_ends = layer.kind == "modelled", bool(np.isfinite(layer.low).any())
+    label = short(layer.label, 40)
+    if (is_model and not layer.names) or (layer.joined and not has_ends):
+        marked = is_model and len(layer.x) <= MARKED
+        axis.plot(
+            layer.x,
+            layer.y,
+            marker=marker if marked else None,
+            markersize=4,
+            color=colour,
+            label=label,
+        )
+        if has_ends:
+            axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0)
+        return
+    axis.errorbar(
+        layer.x + (BESIDE * (number + 1) if layer.names else 0.0),
+        layer.y,
+        yerr=np.stack([layer.y - layer.low, layer.high - layer.y]),
+        fmt=f"{marker}-" if layer.joined else marker,
+        capsize=2,
+        markersize=6,
+        zorder=4,
+        color=colour,
+        label=label,
+    )
 
 
 def panel(
@@ -111,19 +148,11 @@ def panel(
         axis.legend(**legend)
 
 
-def draw_curves(axis: Any, layers: Sequence[Layer], **style: Any) -> None:
-    """Draws measured curves of many points, a colour each, and marks demo scale."""
-    for number, layer in enumerate(layers):
-        colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-        axis.plot(
-            layer.x,
-            layer.y,
-            color=colours[number % len(colours)],
-            label=short(layer.label),
-            **style,
-        )
-    if any(layer.scale == "demo" for layer in layers):
-        mark_demo_scale(axis)
+def legend_above(figure: Any, ncols: int) -> None:
+    """Names above all panels what the first one shows."""
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=ncols
+    )
 
 
 def mark_demo_scale(axis: Any) -> None:
@@ -149,12 +178,11 @@ def pairs(count: int, *, under_one: bool = False) -> str:
     is one above all.
     """
     names = "abcdefghijklmnopqrstuvwxyz"[: count + under_one]
-    rows = [names[0] * 2] if under_one else []
-    rows += [
-        names[i : i + 2] if i + 1 < len(names) else names[i] * 2
-        for i in range(len(rows), len(names), 2)
-    ]
-    return ";".join(rows)
+    if len(names) == 1:
+        return names
+    first = [names[0] * 2] if under_one else []
+    rest = [names[i : i + 2] for i in range(len(first), len(names), 2)]
+    return ";".join(row if len(row) == 2 else row * 2 for row in [*first, *rest])
 
 
 def finish(
@@ -219,3 +247,55 @@ def paper_table(
     drawn = Table(rows, " ".join(caption), (*notes, *sources(layers)))
     drawn.runs = frozenset(runs)
     return drawn
+
+
+def facts_table(
+    facts: Facts,
+    labels: Mapping[str, str],
+    follows: Mapping[str, Mapping[str, str]],
+    own: Sequence[tuple[Run, Mapping[str, str]]],
+    layers: Sequence[Layer],
+    *caption: str,
+    note: str,
+    kind: str = "computed",
+) -> tuple[Table, Rows]:
+    """Returns a table with a column for each model and each run of the reader's, and its rows with
+    their kind: `published`, or `kind`.
+
+    Args:
+        facts: of the paper.
+        labels: of what the paper states, by their series.
+        follows: what follows from that, by model and label.
+        own: the same of runs; what only a paper has stays empty.
+        layers: where it comes from.
+        caption: of the table.
+        note: what to know about it.
+        kind: of what follows.
+    """
+    runs = [run.name for run, _ in own]
+    columns = {
+        model: {label: facts.text(series, model) for series, label in labels.items()} | more
+        for model, more in follows.items()
+    } | {
+        run.name + (" (demo scale)" if scale_of(run) == "demo" else ""): column
+        for run, column in own
+    }
+    rows = [
+        {"": name} | {title: column.get(name, "") for title, column in columns.items()}
+        for name in next(iter(columns.values()))
+    ]
+    stated = labels.values()
+    return paper_table(rows, layers, *caption, notes=[note], runs=runs), [
+        {"layer": "published" if row[""] in stated else kind} | row for row in rows
+    ]
+
+
+def recipe_of(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a run's plan and recipe state, by the labels of the same fields in a paper."""
+    records = run.plan.to_dict() | run.recipe.to_dict()
+    fields = {series.removeprefix("recipe_"): label for series, label in labels.items()}
+    return {
+        label: str(records[field])
+        for field, label in fields.items()
+        if records.get(field) is not None
+    }

@@ -8,9 +8,8 @@ from typing import Any
 from cluster.record import ConfigError, suggestion
 from cluster.site import Site
 from kit.papers import frontier_model, hlat_model, hlat_recipes
-from kit.papers.frontier_scaling import LAYOUT, recipe_plan
-from kit.papers.layers import Facts
 from kit.plan import Plan
+from kit.recipe import Recipe
 
 MODELS = {"frontier": frontier_model.MODELS, "hlat": hlat_model.MODELS}
 NOT_STATED = {
@@ -55,37 +54,33 @@ def published_recipe(name: str) -> PublishedRecipe:
             " file."
         )
     paper, _, size = name.partition("-")
-    known, model = Facts.load(paper), size.upper()
+    model = size.upper()
     if paper == "frontier":
-        plan = recipe_plan(model, engine="deepspeed", precision="fp16")
-        stated: dict[str, Any] = {
-            field: known.value(f"recipe_{field}", model) for field in hlat_recipes.OPTIMIZER
-        }
-        stated["cosine_floor"] = known.only("recipe_cosine_floor", model).value
+        facts, derived = frontier_model.FACTS, {}
+        plan = frontier_model.recipe_plan(model, engine="deepspeed", precision="fp16")
     else:
-        plan, released = _hlat_plan(known, model), hlat_recipes.recipe(model, "clamped")
-        others = ("eps", "cosine_floor", "warmup_steps", "decay_steps", "seed", "num_steps")
-        stated = {field: getattr(released, field) for field in (*hlat_recipes.OPTIMIZER, *others)}
-        stated["checkpoint_every"] = int(known.value("recipe_checkpoint_every", model))
+        facts, derived = hlat_model.FACTS, {"num_steps": hlat_recipes.last_step(model)}
+        plan = _hlat_plan(model)
     return PublishedRecipe(
         name=name,
         model=MODELS[paper][model],
         plan=plan,
-        stated=stated,
+        stated=facts.fields(Recipe, model) | derived,
         not_stated=NOT_STATED[paper],
-        source=known.only("recipe_learning_rate", model).source,
+        source=facts.only("recipe_learning_rate", model).source,
     )
 
 
-def _hlat_plan(known: Facts, model: str) -> Plan:
-    fields: dict[str, Any] = {field: int(known.value(f"recipe_{field}", model)) for field in LAYOUT}
-    fields["recompute"] = known.only("recipe_recompute", model).value
-    nodes = int(known.value("recipe_nodes_of_script", model))
+def _hlat_plan(model: str) -> Plan:
+    fields = hlat_model.FACTS.fields(Plan, model)
+    nodes = int(hlat_model.FACTS.value("recipe_nodes_of_script", model))
     devices = nodes * Site.load(hlat_model.TRN1).devices_per_node
     return Plan(
-        **fields,
-        data_parallel=devices // (fields["tensor_parallel"] * fields["pipeline_parallel"]),
-        sequence_parallel=known.only("recipe_sequence_parallel", model).value == "on",
-        precision="bf16",
-        engine="neuron",
+        **fields
+        | {
+            "data_parallel": devices // (fields["tensor_parallel"] * fields["pipeline_parallel"]),
+            "sequence_parallel": fields["sequence_parallel"] == "on",
+            "precision": "bf16",
+            "engine": "neuron",
+        }
     )

@@ -5,7 +5,7 @@ computed.
 import pytest
 
 from kit.errors import ConfigError
-from kit.papers.claims import TITLES, Claim, checked, claims, page
+from kit.papers.claims import TITLES, Claim, checked, claims, page, verdict
 from tests.gallery import GALLERY
 
 OF_STUDIES = ("hlat-precision",)
@@ -25,15 +25,15 @@ def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None
         "make gallery"
     )
     for claim in claims(paper):
-        verdict = made[claim.claim][5]
-        assert (verdict == "**cannot be tried here**") == (claim.figure in ("", *OF_STUDIES)), (
+        said = made[claim.claim][5]
+        assert (said == "**cannot be tried here**") == (claim.figure in ("", *OF_STUDIES)), (
             claim.claim
         )
-        assert claim.figure in OF_STUDIES or kept[claim.claim][5] == verdict, (
+        assert claim.figure in OF_STUDIES or kept[claim.claim][5] == said, (
             f"{claim.claim}: make gallery"
         )
         assert claim.fact or claim.source, "says where it can be looked up"
-        assert claim.note or verdict == "**holds**", "says why it is missed or cannot be tried"
+        assert claim.note or said == "**holds**", "says why it is missed or cannot be tried"
 
 
 def test_a_claim_holds_where_the_interval_meets_the_last_digit_and_is_missed_elsewhere() -> None:
@@ -45,15 +45,16 @@ def test_a_claim_holds_where_the_interval_meets_the_last_digit_and_is_missed_els
         figure="f",
         at={"x": "22B"},
     )
-    for ends, verdict in (
+    for ends, expected in (
         ((38.0, 39.0), "holds"),
         ((38.384, 50.0), "holds"),
         ((38.39, 50.0), "missed"),
     ):
         assert (
-            checked(claim, [{"x": "22B", "y": 40.0, "low": ends[0], "high": ends[1]}])[1] == verdict
+            verdict(checked(claim, [{"x": "22B", "y": 40.0, "low": ends[0], "high": ends[1]}]))
+            == expected
         )
-    assert checked(claim, None) == (None, "cannot be tried here")
+    assert verdict(checked(claim, None)) == "cannot be tried here"
     with pytest.raises(ConfigError, match="f has no row with"):
         checked(claim, [{"x": "1T", "y": 1.0}])
 
@@ -73,5 +74,5 @@ def test_a_claim_may_be_of_what_beats_all_others() -> None:
         {"x": "b", "of": 1, "y": 1.0},
         {"x": "c", "of": 1, "y": 3.0},
     ]
-    found, verdict = checked(best, rows)
-    assert found is not None and found.value == pytest.approx(0.5) and verdict == "holds"
+    found = checked(best, rows)
+    assert found is not None and found.value == pytest.approx(0.5) and verdict(found) == "holds"

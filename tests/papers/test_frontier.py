@@ -16,8 +16,15 @@ from kit.papers import FRONTIER, frontier_demo, paper_figure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
-from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs, verdicts
-from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
+from kit.papers.frontier_model import (
+    FACTS,
+    MODELS,
+    left_out_errors,
+    lumi_runs,
+    recipe_plan,
+    verdicts,
+)
+from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers
 from kit.papers.frontier_throughput import measured_relations, modelled_relations
 from kit.spec import ModelSpec
 from tests.papers.recorded import (
@@ -220,11 +227,11 @@ def test_strong_scaling_of_lumi_is_inside_the_interval() -> None:
 
 def test_memory_against_the_logs() -> None:
     per_stage = -np.diff(frontier_stages()[1].dynamic[1:15]) / 2**20
-    log = np.array([fact.number for fact in facts()["stage_peak_mib"]])
+    log = np.array([fact.number for fact in FACTS["stage_peak_mib"]])
     assert per_stage == pytest.approx(-np.diff(log[1:15]), abs=1), (
         "one micro-batch less on each next stage"
     )
-    for fact in facts()["lumi_allocated_mib"]:
+    for fact in FACTS["lumi_allocated_mib"]:
         assert lumi_bytes(int(fact.x)) / 2**20 == pytest.approx(fact.number, rel=0.02)
     figure, rows = paper_figure("frontier-memory").draw()
     table = {(row["model"], row["bytes"]): row["TB"] for row in rows if "bytes" in row}

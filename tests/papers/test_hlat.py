@@ -24,11 +24,11 @@ from kit.papers.hlat_cost import (
 )
 from kit.papers.hlat_demo import PRECISION, PRECISION_RECIPE, SPIKE_RECIPE, SPIKES
 from kit.papers.hlat_model import (
+    FACTS,
     MODELS,
     P4D,
     TRN1,
     benchmarks,
-    facts,
     left_out,
     other_a100,
     plan_of,
@@ -197,7 +197,7 @@ def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list
 def test_presets_are_the_released_shapes() -> None:
     for name, preset in MODELS.items():
         spec = ModelSpec.preset(preset)
-        for fact in facts().facts:
+        for fact in FACTS.facts:
             if fact.series.startswith("model_") and fact.x == name:
                 assert getattr(spec, fact.series.removeprefix("model_")) == fact.number, fact.series
     _, rows = paper_figure("hlat-models").draw()
@@ -219,7 +219,7 @@ def test_learning_rates_are_those_of_the_released_scheduler() -> None:
 
 def test_data_of_the_last_stage_adds_up() -> None:
     figure, rows = paper_figure("hlat-data-mix").draw()
-    assert sum(row["y"] for row in rows) == pytest.approx(facts().value("mix_whole", "total"))
+    assert sum(row["y"] for row in rows) == pytest.approx(FACTS.value("mix_whole", "total"))
     for row in rows:
         assert 100 * row["y"] / 253.7 == pytest.approx(row["share"], abs=0.01)
     assert "1.58 times" in figure.caption and "1.67 trillion" in figure.notes[0]

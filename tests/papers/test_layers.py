@@ -40,12 +40,8 @@ def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
 
 
 def test_unknown_names_are_told() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'frontier'"):
-        Facts.load("fronteir")
     with pytest.raises(ConfigError, match="Did you mean 'throughput_percent'"):
         Facts.load("frontier")["throughput_persent"]
-    with pytest.raises(ConfigError, match="0 facts, expected one"):
-        Facts.load("frontier").value("throughput_percent", "7B")
 
 
 def test_a_model_must_say_how_wrong_it_is() -> None:
@@ -120,4 +116,4 @@ def test_verdicts_look_at_the_interval(interval: tuple[float, float], verdict: s
     relation = Relation(
         claim="x", layer="modelled", value=1, low=low, high=high, expected="below 1", at_most=1
     )
-    assert relation.verdict == relation.row()["verdict"] == verdict
+    assert relation.verdict == verdict

@@ -19,7 +19,7 @@ from kit.estimate.theory.memory import memory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.validation.memory_readings import memory_layouts, readings, without_group
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
-from kit.papers.frontier_model import facts
+from kit.papers.frontier_model import FACTS
 from kit.plan import EngineName, Plan
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
@@ -182,7 +182,7 @@ def allocator_logs() -> list[Row]:
 
 def _logged(series: str) -> tuple[Array, Array]:
     """Returns x and MiB of one series of the Frontier paper's facts."""
-    x, y = zip(*((float(fact.x), fact.number) for fact in facts()[series]), strict=True)
+    x, y = zip(*((float(fact.x), fact.number) for fact in FACTS[series]), strict=True)
     return np.array(x), np.array(y)
 
 
