@@ -2,7 +2,6 @@
 at demo scale.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,24 +54,17 @@ is remembered only."""
 
 def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the trials of the search in the authors' spaces, best so far, and its table."""
-    drawn = [
-        ("1.4B, driver space: TFLOP/s", _model_layers("1.4B"), _search("1.4B")[0]),
-        ("175B, our space: TFLOP/s", _model_layers("175B"), _search("175B")[0]),
-    ]
-    demo = [
-        ("here, real runs: tokens/s", _demo_layers(trials, folder), trials)
-        for folder, trials in demo_searches(runs).items()
-    ]
-    mosaic = ";".join(["ac", "bd", *(2 * letter for letter in "efghijklmnop"[: 2 * len(demo)])])
-    ratios = (9, 1) * (1 + len(demo))
-    with new_figure(mosaic, height=1 + 1.5 * len(ratios), height_ratios=ratios) as (figure, axes):
-        places = [(axes[0], axes[2]), (axes[1], axes[3]), *zip(axes[4::2], axes[5::2], strict=True)]
-        for (axis, below), (title, layers, trials) in zip(places, drawn + demo, strict=True):
-            _draw(axis, below, layers, trials)
-            axis.set(title=title)
-        panels = {name: layers for name, (_, layers, _) in zip(SPACES, drawn, strict=True)}
-        panels["demo scale"] = [layer for _, layers, _ in demo for layer in layers]
-        return finish(figure, panels, *_search_caption(), notes=_search_notes())
+    panels = {name: _model_layers(name) for name in SPACES}
+    demo = [_demo_layers(folder, trials) for folder, trials in demo_searches(runs).items()]
+    titles = ["1.4B, driver space: TFLOP/s", "175B, our space: TFLOP/s"]
+    titles += ["here, real runs: tokens/s"] * len(demo)
+    mosaic = ";".join(["ab", *(2 * letter for letter in "cdefgh"[: len(demo)])])
+    with new_figure(mosaic, height=4 + 3 * len(demo)) as (figure, axes):
+        for axis, title, layers in zip(axes, titles, [*panels.values(), *demo], strict=True):
+            _draw(axis, title, *layers)
+        panels["demo scale"] = [layer for layers in demo for layer in layers]
+        caption, notes = _search_texts()
+        return finish(figure, panels, *caption, notes=notes)
 
 
 def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -85,15 +77,13 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         panels[f"{folder.name}: % of the variance"] = [own]
     bars = [len(layer.y) for [layer] in panels.values()]
     height = 0.36 * sum(bars) + 0.6 * len(bars) + 0.9
-    with new_figure(len(panels), height=height, squeeze=False, height_ratios=bars) as (
-        figure,
-        axes,
-    ):
-        for axis, (title, [layer]) in zip(axes[:, 0], panels.items(), strict=True):
-            colour = DEMO_COLOURS[0] if layer.kind == "measured" else BLUE
-            drawn = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
+    mosaic = ";".join("abcdefgh"[: len(bars)])
+    with new_figure(mosaic, height=height, height_ratios=bars) as (figure, axes):
+        for axis, (title, [layer]) in zip(axes, panels.items(), strict=True):
+            colour = DEMO_COLOURS[0] if layer.scale == "demo" else BLUE
+            drawn = axis.barh(layer.x, layer.y, color=colour, height=0.6)
             axis.bar_label(drawn, fmt="%.1f", padding=3)
-            axis.set_yticks(range(len(layer.y)), [name.replace("_", " ") for name in layer.names])
+            axis.set_yticks(layer.x, [name.replace("_", " ") for name in layer.names])
             axis.set(title=title, xlim=(0, 1.25 * max(layer.y.max(), 1e-9)))
             axis.invert_yaxis()
             axis.grid(visible=False)
@@ -147,23 +137,26 @@ def _model_layers(name: str) -> list[Layer]:
     trials, spec = _search(name)[0], ModelSpec.preset(SPACES[name][0])
     unit = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE) / 1e12
     numbers, best = np.arange(1.0, len(trials.trials) + 1), unit * trials.best_so_far
-    low, high = np.full((2, len(best)), np.nan)
-    for i in np.flatnonzero(np.isfinite(best)):
-        winner = trials.trials[int(np.nanargmax(trials.values[: i + 1]))]
-        plan = plan_of(winner.parameters, devices_per_node=8, base=paper_plan())
-        found = calibration().predict(layouts_of(spec, [plan], gradient_bytes=4.0))
-        low[i] = best[i] * (found.total_s / found.high_s).item()
-        high[i] = best[i] * (found.total_s / found.low_s).item()
+    known = np.flatnonzero(np.isfinite(best))
+    winners = [trials.trials[np.nanargmax(trials.values[: i + 1])] for i in known]
+    plans = [
+        plan_of(winner.parameters, devices_per_node=8, base=paper_plan()) for winner in winners
+    ]
+    found = calibration().predict(layouts_of(spec, plans, gradient_bytes=4.0))
+    ends = np.full((2, len(best)), np.nan)
+    ends[:, known] = best[known] * found.total_s / np.stack([found.high_s, found.low_s])
     return [
         Layer.modelled("trial", numbers, unit * trials.values, error=model_error()),
-        Layer.modelled("best so far", numbers, best, low, high, error=model_error()),
+        Layer.modelled("best so far", numbers, best, *ends, error=model_error()),
     ]
 
 
-def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:
+def _demo_layers(folder: Path, trials: Trials) -> list[Layer]:
     numbers = np.arange(1.0, len(trials.trials) + 1)
-    columns = {"trial": trials.values, "best so far": trials.best_so_far}
-    return [study_points(folder, label, numbers, y) for label, y in columns.items()]
+    return [
+        study_points(folder, "trial", numbers, trials.values),
+        study_points(folder, "best so far", numbers, trials.best_so_far),
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -178,63 +171,55 @@ def _shares(trials: Trials) -> dict[str, Any]:
     return {"x": range(len(shown)), "y": [*shown.values()], "names": tuple(shown)}
 
 
-def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> None:
-    """Draws trials as dots, the best so far as steps with its interval, and failures in the
-    strip below.
+def _draw(axis: Any, title: str, dots: Layer, best: Layer) -> None:
+    """Draws trials as dots, the best so far as steps with its interval, and failures as marks at
+    the bottom.
     """
-    dots, best = layers
     colour = DEMO_COLOURS[0] if best.scale == "demo" else BLUE
     axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, label="trial")
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
     axis.fill_between(
         best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0
     )
-    axis.set_ylim(0, 1.3 * float(np.nanmax([np.nanmax(best.y), np.nan_to_num(best.high).max()])))
+    failed = dots.x[np.isnan(dots.y)]
+    bottom = axis.get_xaxis_transform()
+    axis.vlines(failed, 0, 0.07, transform=bottom, color=VERMILION, linewidth=1.2)
+    axis.set(
+        title=title,
+        xlabel=f"trial; marks: {len(failed)} of {len(dots.x)} failed",
+        xlim=(0, len(dots.x) + 1),
+        ylim=(0, 1.3 * float(np.nanmax([best.y, np.nan_to_num(best.high)]))),
+    )
     axis.legend(loc="upper right", ncols=2)
     if best.scale == "demo":
         mark_demo_scale(axis)
-    failed = np.isnan(trials.values)
-    below.vlines(dots.x[failed], 0, 1, color=VERMILION, linewidth=1.2)
-    below.set(
-        yticks=[],
-        ylim=(0, 1),
-        xlabel=f"trial; marks: {failed.sum()} of {len(failed)} failed",
-        xlim=(0, len(failed) + 1),
-    )
-    below.grid(visible=False)
-    axis.sharex(below)
-    axis.tick_params(labelbottom=False)
 
 
-def _search_caption() -> tuple[str, str, str]:
+def _search_texts() -> tuple[tuple[str, str, str], list[str]]:
+    """Returns the caption and the notes."""
     found = {name: _search(name) for name in SPACES}
     shares = ", ".join(
         f"{np.nanmax(trials.values) / np.nanmax(grid):.0%} of the best at {name}"
         for name, (trials, grid) in found.items()
     )
-    return (
+    fits = "; ".join(
+        f"{name} {np.isfinite(grid).sum()} of {grid.size:,}" for name, (_, grid) in found.items()
+    )
+    remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
+    caption = (
         "Trials of a search as the paper did it, and the best so far.",
         f"It reaches {shares}.",
         "The paper's failures and its best layout could not be read.",
     )
-
-
-def _search_notes() -> list[str]:
-    fits = [
-        f"{name} {np.isfinite(grid).sum()} of {grid.size:,}"
-        for name in SPACES
-        for _, grid in [_search(name)]
-    ]
-    remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
-    return [
+    return caption, [
         "TFLOP/s of a GCD. 1.4B in the space of the authors' released driver, 175B in one of ours.",
         (
-            f"Layouts that fit: {'; '.join(fits)}. In the space that is remembered of the paper,"
+            f"Layouts that fit: {fits}. In the space that is remembered of the paper,"
             f" {remembered.sum()} of {remembered.size:,} do. What runs out of memory or does not"
             " divide is a failure."
         ),
         (
-            f"The sampler here is {_search('1.4B')[0].sampler}; the authors used DeepHyper's CBO."
+            f"The sampler here is {found['1.4B'][0].sampler}; the authors used DeepHyper's CBO."
             " The first ten trials are random."
         ),
     ]
