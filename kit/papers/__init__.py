@@ -32,6 +32,8 @@ class PaperFigure:
     """One line, for lists."""
     takes: str
     """Which runs of the reader's own it has a place for."""
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What that function is given besides the runs."""
     paper_panels: bool = False
     """It has panels that would be empty without points of the paper's."""
 
@@ -74,7 +76,7 @@ class PaperFigure:
         module, name = self.function.split(":")
         function = getattr(importlib.import_module(f"kit.papers.{module}"), name)
         panels = {"paper_panels": True} if for_points and self.paper_panels else {}
-        drawn, rows = function(runs, **panels)
+        drawn, rows = function(runs, **self.arguments, **panels)
         if for_points and not hasattr(drawn, "axes"):
             raise ConfigError(
                 f"--points: {self.paper} is drawn as a table, which has no axes for points."

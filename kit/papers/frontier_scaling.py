@@ -32,7 +32,6 @@ from kit.papers.layers import (
     tokens_per_s_and_device,
 )
 from kit.papers.panels import pairs, picture
-from kit.plan import Plan
 from kit.run import Run
 from kit.show.style import Rows
 from kit.show.theme import GREY
@@ -83,38 +82,49 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
 
 
-def weak_scaling_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns throughput per GCD with the batch growing with the replicas, relative to one
-    replica; and the table.
+def scaling_figure(runs: Runs = (), *, kind: str) -> tuple[Any, Rows]:
+    """Returns throughput per GCD relative to one replica, the batch growing with the replicas
+    (`weak`), or constant, with LUMI's logged runs beside (`strong`); and the table.
     """
-    return _scaling(runs, "weak", {"micro_batch_size": 1, "num_microbatches": MICROBATCHES})
-
-
-def strong_scaling_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the same at a constant batch, with LUMI's logged runs beside; and the table."""
-    return _scaling(runs, "strong", {"micro_batch_size": 1, "global_batch_size": MICROBATCHES})
+    known = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
+    published = Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
+    lines = [efficiency_layer(model, kind) for model in REPLICAS]
+    panels = {"paper": [published, *lines]}
+    if kind == "strong":
+        panels["paper"] += lumi_layers()
+        panels["batch"] = [batch_layer(model) for model in REPLICAS]
+    panels |= _own_panels(runs, kind)
+    mosaic = pairs(len(panels) - 1, under_one=True)
+    heights = [4, *[3] * mosaic.count(";")]
+    caption, notes = _told(kind, published, lines)
+    return picture(
+        panels,
+        [_dress(name, kind, layers) for name, layers in panels.items()],
+        *caption,
+        notes=notes,
+        also=lambda figure: "batch" in panels and _mark_published(figure.axes[1], published.y),
+        mosaic=mosaic,
+        height=0.9 * sum(heights) + 0.8,
+        height_ratios=heights,
+    )
 
 
 def efficiency_layer(model: str, kind: str) -> Layer:
     """Returns modelled scaling efficiency, %, of `175B` or `1T`: throughput per GCD over that of
     one replica.
-    """
-    layouts = layouts_of(ModelSpec.preset(MODELS[model]), scaling_plans(model, kind))
-    return Layer.modelled(model, layouts.num_devices, *_efficiency(layouts), error=model_error())
 
-
-def scaling_plans(model: str, kind: str) -> list[Plan]:
-    """Returns the authors' layout on 1, 2, ... replicas: their batch per replica (`weak`) or one
-    batch (`strong`).
+    It is the authors' layout, with their batch per replica (`weak`) or one batch (`strong`).
     """
-    each = recipe_plan(model)
-    share = each.global_batch_size // each.data_parallel
-    return [
+    script = recipe_plan(model)
+    share = script.global_batch_size // script.data_parallel
+    plans = [
         recipe_plan(
             model, data_parallel=n, global_batch_size=n * share if kind == "weak" else STRONG_BATCH
         )
         for n in REPLICAS[model]
     ]
+    layouts = layouts_of(ModelSpec.preset(MODELS[model]), plans)
+    return Layer.modelled(model, layouts.num_devices, *_efficiency(layouts), error=model_error())
 
 
 def lumi_layers() -> list[Layer]:
@@ -168,36 +178,14 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
     return middle, low, high
 
 
-def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, Rows]:
-    known = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
-    published = Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
-    lines = [efficiency_layer(model, kind) for model in REPLICAS]
-    panels = {"paper": [published, *lines]}
-    if kind == "strong":
-        panels["paper"] += lumi_layers()
-        panels["batch"] = [batch_layer(model) for model in REPLICAS]
-    panels |= _own_panels(runs, kind, demo_fields)
-    mosaic = pairs(len(panels) - 1, under_one=True)
-    heights = [4, *[3] * mosaic.count(";")]
-    caption, notes = _told(kind, published, lines)
-    return picture(
-        panels,
-        [_dress(name, kind, layers) for name, layers in panels.items()],
-        *caption,
-        notes=notes,
-        also=lambda figure: "batch" in panels and _mark_published(figure.axes[1], published.y),
-        mosaic=mosaic,
-        height=0.9 * sum(heights) + 0.8,
-        height_ratios=heights,
-    )
-
-
-def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str, list[Layer]]:
+def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
     """Returns a panel for this machine and one for clusters: a line for runs that differ in
     nothing but their size.
     """
     groups: dict[tuple, list[Run]] = {}
-    for run in select(runs, tensor_parallel=1, pipeline_parallel=1, **demo_fields):
+    kept = "num_microbatches" if kind == "weak" else "global_batch_size"
+    fields = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1}
+    for run in select(runs, **fields, **{kept: MICROBATCHES}):
         batch = run.plan.global_batch_size / (run.plan.data_parallel if kind == "weak" else 1)
         shape = (run.spec.num_layers, run.spec.hidden_size, run.spec.sequence_length)
         groups.setdefault((scale_of(run), shape, batch), []).append(run)

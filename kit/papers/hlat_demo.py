@@ -1,21 +1,34 @@
-"""HLAT at demo scale: one real run whose checkpoints are scored, a spike and a precision study;
-kept and used again.
+"""HLAT at demo scale: one real run whose checkpoints are scored; and small models trained in this
+process for some hundred steps of the kit's native engine: what a spike does to them, and what
+rounding does. All is made once, kept and used again.
 """
 
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from cluster.state import JobState
 from kit.data.dataset import Dataset
+from kit.engines.native import NativeEngine
 from kit.errors import RunError
+from kit.papers.hlat_training import PRECISION, SPIKES, Steps
 from kit.papers.layers import kept, note_load
+from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.trainer.spikes import WINDOW, stands_out
 
-RUN, SPIKES, PRECISION = "llama-demo", "spikes.json", "precision.json"
-"""Where the studies keep what they have made, below one folder."""
+RUN = "llama-demo"
+"""Where the run is, below the folder of the studies."""
 STEPS, CHECKPOINT_EVERY = 60, 20
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
@@ -39,6 +52,37 @@ PRECISION_RECIPE = Recipe(
 )
 """The learning rates of HLAT's 7B: with larger ones fewer updates are small enough to be rounded
 away."""
+SPEC = ModelSpec.llama(
+    name="llama-small",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=176,
+    vocab_size=4096,
+    sequence_length=64,
+)
+BATCH, SPIKE_BATCH, VALIDATION, MICRO_BATCH = 8, 12, 32, 4
+"""Sequences of a step, of one beside which a spike is to stand out from the noise of text, of
+the held-out loss, and of what is computed at once."""
+VALIDATE_EVERY = 10
+GARBLED = range(100, 106)
+"""Batches whose tokens are replaced by random ones: a damaged shard. They are what makes the
+spike."""
+SAVE_EVERY, PATIENCE = 20, 2
+"""Steps between checkpoints; spikes in a row until somebody acts."""
+LOWER = 0.3
+"""Factor of the learning rate where that is the answer."""
+ANSWERS = ("no spike", "nothing", "skip", "roll back", "lower rate")
+"""What is done about a spike."""
+PRECISIONS = {
+    "fp32": ("fp32", "fp32"),
+    "bf16, fp32 master weights": ("bf16", "fp32"),
+    "pure bf16": ("bf16", "to nearest"),
+    "pure bf16, stochastic": ("bf16", "stochastically"),
+}
+"""In which numbers the forward and backward pass is computed, and how weights and both moments of
+AdamW are kept between steps: in fp32, or rounded to bf16."""
 
 
 def demo_run(directory: str | Path, data: str | Path) -> Run:
@@ -82,25 +126,152 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
     return run
 
 
-def demo_spikes(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
+def demo_spikes(directory: str | Path, data: str | Path) -> dict[str, Steps]:
     """Returns the steps of a small model without a spike, and with one that is answered in four
     ways.
     """
-    from kit.papers.hlat_small import ANSWERS, train_with_spike
-
     return kept(
-        Path(directory) / SPIKES,
-        lambda: train_with_spike(Dataset.open(data), SPIKE_RECIPE, ANSWERS),
+        Path(directory) / SPIKES, lambda: train_with_spike(Dataset.open(data), SPIKE_RECIPE)
     )
 
 
-def demo_precision(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
+def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
     """Returns the steps of a small model in each of four precisions."""
-    from kit.papers.hlat_small import PRECISIONS, train_in
-
     return kept(
         Path(directory) / PRECISION,
-        lambda: {
-            each.name: train_in(Dataset.open(data), PRECISION_RECIPE, each) for each in PRECISIONS
-        },
+        lambda: {name: train_in(Dataset.open(data), PRECISION_RECIPE, name) for name in PRECISIONS},
     )
+
+
+def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns fp32 numbers as bf16, each rounded up or down with the odds that make the mean exact.
+
+    bf16 is fp32 without its lower 16 bits, so 16 random bits are added to them and then cut off.
+    Source: AWS Neuron documentation, "Neuron rounding modes"; Gupta et al. 2015 (arXiv 1502.02551),
+    section 3.
+    """
+    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32)
+    return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+@contextlib.contextmanager
+def small_training(
+    data: Dataset, recipe: Recipe, precision: str = "fp32", batch_size: int = BATCH
+) -> Iterator["SmallTraining"]:
+    """Gives a small model in training, alone in a process group that lives as long."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield SmallTraining(data, recipe, precision, batch_size)
+    finally:
+        dist.destroy_process_group()
+
+
+class SmallTraining:
+    """The kit's native engine with one small model, whose numbers are rounded after each step."""
+
+    def __init__(self, data: Dataset, recipe: Recipe, precision: str, batch_size: int) -> None:
+        computed, self.stored = PRECISIONS[precision]
+        self.recipe, self.batch_size = recipe, batch_size
+        self.samples = data.samples("train", SPEC.sequence_length, recipe.seed)
+        held_out = data.samples("validation", SPEC.sequence_length, recipe.seed)
+        self.held_out = torch.from_numpy(held_out.batch(0, VALIDATION))
+        plan = Plan(micro_batch_size=MICRO_BATCH, global_batch_size=batch_size, precision=computed)
+        self.engine = NativeEngine(SPEC, plan, recipe, torch.device("cpu"))
+        self.generator = torch.Generator().manual_seed(recipe.seed)
+        self.round()
+
+    def batch(self, number: int) -> Tensor:
+        """Returns one batch of text, [B, T + 1]."""
+        return torch.from_numpy(self.samples.batch(number * self.batch_size, self.batch_size))
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Rounds weights and moments to the numbers that they are kept in."""
+        if self.stored == "fp32":
+            return
+        for number in map(local, self.engine.state_dict().values()):
+            nearest = self.stored == "to nearest"
+            rounded = number.bfloat16() if nearest else round_stochastically(number, self.generator)
+            number.copy_(rounded)
+
+    def save(self) -> Any:
+        """Returns a copy of weights and optimizer."""
+        engine = self.engine
+        return copy.deepcopy((engine.decoders[0].state_dict(), engine.optimizer.state_dict()))
+
+    def restore(self, saved: Any) -> None:
+        """Takes back what `save` returned."""
+        weights, moments = copy.deepcopy(saved)  # which training would change
+        self.engine.decoders[0].load_state_dict(weights)
+        self.engine.optimizer.load_state_dict(moments)
+
+
+def train_with_spike(data: Dataset, recipe: Recipe) -> dict[str, Steps]:
+    """Returns the steps of runs in which some batches are garbled, one for each of ANSWERS.
+
+    skip: a step whose loss stands out is not applied (a form of PaLM's skipped batches that needs
+    no restart). roll back: after PATIENCE such losses the last checkpoint is restored and the data
+    since is left out (PaLM, arXiv 2204.02311, section 5.1). lower rate: after as many, the learning
+    rate is cut for good (as OPT did, arXiv 2205.01068, section 2.5). What comes before the spike is
+    the same in all, and is trained once. Each row: step, loss, grad_norm, learning_rate,
+    stands_out, applied, validation_loss or None.
+    """
+    with small_training(data, recipe, batch_size=SPIKE_BATCH) as training:
+        common = _answered(training, range(1, GARBLED.start), "no spike", [])
+        saved, losses = training.save(), [row["loss"] for row in common]
+        arms = {}
+        for answer in ANSWERS:
+            training.restore(saved)
+            steps = range(GARBLED.start, recipe.num_steps + 1)
+            arms[answer] = common + _answered(training, steps, answer, losses)
+    return arms
+
+
+def train_in(data: Dataset, recipe: Recipe, precision: str) -> Steps:
+    """Returns the steps of a run in one of PRECISIONS, rows as of `train_with_spike`."""
+    with small_training(data, recipe, precision) as training:
+        return _answered(training, range(1, recipe.num_steps + 1), "no spike", [])
+
+
+def _answered(training: SmallTraining, steps: range, answer: str, losses: list[float]) -> Steps:
+    """Returns the rows of some steps; each takes a batch of its own, so a roll-back never reads
+    one again.
+    """
+    recipe, engine, before, rows = training.recipe, training.engine, losses[-WINDOW:], []
+    saved, spikes, factor = training.save(), 0, 1.0
+    noise = torch.Generator().manual_seed(recipe.seed)
+
+    def is_bad(loss: float) -> bool:
+        return stands_out(loss, before) or not math.isfinite(loss)
+
+    engine.accepts = lambda loss, _: not (answer == "skip" and is_bad(loss))
+    for step in steps:
+        if step % SAVE_EVERY == 0 and spikes == 0:
+            saved = training.save()
+        tokens = training.batch(step)
+        if step in GARBLED and answer != "no spike":
+            tokens = torch.randint(0, SPEC.vocab_size, tokens.shape, generator=noise)
+        rate = factor * recipe.learning_rate_at(step)
+        loss, norm = engine.train_step(tokens, rate)
+        training.round()
+        bad = is_bad(loss)
+        spikes, before = (spikes + 1 if bad else 0), [*before, loss][-WINDOW:]
+        if spikes == PATIENCE and answer == "roll back":
+            training.restore(saved)
+            spikes = 0
+        elif spikes == PATIENCE and answer == "lower rate":
+            factor = LOWER
+        validate = step % VALIDATE_EVERY == 0
+        rows.append(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": rate,
+                "stands_out": bad,
+                "applied": not (bad and answer == "skip"),
+                "validation_loss": engine.validation_loss(training.held_out) if validate else None,
+            }
+        )
+    return rows

@@ -15,11 +15,15 @@ from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
 from kit.papers.hlat_model import FACTS
 from kit.papers.layers import Fact, Layer, Runs, opened, own_points, scale_of
-from kit.papers.panels import draw, finish, pairs, paper_table
+from kit.papers.panels import HOLLOW, finish, pairs, panel, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
 from kit.show.theme import GREY
 
+COLUMNS = {
+    (task.task, task.shots): (task.column or "").split("_pass")[0] for task in SUITES["hlat"].tasks
+}
+"""Of the paper's tables, by the task and the shots that count in them."""
 PANELS = {
     "mmlu": "MMLU",
     "commonsense": "common sense",
@@ -37,6 +41,11 @@ IN_WORDS_TOO = "In words, too: world knowledge grows almost with tokens, at any 
 OF_DEMO = (
     "Runs of this machine are scored by the same harness; bars are 95 % intervals, dotted is"
     " guessing. Bits per byte: less is better."
+)
+DEMO = "measured, demo scale"
+HEADINGS = (
+    "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: GSM8K, p@:"
+    " HumanEval."
 )
 SHORT = {
     "sequence_length": "tokens",
@@ -58,20 +67,55 @@ SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Headings of Table IV, against Table II."""
 
 
-def scores_7b_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
-    """Returns Figure 3 as far as it was read: end points of the 7B, and the curves of your runs;
-    and the table.
+def scores_figure(runs: Runs = (), *, model: str, paper_panels: bool = False) -> tuple[Any, Rows]:
+    """Returns Figure 3 (7B) or 4 (70B) as far as it was read: the end points, and the curves of
+    your runs; and the table.
 
     `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
     """
-    return _figure("7B", runs, paper_panels)
-
-
-def scores_70b_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
-    """Returns Figure 4 in the same way for the 70B, whose last two checkpoints are known; and
-    the table.
-    """
-    return _figure("70B", runs, paper_panels)
+    panels = {name: end_points(model, name) for name in PANELS}
+    demo: dict[str, list[Layer]] = {}
+    chances: dict[str, float] = {}
+    for run in opened(runs):
+        for curve in eval_curve(run):
+            name, layer = _curve_layer(run, curve)
+            (demo if layer.scale == "demo" else panels).setdefault(name, []).append(layer)
+            chances[_title(curve)] = 100 * curve.chance
+    curves = {
+        name: layers
+        for name, layers in (panels | demo).items()
+        if (paper_panels and name in PANELS) or any(layer.joined for layer in layers)
+    }
+    mosaic = pairs(len(curves), under_one=True)
+    lines = mosaic.count(";")
+    with new_figure(mosaic, height=3.6 + 2 * lines, height_ratios=[1.5, *[1] * lines]) as (
+        figure,
+        places,
+    ):
+        _draw_end_points(places[0], panels)
+        for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
+            if name in PANELS:
+                _draw_as_published(axis, name, model, layers)
+            else:
+                named = [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers]
+                panel(axis, named, title=f"here: {name}", xlabel="tokens, millions")
+            if np.isfinite(chances.get(name, np.nan)):
+                axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
+            if len(layers) > 1:
+                axis.legend(loc="best")
+        return finish(
+            figure,
+            panels | {f"here: {name}": layers for name, layers in demo.items()},
+            f"Scores of the {model}: its last checkpoints"
+            + (", and those of runs by tokens." if curves else "."),
+            IN_WORDS[model],
+            "The points of the paper's curves could not be read.",
+            notes=[
+                "The last checkpoints are from the paper's tables, the axes as in its panels.",
+                *([IN_WORDS_TOO] if model == "7B" else []),
+                *([OF_DEMO] if demo else []),
+            ],
+        )
 
 
 def end_points(model: str, panel: str) -> list[Layer]:
@@ -97,85 +141,30 @@ def end_points(model: str, panel: str) -> list[Layer]:
     return layers
 
 
-def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
-    """Returns the scores of a run's checkpoints with their 95 % intervals, by panel; other tasks by
-    their name.
-
-    `unit` is how many tokens count as 1 on the axis.
+def _curve_layer(run: Run, curve: ScoreCurve) -> tuple[str, Layer]:
+    """Returns the panel of one curve of a run, the paper's or one of its own, and the scores of
+    the checkpoints there with their 95 % intervals.
     """
-    columns = {
-        (task.task, task.shots): (task.column or "").split("_pass")[0]
-        for task in SUITES["hlat"].tasks
-    }
-    found: dict[str, list[Layer]] = {}
-    for curve in eval_curve(run):
-        panel = columns.get((curve.task, curve.num_fewshot), "")
-        if scale_of(run) == "demo" or panel not in PANELS:
-            panel = _title(curve)
-        found.setdefault(panel, []).append(_curve_layer(run, curve, unit))
-    return found
-
-
-def _curve_layer(run: Run, curve: ScoreCurve, unit: float) -> Layer:
+    is_demo, panel = scale_of(run) == "demo", COLUMNS.get((curve.task, curve.num_fewshot), "")
+    if is_demo or panel not in PANELS:
+        panel = _title(curve)
     low, high = (np.where(np.isnan(end), curve.score, end) for end in (curve.low, curve.high))
-    label = f"{run.name}: {curve.name}"
-    points = own_points(
-        [run], curve.tokens / unit, curve.score, low=low, high=high, label=label, joined=True
-    )
+    layer = own_points(
+        [run],
+        curve.tokens / (1e6 if is_demo else 1e9),
+        curve.score,
+        low=low,
+        high=high,
+        label=f"{run.name}: {curve.name}",
+        joined=True,
+    ).times(1.0 if curve.metric == "bits_per_byte" else 100.0)
     if curve.partial.any():
-        points = dataclasses.replace(points, source=f"{points.source}; a part of the items")
-    return points.times(1.0 if curve.metric == "bits_per_byte" else 100.0)
+        layer = dataclasses.replace(layer, source=f"{layer.source}; a part of the items")
+    return panel, layer
 
 
 def _title(curve: ScoreCurve) -> str:
     return f"{curve.name}, {curve.metric.replace('_', ' ')}"
-
-
-def _figure(model: str, runs: Runs, paper_panels: bool) -> tuple[Any, Rows]:
-    panels = {name: end_points(model, name) for name in PANELS}
-    chances: dict[str, float] = {}
-    demo: dict[str, list[Layer]] = {}
-    for run in opened(runs):
-        is_demo = scale_of(run) == "demo"
-        for name, layers in score_layers(run, 1e6 if is_demo else 1e9).items():
-            (demo if is_demo else panels).setdefault(name, []).extend(layers)
-        chances |= {_title(curve): 100 * curve.chance for curve in eval_curve(run)}
-    curves = {
-        name: layers
-        for name, layers in (panels | demo).items()
-        if (paper_panels and name in PANELS) or any(layer.joined for layer in layers)
-    }
-    mosaic = pairs(len(curves), under_one=True)
-    lines = mosaic.count(";")
-    with new_figure(mosaic, height=3.6 + 2 * lines, height_ratios=[1.5, *[1] * lines]) as (
-        figure,
-        places,
-    ):
-        _draw_end_points(places[0], panels)
-        for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
-            if name in PANELS:
-                draw(axis, layers)
-                _dress_as_published(axis, name, model)
-            else:
-                draw(axis, [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers])
-                axis.set(title=f"here: {name}", xlabel="tokens, millions")
-            if np.isfinite(chances.get(name, np.nan)):
-                axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
-            if len(layers) > 1:
-                axis.legend(loc="best")
-        return finish(
-            figure,
-            panels | {f"here: {name}": layers for name, layers in demo.items()},
-            f"Scores of the {model}: its last checkpoints"
-            + (", and those of runs by tokens." if curves else "."),
-            IN_WORDS[model],
-            "The points of the paper's curves could not be read.",
-            notes=[
-                "The last checkpoints are from the paper's tables, the axes as in its panels.",
-                *([IN_WORDS_TOO] if model == "7B" else []),
-                *([OF_DEMO] if demo else []),
-            ],
-        )
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
@@ -186,25 +175,15 @@ def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
         for layer in panels[name]
         if layer.kind == "published"
     }
-    for marker, tokens in zip(
-        "os",
-        sorted({x for layer in published.values() for x in layer.x}, reverse=True),
-        strict=False,
-    ):
+    checkpoints = sorted({x for layer in published.values() for x in layer.x}, reverse=True)
+    for marker, tokens in zip("os", checkpoints, strict=False):
         points = [
             (y, place)
             for place, layer in enumerate(published.values())
             for y in layer.y[layer.x == tokens]
         ]
-        axis.plot(
-            *zip(*points, strict=True),
-            marker,
-            color=GREY,
-            markerfacecolor="white",
-            markersize=8,
-            markeredgewidth=1.5,
-            label=f"at {tokens:,.0f} billion tokens",
-        )
+        label = f"at {tokens:,.0f} billion tokens"
+        axis.plot(*zip(*points, strict=True), marker=marker, label=label, **HOLLOW)
     axis.set_yticks(range(len(published)), [*published])
     axis.set(xlim=(0, 100), title="published, %")
     axis.invert_yaxis()
@@ -212,16 +191,13 @@ def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
     axis.figure.legend(loc="outside upper left", ncols=2)
 
 
-def _dress_as_published(axis: Any, name: str, model: str) -> None:
-    """Gives a panel the axes of the paper's: it shows at least its ticks, and all points."""
+def _draw_as_published(axis: Any, name: str, model: str, layers: list[Layer]) -> None:
+    """Draws a panel with the axes of the paper's: it shows at least its ticks, and all points."""
+    title = f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %"
+    panel(axis, layers, title=title, xlabel="tokens, billions", xlim=(0, 1900))
     low, high = (FACTS.value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
     margin, (bottom, top) = 0.08 * (high - low), axis.get_ylim()
-    axis.set(
-        xlim=(0, 1900),
-        ylim=(min(low - margin, bottom), max(high + margin, top)),
-        xlabel="tokens, billions",
-        title=f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %",
-    )
+    axis.set_ylim(min(low - margin, bottom), max(high + margin, top))
     if model == "70B":
         begin = FACTS.value("mix_stage", "from")
         axis.axvline(begin, color=GREY, linewidth=0.8, linestyle=":")
@@ -242,29 +218,30 @@ def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return _table("I", own, [run["model"] for run in own])
 
 
-def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table II, with the scores of the newest checkpoint of your runs above; and its rows.
+def compared_figure(runs: Runs = (), *, table: str) -> tuple[Any, Rows]:
+    """Returns Table II, quality, or V, bias and truthfulness, with the scores of the newest
+    checkpoint of your runs above; and its rows.
 
     A column needs all of its data sets in the paper's shots, whole.
     """
-    return _compared(
-        "II",
-        runs,
-        "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: "
-        "GSM8K, p@: HumanEval.",
-    )
+    found, columns = reports(runs), published_table(table).columns
+    own = []
+    for report, made, _ in found:
+        cells = compare(report, table).own[0]
+        name = cells["model"].split(",")[0] if made == DEMO else cells["model"]
+        own.append({"made": made, **cells, "model": name})
+    notes, left = [HEADINGS] if table == "II" else [], ""
+    if own:
+        notes.append("Own rows: 95 % intervals in brackets.")
+    if missing := sum(not any(row[column] for column in columns) for row in own):
+        notes.append("Partial scores, other shots and a part of a column's data sets do not count.")
+        left = f"Reports without a complete column: {missing} of {len(own)}."
+    return _table(table, own, [title for *_, title in found], left, notes=notes)
 
 
 def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns Table IV, two checkpoints of the 70B and their mean, and its rows."""
     return _table("IV", [], [], "The mean of both checkpoints has the best average.")
-
-
-def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table V, bias and truthfulness, with your own scores above as in `quality_figure`;
-    and its rows.
-    """
-    return _compared("V", runs)
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
@@ -283,19 +260,7 @@ def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
 
 
 def _made(run: Run) -> str:
-    return "measured, demo scale" if scale_of(run) == "demo" else "measured"
-
-
-def _compared(name: str, runs: Runs, *notes: str) -> tuple[Any, Rows]:
-    found, columns = reports(runs), published_table(name).columns
-    own = [{"made": made, **compare(report, name).own[0]} for report, made, _ in found]
-    told, left = list(notes), ""
-    if own:
-        told.append("Own rows: 95 % intervals in brackets.")
-    if missing := sum(not any(row[column] for column in columns) for row in own):
-        told.append("Partial scores, other shots and a part of a column's data sets do not count.")
-        left = f"Reports without a complete column: {missing} of {len(own)}."
-    return _table(name, own, [title for *_, title in found], left, notes=told)
+    return DEMO if scale_of(run) == "demo" else "measured"
 
 
 def _table(
@@ -309,24 +274,21 @@ def _table(
     """Returns a table of the paper, own rows first, its oddities in the notes; and its rows."""
     known = published_table(name)
     rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
-    for row in rows:
-        if row["made"] == "measured, demo scale":
-            row["model"] = row["model"].split(",")[0]
-    shown = [{SHORT.get(key, key): value for key, value in row.items()} for row in rows]
     told = {
         "published": known.source,
         "measured": "reports given to the figure",
-        "measured, demo scale": "this machine, demo scale",
+        DEMO: "this machine, demo scale",
     }
-    made = dict.fromkeys(["published", *(row["made"] for row in own)])
     layers = [
-        Layer(
-            kind="published" if each == "published" else "measured",
-            label="table",
-            source=told[each],
-        )
-        for each in made
+        Layer(kind=made.split(",")[0], label="table", source=told[made])  # type: ignore[arg-type]
+        for made in dict.fromkeys(["published", *(row["made"] for row in own)])
     ]
-    caption = filter(None, [f"{known.title}, as printed.", text])
-    drawn = paper_table(shown, layers, *caption, notes=[*notes, *known.notes], runs=runs)
+    drawn = paper_table(
+        [{SHORT.get(key, key): value for key, value in row.items()} for row in rows],
+        layers,
+        f"{known.title}, as printed.",
+        *([text] if text else []),
+        notes=[*notes, *known.notes],
+        runs=runs,
+    )
     return drawn, [{"layer": row["made"].split(",")[0]} | row for row in rows]

@@ -10,7 +10,6 @@ import numpy as np
 
 from kit.errors import ConfigError
 from kit.monitor.figure import EMA_STEPS, smooth
-from kit.papers.hlat_demo import PRECISION, SPIKES
 from kit.papers.hlat_model import FACTS
 from kit.papers.layers import Layer, Runs, curves, folders_with, study_points
 from kit.papers.panels import finish, legend_above, mark_demo_scale, picture
@@ -20,6 +19,8 @@ from kit.trainer.spikes import spikes
 
 ARM_COLOURS = (SLATE, BLUE, PURPLE, OLIVE, VERMILION)
 Steps = list[dict[str, Any]]
+SPIKES, PRECISION = "spikes.json", "precision.json"
+"""What the studies of `hlat_demo` leave in their folder."""
 
 
 def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:

@@ -1,12 +1,10 @@
 """A paper's own points, read off its figure by a reader who has the PDF, drawn hollow into ours."""
 
 import csv
-import dataclasses
 import io
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.record import ConfigError, suggestion
 from kit.papers.layers import Layer, table
@@ -21,28 +19,33 @@ BEYOND = 1.0
 another."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Series:
-    """One series of a figure: its panel, its label there ("" for all of a panel) and the artist
-    that draws it.
+class Series(NamedTuple):
+    """One series of a figure: its panel, its label there, and the artist that draws it.
+
+    A panel without any has one, of its title and no artist.
     """
 
-    axis: Any
+    panel: Any
     label: str
     artist: Any
 
-    @property
-    def units(self) -> dict[str, str]:
-        """What both axes show, as the panel says it, of x and y."""
-        title = self.axis.get_title(loc="left") or self.axis.get_title()
-        return {
-            "x": self.axis.get_xlabel() or ", ".join(_names(self.axis.xaxis)) or "as at its ticks",
-            "y": self.axis.get_ylabel() or title,
-        }
+    def unit(self, side: str) -> str:
+        """Returns what an axis shows, as the panel says it."""
+        axis = self.axis(side)
+        title = self.panel.get_title(loc="left")
+        words = ", ".join(_names(axis)) or "as at its ticks"
+        return axis.get_label_text() or (title if side == "y" else words)
 
-    def middle(self) -> tuple[str, str]:
-        """Returns a point inside the panel, as a file would state it."""
-        return self._middle("x"), self._middle("y")
+    def axis(self, side: str) -> Any:
+        """Returns the axis of x or y."""
+        return self.panel.xaxis if side == "x" else self.panel.yaxis
+
+    def example(self, side: str) -> str:
+        """Returns a place inside the panel, as a file would state it."""
+        axis = self.axis(side)
+        numbers = [*axis.get_ticklocs(), axis.get_view_interval()[0]]
+        places = [*_names(axis)] or [f"{number:g}" for number in numbers]
+        return places[len(places) // 2]
 
     def number(self, side: str, text: str) -> float:
         """Returns where a number or a name lies on one axis.
@@ -50,19 +53,15 @@ class Series:
         Raises:
             ConfigError: it is neither, or so far outside that it must be in another unit.
         """
-        axis, names = self._axis(side), _names(self._axis(side))
-        unit, log = self.units[side], axis.get_scale() == "log"
-        if text in names:
-            return names[text]
+        axis, unit = self.axis(side), self.unit(side)
+        names, log = _names(axis), axis.get_scale() == "log"
+        only_names = bool(names) and not log
         allowed = (
             f"Allowed: {', '.join(names)}."
-            if names
+            if only_names
             else f"Give a number alone, in the unit of: {unit}."
         )
-        try:
-            value = float(text) if log or not names else math.nan
-        except ValueError:
-            value = math.nan
+        value = names.get(text, math.nan if only_names else _float(text))
         if not math.isfinite(value) or (log and value <= 0):
             raise ConfigError(f"{side}: {text!r} is not allowed. {allowed}")
         ends = sorted(axis.get_view_interval())
@@ -76,31 +75,22 @@ class Series:
             raise ConfigError(f"y: {text} of an axis in per cent looks like a fraction. {allowed}")
         return value
 
-    def _axis(self, side: str) -> Any:
-        return self.axis.xaxis if side == "x" else self.axis.yaxis
-
-    def _middle(self, side: str) -> str:
-        axis = self._axis(side)
-        ticks = [tick for tick in axis.get_ticklocs() if tick > 0]
-        return next(iter(_names(axis)), f"{ticks[len(ticks) // 2]:g}" if ticks else "1")
-
 
 def series_of(figure: Any) -> dict[str, Series]:
     """Returns the series of a figure that points can be added to, by the name that a file gives
     them.
 
-    That is the label in the legend; where two panels have it, the title of the panel before it;
-    where a panel has one label that others have too, or none, its title.
+    That is the label in the legend; where there are several panels, after the title of its own, and
+    the title alone where the panel has one series or none.
     """
-    found = list(_labelled(figure))
-    labels = [series.label for series in found]
-    panels = [series.axis for series in found]
     names = {}
-    for series in found:
-        title = series.axis.get_title(loc="left") or series.axis.get_title()
-        alone = panels.count(series.axis) == 1
-        name = series.label if labels.count(series.label) == 1 and series.label else title
-        names[name if name != title or alone else f"{title}: {series.label}"] = series
+    for panel in figure.axes:
+        title, (artists, labels) = panel.get_title(loc="left"), panel.get_legend_handles_labels()
+        for artist, label in zip(artists, labels, strict=True):
+            in_panel = title if len(labels) == 1 else f"{title}: {label}"
+            names[in_panel if figure.axes[1:] else label] = Series(panel, label, artist)
+        if title and not labels:
+            names[title] = Series(panel, title, None)
     return names
 
 
@@ -108,18 +98,18 @@ def template(name: str, figure: Any) -> str:
     """Returns a file to fill in for a figure: its columns, units and series, and an example."""
     found = series_of(figure)
     units = dict.fromkeys(
-        f"# x: {series.units['x']}; y: {series.units['y']}" for series in found.values()
+        f"# x: {series.unit('x')}; y: {series.unit('y')}" for series in found.values()
     )
-    first = next(iter(found))
+    first, series = next(iter(found.items()))
     head = [
         (
             f"# {name}: fill in points as you read them, any number of lines a series; delete the"
             " series you have not."
         ),
         *units,
-        f"# such as: {_line(first, *found[first].middle(), EXAMPLE)}",
+        f"# such as: {_line(first, series.example('x'), series.example('y'), EXAMPLE)}",
     ]
-    return "\n".join([*head, _line(*COLUMNS), *(_line(series, "", "", "") for series in found), ""])
+    return "\n".join([*head, _line(*COLUMNS), *(_line(each, "", "", "") for each in found), ""])
 
 
 def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
@@ -133,42 +123,41 @@ def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--points {file}: cannot be read as text: {error}.") from error
-    kept = [
+    filled = [
         (number, line)
         for number, line in enumerate(lines, start=1)
         if line.strip() and line[0] != "#"
     ]
-    reader = csv.reader(line for _, line in kept)
-    columns = next(reader, [])
-    if sorted(columns) != sorted(COLUMNS):
+    reader = csv.DictReader((line for _, line in filled), restval="")
+    if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
         raise ConfigError(
-            f"--points {file}: columns {columns} are not allowed. Expected: {','.join(COLUMNS)}."
+            f"--points {file}: columns {reader.fieldnames} are not allowed. Expected:"
+            f" {','.join(COLUMNS)}."
         )
     points: dict[str, list[tuple[float, float, str]]] = {}
-    for (number, _), cells in zip(kept[1:], reader, strict=False):
-        place = f"--points {file}, line {number}"
-        if len(cells) != len(columns):
-            raise ConfigError(
-                f"{place}: {len(cells)} cells, expected {len(columns)}. Quote text that has a"
-                " comma."
-            )
-        row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True)}
-        if row["series"] not in known:
-            raise ConfigError(
-                f"{place}: series {row['series']!r} is unknown. {suggestion(row['series'], known)}"
-            )
-        if not row["source"]:
-            raise ConfigError(
-                f"{place}: source '' is not allowed. Say where it was read: figure, page, by what."
-            )
+    for (number, _), row in zip(filled[1:], reader, strict=False):
         try:
-            x, y = (known[row["series"]].number(side, row[side]) for side in "xy")
+            point = _point(row, known)
         except ConfigError as error:
-            raise ConfigError(f"{place}, {error}") from error
-        points.setdefault(row["series"], []).append((x, y, row["source"]))
+            raise ConfigError(f"--points {file}, line {number}, {error}") from error
+        points.setdefault(row["series"].strip(), []).append(point)
     if not points:
         raise ConfigError(f"--points {file}: no points. Fill in lines below the columns.")
     return {name: _layer(name, found) for name, found in points.items()}
+
+
+def _point(row: dict[str, str], known: dict[str, Series]) -> tuple[float, float, str]:
+    """Returns x, y and source of a line.
+
+    Raises:
+        ConfigError: one of its cells cannot be used.
+    """
+    name, x, y, source = (row[column].strip() for column in COLUMNS)
+    if name not in known:
+        raise ConfigError(f"series {name!r} is unknown. {suggestion(name, known)}")
+    if not source:
+        raise ConfigError("source '' is not allowed. Say where it was read: figure, page, by what.")
+    return known[name].number("x", x), known[name].number("y", y), source
 
 
 def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
@@ -178,38 +167,27 @@ def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
     known = series_of(figure)
     layers = read_points(file, known)
     for name, layer in layers.items():
-        series = known[name]
-        alone = sum(other.axis is series.axis for other in known.values()) == 1
-        label = DIGITISED if alone else f"{series.label},\n{DIGITISED}"
-        limits = {side: series._axis(side).get_view_interval() for side in "xy"}
-        series.axis.plot(
+        panel, label, artist = known[name]
+        alone = sum(other.panel is panel for other in known.values()) == 1
+        [line] = panel.plot(
             layer.x,
             layer.y,
             "X",
-            color=_colour(series.artist),
+            color=_colour(artist),
             markerfacecolor="white",
             markersize=7,
             markeredgewidth=1.3,
             zorder=6,
-            label=label,
+            label=DIGITISED if alone else f"{label},\n{DIGITISED}",
             clip_on=False,
         )
-        for side, values in (("x", layer.x), ("y", layer.y)):
-            _widen(series._axis(side), limits[side], values)
-        own = series.axis.get_lines()[-1:] if series.axis.get_legend() is None else None
-        series.axis.legend(handles=own, loc="best", fontsize="small")
+        panel.xaxis.set_view_interval(layer.x.min(), layer.x.max())  # reaches to them, at least
+        panel.yaxis.set_view_interval(layer.y.min(), layer.y.max())
+        shown = [line] if panel.get_legend() is None else None
+        panel.legend(handles=shown, loc="best", fontsize="small")
     said = "; ".join(f"{name}: {layer.source}" for name, layer in layers.items())
     figure.notes = (*figure.notes, f"{DIGITISED.capitalize()} ({said}).")
     return [*rows, *(row | {"layer": "digitised"} for row in table(layers.values()))]
-
-
-def _labelled(figure: Any) -> Iterator[Series]:
-    for axis in figure.axes:
-        handles, labels = axis.get_legend_handles_labels()
-        for artist, label in zip(handles, labels, strict=True):
-            yield Series(axis=axis, label=label, artist=artist)
-        if not labels and (axis.get_title(loc="left") or axis.get_title()):
-            yield Series(axis=axis, label="", artist=None)
 
 
 def _layer(name: str, points: list[tuple[float, float, str]]) -> Layer:
@@ -219,31 +197,27 @@ def _layer(name: str, points: list[tuple[float, float, str]]) -> Layer:
 
 def _names(axis: Any) -> dict[str, float]:
     """Returns the places of the words at an axis, such as models; none where it has numbers."""
-    places: dict[str, float] = {}
-    for place, tick in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=False):
-        text = " ".join(tick.get_text().split())
-        try:
-            float(text.replace(",", "").replace("−", "-") or "0")
-        except ValueError:
-            places[text] = float(place)
-    return {} if any("mathdefault" in text for text in places) else places
+    places = axis.get_ticklocs()
+    texts = axis.get_major_formatter().format_ticks(places)
+    return {
+        " ".join(text.split()): float(place)
+        for place, text in zip(places, texts, strict=True)
+        if text and text[0] != "$" and math.isnan(_float(text.replace(",", "").replace("−", "-")))
+    }
+
+
+def _float(text: str) -> float:
+    """Returns a text as a number, NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _colour(artist: Any) -> str:
     line = artist[0] if isinstance(artist, tuple) else artist
     colour = getattr(line, "get_color", lambda: GREY)()
     return colour if isinstance(colour, str) else GREY
-
-
-def _widen(axis: Any, limits: Any, values: Any) -> None:
-    """Makes an axis reach to some values; it keeps its ends, and their order, where they lie
-    inside.
-    """
-    low, high = min(limits), max(limits)
-    least, most = min(low, float(values.min())), max(high, float(values.max()))
-    axis.axes.set(
-        **{f"{axis.axis_name}lim": (least, most) if limits[0] <= limits[1] else (most, least)}
-    )
 
 
 def _line(*cells: str) -> str:

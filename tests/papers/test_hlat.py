@@ -13,7 +13,7 @@ from cluster.site import Site
 from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
-from kit.papers import HLAT, hlat_demo, hlat_small, paper_figure
+from kit.papers import HLAT, hlat_demo, paper_figure
 from kit.papers.hlat_cost import (
     accelerator_ratio,
     cost_draws,
@@ -22,7 +22,17 @@ from kit.papers.hlat_cost import (
     relations,
     size_ratio,
 )
-from kit.papers.hlat_demo import PRECISION, PRECISION_RECIPE, SPIKE_RECIPE, SPIKES
+from kit.papers.hlat_demo import (
+    ANSWERS,
+    PRECISION_RECIPE,
+    PRECISIONS,
+    SPIKE_RECIPE,
+    round_stochastically,
+    small_training,
+    stands_out,
+    train_in,
+    train_with_spike,
+)
 from kit.papers.hlat_model import (
     FACTS,
     MODELS,
@@ -36,16 +46,7 @@ from kit.papers.hlat_model import (
 )
 from kit.papers.hlat_recipes import floor_step, last_step, recipe
 from kit.papers.hlat_scores import end_points
-from kit.papers.hlat_small import (
-    ANSWERS,
-    PRECISIONS,
-    round_stochastically,
-    small_training,
-    stands_out,
-    train_in,
-    train_with_spike,
-)
-from kit.papers.hlat_training import last_losses, worst_after
+from kit.papers.hlat_training import PRECISION, SPIKES, last_losses, worst_after
 from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -124,7 +125,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         )
     }
     (demo / SPIKES).write_text(json.dumps(arms))
-    (demo / PRECISION).write_text(json.dumps({p.name: arms["skip"] for p in PRECISIONS}))
+    (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, arms["skip"])))
     return [trn1.directory, demo]
 
 
@@ -133,7 +134,7 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small model with as many words as the tiny dataset has: most of its time goes into
     logits.
     """
-    monkeypatch.setattr(hlat_small, "SPEC", hlat_small.SPEC.replace(vocab_size=320))
+    monkeypatch.setattr(hlat_demo, "SPEC", hlat_demo.SPEC.replace(vocab_size=320))
 
 
 @pytest.mark.parametrize("name", HLAT)
@@ -333,29 +334,26 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
 
 def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) -> None:
     short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
-    ends = {
-        precision.name: train_in(tiny_dataset, short, precision)[-1] for precision in PRECISIONS
-    }
-    losses = [row["loss"] for row in ends.values()]
+    losses = [train_in(tiny_dataset, short, name)[-1]["loss"] for name in PRECISIONS]
     assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, (
         "alike so early, and never the same numbers"
     )
-    for precision in PRECISIONS:
+    for precision, (_, kept) in PRECISIONS.items():
         with small_training(tiny_dataset, short, precision) as training:
             training.engine.train_step(training.batch(1), 1e-3)
             training.round()
             stored = [*map(local, training.engine.state_dict().values())]
         fits = [torch.equal(tensor.to(torch.bfloat16).float(), tensor) for tensor in stored]
         assert len(fits) == 3 * len(training.engine.parameters())
-        assert all(fits) == (precision.stored != "fp32")
+        assert all(fits) == (kept != "fp32")
 
 
 def test_a_spike_is_seen_and_each_answer_does_what_it_says(
     tiny_dataset, small_vocabulary, monkeypatch
 ) -> None:
     garbled, short = range(60, 66), SPIKE_RECIPE.replace(num_steps=70)
-    monkeypatch.setattr(hlat_small, "GARBLED", garbled)
-    arms = train_with_spike(tiny_dataset, short, ANSWERS)
+    monkeypatch.setattr(hlat_demo, "GARBLED", garbled)
+    arms = train_with_spike(tiny_dataset, short)
     assert not any(row["stands_out"] for row in arms["no spike"])
     assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(garbled)
     assert all(row["applied"] for row in arms["nothing"])
@@ -377,7 +375,7 @@ def test_studies_are_made_once_and_kept(
 ) -> None:
     monkeypatch.setattr(hlat_demo, "PRECISION_RECIPE", PRECISION_RECIPE.replace(num_steps=20))
     found = hlat_demo.demo_precision(tmp_path / "study", tiny_dataset.directory)
-    assert list(found) == [precision.name for precision in PRECISIONS]
+    assert list(found) == list(PRECISIONS)
     assert hlat_demo.demo_precision(tmp_path / "study", "nowhere") == found, "kept, not made again"
     _, rows = paper_figure("hlat-precision").draw([tmp_path / "study"])
     assert len(values(rows, panel="held out")) == 8

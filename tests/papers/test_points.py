@@ -55,7 +55,7 @@ def test_the_example_of_a_template_can_be_drawn_and_the_template_unfilled_cannot
     _, rows = FIGURES[name].draw(points=written(tmp_path, example))
     assert sum(row.get("layer") == "digitised" for row in rows) == 1
     (tmp_path / "empty.csv").write_text(template)
-    with pytest.raises(ConfigError, match=r"line \d+: source '' is not allowed"):
+    with pytest.raises(ConfigError, match=r"line \d+, source '' is not allowed"):
         FIGURES[name].draw(points=tmp_path / "empty.csv")
 
 
@@ -82,7 +82,7 @@ def test_panels_that_only_points_fill_are_drawn_with_them(tmp_path: Path) -> Non
         ("175B,nan,89,f", "x: 'nan' is not allowed"),
         ("175C,64,89,f", "series '175C' is unknown. Did you mean '175B'"),
         ("175B,64,89,", "source '' is not allowed"),
-        ("175B,64", "2 cells, expected 4"),
+        ("175B,64", "line 3, source '' is not allowed"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(line: str, complaint: str, tmp_path: Path) -> None:
