@@ -31,7 +31,7 @@ from kit.papers.layers import (
     scale_of,
     tokens_per_s_and_device,
 )
-from kit.papers.panels import pairs, picture
+from kit.papers.panels import DASHED, pairs, picture
 from kit.run import Run
 from kit.show.style import Rows
 from kit.show.theme import GREY
@@ -233,7 +233,7 @@ def _dress(name: str, kind: str, layers: list[Layer]) -> dict[str, Any]:
 
 def _mark_published(axis: Any, levels: Array) -> None:
     for y in levels:
-        axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+        axis.axhline(y, color=GREY, linewidth=1, linestyle=DASHED)
     axis.annotate(
         "paper: " + " and ".join(f"{y:.0f}" for y in levels),
         (0.98, min(levels) - 3),

@@ -88,19 +88,14 @@ def other_a100() -> dict[str, float]:
     found = published_calibration(Site.load("selene"))
     groups: dict[str, list[PublishedRun]] = {}
     for run in published.load():
-        told = (
-            run.kind == "measured"
-            and run.status in ("read", "mixed")
-            and run.precision in ("bf16", "fp16")
-        )
-        if told and run.device.startswith("A100") and run.system != "Selene":
+        measured = run.kind == "measured" and run.status in ("read", "mixed")
+        other = run.device.startswith("A100") and run.system != "Selene"
+        if measured and other and run.precision in ("bf16", "fp16"):
             groups.setdefault(f"{run.system}: {run.source.split(' (')[0]}", []).append(run)
     errors = {}
     for name, runs in groups.items():
-        sites = [site for run in runs if (site := run.site())]
-        predicted = found.predict(
-            published.layouts(runs), Hardware.stack([Hardware.of(site) for site in sites])
-        ).total_s
+        sites = Hardware.stack([Hardware.of(site) for run in runs if (site := run.site())])
+        predicted = found.predict(published.layouts(runs), sites).total_s
         errors[name] = float(np.median(np.log(predicted / published.step_times(runs))))
     return errors
 
@@ -125,14 +120,29 @@ def model_error() -> str:
     )
 
 
+@lru_cache(maxsize=32)
 def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
     """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits
     in memory.
     """
-    if machine == P4D:
-        return _p4d_plan(model, nodes)
-    plan = trn1_plan(model, nodes)
-    return plan if trn1_risk(model, plan)[1] <= MAX_RISK else None
+    if machine == TRN1:
+        plan = trn1_plan(model, nodes)
+        return plan if trn1_risk(model, plan)[1] <= MAX_RISK else None
+    try:
+        return search(
+            ModelSpec.preset(MODELS[model]),
+            Site.load(P4D),
+            nodes * Site.load(P4D).devices_per_node,
+            BATCH,
+            max_risk=MAX_RISK,
+            only=NEMO,
+            calibration=calibration(P4D),
+            kernels=MEGATRON,
+        ).best
+    except ConfigError as error:
+        if "fits in memory" not in str(error):
+            raise
+        return None
 
 
 def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
@@ -178,37 +188,6 @@ def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
     held = memory(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON, reserve=RESERVE)
     capacity = float(calibration(TRN1).hardware.memory_bytes)
     return float(held.used_bytes.max()), float(held.out_of_memory_probability(capacity).max())
-
-
-@lru_cache(maxsize=16)
-def _p4d_plan(model: str, nodes: int) -> Plan | None:
-    site = Site.load(P4D)
-    try:
-        return search(
-            ModelSpec.preset(MODELS[model]),
-            site,
-            nodes * site.devices_per_node,
-            BATCH,
-            max_risk=MAX_RISK,
-            only=NEMO,
-            calibration=calibration(P4D),
-            kernels=MEGATRON,
-        ).best
-    except ConfigError as error:
-        if "fits in memory" not in str(error):
-            raise
-        return None
-
-
-def step_draws(machine: str, layouts: Layouts) -> Array:
-    """Returns step times under what is not known: coefficients, and the formula's misfit of each
-    layout, [300, N].
-    """
-    found, seed = calibration(machine), (TRN1, P4D).index(machine)
-    draws = found.draws(layouts, seed=seed)
-    return draws * np.exp(
-        np.random.default_rng(10 + seed).normal(0, found.misfit, size=draws.shape)
-    )
 
 
 def interval(draws: Array) -> tuple[Array, Array, Array]:

@@ -165,6 +165,8 @@ class Layer:
     scale: Literal["paper", "cluster", "demo"] = "paper"
     names: tuple[str, ...] = ()
     """Of the points, where x is only a place on the axis."""
+    level: bool = False
+    """Said of all places: a line across the panel."""
     joined: bool = False
     """Measured points are joined by a line."""
     runs: tuple[str, ...] = ()
@@ -177,11 +179,13 @@ class Layer:
             object.__setattr__(self, name, column)
 
     @classmethod
-    def published(cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0) -> Self:
+    def published(
+        cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0, level: bool = False
+    ) -> Self:
         """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x
         as names.
 
-        `scale` multiplies the values.
+        `scale` multiplies the values; a `level` is said of all places.
 
         Raises:
             ConfigError: one of them is only remembered.
@@ -203,6 +207,7 @@ class Layer:
             y=[scale * fact.number for fact in facts],
             source=f"{source} ({', '.join(how)})" if how else source,
             names=names,
+            level=level,
         )
 
     @classmethod

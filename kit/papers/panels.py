@@ -28,6 +28,7 @@ HOLLOW: dict[str, Any] = {
     "markeredgewidth": 1.5,
 }
 """Of what a paper published."""
+DASHED: Any = (0, (4, 3))
 BESIDE = 0.14
 """Distance between layers at a place that is only a name."""
 MARKED = 20
@@ -80,6 +81,9 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
         )
     published = [layer for layer in layers if layer.kind == "published"]
     for layer, marker in zip(published, MARKERS, strict=False):
+        if layer.level:
+            axis.axhline(layer.y[0], color=GREY, linewidth=1, linestyle=DASHED, label=layer.label)
+            continue
         axis.plot(
             layer.x, layer.y, marker=marker, zorder=5, label=layer.label, clip_on=False, **HOLLOW
         )
@@ -244,9 +248,7 @@ def paper_table(
 
     `layers` tell its sources, `runs` are names of the reader's own runs in it.
     """
-    drawn = Table(rows, " ".join(caption), (*notes, *sources(layers)))
-    drawn.runs = frozenset(runs)
-    return drawn
+    return Table(rows, " ".join(caption), (*notes, *sources(layers)), runs)
 
 
 def facts_table(

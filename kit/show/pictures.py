@@ -86,10 +86,10 @@ def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows
             width=0.8,
             label="embedding, final norm, output",
         )
-        axis.set_title("Weights held by one rank of each pipeline stage, billions")
-        axis.set_xlabel("pipeline stage")
-        axis.set_ylim(
-            top=1.3 * max(row["blocks"] + row["embedding and output"] for row in rows) / 1e9
+        axis.set(
+            title="Weights held by one rank of each pipeline stage, billions",
+            xlabel="pipeline stage",
+            ylim=(None, 1.3 * max(whole for _, whole in weights.values()) / 1e9),
         )
         axis.legend(ncols=2, loc="upper center")
     return figure, rows

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kit.show.terminal import Table as TextTable
@@ -27,16 +27,21 @@ NUMERIC = ("", *"0123456789+-")
 class Table:
     """Rows shown as a table in a notebook, and as aligned text elsewhere.
 
-    Whole numbers get thousands separators.
+    Whole numbers get thousands separators. `runs` are the reader's own runs in it, and `left_out`
+    says what was given and is not.
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], caption: str = "", notes: Sequence[str] = ()
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        caption: str = "",
+        notes: Sequence[str] = (),
+        runs: Iterable[str] = (),
     ) -> None:
         self.rows, self.caption, self.notes = rows, caption, tuple(notes)
         self.columns = list(dict.fromkeys(name for row in rows for name in row))
         self.cells = [[_show(row.get(column)) for column in self.columns] for row in rows]
-        self.runs: frozenset[str] = frozenset()
+        self.runs = frozenset(runs)
         self.left_out: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from kit.data import Dataset
 from kit.errors import ConfigError
 from kit.notebook import demo_dataset
-from kit.show.results import Row, load_average, write_results
+from kit.show.results import Row
 from tests.benchmarks import (
     conversion,
     data,
@@ -31,6 +31,7 @@ from tests.benchmarks import (
     train_speed,
 )
 from tests.benchmarks.headlines import DOCUMENTS, refresh
+from tests.benchmarks.results import load_average, write_results
 from tests.benchmarks.tables import table
 
 BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {

@@ -18,7 +18,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from kit.show.results import RESULTS, Results, Row, format_value
+from kit.show.results import Row, format_value
+from tests.benchmarks.results import RESULTS, Results
 from tests.benchmarks.tables import write_tables
 
 DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))

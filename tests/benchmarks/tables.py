@@ -10,7 +10,8 @@ from pathlib import Path
 
 from cluster.files import write_atomic
 from cluster.record import ConfigError
-from kit.show.results import RESULTS, Results, format_value
+from kit.show.results import format_value
+from tests.benchmarks.results import RESULTS, Results
 
 
 def write_tables(

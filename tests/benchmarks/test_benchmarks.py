@@ -13,7 +13,6 @@ from kit.data.tokenizer import train_tokenizer
 from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import DataSource, Recipe
-from kit.show.results import write_results
 from tests.benchmarks import (
     conversion,
     data,
@@ -28,6 +27,7 @@ from tests.benchmarks import (
 )
 from tests.benchmarks.alone import alone
 from tests.benchmarks.evaluate import TASKS, Subject, _check_same, _ratios, _speeds
+from tests.benchmarks.results import write_results
 from tests.benchmarks.startup import CHECKPOINT_EVERY, costs
 from tests.benchmarks.tables import table
 from tests.browser import lab

@@ -30,7 +30,8 @@ from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.show.results import Row, load_average, row, write_results
+from kit.show.results import Row, row
+from tests.benchmarks.results import load_average, write_results
 from tests.cluster.recovery import recover
 from tests.cluster.waiting import eventually
 

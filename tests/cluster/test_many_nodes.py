@@ -19,7 +19,8 @@ from cluster.job import JobSpec
 from cluster.sandbox import Sandbox, stop, why_not
 from cluster.site import Site
 from cluster.state import log_path
-from kit.show.results import Row, load_average, row, write_results
+from kit.show.results import Row, row
+from tests.benchmarks.results import load_average, write_results
 from tests.cluster.test_faults import at_step, event, processes
 from tests.cluster.waiting import eventually
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.site import Site
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.results import load_average, write_results
+from tests.benchmarks.results import load_average, write_results
 from tests.faults.attempts import finished
 from tests.faults.cost import DP2, ROWS
 

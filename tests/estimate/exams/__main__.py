@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.markdown import Markdown
 
-from kit.show.results import load_average, write_results
+from tests.benchmarks.results import load_average, write_results
 from tests.benchmarks.tables import table
 from tests.estimate.exams.everything import everything
 from tests.estimate.exams.new_machine import never_met, never_met_figure

@@ -1,0 +1,68 @@
+"""Results of measurements: rows in `results/NAME.json`."""
+
+import dataclasses
+import datetime
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from cluster.record import Record, counted, field_doc
+from kit.show.results import Row
+
+RESULTS = Path("results")
+"""Where results are kept, under the current directory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results(Record):
+    """The rows of one benchmark, and under what conditions they were taken."""
+
+    name: str = field_doc("of the benchmark, and of its file")
+    command: str = field_doc("that measured it")
+    machine: str = field_doc("cores and CPU model")
+    date: str = field_doc("UTC, to the minute")
+    load_before: float = field_doc(
+        "other work: load average of the last minute, before the benchmark began"
+    )
+    rows: tuple[Row, ...] = field_doc("in the order of the table")
+
+
+def write_results(
+    name: str, rows: Iterable[Row], *, command: str, load_before: float, directory: Path = RESULTS
+) -> Results:
+    """Writes `directory`/NAME.json and returns what it holds.
+
+    `command` is told as a user would type it; `load_before` is `load_average()` before the
+    measurement began.
+    """
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
+    results = Results(
+        name=name,
+        command=command,
+        machine=machine(),
+        date=date,
+        load_before=load_before,
+        rows=tuple(rows),
+    )
+    results.write(directory / f"{name}.json")
+    return results
+
+
+def machine() -> str:
+    """Returns cores and CPU model of this machine, for people."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.M)
+        model = match[1].strip() if match else model
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return f"{counted(cores, 'core')}, {model}"
+
+
+def load_average() -> float:
+    """Returns how many processes wanted a core in the last minute, on average."""
+    return os.getloadavg()[0]
