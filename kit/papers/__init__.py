@@ -111,10 +111,12 @@ FIGURES = FRONTIER | HLAT
 
 def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows:
     """Returns each figure and table of a paper with where it is here, or why it is not."""
-    drawn = [(figure.paper, name, figure.title) for name, figure in figures.items()]
-    absent = [(what, "not drawn", why) for what, why in not_drawn.items()]
-    columns = ("of the paper", "here", "what")
-    return [dict(zip(columns, row, strict=True)) for row in (*drawn, *absent)]
+    return [
+        {"of the paper": figure.paper, "here": name, "what": figure.title}
+        for name, figure in figures.items()
+    ] + [
+        {"of the paper": what, "here": "not drawn", "what": why} for what, why in not_drawn.items()
+    ]
 
 
 def save_all(

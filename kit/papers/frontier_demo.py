@@ -53,18 +53,15 @@ ATTENTION = "attention.json"
 """Where `demo_attention` keeps its times."""
 LENGTHS = (256, 512, 1024, 2048)
 REPETITIONS = 6
-
-
-def study() -> list[dict[str, int]]:
-    """Returns the parameters of each run: degrees, micro-batches of a replica, processes
-    (`num_nodes`).
-    """
-    replicas = [{"num_microbatches": count} for count in (MICROBATCHES // 2, MICROBATCHES)]
-    pipelines = [{"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)]
-    others = [{"tensor_parallel": 2, "num_microbatches": MICROBATCHES}]
-    alone = [{"num_nodes": 1, "num_microbatches": MICROBATCHES}]
-    base = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
-    return [base | changes for changes in (*replicas, *pipelines, *others, *alone)]
+ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
+STUDY: list[dict[str, int]] = [
+    ALONE | {"num_microbatches": MICROBATCHES // 2},
+    ALONE | {"num_microbatches": MICROBATCHES},
+    *(ALONE | {"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)),
+    ALONE | {"tensor_parallel": 2, "num_microbatches": MICROBATCHES},
+    ALONE | {"num_nodes": 1, "num_microbatches": MICROBATCHES},
+]
+"""Parameters of each run: degrees, micro-batches of a replica, processes (`num_nodes`)."""
 
 
 def objective(directory: str | Path, data: str | Path) -> MeasuredRate:
@@ -86,7 +83,7 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
     """
     rate = objective(directory, data)
     note_load(directory)
-    for parameters in study():
+    for parameters in STUDY:
         rate(parameters)
     return opened([directory])
 
@@ -139,12 +136,12 @@ def select(runs: Runs, **fields: Any) -> list[Run]:
     """Returns what belongs in a panel: all runs of clusters, and demo-scale runs whose plans
     have these fields.
     """
-    found = []
-    for run in opened(runs):
-        fits = all(getattr(run.plan, name) == value for name, value in fields.items())
-        if scale_of(run) == "cluster" or fits:
-            found.append(run)
-    return found
+    return [
+        run
+        for run in opened(runs)
+        if scale_of(run) == "cluster"
+        or all(getattr(run.plan, name) == value for name, value in fields.items())
+    ]
 
 
 def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:

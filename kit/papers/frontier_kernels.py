@@ -30,10 +30,10 @@ from kit.papers.layers import (
     run_hfu_percent,
     study_points,
 )
-from kit.papers.panels import picture
+from kit.papers.panels import legend_above, picture
 from kit.plan import Plan
 from kit.show.style import Rows
-from kit.show.theme import GREEN, GREY, SLATE
+from kit.show.theme import GREY, SLATE
 from kit.spec import ModelSpec
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -71,21 +71,31 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for fact, place in zip(FACTS["throughput_tflops"], fused.x, strict=True)
     ]
     paper = Layer.published(rates, label="paper (fused)")
-    peak = float(calibration().hardware.peak_flops_per_s)
+    device = Site.load("frontier").device
+    peak, best = (
+        rates["bf16"].value for rates in (device.peak_flops_per_s, device.matmul_flops_per_s)
+    )
+    memory = device.memory_bytes_per_s
+    assert memory
     own = on_clusters(
         runs,
         x=lambda run: layer_intensity(run.spec, run.plan),
         y=lambda run: peak / 1e14 * run_hfu_percent(run),
     )
+    roofs = [
+        _roof("data sheet", peak, memory.value),
+        _roof("best matrix product seen", best, memory.value),
+    ]
 
     def name_recipes(figure: Any) -> None:
         [axis] = figure.axes
-        _draw_roof(axis)
         line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
         offsets = ((12, 20), (-44, 26), (10, -20))
         for i, (name, offset) in enumerate(zip(MODELS, offsets, strict=True)):
             _note(axis, name, (fused.x[i], paper.y[i]), offset, SLATE, arrowprops=line)
             _note(axis, name, (written.x[i], written.low[i]), (0, -15), SLATE, ha="center")
+        legend_above(figure, 2)
+        _note(axis, "memory, 1.6 TB/s", (34, 34e-12 * memory.value), (-4, 6), GREY, rotation=45)
 
     style = {
         "xscale": "log",
@@ -95,13 +105,13 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         "xlabel": "FLOP per byte moved, one layer",
         "ylabel": "TFLOP/s of a GCD",
         "title": "Roofline of half an MI250X",
-        "legend": {"loc": "lower right"},
     }
     return picture(
-        [paper, fused, written, *own],
+        [paper, fused, written, *roofs, *own],
         [style],
         "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
-        f"All stand right of the ridge ({_ridge():.0f} FLOP per byte): computation binds them.",
+        f"All stand right of the ridge ({peak / memory.value:.0f} FLOP per byte): computation binds"
+        " them.",
         "That the paper says so too is remembered only.",
         notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
         also=name_recipes,
@@ -209,27 +219,14 @@ def _by_length(label: str, code: int) -> Layer:
     return throughput_layer(label, LENGTHS, cases)
 
 
-def _draw_roof(axis: Any) -> None:
-    """Draws the roof of the data sheet, and of the best matrix product."""
-    device = Site.load("frontier").device
-    places, peak = np.geomspace(10, 3000, 200), device.peak_flops_per_s["bf16"].value
-    best, memory = device.matmul_flops_per_s["bf16"].value, peak / _ridge()
-    for ceiling, colour, text in (
-        (peak, GREY, "data sheet"),
-        (best, GREEN, "best matrix product seen"),
-    ):
-        axis.plot(places, np.minimum(ceiling, places * memory) / 1e12, color=colour, linewidth=1.2)
-        told = f"{text}, {ceiling / 1e12:.4g}"
-        _note(axis, told, (3000, ceiling / 1e12), (-2, 3), colour, ha="right")
-    slope = (34, 34 * memory / 1e12)
-    _note(axis, "memory, 1.6 TB/s", slope, (-4, 6), GREY, rotation=45)
-
-
-def _ridge() -> float:
-    """Returns from how many FLOP per byte moved on computation binds a GCD, not its memory."""
-    device = Site.load("frontier").device
-    assert device.memory_bytes_per_s
-    return device.peak_flops_per_s["bf16"].value / device.memory_bytes_per_s.value
+def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> Layer:
+    """Returns the most TFLOP/s that memory and a rate of matrix products allow, by FLOP per byte:
+    a slope up to the ridge, then a level.
+    """
+    x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
+    y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
+    told = f"{label}, {flops_per_s / 1e12:.4g}"
+    return Layer.modelled(told, x, y, error="a bound: rates of the site file `frontier`")
 
 
 def _note(

@@ -43,10 +43,6 @@ LUMI = ModelSpec.gpt(
 """Of the logs in spyysalo/lumi-llm-scaling, 2023-06."""
 AUTHORS_LOG = "log 405287"
 """Of 175B on 128 GCDs, in the repository sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a."""
-DRAWS = 300
-"""Of the coefficients' posterior, for intervals of ratios."""
-GRADIENT_BYTES = 2
-"""The authors' DeepSpeed configurations say fp16."""
 
 
 @lru_cache(maxsize=1)
@@ -129,11 +125,9 @@ def recipe_plan(model: str, **changes: Any) -> Plan:
 
 def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
     """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16
-    gradients.
+    gradients (as the authors' DeepSpeed configurations say).
     """
-    return Layouts.of(
-        spec, plans, **{"gradient_bytes": float(GRADIENT_BYTES), "native": False} | kernels
-    )
+    return Layouts.of(spec, plans, **{"gradient_bytes": 2.0, "native": False} | kernels)
 
 
 def throughput_layer(
@@ -163,11 +157,11 @@ def throughput_layer(
 
 def relative_rates(layouts: Layouts) -> Array:
     """Returns throughput per device over that of the first layout, under draws of the coefficients
-    from their posterior, [DRAWS, layouts].
+    from their posterior, [300, layouts].
 
     `ratio_interval` has the interval of these: what both layouts have in common cancels.
     """
-    seconds = calibration().draws(layouts, DRAWS)
+    seconds = calibration().draws(layouts)
     rate = layouts.global_batch_size / (seconds * layouts.num_devices)
     return rate / rate[:, :1]
 
@@ -197,14 +191,13 @@ def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
     """Returns (which published points lie in the model's interval, which are missed) as
     sentences, "" for none.
     """
-    inside, missed = [], []
     names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
+    inside, missed = [], []
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
         place = int(np.argmin(np.abs(modelled.x - x)))
-        if modelled.low[place] <= y <= modelled.high[place]:
-            inside.append(name)
-        else:
-            missed.append(f"{name} (paper {plain(y)}, model {plain(modelled.y[place])})")
+        text = f"{name} (paper {plain(y)}, model {plain(modelled.y[place])})"
+        meets = modelled.low[place] <= y <= modelled.high[place]
+        (inside if meets else missed).append(name if meets else text)
     return (
         f"Inside the model's interval: {', '.join(inside)}." if inside else "",
         f"MISSED: {'; '.join(missed)}." if missed else "",

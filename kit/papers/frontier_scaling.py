@@ -31,10 +31,9 @@ from kit.papers.layers import (
     scale_of,
     tokens_per_s_and_device,
 )
-from kit.papers.panels import DASHED, pairs, picture
+from kit.papers.panels import pairs, picture
 from kit.run import Run
 from kit.show.style import Rows
-from kit.show.theme import GREY
 from kit.spec import FlopBasis, ModelSpec
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
@@ -92,7 +91,10 @@ def scaling_figure(runs: Runs = (), *, kind: str) -> tuple[Any, Rows]:
     panels = {"paper": [published, *lines]}
     if kind == "strong":
         panels["paper"] += lumi_layers()
-        panels["batch"] = [batch_layer(model) for model in REPLICAS]
+        levels = [
+            Layer.published([fact], label=f"paper: {fact.number:.0f}", level=True) for fact in known
+        ]
+        panels["batch"] = [*levels, *map(batch_layer, REPLICAS)]
     panels |= _own_panels(runs, kind)
     mosaic = pairs(len(panels) - 1, under_one=True)
     heights = [4, *[3] * mosaic.count(";")]
@@ -102,7 +104,6 @@ def scaling_figure(runs: Runs = (), *, kind: str) -> tuple[Any, Rows]:
         [_dress(name, kind, layers) for name, layers in panels.items()],
         *caption,
         notes=notes,
-        also=lambda figure: "batch" in panels and _mark_published(figure.axes[1], published.y),
         mosaic=mosaic,
         height=0.9 * sum(heights) + 0.8,
         height_ratios=heights,
@@ -229,19 +230,6 @@ def _dress(name: str, kind: str, layers: list[Layer]) -> dict[str, Any]:
         "cluster": own
         | {"title": "your runs: tokens/s per device", "xlabel": "devices", "legend": legend},
     }[name]
-
-
-def _mark_published(axis: Any, levels: Array) -> None:
-    for y in levels:
-        axis.axhline(y, color=GREY, linewidth=1, linestyle=DASHED)
-    axis.annotate(
-        "paper: " + " and ".join(f"{y:.0f}" for y in levels),
-        (0.98, min(levels) - 3),
-        xycoords=("axes fraction", "data"),
-        ha="right",
-        va="top",
-        color=GREY,
-    )
 
 
 def _told(

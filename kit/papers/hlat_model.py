@@ -7,6 +7,7 @@ baseline, whose layouts are not known, in the fastest that the estimator finds.
 
 import dataclasses
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -157,16 +158,16 @@ def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
     )
 
 
-def trn1_plan(model: str, nodes: int) -> Plan:
-    """Returns HLAT's layout on some nodes; where its pipeline needs more cores than there are, a
-    shorter one.
+def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
+    """Returns HLAT's layout on some nodes, with some changes; where its pipeline needs more cores
+    than there are, a shorter one.
 
     ZeRO 1 and fp32 optimizer also for 7B, as in AWS's benchmarks, which the model is fitted to.
     """
     cores = nodes * Site.load(TRN1).devices_per_node
     tensor = int(FACTS.value("recipe_tensor_parallel", model))
     pipeline = min(int(FACTS.value("recipe_pipeline_parallel", model)), cores // tensor)
-    return Plan(
+    plan = Plan(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         data_parallel=cores // (tensor * pipeline),
@@ -176,6 +177,7 @@ def trn1_plan(model: str, nodes: int) -> Plan:
         precision="bf16",
         global_batch_size=BATCH,
     )
+    return plan.replace(**changes)
 
 
 def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:

@@ -175,15 +175,15 @@ def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
         for layer in panels[name]
         if layer.kind == "published"
     }
-    checkpoints = sorted({x for layer in published.values() for x in layer.x}, reverse=True)
-    for marker, tokens in zip("os", checkpoints, strict=False):
+    for marker, tokens in (("o", 1800), ("s", 1740)):
         points = [
             (y, place)
             for place, layer in enumerate(published.values())
             for y in layer.y[layer.x == tokens]
         ]
-        label = f"at {tokens:,.0f} billion tokens"
-        axis.plot(*zip(*points, strict=True), marker=marker, label=label, **HOLLOW)
+        if points:
+            label = f"at {tokens:,} billion tokens"
+            axis.plot(*zip(*points, strict=True), marker=marker, label=label, **HOLLOW)
     axis.set_yticks(range(len(published)), [*published])
     axis.set(xlim=(0, 100), title="published, %")
     axis.invert_yaxis()

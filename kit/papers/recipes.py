@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from cluster.record import ConfigError, suggestion
-from cluster.site import Site
 from kit.papers import frontier_model, hlat_model, hlat_recipes
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -60,7 +59,11 @@ def published_recipe(name: str) -> PublishedRecipe:
         plan = frontier_model.recipe_plan(model, engine="deepspeed", precision="fp16")
     else:
         facts, derived = hlat_model.FACTS, {"num_steps": hlat_recipes.last_step(model)}
-        plan = _hlat_plan(model)
+        nodes, zero = (
+            facts.value("recipe_nodes_of_script", model),
+            facts.value("recipe_zero_stage", model),
+        )
+        plan = hlat_model.trn1_plan(model, int(nodes), zero_stage=int(zero), engine="neuron")
     return PublishedRecipe(
         name=name,
         model=MODELS[paper][model],
@@ -68,19 +71,4 @@ def published_recipe(name: str) -> PublishedRecipe:
         stated=facts.fields(Recipe, model) | derived,
         not_stated=NOT_STATED[paper],
         source=facts.only("recipe_learning_rate", model).source,
-    )
-
-
-def _hlat_plan(model: str) -> Plan:
-    fields = hlat_model.FACTS.fields(Plan, model)
-    nodes = int(hlat_model.FACTS.value("recipe_nodes_of_script", model))
-    devices = nodes * Site.load(hlat_model.TRN1).devices_per_node
-    return Plan(
-        **fields
-        | {
-            "data_parallel": devices // (fields["tensor_parallel"] * fields["pipeline_parallel"]),
-            "sequence_parallel": fields["sequence_parallel"] == "on",
-            "precision": "bf16",
-            "engine": "neuron",
-        }
     )

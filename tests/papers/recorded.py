@@ -8,7 +8,7 @@ from typing import Any
 from cluster.site import Site
 from kit.estimate.tuning.objectives import plan_of
 from kit.foreign.importers import import_log
-from kit.papers.frontier_demo import MODEL, STEPS, objective, study
+from kit.papers.frontier_demo import MODEL, STEPS, STUDY, objective
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -167,7 +167,7 @@ def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Pat
     """
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
     rate = objective(directory, "data")
-    for parameters in study():
+    for parameters in STUDY:
         plan = plan_of(parameters, devices_per_node=1, base=rate.base)
         key = (plan.tensor_parallel, plan.pipeline_parallel, plan.num_microbatches)
         name = "-".join(f"{key}_{value}" for key, value in sorted(parameters.items()))

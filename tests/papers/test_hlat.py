@@ -15,12 +15,11 @@ from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.papers import HLAT, hlat_demo, paper_figure
 from kit.papers.hlat_cost import (
-    accelerator_ratio,
     cost_draws,
     cost_per_tokens,
     cost_percent,
+    ratio_layers,
     relations,
-    size_ratio,
 )
 from kit.papers.hlat_demo import (
     ANSWERS,
@@ -278,7 +277,8 @@ def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> N
     assert sorted(points) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05), (
         "of AWS's own tables"
     )
-    assert accelerator_ratio("7B").y[0] < 1 and 8 < size_ratio(TRN1).y.mean() < 13
+    assert ratio_layers("trn1 over p4d")[0].y[0] < 1
+    assert 8 < ratio_layers("70B over 7B")[0].y.mean() < 13
 
 
 def test_70b_runs_out_of_memory_at_four_nodes() -> None:
