@@ -60,10 +60,9 @@ class Claim(Record):
     column: str = field_doc("of the row", default="y")
     times: float = field_doc("factor from that column to the claim's unit", default=1.0)
     unit: str = field_doc("of what is expected and found", default="")
-    at_least: float | None = field_doc(
-        "expected, where it is not the fact's last digit", default=None
+    within: tuple[float, ...] = field_doc(
+        "both ends of what is expected, where it is not the fact's last digit", default=()
     )
-    at_most: float | None = field_doc("so too", default=None)
     expected: str = field_doc("in words, where it is not the fact's number", default="")
     minutes: float = field_doc("that the command takes; 0: less than one", default=0.0)
     command: str = field_doc("that tries it, where it is not the figure's", default="")
@@ -96,8 +95,8 @@ def checked(claim: Claim, rows: Rows | None) -> Relation | None:
         layer="modelled",
         value=_number_of(claim, own) - less,
         expected=claim.expected,
+        within=claim.within or _last_digit(claim),
         **ends,
-        **_bounds(claim),
     )
 
 
@@ -169,17 +168,11 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
     return claim.times * float(str(row[claim.column]).split(" ±")[0].replace(",", ""))
 
 
-def _bounds(claim: Claim) -> dict[str, float]:
-    """Returns the range that is expected: as stated, or of the fact's number to its last printed
-    digit.
-    """
-    stated = {"at_least": claim.at_least, "at_most": claim.at_most}
-    known = {name: end for name, end in stated.items() if end is not None}
-    if known:
-        return known
+def _last_digit(claim: Claim) -> tuple[float, float]:
+    """Returns the range of numbers that round to the fact's last printed digit."""
     fact = MODELS[claim.paper].FACTS.only(*claim.fact)
     digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
-    return {"at_least": fact.number - digit, "at_most": fact.number + digit}
+    return fact.number - digit, fact.number + digit
 
 
 def _row(claim: Claim, found: Relation | None) -> dict[str, str]:

@@ -70,11 +70,7 @@ NAMES = {
     "pipeline_parallel": "stages",
 }
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
-BOUNDS: dict[str, dict[str, float]] = {
-    "below 1": {"at_most": 1.0},
-    "above 1": {"at_least": 1.0},
-    "at least 0.9": {"at_least": 0.9},
-}
+BOUNDS = {"below 1": (-np.inf, 1.0), "above 1": (1.0, np.inf), "at least 0.9": (0.9, np.inf)}
 
 
 def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -270,7 +266,12 @@ def measured_relations(runs: Runs) -> list[Relation]:
 
 def _relation(claim: str, layer: Any, value: Sequence[Any], expected: str) -> Relation:
     middle, low, high = map(float, value)
-    bounds = BOUNDS[expected.partition(": ")[2]]
     return Relation(
-        claim=claim, layer=layer, value=middle, low=low, high=high, expected=expected, **bounds
+        claim=claim,
+        layer=layer,
+        value=middle,
+        low=low,
+        high=high,
+        expected=expected,
+        within=BOUNDS[expected.partition(": ")[2]],
     )

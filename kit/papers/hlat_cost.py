@@ -183,8 +183,7 @@ def relations() -> list[Relation]:
             low=float(layer.low[i]),
             high=float(layer.high[i]),
             expected=f"about {fact.number:g}: its last digit",
-            at_least=fact.number * 0.95,
-            at_most=fact.number * 1.05,
+            within=(fact.number * 0.95, fact.number * 1.05),
         )
         for name, fact in _stated().items()
         for layer in ratio_layers(name)

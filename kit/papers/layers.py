@@ -271,19 +271,19 @@ class Relation:
     high: float = math.nan
     expected: str
     """In words."""
-    at_least: float = -math.inf
-    at_most: float = math.inf
+    within: tuple[float, ...]
+    """Both ends of what is expected."""
 
     @property
     def verdict(self) -> str:
         """`holds` (the whole interval), `holds within the interval` (part of it), `fails`, or
         `holds` by value.
         """
+        least, most = self.within
         low, high = (self.value, self.value) if math.isnan(self.low) else (self.low, self.high)
-        if self.at_least <= low and high <= self.at_most:
+        if least <= low and high <= most:
             return "holds"
-        inside = low <= self.at_most and self.at_least <= high
-        return "holds within the interval" if inside else "fails"
+        return "holds within the interval" if low <= most and least <= high else "fails"
 
 
 # Runs of your own, and of this machine ------------------------------------------------------------

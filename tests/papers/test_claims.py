@@ -67,7 +67,7 @@ def test_a_claim_may_be_of_what_beats_all_others() -> None:
         figure="f",
         at={"x": "a"},
         less={"of": 1},
-        at_least=0.1,
+        within=(0.1, 9.0),
     )
     rows = [
         {"x": "a", "of": 1, "y": "3.5 ± 0.2"},

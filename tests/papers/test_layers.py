@@ -114,6 +114,12 @@ def test_a_log_is_not_a_run(tmp_path: Path) -> None:
 def test_verdicts_look_at_the_interval(interval: tuple[float, float], verdict: str) -> None:
     low, high = interval
     relation = Relation(
-        claim="x", layer="modelled", value=1, low=low, high=high, expected="below 1", at_most=1
+        claim="x",
+        layer="modelled",
+        value=1,
+        low=low,
+        high=high,
+        expected="below 1",
+        within=(-np.inf, 1),
     )
     assert relation.verdict == verdict
