@@ -1,24 +1,8 @@
-"""Rows, their files, and the tables of a document."""
-
-from pathlib import Path
+"""Rows, judged and printed."""
 
 import pytest
 
-from kit.errors import ConfigError
 from kit.show.results import format_value, row
-from tests.benchmarks.results import Results, write_results
-from tests.benchmarks.tables import table, write_tables
-
-
-def _write(folder: Path) -> None:
-    rows = [
-        row("speed", 1.27, "x", at_least=1.0, note="a | b"),
-        row("cost", 0.0196, "fraction", at_most=0.01),
-        row("n", 7446),
-    ]
-    write_results(
-        "speed", rows, command="python -m tests.benchmarks speed", load_before=0.4, directory=folder
-    )
 
 
 def test_row_is_judged_by_its_limit() -> None:
@@ -38,49 +22,3 @@ def test_row_is_judged_by_its_limit() -> None:
 )
 def test_value_is_printed_to_three_digits(value: float, unit: str, text: str) -> None:
     assert format_value(value, unit) == text
-
-
-def test_table_replaces_what_stands_between_its_markers(tmp_path: Path) -> None:
-    _write(tmp_path / "results")
-    document = tmp_path / "README.md"
-    document.write_text(
-        "before\n<!-- bench:speed -->\nold\n<!-- /bench:speed -->\nafter\n"
-        "<!-- bench:none -->\nkept\n<!-- /bench:none -->\n"
-    )
-    assert write_tables(document, directory=tmp_path / "results") == (["speed"], ["none"])
-    text = document.read_text()
-    assert "| speed | 1.27x | ≥ 1x | yes | a \\| b |" in text and "**no**" in text
-    assert (
-        "old" not in text and text.startswith("before\n") and "after\n" in text and "kept" in text
-    )
-    write_tables(document, directory=tmp_path / "results")
-    assert document.read_text() == text, "a second time changes nothing"
-
-
-def test_cell_stays_on_one_line_and_is_no_markup() -> None:
-    note = table(
-        Results(
-            name="a",
-            command="",
-            machine="",
-            date="",
-            load_before=0,
-            rows=(row("x", 1, note="a\n<b> | c"),),
-        )
-    )
-    assert "| x | 1 |  |  | a &lt;b> \\| c |" in note.splitlines()
-
-
-def test_lost_marker_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    _write(tmp_path / "results")
-    document = tmp_path / "README.md"
-    document.write_text("<!-- bench:speed -->\nno end\n")
-    with pytest.raises(ConfigError, match="has no <!-- /bench:speed -->"):
-        write_tables(document, directory=tmp_path / "results")
-    assert document.read_text() == "<!-- bench:speed -->\nno end\n"
-
-
-def test_results_round_trip(tmp_path: Path) -> None:
-    _write(tmp_path)
-    results = Results.read(tmp_path / "speed.json")
-    assert [item.ok for item in results.rows] == [True, False, None]
