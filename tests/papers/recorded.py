@@ -72,15 +72,7 @@ def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_
 def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
     """Returns a run of 175B on 64 GCDs of Frontier for each replica, 640 sequences a step."""
     spec = ModelSpec.preset("gpt-175b")
-    plan = Plan(
-        tensor_parallel=4,
-        pipeline_parallel=16,
-        data_parallel=replicas,
-        zero_stage=1,
-        global_batch_size=640,
-        recompute="full",
-        precision="bf16",
-    )
+    plan = Plan(**PLAN_175B, data_parallel=replicas, global_batch_size=640)
     rate = (
         hfu
         * 191.5e12
@@ -90,75 +82,39 @@ def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
     return record(directory, spec, plan, Site.load("frontier"), rate)
 
 
-MEGATRON = {
-    "fp16": True,
-    "checkpoint_activations": True,
-    "hidden_size": 12288,
-    "ffn_hidden_size": 49152,
-    "num_layers": 96,
-    "num_attention_heads": 96,
-    "seq_length": 2048,
-    "micro_batch_size": 1,
-    "tensor_model_parallel_size": 4,
-    "pipeline_model_parallel_size": 16,
-    "world_size": 256,
-    "zero_stage": 1,
-    "log_interval": 1,
-    "lr": 6e-05,
-}
-"""Arguments as Megatron-DeepSpeed prints them, 175B on 256 GCDs."""
-
-
-def imported_run(directory: Path, seconds: float = 220.0) -> Run:
-    """Returns the run directory that `kit import` makes of a Megatron-DeepSpeed log: 175B on 256
-    GCDs of Frontier.
+def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: int | str) -> Run:
+    """Returns the run directory that `kit import` makes of a log of HLAT's own scripts, with steps
+    of some seconds; their first is not timed.
     """
-    lines = ["------------------------ arguments ------------------------"]
-    lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in MEGATRON.items()]
-    lines += [
-        "-------------------- end of arguments ---------------------",
-        " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)",
-    ]
-    lines += [
-        f" iteration {step:8d}/{STEPS:8d} | consumed samples: {step * 1280:12d} | elapsed time per"
-        f" iteration (s): {seconds:.2f} | learning rate: 6.000E-05 | global batch size:  1280 | lm"
-        " loss: 6.0E+00 | grad norm: 1.0 |"
-        for step in range(1, STEPS + 1)
-    ]
-    log = directory.parent / "train.log"
-    log.write_text("\n".join([*lines, "[after training is done]", ""]))
-    import_log(log, directory, format="megatron", site=Site.load("frontier"))
-    return Run.open(directory)
-
-
-def imported_trn1(directory: Path, seconds: int = 11) -> Run:
-    """Returns the run directory that `kit import` makes of a log of HLAT's own scripts: 7B on 16
-    nodes of trn1.
-    """
-    log = directory.parent / "hlat.log"
+    log = directory.parent / f"{directory.name}.log"
+    times = [(step, *divmod(seconds * step, 60)) for step in range(1, STEPS + 1)]
     log.write_text(
         "".join(
-            f"[0]:LOG Wed Dec 21 00:{seconds * step // 60:02d}:{seconds * step % 60:02d} 2022 - (0,"
-            f" {step}) step_loss : {11.25 - step / 10:.4f} learning_rate : {1.5e-7 * step:.2e}"
-            " throughput : 93.1 grad-norm : 3.25\n"
-            for step in range(1, STEPS + 1)
+            f"[0]:LOG Wed Dec 21 00:{minute:02d}:{second:02d} 2022 - (0, {step}) step_loss :"
+            f" {11.25 - step / 10:.4f} learning_rate : {1.5e-7 * step:.2e} throughput : 93.1"
+            " grad-norm : 3.25\n"
+            for step, minute, second in times
         )
     )
-    plan = {
-        "tensor_parallel": 8,
-        "pipeline_parallel": 1,
-        "data_parallel": 64,
-        "global_batch_size": 1024,
-    }
+    changes = {"plan": plan, "recipe": {"num_steps": STEPS}}
     import_log(
         log,
         directory,
         format="nxdt",
-        site=Site.load("trn1.32xlarge"),
-        spec=ModelSpec.preset("hlat-7b"),
-        changes={"plan": plan, "recipe": {"num_steps": STEPS}},
+        site=Site.load(site),
+        spec=ModelSpec.preset(spec),
+        changes=changes,
     )
     return Run.open(directory)
+
+
+PLAN_175B = {
+    "tensor_parallel": 4,
+    "pipeline_parallel": 16,
+    "zero_stage": 1,
+    "recompute": "full",
+    "precision": "bf16",
+}
 
 
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cluster.site import Site
-from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.papers import HLAT, hlat_demo, paper_figure
@@ -41,6 +40,7 @@ from kit.papers.hlat_model import (
     left_out,
     other_a100,
     plan_of,
+    trn1_plan,
     trn1_risk,
 )
 from kit.papers.hlat_recipes import floor_step, last_step, recipe
@@ -49,7 +49,7 @@ from kit.papers.hlat_training import PRECISION, SPIKES, last_losses, worst_after
 from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.papers.recorded import assert_layers_are_told, imported_trn1, record, values
+from tests.papers.recorded import assert_layers_are_told, imported_run, record, values
 
 NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
 """The paper's own could not be read, so without runs there is nothing to draw."""
@@ -80,6 +80,18 @@ def scored(run, *scores: TaskScore, step: int) -> None:
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
+def steps_of(arm: str, loss: float) -> list[dict]:
+    """Returns the steps of one arm of a study, with a spike at the 81st."""
+    common = {"grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
+    return [
+        common
+        | {"step": step, "loss": 9.0 if out else 6.0, "stands_out": out}
+        | {"validation_loss": loss if step % 10 == 0 else None}
+        for step in range(1, 151)
+        for out in [step == 81 and arm != "no spike"]
+    ]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
@@ -102,27 +114,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             score("heldout", 3 - step / 10, metric="bits_per_byte"),
             step=step,
         )
-    rows = {"step": 0, "grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
-    arms = {
-        name: [
-            rows
-            | {
-                "step": s,
-                "loss": 9.0 if out else 6.0,
-                "stands_out": out,
-                "validation_loss": v if s % 10 == 0 else None,
-            }
-            for s in range(1, 151)
-            for out in [s == 81 and name != "no spike"]
-        ]
-        for name, v in (
-            ("no spike", 5.0),
-            ("nothing", 5.9),
-            ("skip", 5.1),
-            ("roll back", 5.2),
-            ("lower rate", 5.4),
-        )
-    }
+    last = {"no spike": 5.0, "nothing": 5.9, "skip": 5.1, "roll back": 5.2, "lower rate": 5.4}
+    arms = {name: steps_of(name, loss) for name, loss in last.items()}
     (demo / SPIKES).write_text(json.dumps(arms))
     (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, arms["skip"])))
     return [trn1.directory, demo]
@@ -170,7 +163,12 @@ def test_own_runs_appear(runs: list[Path]) -> None:
 
 
 def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
-    own = [imported_trn1(tmp_path / "my-log").directory]
+    plan = {"tensor_parallel": 8, "pipeline_parallel": 1, "data_parallel": 64}
+    own = [
+        imported_run(
+            tmp_path / "my-log", TRN1, "hlat-7b", 11, **plan, global_batch_size=1024
+        ).directory
+    ]
     [cost] = values(paper_figure("hlat-cost").draw(own)[1], layer="measured")
     [rate] = values(paper_figure("hlat-throughput").draw(own)[1], layer="measured")
     assert rate["y"] == pytest.approx(1024 * 4096 / 11 / 16) and cost["x"] == 16
@@ -257,49 +255,26 @@ def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> No
 
 
 def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> None:
-    found = {relation.claim: relation for relation in relations()}
-    assert len(found) == 17
-    for claim, relation in found.items():
+    assert len(relations()) == 17
+    for relation in relations():
         assert relation.low < relation.value < relation.high
-        missed = claim.startswith("trn1 over p4d, 70B")
-        assert (relation.verdict == "fails") == missed, (
-            f"{claim}: {relation.low:.2f} to {relation.high:.2f}"
-        )
+        missed = relation.claim.startswith("trn1 over p4d, 70B")
+        assert (relation.verdict == "fails") == missed, relation
     figure, rows = paper_figure("hlat-cost").draw()
-    assert (
-        "13 of 17 modelled ratios" in figure.caption
-        and "MISSED: trn1 over p4d, 70B" in figure.caption
-    )
+    assert "13 of 17 modelled ratios" in figure.caption
+    assert "MISSED: trn1 over p4d, 70B" in figure.caption
     assert values(rows, panel="trn1 over p4d", layer="published")[0]["y"] == 0.6
-    points = [
-        row["y"] for row in values(rows, panel="70B over 7B", layer="published") if row["x"] == 32.0
-    ]
-    assert sorted(points) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05), (
-        "of AWS's own tables"
-    )
+    aws = values(rows, panel="70B over 7B", layer="published", x=32.0)
+    assert sorted(row["y"] for row in aws) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05)
     assert ratio_layers("trn1 over p4d")[0].y[0] < 1
     assert 8 < ratio_layers("70B over 7B")[0].y.mean() < 13
 
 
 def test_70b_runs_out_of_memory_at_four_nodes() -> None:
     for machine in (TRN1, P4D):
-        assert (
-            plan_of(machine, "70B", 4) is None
-            and plan_of(machine, "70B", 8)
-            and plan_of(machine, "7B", 4)
-        )
-    used, risk = trn1_risk(
-        "70B",
-        Plan(
-            tensor_parallel=32,
-            pipeline_parallel=4,
-            zero_stage=1,
-            sequence_parallel=True,
-            recompute="selective",
-            precision="bf16",
-            global_batch_size=1024,
-        ),
-    )
+        assert plan_of(machine, "70B", 4) is None
+        assert plan_of(machine, "70B", 8) and plan_of(machine, "7B", 4)
+    used, risk = trn1_risk("70B", trn1_plan("70B", 4))
     assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and a note says how near"
     figure, rows = paper_figure("hlat-cost").draw()
     assert any(f"risk {risk:.0%}" in note for note in figure.notes)
@@ -307,10 +282,9 @@ def test_70b_runs_out_of_memory_at_four_nodes() -> None:
 
 
 def test_end_points_take_the_swapped_headings_into_account() -> None:
-    [layer] = end_points("70B", "commonsense")
-    assert list(layer.x) == [1740, 1800] and list(layer.y) == [67.5, 66.9]
-    [layer] = end_points("7B", "commonsense")
-    assert list(layer.x) == [1800] and list(layer.y) == [59.5]
+    [last], [one] = end_points("70B", "commonsense"), end_points("7B", "commonsense")
+    assert list(zip(last.x, last.y, strict=True)) == [(1740, 67.5), (1800, 66.9)]
+    assert list(zip(one.x, one.y, strict=True)) == [(1800, 59.5)]
     assert [layer.label for layer in end_points("70B", "code")] == ["pass@1", "pass@10"]
 
 
@@ -381,11 +355,6 @@ def test_studies_are_made_once_and_kept(
     assert len(values(rows, panel="held out")) == 8
 
 
-def test_command_draws_and_a_missing_study_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mix.svg"
-    app(["figure", "hlat-data-mix", "--out", str(file), "--json"], standalone_mode=False)
-    assert len(json.loads(capsys.readouterr().out)) == 3 and file.stat().st_size > 5_000
+def test_a_missing_study_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no spikes\.json in .*demo_spikes"):
         paper_figure("hlat-spikes").draw([tmp_path])

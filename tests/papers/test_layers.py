@@ -13,7 +13,6 @@ from kit.papers.layers import (
     Layer,
     Relation,
     measured,
-    note_load,
     opened,
     run_hfu_percent,
     table,
@@ -66,10 +65,7 @@ def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
         draw(right, found[1:])
         with pytest.raises(ConfigError, match="do not belong in one panel"):
             draw(right, found)
-    assert [[text.get_text() for text in axis.texts] for axis in (left, right)] == [
-        ["demo scale"],
-        [],
-    ]
+    assert [text.get_text() for text in left.texts] == ["demo scale"] and not right.texts
 
 
 def test_caption_and_table_name_every_layer() -> None:
@@ -91,11 +87,6 @@ def test_caption_and_table_name_every_layer() -> None:
     rows = table(layers, panel="a")
     assert [row["x"] for row in rows] == ["22B", "175B", "1T", 0, 1, 2]
     assert rows[0]["panel"] == "a" and np.isnan(rows[0]["low"]) and rows[3]["high"] == 2
-
-
-def test_the_first_study_of_a_fresh_clone_makes_its_folders(tmp_path: Path) -> None:
-    note_load(tmp_path / "runs" / "study")
-    assert (tmp_path / "runs" / "study" / LOAD).exists()
 
 
 def test_a_log_is_not_a_run(tmp_path: Path) -> None:
