@@ -6,7 +6,7 @@ measured.
 """
 
 import dataclasses
-import importlib
+import pkgutil
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,8 +73,7 @@ class PaperFigure:
         """Returns the figure; for points with the panels that have nothing else, which are left
         out without them.
         """
-        module, name = self.function.split(":")
-        function = getattr(importlib.import_module(f"kit.papers.{module}"), name)
+        function = pkgutil.resolve_name(f"kit.papers.{self.function}")
         panels = {"paper_panels": True} if for_points and self.paper_panels else {}
         drawn, rows = function(runs, **self.arguments, **panels)
         if for_points and not hasattr(drawn, "axes"):

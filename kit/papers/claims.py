@@ -15,8 +15,7 @@ from typing import Any, Literal
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
 from kit.papers import FIGURES, frontier_model, hlat_model
-from kit.papers.layers import DATA, Known, Relation, Runs, plain
-from kit.show.style import Rows
+from kit.papers.layers import DATA, Known, Relation, Rows, Runs, plain
 
 Paper = Literal["frontier", "hlat"]
 HEAD = """# Claims of {title}

@@ -23,6 +23,7 @@ from kit.papers.frontier_model import (
 from kit.papers.layers import (
     WARM_UP,
     Layer,
+    Rows,
     Runs,
     demo_source,
     folders_with,
@@ -32,7 +33,6 @@ from kit.papers.layers import (
 )
 from kit.papers.panels import legend_above, picture
 from kit.plan import Plan
-from kit.show.style import Rows
 from kit.show.theme import GREY, SLATE
 from kit.spec import ModelSpec
 

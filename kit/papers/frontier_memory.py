@@ -12,10 +12,9 @@ from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import FACTS, LUMI, MODELS
-from kit.papers.layers import Layer, Runs, on_clusters, table
+from kit.papers.layers import Layer, Rows, Runs, on_clusters, table
 from kit.papers.panels import picture
 from kit.plan import Plan
-from kit.show.style import Rows
 from kit.spec import ModelSpec
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12

@@ -87,12 +87,16 @@ def verdicts() -> list[dict[str, str]]:
         others = [other for other in runs if other is not run]
         own = calibration() if run in logs else calibrate(others, site)
         found = own.predict(run.layouts())
-        ends = (float(np.ravel(end)[0]) for end in (found.total_s, found.low_s, found.high_s))
+        centre, low, high = (
+            float(np.ravel(end)[0]) for end in (found.total_s, found.low_s, found.high_s)
+        )
         assert run.step_time_s is not None, "only measured runs are here"
         rows.append(
             {
                 "log": f"{run.system}, {run.num_devices:,} GCDs",
-                "is it as fast as it should be?": sentence(run.step_time_s, *ends, own.label),
+                "is it as fast as it should be?": sentence(
+                    run.step_time_s, centre, low, high, own.label
+                ),
             }
         )
     return rows
@@ -100,8 +104,11 @@ def verdicts() -> list[dict[str, str]]:
 
 def lumi_runs() -> list[PublishedRun]:
     """Returns the published runs that the model is fitted to."""
-    runs = [run for run in published.load(system="LUMI") if run.kind == "measured"]
-    return [run for run in runs if run.status in ("read", "mixed")]
+    return [
+        run
+        for run in published.load(system="LUMI")
+        if run.kind == "measured" and run.status in ("read", "mixed")
+    ]
 
 
 def paper_plan(**degrees: Any) -> Plan:

@@ -19,10 +19,9 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import STRONG_BATCH
-from kit.papers.layers import Layer, Runs, by_scale, on_clusters, run_hfu_percent
+from kit.papers.layers import Layer, Rows, Runs, by_scale, on_clusters, run_hfu_percent
 from kit.papers.panels import facts_table, legend_above, picture, recipe_of
 from kit.run import Run
-from kit.show.style import Rows
 from kit.spec import FlopBasis, ModelSpec
 
 TOKENS = 20e12

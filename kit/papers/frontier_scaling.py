@@ -24,6 +24,7 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.layers import (
     Layer,
+    Rows,
     Runs,
     measured,
     on_clusters,
@@ -33,7 +34,6 @@ from kit.papers.layers import (
 )
 from kit.papers.panels import pairs, picture
 from kit.run import Run
-from kit.show.style import Rows
 from kit.spec import FlopBasis, ModelSpec
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}

@@ -24,6 +24,7 @@ from kit.papers.frontier_model import (
 from kit.papers.layers import (
     Layer,
     Relation,
+    Rows,
     Runs,
     measured,
     on_clusters,
@@ -34,7 +35,6 @@ from kit.papers.layers import (
 from kit.papers.panels import paper_table, picture
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.style import Rows
 from kit.spec import ModelSpec
 
 MODEL = "gpt-22b"

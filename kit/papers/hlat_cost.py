@@ -30,11 +30,10 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Fact, Layer, Relation, Runs, on_clusters
+from kit.papers.layers import Fact, Layer, Relation, Rows, Runs, on_clusters
 from kit.papers.panels import picture
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.style import Rows
 from kit.show.theme import VERMILION
 from kit.spec import ModelSpec
 
@@ -129,8 +128,6 @@ def cost_layer(machine: str, model: str) -> Layer:
     """
     nodes, draws = cost_draws(machine, model)
     middle, low, high = interval(100 * draws / _reference())
-    if (machine, model) == (P4D, "7B"):
-        low[0] = middle[0] = high[0] = 100.0
     return Layer.modelled(
         f"{SHORT[machine]}, {model}", nodes, middle, low, high, error=model_error()
     )

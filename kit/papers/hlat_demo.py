@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ LOWER = 0.3
 """Factor of the learning rate where that is the answer."""
 ANSWERS = ("no spike", "nothing", "skip", "roll back", "lower rate")
 """What is done about a spike."""
-PRECISIONS = {
+PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], str]] = {
     "fp32": ("fp32", "fp32"),
     "bf16, fp32 master weights": ("bf16", "fp32"),
     "pure bf16": ("bf16", "to nearest"),

@@ -1,20 +1,19 @@
 """The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what
 was measured.
 
-A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`. It makes
-its layers, draws each panel with `draw(axis, layers)` and returns what `finish(figure, layers,
-...)` does, both of `panels.py`, or rows of its own, each with a key `layer`:
+A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`: it makes
+its layers and has `picture` of `panels.py` draw them, or `facts_table` where the paper prints a
+table. Each row has a key `layer`.
 
-    facts = Facts.load("hlat")  # kit/papers/data/hlat.csv
+    FACTS = Facts.load("hlat")  # kit/papers/data/hlat.csv
     def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         layers = [
-            Layer.published(facts["final_loss"], label="paper"),  # hollow grey markers
+            Layer.published(FACTS["final_loss"], label="paper"),  # hollow grey markers
             Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
             *measured(runs, x=tokens, y=final_loss),  # filled markers, demo scale marked
         ]
-        with new_figure(height=3) as (figure, axis):
-            draw(axis, layers)
-            return finish(figure, layers, "What is drawn.", "What holds.", "What is missed.")
+        style = {"title": "loss, nats per token", "xlabel": "tokens"}
+        return picture(layers, [style], "What is drawn.", "What holds.", "What is missed.")
 
 Then name it in `data/figures.toml`. Rules that the code here enforces: a remembered number is
 never drawn as published, a modelled line says how wrong the model is, and demo-scale points never

@@ -254,7 +254,7 @@ def paper_table(
 def facts_table(
     facts: Facts,
     labels: Mapping[str, str],
-    follows: Mapping[str, Mapping[str, str]],
+    follows: Mapping[str, dict[str, str]],
     own: Sequence[tuple[Run, Mapping[str, str]]],
     layers: Sequence[Layer],
     *caption: str,

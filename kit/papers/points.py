@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.record import ConfigError, suggestion
-from kit.papers.layers import Layer, table
-from kit.show.style import Rows
+from kit.papers.layers import Layer, Rows, table
 from kit.show.theme import GREY
 
 COLUMNS = ("series", "x", "y", "source")
