@@ -155,7 +155,7 @@ STATEMENTS = {
     "kit/measure": 354,
     "kit/model": 276,
     "kit/monitor": 2016,
-    "kit/papers": 1831,
+    "kit/papers": 1827,
     "kit/parallel": 427,
     "kit/rehearsal": 199,
     "kit/run": 835,  # a checkpoint no longer makes a deleted run again, as torch would

@@ -56,8 +56,11 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the trials of the search in the authors' spaces, best so far, and its table."""
     panels = {name: _model_layers(name) for name in SPACES}
     demo = [_demo_layers(folder, trials) for folder, trials in demo_searches(runs).items()]
-    titles = ["1.4B, driver space: TFLOP/s", "175B, our space: TFLOP/s"]
-    titles += ["here, real runs: tokens/s"] * len(demo)
+    titles = [
+        "1.4B, driver space: TFLOP/s",
+        "175B, our space: TFLOP/s",
+        *("here, real runs: tokens/s" for _ in demo),
+    ]
     mosaic = ";".join(["ab", *(2 * letter for letter in "cdefgh"[: len(demo)])])
     with new_figure(mosaic, height=4 + 3 * len(demo)) as (figure, axes):
         for axis, title, layers in zip(axes, titles, [*panels.values(), *demo], strict=True):

@@ -15,10 +15,6 @@ from kit.show.style import Rows, new_figure
 from kit.show.theme import GREY
 from kit.spec import ModelSpec
 
-EXACT = (
-    "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo"
-    " (rescaled)"
-)
 SHAPES = {
     "model_num_layers": "layers",
     "model_hidden_size": "hidden size",
@@ -243,7 +239,11 @@ def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
     whole = np.linspace(1, schedule.decay_steps or 1, STEPS_SHOWN)
     steps = np.unique(np.concatenate([whole, ends]).astype(int))
     rates = [schedule.learning_rate_at(int(step)) for step in steps]
-    return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, error=EXACT)
+    exact = (
+        "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and"
+        " NeMo (rescaled)"
+    )
+    return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, error=exact)
 
 
 def _tokens(model: str, steps: Any) -> Any:

@@ -39,12 +39,12 @@ def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Ro
             " DIRECTORY)."
         )
     panels: dict[str, list[Layer]] = ({"paper": []} if paper_panels else {}) | own
-    marks = {name: [_spikes_of(layer) for layer in layers] for name, layers in panels.items()}
 
-    def mark(figure: Any) -> None:
-        for axis, crosses in zip(figure.axes, marks.values(), strict=True):
-            for x, y in crosses:
-                axis.plot(x, y, "x", color=VERMILION, zorder=5)
+    def mark_spikes(figure: Any) -> None:
+        for axis, layers in zip(figure.axes, panels.values(), strict=True):
+            for layer in layers:
+                rows = [row for row, _ in spikes(layer.y)]
+                axis.plot(layer.x[rows], layer.y[rows], "x", color=VERMILION, zorder=5)
 
     published = {
         "title": "HLAT: training loss, nats per token",
@@ -57,22 +57,16 @@ def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Ro
         "xlabel": "tokens, millions",
         "legend": {"loc": "upper right"},
     }
-    count = sum(len(x) for crosses in marks.values() for x, _ in crosses)
+    count = sum(len(spikes(layer.y)) for layers in panels.values() for layer in layers)
     return picture(
         panels,
         [published if name == "paper" else measured for name in panels],
         "Training loss of your runs; crosses: what the kit's alerts call a spike.",
         f"Spikes: {count}. The paper's own curve could not be read.",
-        also=mark,
+        also=mark_spikes,
         mosaic=";".join("abc"[: len(panels)]),
         height=2.8 * len(panels) + 0.6,
     )
-
-
-def _spikes_of(layer: Layer) -> tuple[Any, Any]:
-    """Returns the points of a curve that the kit's alerts call a spike."""
-    rows = [row for row, _ in spikes(layer.y)]
-    return layer.x[rows], layer.y[rows]
 
 
 def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:

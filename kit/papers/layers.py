@@ -5,15 +5,13 @@ A figure of `kit.papers` is a function of run directories that returns `(figure,
 its layers and has `picture` of `panels.py` draw them, or `facts_table` where the paper prints a
 table. Each row has a key `layer`.
 
-    FACTS = Facts.load("hlat")  # kit/papers/data/hlat.csv
     def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         layers = [
             Layer.published(FACTS["final_loss"], label="paper"),  # hollow grey markers
             Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
             *measured(runs, x=tokens, y=final_loss),  # filled markers, demo scale marked
         ]
-        style = {"title": "loss, nats per token", "xlabel": "tokens"}
-        return picture(layers, [style], "What is drawn.", "What holds.", "What is missed.")
+        return picture(layers, [{"title": "loss"}], "What is drawn.", "What holds.", height=3)
 
 Then name it in `data/figures.toml`. Rules that the code here enforces: a remembered number is
 never drawn as published, a modelled line says how wrong the model is, and demo-scale points never
@@ -113,10 +111,8 @@ class Facts:
     def __getitem__(self, series: str) -> tuple[Fact, ...]:
         found = tuple(fact for fact in self.facts if fact.series == series)
         if not found:
-            known = dict.fromkeys(fact.series for fact in self.facts)
-            raise ConfigError(
-                f"{self.name}.csv: {series!r} is unknown. {suggestion(series, known)}"
-            )
+            near = suggestion(series, dict.fromkeys(fact.series for fact in self.facts))
+            raise ConfigError(f"{self.name}.csv: {series!r} is unknown. {near}")
         return found
 
     def only(self, series: str, x: str) -> Fact:
