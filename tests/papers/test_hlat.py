@@ -99,21 +99,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     plan = Plan(
         tensor_parallel=8, data_parallel=64, zero_stage=1, global_batch_size=1024, precision="bf16"
     )
-    trn1 = record(
-        folder / "trn1", ModelSpec.preset("hlat-7b"), plan, Site.load(TRN1), 16 * 24_000.0
-    )
-    scored(
-        trn1, score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc"), step=8
-    )
+    spec, site = ModelSpec.preset("hlat-7b"), Site.load(TRN1)
+    trn1 = record(folder / "trn1", spec, plan, site, 16 * 24_000.0)
+    whole = [score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc")]
+    scored(trn1, *whole, step=8)
     demo = folder / "study"
     run = record(demo / "llama-demo", ModelSpec.preset("demo"), Plan(), Site.load("laptop"), 1000.0)
     for step in (4, 8):
-        scored(
-            run,
-            score("piqa", 0.5 + step / 100),
-            score("heldout", 3 - step / 10, metric="bits_per_byte"),
-            step=step,
-        )
+        bits = score("heldout", 3 - step / 10, metric="bits_per_byte")
+        scored(run, score("piqa", 0.5 + step / 100), bits, step=step)
     last = {"no spike": 5.0, "nothing": 5.9, "skip": 5.1, "roll back": 5.2, "lower rate": 5.4}
     arms = {name: steps_of(name, loss) for name, loss in last.items()}
     (demo / SPIKES).write_text(json.dumps(arms))
