@@ -173,11 +173,8 @@ def _facts(found: "Pace") -> list[tuple[str, str]]:
         )
         return ", ".join(told)
 
-    checked = shares(found.node_check, 1.0)
     facts = [
         ("pace", found.verdict),
-        ("nearest measured run", str(found.nearest or "")),
-        ("node check", checked and f"{checked} of the site file's numbers"),
         ("a step, measured", shares(found.parts_s, found.took_s)),
         ("where the time should go", shares(found.terms_s, found.expected_s)),
         *(("warning", text) for text in found.warnings),
@@ -190,7 +187,7 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
     from kit.monitor.text import duration
 
     rows = [row for row in spent.rows() if row["seconds"]]
-    costs = [name for name in ("USD", "kWh") if all(row[name.lower()] is not None for row in rows)]
+    costs = [] if spent.usd is None else ["USD"]
     names = ["part", "time", "share", "device-hours", *costs, "what it is"]
     title = (
         f"{spent.goodput:.1%} of the device-hours of {spent.run} count; shares are of all time,"
@@ -198,7 +195,7 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
     )
     parts = Table(*names, right=names[1:-1], title=title)
     for row in rows:
-        cost = [f"{row[name.lower()]:,.2f}" for name in costs]
+        cost = [f"{row['usd']:,.2f}"] if costs else []
         hours = f"{row['device_hours']:,.3g}"
         parts.add(
             row["part"],

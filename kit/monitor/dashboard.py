@@ -8,7 +8,6 @@ alerts about once a second and may wait for a scheduler. Both may be called from
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,20 +100,16 @@ class Dashboard:
         self.status = read_status(run.directory)
         self.log_rank, self.log_search = 0, ""
         self._site_time = self._site_changed()
-        self._last_row = time.monotonic()
 
     def read(self) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
-            before = self.columns.position
             more = self.columns.poll()
             for other in self.others.values():
                 if not other.columns.position:
                     other.columns.read_all()
                     other.update()
             self.curves.update()
-            if self.columns.position != before:
-                self._last_row = time.monotonic()
             return more
 
     def look(self) -> None:
@@ -127,10 +122,14 @@ class Dashboard:
             self.status = status
             self.watchman.look(self.columns, self.curves, status, self.ranks)
 
-    def catch_up(self) -> None:
-        """Takes over all that is new."""
+    def read_all(self) -> None:
+        """Takes over all steps that are new."""
         while self.read():
             pass
+
+    def catch_up(self) -> None:
+        """Takes over all that is new."""
+        self.read_all()
         self.look()
 
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
@@ -169,37 +168,56 @@ class Dashboard:
             }
         return description, x.astype("<f8").tobytes() + np.vstack(rows).astype("<f4").tobytes()
 
-    def facts(self) -> dict[str, Any]:
-        """Returns state, numbers of the last step, and progress of requests, as plain values for
-        JSON.
+    def row(self) -> dict[str, Any]:
+        """Returns state, its reason, and the numbers of the last step.
+
+        NaN and infinity are numbers that were not finite; None is what was never recorded, or is
+        not known.
         """
         with self.lock:
             run, status = self.run, self.status
-            process = (state := read_state(run.directory)) and state.process
+            step = self._last_step() if len(self.columns) else {"step": 0}
+            mix = mix_words(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
+            left_s = time_left_s(self.columns, run.recipe.num_steps)
             return {
-                "name": run.name,
-                "directory": str(run.directory),
                 "state": str(status.state),
                 "reason": status.reason,
-                "final": status.state.is_final,
                 "attempt": status.attempt,
+                "num_steps": run.recipe.num_steps,
+                **step,
+                "eta_s": None if status.state.is_final else left_s,
+                "data": "; ".join(filter(None, (mix, hook_words(run)))),
+            }
+
+    def facts(self) -> dict[str, Any]:
+        """Returns `row` with what only the dashboard shows, as plain values for JSON: a number that
+        was not finite is None.
+        """
+        with self.lock:
+            run, status, outlook = self.run, self.status, self.outlook.facts
+            process = (state := read_state(run.directory)) and state.process
+            memory, spent = run.site.device.memory_bytes, (outlook["goodput"] or {}).get("usd")
+            row, price = self.row(), str(run.site.price_per_node_hour)
+            return {
+                **{name: _plain(of) if isinstance(of, float) else of for name, of in row.items()},
+                "name": run.name,
+                "directory": str(run.directory),
+                "final": status.state.is_final,
                 "host": process.host if process else None,
                 "devices": run.plan.num_devices,
                 "checkpoints": run.checkpoints.steps()[-3:],
                 "allowed": self.actions.allowed(status),
                 "actions": self.actions.report(status),
-                "quiet_s": time.monotonic() - self._last_row if len(self.columns) else None,
-                "now": time.time(),
                 "skipped_lines": self.columns.skipped_lines,
-                "num_steps": run.recipe.num_steps,
                 "straggler": str(slowest) if (slowest := self.ranks.slowest) else None,
                 "ranks": self.ranks.num_ranks,
                 "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
-                "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
                 "split": self.ranks.split(),
-                "outlook": self.outlook.facts(),
+                "outlook": outlook,
                 "as_of": unheard(run.directory),
-                **self._last_step(),
+                "device_bytes": memory.value if memory else None,
+                "cost": None if spent is None else {"value": spent, "note": price},
+                "formula": self._formula(),
             }
 
     def alerts(self) -> list[dict[str, Any]]:
@@ -231,28 +249,21 @@ class Dashboard:
         return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
-        if not len(self.columns):
-            return {"step": 0}
-        run, columns, curves = self.run, self.columns, self.curves
-        step, tokens = int(columns["step"][-1]), int(_plain(curves["tokens"][-1]) or 0)
-        memory, spent = run.site.device.memory_bytes, (self.outlook.goodput or {}).get("usd")
-        price = str(run.site.price_per_node_hour)
-        mix = mix_words(run.recipe, run.spec.sequence_length, tokens)
-        left_s = None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps)
-        last = ("loss", "grad_norm", "learning_rate", "memory_bytes")
-        speeds = ("tokens_per_s", "mfu", "hfu", "step_time_s")
+        """Returns the numbers of the last step, its speeds as the median of the last 20."""
+        columns, curves = self.columns, self.curves
+        step, held_out = int(columns["step"][-1]), columns["validation_loss"]
+        left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - step)
+        recorded = ("grad_norm", "learning_rate", "memory_bytes")
+        speeds = ("step_time_s", "tokens_per_s", "mfu", "hfu")
         return {
             "step": step,
-            "tokens": tokens,
-            "tokens_left": _plain(columns["tokens"][-1] * max(0, run.recipe.num_steps - step)),
-            "why_no_mfu": self.why_no_mfu,
-            "eta_s": left_s,
-            "device_bytes": memory.value if memory else None,
-            "cost": None if spent is None else {"value": spent, "note": price},
-            "formula": self._formula(),
-            "data": "; ".join(filter(None, (mix, hook_words(run)))),
-            **{name: _plain(columns[name][-1]) for name in last},
+            "tokens": int(_plain(curves["tokens"][-1]) or 0),
+            "tokens_left": _plain(left),
+            "loss": float(columns["loss"][-1]),
+            "validation_loss": _last(held_out[np.isfinite(held_out)]),
+            **{name: _last(columns[name]) for name in recorded},
             **{name: median(curves[name][-20:]) for name in speeds},
+            "why_no_mfu": self.why_no_mfu,
         }
 
     @property
@@ -353,6 +364,11 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
         return np.full(len(x), np.nan)
     y = other.average("loss")[known]
     return np.interp(x, other[axis][known], y, left=np.nan, right=np.nan)
+
+
+def _last(values: np.ndarray) -> float | None:
+    """Returns the last value of a series; None where it was never recorded."""
+    return None if np.isnan(values).all() else float(values[-1])
 
 
 def _plain(value: float) -> float | None:

@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError
-from cluster.site import Site
 from cluster.state import last_attempt
 from kit.errors import RunError
 from kit.monitor.goodput import ledger
-from kit.plan import Plan
 from kit.run import Run
 from kit.run.metrics import Metrics, utilisation_rates
 from kit.show.theme import GREY
@@ -47,18 +44,6 @@ MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
 """Parts of a step in words, what tells most first: their column of the metrics, and the terms of
 the estimate that they should take. A wait for others lies within the other parts."""
 
-TOLD = (
-    "took_s",
-    "expected_s",
-    "low_s",
-    "high_s",
-    "verdict",
-    "terms_s",
-    "parts_s",
-    "node_check",
-    "warnings",
-)
-"""What of a Pace goes into JSON under its own name."""
 Band = dict[str, Any]
 """The 90 % interval of the estimate for an `attempt`: `step_time_s`, and the speeds that follow,
 `tokens_per_s` and `mfu` (None for an unknown peak), low and high."""
@@ -68,26 +53,20 @@ Band = dict[str, Any]
 class Pace:
     """What a step of an attempt should take, and what it takes."""
 
-    attempt: int
-    plan: Plan
-    site: Site
     expected_s: float
     low_s: float
     high_s: float
     """The 90 % interval."""
     terms_s: dict[str, float]
     """Of the estimate, the largest first."""
-    label: str
+    calibration: str
     """What the estimate rests on."""
     warnings: tuple[str, ...]
-    nearest: str
-    """Published run; none for a plan of this machine."""
     took_s: float
     """Median of the newest steps; NaN for too few of them."""
     parts_s: dict[str, float]
     """What they were made of, on rank 0, as far as it was recorded: names of MEASURED."""
-    node_check: dict[str, float]
-    """What the start of the job measured, as a share of what the site file says."""
+    band: Band
 
     @property
     def slow_part(self) -> str | None:
@@ -112,17 +91,14 @@ class Pace:
         """
         if math.isnan(self.took_s):
             band = f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
-            return f"expected: {band} ({self.label}); too few steps to compare"
-        text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.label)
+            return f"expected: {band} ({self.calibration}); too few steps to compare"
+        text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.calibration)
         part = self.slow_part
         return f"{text}. Most of it: {part}, {self.parts_s[part]:.3g} s a step" if part else text
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        return {name: getattr(self, name) for name in TOLD} | {
-            "calibration": self.label,
-            "nearest": self.nearest or None,
-        }
+        return {**dataclasses.asdict(self), "verdict": self.verdict}
 
 
 def sentence(took_s: float, expected_s: float, low_s: float, high_s: float, label: str) -> str:
@@ -144,7 +120,6 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
     Raises:
         ConfigError: the site lacks a number that the estimate needs.
     """
-    from kit.estimate.choose.nearest import nearest_run
     from kit.estimate.fit.calibrate import calibrate, published_calibration
     from kit.estimate.fit.measured_rows import hardware_on
     from kit.estimate.theory.layouts import Layouts
@@ -154,28 +129,33 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
     plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     layouts = Layouts.of(run.spec, [plan])
     hardware = hardware_on(site, layouts, plan.precision)
-    is_local = site.scheduler == "local"
     calibration = (
-        calibrate([], site, hardware=hardware) if is_local else published_calibration(site)
+        calibrate([], site, hardware=hardware)
+        if site.scheduler == "local"
+        else published_calibration(site)
     )
     prediction = calibration.predict(layouts, hardware)
-    found = None if is_local else nearest_run(run.spec, plan, hardware, calibration.coefficients)
+    low_s, high_s = _one(prediction.low_s), _one(prediction.high_s)
     terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
     took_s, parts_s = _took(run.metrics(), attempt)
+    tokens = plan.global_batch_size * run.spec.sequence_length
+    slow, fast = tokens / high_s, tokens / low_s
+    rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
     return Pace(
-        attempt=attempt,
-        plan=plan,
-        site=site,
         expected_s=_one(prediction.total_s),
-        low_s=_one(prediction.low_s),
-        high_s=_one(prediction.high_s),
+        low_s=low_s,
+        high_s=high_s,
         terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])),
-        label=calibration.label,
+        calibration=calibration.label,
         warnings=prediction.warnings,
-        nearest=str(found or ""),
         took_s=took_s,
         parts_s=parts_s,
-        node_check=_node_check(run, site),
+        band={
+            "attempt": attempt,
+            "step_time_s": (low_s, high_s),
+            "tokens_per_s": (slow, fast),
+            "mfu": None if rates is None else (rates[0] * slow, rates[0] * fast),
+        },
     )
 
 
@@ -213,39 +193,27 @@ def _took(metrics: Metrics, attempt: int) -> tuple[float, dict[str, float]]:
     return took_s, parts
 
 
-def _node_check(run: Run, site: Site) -> dict[str, float]:
-    """Returns what the start of the job measured otherwise than the site file says, as shares of
-    its numbers.
-    """
-    try:
-        seen = Site.read(run.directory / "measured_site.json")
-    except (OSError, ConfigError):
-        return {}
-    network = "the network between nodes"
-    stated = {network: site.links.inter_node_bytes_per_s}
-    measured = {network: seen.links.inter_node_bytes_per_s}
-    for dtype, fact in seen.device.matmul_flops_per_s.items():
-        measured[f"{dtype} matrix products"] = fact
-        stated[f"{dtype} matrix products"] = site.device.matmul_flops_per_s.get(dtype)
-    return {
-        name: ours.value / theirs.value
-        for name, ours in measured.items()
-        if ours and (theirs := stated[name]) and ours.value != theirs.value
-    }
-
-
 def _one(values: Any) -> float:
     return float(np.ravel(values)[0])
 
 
 class Outlook:
-    """What was worked out last; empty until `refresh` has had its first answer."""
+    """What was worked out last, for views.
+
+    `facts` are plain values, for JSON: the `band` of the newest attempt and its `label`, the
+    `verdict` in one sentence, of what a step is made, and the goodput; empty until `refresh` has
+    had its first answer.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.band: Band | None = None
-        self.verdict, self.parts_s = "", dict[str, float]()
-        self.goodput: dict[str, Any] | None = None
+        self.facts: dict[str, Any] = {
+            "label": BAND,
+            "band": None,
+            "verdict": "",
+            "parts_s": {},
+            "goodput": None,
+        }
         self._due, self._thread = 0.0, None
 
     def refresh(self, *, wait: bool = False) -> None:
@@ -261,35 +229,34 @@ class Outlook:
 
     def again(self, run: Run) -> None:
         """Forgets when it last looked: the run has another attempt or another site."""
-        self.run, self._due, self.verdict = run, 0.0, ""
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the answers as plain values, for JSON."""
-        names = ("band", "verdict", "parts_s", "goodput")
-        return {"label": BAND} | {name: getattr(self, name) for name in names}
+        self.run, self._due, self.facts = run, 0.0, {**self.facts, "verdict": ""}
 
     def _work_out(self) -> None:
         start = time.thread_time()
-        self.band, self.verdict, self.parts_s = compare(self.run)
+        found = {"label": BAND, **compare(self.run)}
         try:
-            self.goodput = _goodput(self.run)
+            spent = ledger(self.run)
+            share = spent.goodput if math.isfinite(spent.goodput) else None
+            parts = [row for row in spent.rows() if row["seconds"] > 0]
+            goodput = {"share": share, "usd": spent.usd, "parts": parts}
         except Exception:  # no attempt yet, or a directory that is gone: the bar is left out
-            self.goodput = None
+            goodput = None
+        self.facts = {**found, "goodput": goodput}
         self._due = time.monotonic() + max(EVERY_S, (time.thread_time() - start) / SHARE)
 
 
-def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
-    """Returns the expected band of the newest attempt if there is one, one sentence, and what a
-    step is made of.
+def compare(run: Run) -> dict[str, Any]:
+    """Returns the expected `band` of the newest attempt if there is one, the `verdict`, one
+    sentence, and `parts_s`, what a step is made of.
 
     Raises nothing.
     """
     try:
         found = expectation(run)
-        return _band(run, found), found.verdict, found.parts_s
+        return {"band": found.band, "verdict": found.verdict, "parts_s": found.parts_s}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        return None, f"no estimate: {why}", {}
+        return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}
 
 
 def draw_band(
@@ -309,24 +276,3 @@ def draw_band(
     )
     axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
     axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
-
-
-def _band(run: Run, expected: Pace) -> Band:
-    tokens = expected.plan.global_batch_size * run.spec.sequence_length
-    slow, fast = tokens / expected.high_s, tokens / expected.low_s
-    rates = utilisation_rates(run.spec, expected.plan, expected.site, is_imported=run.is_imported)
-    return {
-        "attempt": expected.attempt,
-        "step_time_s": (expected.low_s, expected.high_s),
-        "tokens_per_s": (slow, fast),
-        "mfu": None if rates is None else (rates[0] * slow, rates[0] * fast),
-    }
-
-
-def _goodput(run: Run) -> dict[str, Any]:
-    found = ledger(run)
-    return {
-        "share": found.goodput if math.isfinite(found.goodput) else None,
-        "usd": found.usd,
-        "parts": [row for row in found.rows() if row["seconds"] > 0],
-    }

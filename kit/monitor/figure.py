@@ -45,13 +45,13 @@ def run_figure(
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
-        band, verdict, _ = compare(run)
+        outlook = compare(run)
         if len(metrics):
             numbers, rows = np.unique(table["attempt"], return_index=True)
             firsts = dict(zip(numbers.tolist(), table["step"][rows].tolist(), strict=True))
             draw_band(
                 right,
-                band,
+                outlook["band"],
                 firsts,
                 float(table["step"][-1]),
                 "mfu" if "mfu" in table else "tokens_per_s",
@@ -61,7 +61,7 @@ def run_figure(
             if len(metrics)
             else ""
         )
-        figure.notes = tuple(filter(None, (verdict, mix)))
+        figure.notes = tuple(filter(None, (outlook["verdict"], mix)))
     return figure, table
 
 

@@ -74,9 +74,6 @@ class Ledger(Record):
     run: str = field_doc("its name")
     attempts: tuple[Share, ...] = field_doc("in their order")
     idle_s: float = field_doc("between attempts that nobody had asked for; in no part")
-    watts: float | None = field_doc(
-        "of one device, of the site: without hosts, network and cooling"
-    )
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -107,8 +104,8 @@ class Ledger(Record):
         return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each part: seconds, share of the wall time, device-hours, where
-        known price and kWh.
+        """Returns a row for each part: seconds, share of the wall time, device-hours, and the
+        price where it is known.
         """
         prices = np.array([share.usd_per_hour for share in self.attempts], float)  # None is NaN
         devices = np.array([share.devices for share in self.attempts])
@@ -124,7 +121,6 @@ class Ledger(Record):
                 "share": seconds / wall_s if wall_s else np.nan,
                 "device_hours": hours,
                 "usd": None if np.isnan(usd) else usd,
-                "kwh": None if self.watts is None else hours * self.watts / 1000,
                 "meaning": PARTS[part],
             }
             rows.append(row)
@@ -180,10 +176,7 @@ def ledger(run: Run) -> Ledger:
                 end=f"{told[-1].state}: {told[-1].reason}" if told else "imported",
             )
         )
-    watts = run.site.device.watts
-    return Ledger(
-        run=run.name, attempts=tuple(shares), idle_s=idle_s, watts=watts.value if watts else None
-    )
+    return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s)
 
 
 def _attempt(
@@ -205,21 +198,26 @@ def _attempt(
     last = ends[-1] if len(ends) else start
     end = max(last, over[0] if over else max([heard, *times[-1:]]))
     took = ends - starts
-    counts = steps["counts"].astype(bool)
     extra = max(0.0, took[0] - float(np.median(took[1 : 1 + WARM]))) if len(took) > 2 else 0.0
-    seconds = dict.fromkeys(PARTS, 0.0)
-    seconds["productive"] = float(took[counts].sum()) - extra * bool(len(counts) and counts[0])
-    seconds["repeated"] = float(took[~counts].sum()) - extra * bool(len(counts) and not counts[0])
-    seconds["first step"] = extra
-    seconds["start-up"] = (starts[0] if len(starts) else end) - start
+    took[:1] -= extra
+    counts = steps["counts"].astype(bool)
     gaps = starts[1:] - ends[:-1]
     saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
     validations = np.where(np.isfinite(steps["validation_loss"][:-1]), gaps - saves, 0.0)
-    seconds["checkpoints"], seconds["validation"] = float(saves.sum()), float(validations.sum())
-    seconds["between steps"] = float((gaps - saves - validations).sum())
     well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
-    seconds["ending" if well else "lost"] = end - last if len(ends) else 0.0
-    seconds["waiting"] = start - begin
+    after = end - last if len(ends) else 0.0
+    seconds = {
+        "productive": took[counts].sum(),
+        "repeated": took[~counts].sum(),
+        "first step": extra,
+        "start-up": (starts[0] if len(starts) else end) - start,
+        "checkpoints": saves.sum(),
+        "validation": validations.sum(),
+        "between steps": (gaps - saves - validations).sum(),
+        "ending": after if well else 0.0,
+        "lost": 0.0 if well else after,
+        "waiting": start - begin,
+    }
     return {part: float(value) for part, value in seconds.items()}, float(begin), float(end)
 
 

@@ -7,6 +7,7 @@ It needs no front-end extension, and a saved notebook shows its last state.
 import asyncio
 import html
 import time
+from typing import Any
 
 import numpy as np
 from IPython.display import DisplayHandle
@@ -65,7 +66,7 @@ async def follow(
         if status.state.is_final or time.monotonic() - drawn > DRAW_S:
             curve, drawn = curve_html(run, baselines), time.monotonic()
         outlook.refresh(wait=status.state.is_final)
-        handle.update(_bundle(run, curve, outlook.verdict), raw=True)
+        handle.update(_bundle(run, curve, outlook.facts["verdict"]), raw=True)
         if status.state.is_final:
             return status
         if time.monotonic() - start > limit_s:
@@ -82,7 +83,18 @@ def view_html(run: Run, curve: str, verdict: str = "") -> str:
 
     `verdict` is the sentence of an `Outlook`.
     """
+    return _page(run, status_row(run), curve, verdict)
+
+
+def _bundle(run: Run, curve: str, verdict: str = "") -> dict[str, str]:
+    """Returns the same for a notebook, and in a line for pages that show no HTML."""
     row = status_row(run)
+    loss = number(row.get("loss"), ".3f")
+    text = f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {loss}"
+    return {"text/html": _page(run, row, curve, verdict), "text/plain": text}
+
+
+def _page(run: Run, row: dict[str, Any], curve: str, verdict: str) -> str:
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
     tiles = {
@@ -98,6 +110,8 @@ def view_html(run: Run, curve: str, verdict: str = "") -> str:
         f"<div style='font-size:11px;{MUTED}'>{name}</div><b>{value}</b></div>"
         for name, value in tiles.items()
     )
+    report = read_exit(run.directory) if state is JobState.FAILED else None
+    last_words = f"<pre>{html.escape(report.log_tail)}</pre>" if report else ""
     return (
         f"<div style='border:{BORDER};border-radius:8px;padding:10px"
         f" 12px;max-width:{WIDTH + 40}px;font:13px/1.4"
@@ -105,24 +119,15 @@ def view_html(run: Run, curve: str, verdict: str = "") -> str:
         f"<div><b>{html.escape(run.name)}</b>"
         f" <span role='status' style='background:{colour};color:white;border-radius:9px;padding:1px"
         f" 9px'>{ICONS.get(state, '…')} {state}</span> <span style='{MUTED}'>attempt"
-        f" {run.job.status().attempt}: {html.escape(row['reason'])}</span></div><div"
+        f" {row['attempt']}: {html.escape(row['reason'])}</span></div><div"
         " style='height:4px;margin:8px"
         " 0;border-radius:2px;background:var(--jp-border-color2,#8884)'><div"
         f" style='height:4px;border-radius:2px;width:{done:.1%};background:{BLUE}'></div></div><div"
         f" style='display:flex;flex-wrap:wrap;gap:6px'>{boxes}</div><div"
         f" style='margin-top:6px;{MUTED}'>{html.escape(verdict)}</div><div"
         f" style='{MUTED}'>{html.escape(row['data'])}</div><div"
-        f" style='margin-top:8px'>{curve}</div>{_last_words(run, state)}</div>"
+        f" style='margin-top:8px'>{curve}</div>{last_words}</div>"
     )
-
-
-def _bundle(run: Run, curve: str, verdict: str = "") -> dict[str, str]:
-    row = status_row(run)
-    text = (
-        f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss"
-        f" {number(row.get('loss'), '.3f')}"
-    )
-    return {"text/html": view_html(run, curve, verdict), "text/plain": text}
 
 
 def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:
@@ -137,9 +142,3 @@ def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:
     lost = np.sum(~np.isfinite(metrics["loss"]))
     note = f"<div>✖ {lost:,} losses were not finite.</div>" if lost else ""
     return loss_figure(metrics, run.recipe.num_steps, baselines=baselines).to_html(alt=alt) + note
-
-
-def _last_words(run: Run, state: JobState) -> str:
-    """Returns the end of the failing rank's log, where the job has failed."""
-    report = read_exit(run.directory) if state is JobState.FAILED else None
-    return f"<pre>{html.escape(report.log_tail)}</pre>" if report else ""

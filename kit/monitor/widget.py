@@ -263,7 +263,11 @@ def snapshot(dashboard: Dashboard) -> Any:
         )
     if len(x):
         draw_band(
-            figure.axes[1], dashboard.outlook.band, dashboard.columns.first_steps, x[-1], names[1]
+            figure.axes[1],
+            dashboard.outlook.facts["band"],
+            dashboard.columns.first_steps,
+            x[-1],
+            names[1],
         )
     draw_levels(figure.axes[0], dashboard.levels)
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"

@@ -19,8 +19,7 @@ def _at_pace(folder: Path, times: float) -> Run:
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     outlook = Outlook(run)
     outlook.refresh(wait=True)
-    assert outlook.band
-    low, high = outlook.band["step_time_s"]
+    low, high = outlook.facts["band"]["step_time_s"]
     file, now = run.directory / "metrics.jsonl", time.time()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     wanted = times * (low * high) ** 0.5
@@ -58,7 +57,7 @@ def test_the_band_the_sentence_and_the_goodput(
     assert screen.text(".kit-verdict").startswith(
         "as expected" if times == 1 else "slower than expected by"
     )
-    mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.band
+    mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.facts["band"]
     assert band and (band["mfu"][0] < mfu < band["mfu"][1]) == (times == 1), (
         "the chart says the same as the sentence"
     )
@@ -69,7 +68,7 @@ def test_the_band_the_sentence_and_the_goodput(
         ".kit-shares"
     )
     widths = bar.evaluate("e => [...e.children].map(c => c.getBoundingClientRect().width)")
-    shares = [part["share"] for part in screen.dashboard.outlook.facts()["goodput"]["parts"]]
+    shares = [part["share"] for part in screen.dashboard.outlook.facts["goodput"]["parts"]]
     total = bar.evaluate("e => e.getBoundingClientRect().width")
     assert [width / total for width in widths] == pytest.approx(shares, abs=0.01)
     screen.photograph(f"outlook-{'dark' if dark else 'light'}")

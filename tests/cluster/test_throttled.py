@@ -89,9 +89,7 @@ def test_a_slow_core_is_named(train, capsys) -> None:
 
 
 def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
-    """One that was slow when the job began, which the node check has measured, and one that
-    became slow.
-    """
+    """One that was slow when the job began, and one that became slow."""
     with slow_links(sandbox, NODES, NORMAL):
         site = as_it_runs(train("normal"))
         normal = pace(train("again", site))
@@ -99,4 +97,3 @@ def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
         from_the_start = pace(train("slow", site))
     later = pace(train("late", site, lambda run: slow_links(sandbox, NODES, SLOW)))
     check({"from the start": (from_the_start, WAITS), "later": (later, WAITS)}, normal, capsys)
-    assert from_the_start.node_check["the network between nodes"] < 0.5

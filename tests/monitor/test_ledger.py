@@ -102,12 +102,8 @@ def test_nobody_was_left_to_say_that_it_ended(told):
 def test_prices_and_devices_of_each_attempt(told):
     plan = told.plan.replace(data_parallel=8)
     plan.write(told.directory / "plan.attempt_02.json")
-    device, price = told.site.device, Fact(value=36.0, source="the tests")
-    site = told.site.replace(
-        device=device.replace(watts=Fact(value=500.0, source="the tests")),
-        devices_per_node=4,
-        price_per_node_hour=price,
-    )
+    price = Fact(value=36.0, source="the tests")
+    site = told.site.replace(devices_per_node=4, price_per_node_hour=price)
     site.write(told.directory / "site.json")
     found = ledger(Run.open(told.directory))
     dashboard = looked_at(Run.open(told.directory))
@@ -119,7 +115,6 @@ def test_prices_and_devices_of_each_attempt(told):
         "a cent a second for 1 node, then for 2"
     )
     assert rows["waiting"]["usd"] == 0 and found.usd == pytest.approx((1 * 26 + 2 * 12) / 100)
-    assert rows["productive"]["kwh"] == pytest.approx(0.5 * (8 + 8 * 6) / 3600)
     assert found.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
 
 

@@ -24,7 +24,7 @@ from kit.monitor.export import export_table
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, live_row
 from kit.monitor.sinks import scalars
-from kit.monitor.text import curve
+from kit.monitor.text import bars
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.show import terminal
@@ -48,20 +48,11 @@ def _command(*arguments: object):
     )
 
 
-def test_curve_falls_and_marks_what_is_not_finite() -> None:
-    lines = curve(np.linspace(8, 4, 400), 40, height=4)
-    heights = [sum(line[9 + column] != " " for line in lines) for column in range(40)]
-    assert (
-        len(lines) == 4
-        and heights == sorted(heights, reverse=True)
-        and heights[0] == 4
-        and heights[-1] == 1
-    )
-    assert [line[:9].strip() for line in lines] == ["7.955", "", "", "4.045"]
+def test_bars_fall_and_mark_what_is_not_finite() -> None:
+    assert bars(np.linspace(8, 4, 400), 8) == "█▇▆▅▄▃▂▁"
     values = np.where(np.arange(400) == 201, np.nan, np.linspace(8, 4, 400))
-    assert [line[9 + 20] for line in curve(values, 40, height=4)] == [" ", " ", " ", "?"]
-    assert "?" in curve(np.full(3, np.inf), 40)[0]
-    assert len(curve(np.array([2.0, 2.0]), 40)[0]) == 9 + 2
+    assert bars(values, 8) == "█▇▆▅?▃▂▁"
+    assert bars(np.full(3, np.inf), 40) == "???" and bars(np.array([2.0, 2.0]), 40) == "▁▁"
 
 
 @pytest.mark.parametrize("width", [80, 60, 44, 200])
@@ -85,8 +76,9 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
         assert len(lines) <= 20, "one look, no scrolling"
 
 
-def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
+def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run: Run) -> None:
     spoil(run, {390: {"loss": float("nan")}})
+    ask(run.directory, "checkpoint")
     for step in range(10, 200, 20):
         AlertLog(run.directory / "alerts.jsonl").add(
             [
@@ -100,18 +92,9 @@ def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
                 )
             ]
         )
-    for height in (16, 30, 50):
-        screen = io.StringIO()
-        # So that it is shown once.
-        say(run, JobState.DONE, attempt=2, step=400, process=dead_process())
-        watch(
-            run,
-            console=Console(
-                file=screen, width=80, height=height, force_terminal=True, highlight=False
-            ),
-        )
-        last = screen.getvalue().rpartition("● lost")[2].rstrip()
-        assert height - 3 <= last.count("\n") < height and "nan: loss is not finite" in last, height
+    words = "\n".join(_screen(run, 80)[:14])
+    for wanted in ("● running", "loss", "MFU", "checkpoint: asked", "nan: loss is not finite"):
+        assert wanted in words
 
 
 def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(
