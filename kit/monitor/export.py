@@ -20,15 +20,13 @@ from kit.run.metrics import Metrics, MetricsFollower, rows_to_metrics
 FORMATS = ("csv", "parquet")
 
 
-def export_table(run: Run, *, every_attempt: bool = False) -> Any:
+def export_table(run: Run) -> Any:
     """Returns the steps of a run as a pyarrow table; speeds and utilisations are derived, the rest
     as recorded.
 
-    Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the run has
-    them. Each step is there once, in order, as the newest attempt left it, with total_tokens up to
-    it; with `every_attempt` all lines in the order of the file, repeated steps too, without
-    total_tokens. A value that was not recorded, and only that, is null: NaN and infinity stay what
-    they are.
+    Columns: those of `metrics.jsonl`, tokens_per_s, mfu and hfu (fractions) where the run has them,
+    and total_tokens up to a step. Each step is there once, in order, as the newest attempt left it.
+    A value that was not recorded, and only that, is null: NaN and infinity stay what they are.
     """
     import pyarrow
 
@@ -36,15 +34,13 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
         row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows
     ]
     steps, attempts = ([row[name] for row in recorded] for name in ("step", "attempt"))
-    newest = [recorded[place] for place in that_count(steps, attempts)]
-    kept = recorded if every_attempt else newest
+    kept = [recorded[place] for place in that_count(steps, attempts)]
     metrics = metrics_of(run, kept)
     names = list(metrics.columns) + sorted(
         {name for row in kept for name in row} - set(metrics.columns)
     )
     columns = {name: _column([row.get(name) for row in kept]) for name in names}
-    totals = {} if every_attempt else {"total_tokens": metrics.total_tokens}
-    for name, column in (derived(metrics) | totals).items():
+    for name, column in (derived(metrics) | {"total_tokens": metrics.total_tokens}).items():
         columns[name] = pyarrow.array(column)
     facts = {
         "run": run.name,
@@ -60,9 +56,7 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
     return pyarrow.table(columns).replace_schema_metadata({"kit": json.dumps(facts)})
 
 
-def export(
-    run: Run, file: Path, *, format: str, every_attempt: bool = False, overwrite: bool = False
-) -> int:
+def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int:
     """Writes `export_table` to `file` as `csv` or `parquet`, by atomic rename, and returns its
     number of rows.
 
@@ -78,7 +72,7 @@ def export(
         raise RunError(f"{file} exists. Give another --out, or --overwrite.")
     from pyarrow import csv, parquet
 
-    table = export_table(run, every_attempt=every_attempt)
+    table = export_table(run)
     with replacement(file) as stream:
         if format == "csv":
             # Spreadsheets run a cell that begins so. Texts are JSON, in quotes; a name comes from

@@ -1,5 +1,5 @@
-"""The static figure of a run: loss with held-out points, MFU (tokens/s where there is none), and
-its scores.
+"""The static figures of a run: loss with held-out points, MFU (tokens/s where there is none), and
+its scores; and the picture that a dashboard leaves in a saved notebook.
 """
 
 import math
@@ -10,13 +10,14 @@ import numpy as np
 
 from kit.data import mix_words
 from kit.monitor.curves import Average, drawable
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.expected import compare, draw_band
 from kit.monitor.scores import draw_scores, eval_curve
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.metrics import Metrics, median
 from kit.show.style import new_figure, short
-from kit.show.theme import BLUE, GREEN, GREY, TEXT, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
 OFFSET = {"textcoords": "offset points", "color": GREY}
@@ -76,6 +77,50 @@ def loss_figure(
         _draw_loss(axis, table, baselines or {})
         axis.set(xlim=(0, num_steps), xlabel="optimizer step")
         _mark_attempts(axis, table)
+    return figure
+
+
+def snapshot(dashboard: Dashboard) -> Any:
+    """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
+    averages.
+    """
+    # No style of matplotlib's, which is global: this runs in a thread.
+    from kit.show.themed_figure import (
+        ThemedFigure,
+    )
+
+    with dashboard.lock:
+        names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
+        x, rows = dashboard.curves.window(
+            names, axis="step", width=300, start=None, end=None, log=False
+        )
+    titles = {
+        "loss": "Loss, nats per token",
+        "mfu": "MFU, % of peak",
+        "tokens_per_s": "Tokens per second",
+    }
+    status = dashboard.status
+    figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
+    for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
+        _draw_pane(
+            pane,
+            titles[name],
+            x,
+            rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1),
+            number,
+        )
+    if len(x):
+        draw_band(
+            figure.axes[1],
+            dashboard.outlook.facts["band"],
+            dashboard.columns.first_steps,
+            x[-1],
+            names[1],
+        )
+    draw_levels(figure.axes[0], dashboard.levels)
+    step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
+    title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
+    figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
     return figure
 
 
@@ -173,3 +218,16 @@ def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
         first = table["step"][table["attempt"] == attempt][0]
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
         axis.annotate(f"attempt {attempt}", (first - 0.5, 0), xytext=(3, 4), **AT_STEP, **OFFSET)
+
+
+def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: int) -> None:
+    colour = (BLUE, GREEN)[number]
+    low, high, average = drawable(rows)
+    pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
+    pane.plot(x, average, color=colour, linewidth=1.6)
+    pane.set_title(title, fontsize=TEXT, loc="left", color=INK)
+    pane.set_xlabel("optimizer step", fontsize=TEXT, color=INK)
+    pane.tick_params(labelsize=TEXT, colors=SLATE)
+    pane.grid(axis="y", color=GRID, linewidth=0.8)
+    pane.spines[:].set_color(SLATE)
+    pane.spines[["top", "right"]].set_visible(False)

@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import anywidget
-import numpy as np
 import traitlets
 
-from kit.monitor.curves import drawable
 from kit.monitor.dashboard import Dashboard, View
-from kit.monitor.expected import draw_band
-from kit.monitor.figure import draw_levels
+from kit.monitor.figure import snapshot
 from kit.run import Run
 from kit.run.tail import CHUNK_BYTES
-from kit.show.style import short
-from kit.show.theme import BLUE, GREEN, GRID, INK, SLATE, TEXT, WIDTH
 
 POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -230,60 +225,3 @@ class Monitor(anywidget.AnyWidget):
             f" {self.model_id}"
         )
         return self.figure().to_bundle(alt=words)
-
-
-def snapshot(dashboard: Dashboard) -> Any:
-    """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
-    averages.
-    """
-    # No style of matplotlib's, which is global: this runs in a thread.
-    from kit.show.themed_figure import (
-        ThemedFigure,
-    )
-
-    with dashboard.lock:
-        names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(
-            names, axis="step", width=300, start=None, end=None, log=False
-        )
-    titles = {
-        "loss": "Loss, nats per token",
-        "mfu": "MFU, % of peak",
-        "tokens_per_s": "Tokens per second",
-    }
-    status = dashboard.status
-    figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
-    for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
-        _draw_pane(
-            pane,
-            titles[name],
-            x,
-            rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1),
-            number,
-        )
-    if len(x):
-        draw_band(
-            figure.axes[1],
-            dashboard.outlook.facts["band"],
-            dashboard.columns.first_steps,
-            x[-1],
-            names[1],
-        )
-    draw_levels(figure.axes[0], dashboard.levels)
-    step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
-    title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
-    figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
-    return figure
-
-
-def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: int) -> None:
-    colour = (BLUE, GREEN)[number]
-    low, high, average = drawable(rows)
-    pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
-    pane.plot(x, average, color=colour, linewidth=1.6)
-    pane.set_title(title, fontsize=TEXT, loc="left", color=INK)
-    pane.set_xlabel("optimizer step", fontsize=TEXT, color=INK)
-    pane.tick_params(labelsize=TEXT, colors=SLATE)
-    pane.grid(axis="y", color=GRID, linewidth=0.8)
-    pane.spines[:].set_color(SLATE)
-    pane.spines[["top", "right"]].set_visible(False)

@@ -43,11 +43,11 @@ def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(r
     assert export_table(run)["step"].to_pylist() == list(range(1, 12))
 
 
-def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_path: Path) -> None:
+def test_unknown_columns_and_the_facts_are_kept(run: Run, tmp_path: Path) -> None:
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n')
     file = tmp_path / "table.parquet"
-    assert export(run, file, format="parquet", every_attempt=True) == 51
+    assert export(run, file, format="parquet") == 41
     table = parquet.read_table(file)
     assert (
         table["note"].to_pylist()[-1] == json.dumps("an own column")

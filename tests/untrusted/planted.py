@@ -407,7 +407,7 @@ def drawn(figure: Any) -> None:
 
 
 def widget_of(run: Run) -> Any:
-    from kit.monitor.widget import snapshot
+    from kit.monitor.figure import snapshot
 
     shown = Dashboard(run)
     shown.read(), shown.look()
