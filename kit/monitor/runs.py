@@ -223,13 +223,11 @@ def _differing(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    names = [run.name for run in runs]
-    if len(set(names)) == len(names):
-        return names
-    paths = [str(run.directory) for run in runs]
-    if len(set(paths)) < len(paths):
+    """Returns the names of runs, as paths below the folder that holds them all."""
+    root = os.path.commonpath([run.directory.parent for run in runs])
+    labels = [os.path.relpath(run.directory, root) for run in runs]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise RunError(
-            f"a run cannot be compared with itself: {', '.join(sorted(paths))}. Name each run once."
+            f"a run cannot be compared with itself: {', '.join(twice)}. Name each run once."
         )
-    root = os.path.commonpath(paths)
-    return [os.path.relpath(path, root) for path in paths]
+    return labels
