@@ -154,7 +154,7 @@ STATEMENTS = {
     "kit/foreign": 516,
     "kit/measure": 354,
     "kit/model": 276,
-    "kit/monitor": 1941,
+    "kit/monitor": 1937,
     "kit/papers": 1827,
     "kit/parallel": 427,
     "kit/rehearsal": 199,

@@ -5,6 +5,7 @@ resume DIR`.
 """
 
 import dataclasses
+import math
 import threading
 import time
 from typing import Any, Literal, get_args
@@ -25,7 +26,6 @@ class Progress:
 
     asked_at: float
     attempt: int
-    checkpoint: int | None
     taken_at: float | None = None
     step: int | None = None
     done_at: float | None = None
@@ -33,11 +33,14 @@ class Progress:
 
 
 class Actions:
-    """Carries out requests without waiting for them, and follows each to its end."""
+    """Carries out requests without waiting for them, and follows each to its end.
+
+    Of checkpoints and stops the run directory knows, whoever asked; the rest is remembered here.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._progress: dict[Name, Progress] = {}
+        self._own: dict[Name, Progress] = {}
 
     def start(self, name: str, status: JobStatus) -> None:
         """Asks for one of NAMES, given the status of now; returns at once.
@@ -46,7 +49,7 @@ class Actions:
         """
         if name not in NAMES:
             return
-        progress = self._progress[name] = self._new(status)
+        progress = self._own[name] = Progress(asked_at=time.time(), attempt=status.attempt)
         # A resume reads the data set, and a scheduler may take seconds to answer: neither may hold
         # up the kernel.
         threading.Thread(
@@ -67,28 +70,28 @@ class Actions:
         """Returns by name what was asked, also by others through the run directory, and what
         became of it.
         """
+        told = dict(self._own)
         for name in ("checkpoint", "stop"):
-            folder = self.run.directory
-            waiting, taken = read_asked(folder, name), read_taken(folder, name)
-            known = self._progress.get(name)
-            if waiting is not None and (known is None or known.done_at):
-                self._progress[name] = self._new(status, waiting.asked_at)
-            elif taken and (
-                known is None or taken.taken_at > max(known.asked_at, known.done_at or 0.0)
-            ):
-                # Taken between two looks, or before this viewer came: the trainer's note knows.
-                if known is None or known.done_at:
-                    known = self._progress[name] = self._new(status, taken.asked_at)
-                known.taken_at, known.step = taken.taken_at, taken.step
-        for name, progress in self._progress.items():
+            found, own = self._found(name, status.attempt), self._own.get(name)
+            if found and (own is None or (found.taken_at or math.inf) > own.asked_at):
+                self._own.pop(name, None)
+                told[name] = found
+        for name, progress in told.items():
             if progress.done_at is None and (outcome := self._outcome(name, progress, status)):
                 when, progress.note = outcome
                 progress.done_at = max(when, progress.taken_at or progress.asked_at)
-        return {name: dataclasses.asdict(progress) for name, progress in self._progress.items()}
+        return {name: dataclasses.asdict(progress) for name, progress in told.items()}
 
-    def _new(self, status: JobStatus, when: float | None = None) -> Progress:
-        newest = max(self.run.checkpoints.steps(), default=None)
-        return Progress(asked_at=when or time.time(), attempt=status.attempt, checkpoint=newest)
+    def _found(self, name: Name, attempt: int) -> Progress | None:
+        """Returns the newest request of a name that the run directory holds."""
+        folder = self.run.directory
+        if waiting := read_asked(folder, name):
+            return Progress(asked_at=waiting.asked_at, attempt=attempt)
+        if taken := read_taken(folder, name):
+            return Progress(
+                asked_at=taken.asked_at, attempt=attempt, taken_at=taken.taken_at, step=taken.step
+            )
+        return None
 
     def _carry_out(self, name: Name, progress: Progress) -> None:
         try:
@@ -111,15 +114,10 @@ class Actions:
                 (self._turned(progress), f"attempt {status.attempt} started") if started else None
             )
         steps, due = self.run.checkpoints.steps(), progress.step
-        if (
-            name == "checkpoint"
-            and steps
-            and steps[-1] >= ((progress.checkpoint or -1) + 1 if due is None else due)
-        ):
-            saved = steps[-1] if due is None else due
+        if name == "checkpoint" and due is not None and steps and steps[-1] >= due:
             # A newer one has taken its place.
-            when = self.run.checkpoints.saved_at(saved) if saved in steps else 0.0
-            return when, f"saved at step {saved:,}"
+            when = self.run.checkpoints.saved_at(due) if due in steps else 0.0
+            return when, f"saved at step {due:,}"
         if status.state.is_final or status.attempt > progress.attempt:
             return self._turned(progress), (
                 "the job has ended" if name != "checkpoint" else "the job ended first"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import Event, JobState, ask, take_request
+from cluster.state import Event, JobState, ask, read_asked, take_request
 from kit.monitor.actions import Actions
 from kit.run import Run
+from tests.cluster.waiting import eventually
 from tests.monitor.recorded import recorded_run, say
 
 
@@ -93,3 +94,14 @@ def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
         viewer.report(run.job.status().replace(state=JobState.DONE))["stop"]["note"]
         == "the job has ended"
     )
+
+
+def test_a_request_of_an_attempt_that_is_over_is_told_no_more(run: Run) -> None:
+    viewer = Actions(run)
+    viewer.start("checkpoint", run.job.status())
+    assert eventually(lambda: read_asked(run.directory, "checkpoint"), 20)
+    take_request(run.directory, "checkpoint", step=120)
+    _checkpoint(run, 120)
+    assert viewer.report(run.job.status())["checkpoint"]["note"] == "saved at step 120"
+    (run.directory / "control" / "taken_checkpoint").unlink()  # as each new attempt does
+    assert not viewer.report(run.job.status().replace(attempt=2))
