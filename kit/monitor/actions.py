@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from cluster.files import other_owner
 from cluster.job import JobStatus
-from cluster.state import JobError, read_asked, read_history, read_state, read_taken
+from cluster.state import JobError, Request, read_asked, read_history, read_state, read_taken
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
 
@@ -82,7 +82,7 @@ class Actions:
                 progress.done_at = max(when, progress.taken_at or progress.asked_at)
         return {name: dataclasses.asdict(progress) for name, progress in told.items()}
 
-    def _found(self, name: Name, attempt: int) -> Progress | None:
+    def _found(self, name: Request, attempt: int) -> Progress | None:
         """Returns the newest request of a name that the run directory holds."""
         folder = self.run.directory
         if waiting := read_asked(folder, name):
