@@ -44,10 +44,7 @@ GONE = {
     ),
     "eval data": "It is `kit eval-data` now.",
     "explain": WHY,
-    "export-deepspeed": (
-        "A checkpoint leaves by `kit export RUN --format hf`; files of DeepSpeed's go through its"
-        " ds_to_universal."
-    ),
+    "export-deepspeed": ("A checkpoint leaves by `kit export RUN --format hf`."),
     "export-hf": "It is `kit export RUN --format hf --out FOLDER --step N` now.",
     "figures": "It is `kit figure` without a name now, or `kit figure --out FOLDER` for all.",
     "goodput": WHY,

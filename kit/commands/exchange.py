@@ -41,7 +41,6 @@ TAKEN_BY = {
 CHECKPOINTS = {
     "nxd": ("neuron:import_nxd", "**/dp_rank_*_tp_rank_*"),
     "megatron-deepspeed": ("megatron:import_megatron_deepspeed", "layer_*-model_*-model_states.pt"),
-    "deepspeed-universal": ("deepspeed:import_universal", "zero/*/fp32.pt"),
 }
 """What in kit.convert reads another trainer's checkpoint, and a pattern of its files."""
 
@@ -114,7 +113,7 @@ def import_(
         typer.Option(
             help="Of a log: megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo (NeMo 2),"
             " nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, hf-trainer (trainer_state.json). Of"
-            " a checkpoint: nxd, megatron-deepspeed, deepspeed-universal. Default: detected."
+            " a checkpoint: nxd, megatron-deepspeed. Default: detected."
         ),
     ] = None,
     pattern: Annotated[

@@ -25,12 +25,12 @@ FORMATS = (
     (
         "zero/*/fp32.pt",
         "a universal checkpoint of DeepSpeed",
-        "is of format `deepspeed-universal`",
+        CONVERT,
     ),
     (
         "*zero_pp_rank_*",
         "a ZeRO checkpoint of DeepSpeed",
-        "becomes universal by DeepSpeed's ds_to_universal.py",
+        CONVERT,
     ),
     ("dp_rank_*_tp_rank_*", "an NxD checkpoint", "is of format `nxd`"),
     (

@@ -178,7 +178,7 @@ class NxdShards:
         )
 
     def _parts(self, name: str) -> list[Tensor]:
-        if name not in self._shards[0]:
+        if not all(name in shard for shard in self._shards):
             raise DataError(
                 f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with."
             )

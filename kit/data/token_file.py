@@ -27,7 +27,6 @@ from kit.errors import DataError, kit_command
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-OTHER_MAGIC = {b"TNTIDX\x00\x00": "fairseq's older `lazy` and `cached`"}
 TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LARGEST_UINT16_VOCAB = 65_536
 
@@ -122,11 +121,6 @@ class TokenFile:
             magic, version, code, num_sequences, index_length = HEADER.unpack(
                 stream.read(HEADER.size)
             )
-        if other := OTHER_MAGIC.get(magic[:8]):
-            raise DataError(
-                f"{idx}: an index of {other} data, which is not supported."
-                f" {rebuild_hint(idx.parent)}"
-            )
         if magic != MAGIC or version != VERSION or code not in TYPE_CODES:
             raise DataError(
                 f"{idx}: not a Megatron index: found magic {magic!r}, version {version}, type code"
@@ -134,12 +128,6 @@ class TokenFile:
                 f" {rebuild_hint(idx.parent)}"
             )
         expected = HEADER.size + 12 * num_sequences + 8 * index_length
-        if size == expected + num_sequences > expected:
-            raise DataError(
-                f"{idx}: a multimodal index of megatron-core, with a mode for each of"
-                f" {num_sequences:,} sequences. That is not supported, only text is."
-                f" {rebuild_hint(idx.parent)}"
-            )
         if size != expected:
             raise _wrong_size(idx, f"{expected:,}", size)
         if num_sequences == 0 or index_length == 0:

@@ -34,9 +34,6 @@ HUGGING_FACE_FILES = (
 class Tokenizer(Protocol):
     """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data`
     is the file.
-
-    `start_id` stands before a text that has nothing before it: `eos_id`, unless its model was
-    trained with another.
     """
 
     file_name: str
@@ -44,7 +41,6 @@ class Tokenizer(Protocol):
     sha256: str
     vocab_size: int
     eos_id: int
-    start_id: int
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, nothing added; text that spells a special token is ordinary
@@ -91,7 +87,7 @@ class BytePairTokenizer:
         self.data = data
         self.sha256 = hashlib.sha256(data).hexdigest()
         self.vocab_size = max(vocabulary.values()) + 1
-        self.eos_id = self.start_id = _find_eos(vocabulary, eos_token) if eos_id is None else eos_id
+        self.eos_id = _find_eos(vocabulary, eos_token) if eos_id is None else eos_id
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -130,7 +126,7 @@ class SentencePieceTokenizer:
         self.data = data
         self.sha256 = hashlib.sha256(data).hexdigest()
         self.vocab_size = self._processor.vocab_size()
-        self.eos_id = self.start_id = self._processor.eos_id()
+        self.eos_id = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(
                 f"{self.file_name}: this sentencepiece model has no end-of-sentence token; train"

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit.convert.deepspeed import import_universal
 from kit.convert.hugging_face import import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.names import to_theirs
@@ -221,7 +220,8 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
         import_nxd(folder, decoder.spec).decoder()
     for held in ({"model.norm.weight": Path("code")}, {"model": Path("code")}):
         torch.save(held, file)
-        with pytest.raises(DataError, match="cannot be read as tensors"):
+        # megatron-core, where it is imported, tells torch that paths may be loaded.
+        with pytest.raises(DataError, match="cannot be read as tensors|has no weight"):
             import_nxd(folder, decoder.spec).decoder()
 
 
@@ -250,26 +250,6 @@ def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         import_nxd(tmp_path, decoder.spec).decoder()
     with pytest.raises(ConfigError, match="not a Llama without biases"):
         import_nxd(folder, decoder.spec.replace(bias=True)).decoder()
-
-
-# DeepSpeed ----------------------------------------------------------------------------------------
-
-
-def write_universal(decoder: Decoder, folder: Path) -> Path:
-    """Writes what the importer reads of a universal checkpoint: the master weights, whole."""
-    for name, weight in decoder.state_dict().items():
-        place = folder / "zero" / name
-        place.mkdir(parents=True)
-        torch.save({"param": weight, "cat_dim": 0}, place / "fp32.pt")
-    return folder
-
-
-def test_a_universal_checkpoint_comes_back_whole(tmp_path: Path) -> None:
-    decoder = randomised(GPT)
-    folder = write_universal(decoder, tmp_path / "global_step10")
-    assert_equal(import_universal(folder, GPT).decoder(), decoder)
-    with pytest.raises(DataError, match="has shape"):
-        import_universal(folder, GPT.replace(vocab_size=60)).decoder()
 
 
 # Megatron-DeepSpeed -------------------------------------------------------------------------------
@@ -475,9 +455,8 @@ def test_other_formats_are_called_by_their_name(
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    for load in (import_megatron_deepspeed, import_universal):
-        with pytest.raises(DataError, match=message):
-            load(tmp_path, GPT).decoder()
+    with pytest.raises(DataError, match=message):
+        import_megatron_deepspeed(tmp_path, GPT)
     if "config.json" not in files:
         with pytest.raises(DataError, match=message):
             import_hugging_face(tmp_path).decoder()

@@ -109,7 +109,7 @@ def test_the_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     theirs = dict(decoder.named_parameters())
     weights = found.named_parameters()
     assert not [name for name, weight in weights if not torch.equal(weight, theirs[name])]
-    assert tokenizer.eos_id == tokenizer.start_id == 0 and tokenizer.vocab_size == len(TOKENS)
+    assert tokenizer.eos_id == 0 and tokenizer.vocab_size == len(TOKENS)
     spaces, one, two = TOKENS.index("ĠĠ"), TOKENS.index("1"), TOKENS.index("2")
     found = tokenizer.encode("aa  12")
     assert found == [TOKENS.index("aa"), spaces, one, two], "digits are tokens of their own"

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint import state_dict_saver
 from cluster.descendants import LIBC
 from cluster.site import Site
 from kit.convert import run_weights
-from kit.convert.deepspeed import import_universal
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.neuron import import_nxd
@@ -28,7 +27,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
-from tests.convert.test_shards import write_megatron, write_nxd, write_universal
+from tests.convert.test_shards import write_megatron, write_nxd
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -93,14 +92,12 @@ def sources(
     folder = tmp_path_factory.mktemp("sources")
     write_nxd(decoder, folder / "nxd", 2, 2)
     write_megatron(decoder, folder / "megatron", 2, first=1)
-    write_universal(decoder, folder / "universal")
     export_hugging_face(decoder, folder / "hugging face", max_shard_bytes=SHARD_BYTES)
     theirs = folder / "hugging face"
     return {
         "run": lambda: run_weights(run),
         "nxd": lambda: import_nxd(folder / "nxd", SPEC),
         "megatron": lambda: import_megatron_deepspeed(folder / "megatron", SPEC),
-        "universal": lambda: import_universal(folder / "universal", SPEC),
         "hugging face": lambda: import_hugging_face(theirs),
     }
 
@@ -153,7 +150,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("source", ["run", "nxd", "megatron", "universal", "hugging face"])
+@pytest.mark.parametrize("source", ["run", "nxd", "megatron", "hugging face"])
 def test_a_model_is_never_whole_in_memory(
     source, sources, decoder, one_thread, tmp_path: Path
 ) -> None:
