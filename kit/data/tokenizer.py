@@ -7,8 +7,7 @@ Each tokenizer is one file, kept byte for byte, so that a dataset can store it a
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -176,7 +175,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    _interruptible(lambda: tokenizer.train_from_iterator(texts, trainer))
+    tokenizer.train_from_iterator(texts, trainer)
     found = tokenizer.get_vocab_size()
     if found != vocab_size:
         raise DataError(
@@ -184,26 +183,6 @@ def train_tokenizer(
             " or add text."
         )
     return BytePairTokenizer(tokenizer.to_str().encode(), eos_token=END_OF_TEXT)
-
-
-def _interruptible(work: Callable[[], object]) -> None:
-    """Does work that lasts, in a thread of its own: the library's code does not look for Ctrl-C,
-    this thread does.
-    """
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
-    if errors:
-        raise errors[0]
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
