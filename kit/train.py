@@ -26,7 +26,6 @@ from kit.engines.gpu_kernels import choose_kernels, chosen_kernels
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
-from kit.estimate.choose.memory_advice import is_out_of_memory, memory_advice
 from kit.parallel.groups import part
 from kit.run import HOOK, Run
 from kit.trainer.loop import Trainer
@@ -77,7 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         traceback.print_exc()
         code = 1
-        if is_out_of_memory(error):
+        if gpu_runtime.is_out_of_memory(error):
+            from kit.estimate.choose.memory_advice import memory_advice
+
             # Again the last word, and none that another try would change.
             print(memory_advice(Run.open(directory)), file=sys.stderr, flush=True)
             code = os.EX_CONFIG

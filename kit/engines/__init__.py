@@ -27,8 +27,7 @@ def build_engine(
         ConfigError: the installed torch has not what the plan asks of it.
         MissingPackageError: the engine's package is not installed.
     """
-    if plan.engine != "neuron":
-        check_engine(plan)
+    check_engine(plan, here=True)
     if plan.engine == "native":
         from kit.engines.native import NativeEngine
 
@@ -38,16 +37,15 @@ def build_engine(
 
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
     from kit.engines.neuron.engine import NeuronEngine
-    from kit.engines.neuron.probe import import_nxd
 
-    import_nxd()
     return NeuronEngine(spec, plan, recipe, device, initialise=initialise)
 
 
-def check_engine(plan: Plan) -> None:
-    """Raises MissingPackageError if the plan's engine cannot be started with what is installed.
-
+def check_engine(plan: Plan, *, here: bool = False) -> None:
+    """Raises MissingPackageError if the plan's engine cannot be started with what is installed,
     ConfigError if the installed torch has not what the plan asks of it.
+
+    NxD is imported: in another process, or `here`, by a rank.
     """
     if plan.engine == "native" and plan.pipeline_parallel > 1 and plan.schedule == "zbv":
         torch_version = importlib.metadata.version("torch")
@@ -59,7 +57,7 @@ def check_engine(plan: Plan) -> None:
     if plan.engine == "neuron":
         from kit.engines.neuron.probe import require
 
-        require()
+        require(here=here)
     if plan.engine == "deepspeed":
         from kit.engines.deepspeed.package import require
 

@@ -1,5 +1,5 @@
-"""How torch and NCCL run on GPUs: their memory, how long they wait for other ranks, and what
-they tell of a wait.
+"""How torch and NCCL run on GPUs: their memory and its end, how long they wait for other ranks, and
+what they tell of a wait.
 """
 
 import contextlib
@@ -45,3 +45,10 @@ def dump_flight_recorder() -> None:
     if TRACE_FILE in os.environ and (trace := nccl_trace()):
         with contextlib.suppress(OSError):  # the last word in the log is why the rank is ended
             Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}").write_bytes(trace)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether memory ran out: of a GPU, of this process, or of torch's CPU allocator."""
+    told = ("out of memory", "can't allocate memory")
+    is_torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    return is_torchs or isinstance(error, MemoryError)

@@ -20,7 +20,7 @@ from kit.model import Decoder
 from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
-from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
+from kit.parallel.gradients import clip, global_norm, group_parameters, local, settle
 from kit.parallel.groups import split_world
 from kit.parallel.mesh import build_mesh, data_rank, pipeline_rank
 from kit.parallel.pipeline import build_schedule, forward_only
@@ -287,18 +287,20 @@ class _TiedStages:
                 self.embedding = cast(Parameter, decoder.embedding.tokens.weight)
             if decoder.output is not None:
                 self.output = cast(Parameter, decoder.output.weight)
-        self.on_one_rank = engine.plan.schedule == "zbv"
-        # Ranks of the first and the last stage that share all other coordinates.
+        # Ranks of the first and the last stage that share all other coordinates; of `zbv` the first
+        # pipeline rank has both.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
-        self.group: Any = None if self.on_one_rank else split_world(ends, "tied")
+        self.group: Any = None if engine.plan.schedule == "zbv" else split_world(ends, "tied")
 
     def reduce_gradients(self) -> None:
         """Adds up the gradients of both copies."""
-        if self.on_one_rank and self.embedding is not None and self.output is not None:
+        if self.embedding is not None and self.output is not None:
             total = cast(Tensor, self.embedding.grad) + cast(Tensor, self.output.grad)
             self.embedding.grad, self.output.grad = total, total.clone()
-        elif not self.on_one_rank:
-            reduce_tied(self.embedding if self.embedding is not None else self.output, self.group)
+            return
+        weight = self.embedding if self.embedding is not None else self.output
+        if weight is not None:
+            dist.all_reduce(local(cast(Tensor, weight.grad)), group=self.group)
 
     @torch.no_grad()
     def copy_to_output(self, optimizer: torch.optim.Optimizer) -> None:
@@ -307,10 +309,7 @@ class _TiedStages:
         """
         if self.embedding is None or self.output is None:
             return
-        pairs = [(self.output, self.embedding)]
+        local(self.output).copy_(local(self.embedding))
+        target, source = optimizer.state[self.output], optimizer.state[self.embedding]
         for moment in ("exp_avg", "exp_avg_sq"):
-            pairs.append(
-                (optimizer.state[self.output][moment], optimizer.state[self.embedding][moment])
-            )
-        for target, source in pairs:
-            local(target).copy_(local(source))
+            local(target[moment]).copy_(local(source[moment]))

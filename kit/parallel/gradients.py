@@ -1,6 +1,4 @@
-"""The global gradient norm, right under every axis, and gradients of weights that two stages
-share.
-"""
+"""The global gradient norm, right under every axis, and clipping by it."""
 
 import torch
 import torch.distributed as dist
@@ -71,13 +69,3 @@ def local_gradients(parameters: list[Parameter]) -> list[Tensor]:
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor: the local shard of a DTensor, a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def reduce_tied(weight: Parameter | None, group: dist.ProcessGroup) -> None:
-    """Adds up the gradients of one weight that the first and the last pipeline stage both hold, in
-    place.
-
-    Must be called by the ranks of both stages; ranks without the weight pass None.
-    """
-    if weight is not None and weight.grad is not None:
-        dist.all_reduce(local(weight.grad), group=group)

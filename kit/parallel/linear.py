@@ -6,6 +6,7 @@ under tensor parallelism F, V and head counts are this rank's part. Source of th
 Megatron-LM, arXiv 1909.08053, section 3.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,58 +54,36 @@ def split_layers(module: nn.Module, group: ProcessGroup) -> None:
     The module, best on the meta device, is a decoder or a part of it that names its layers as the
     decoder does.
     """
+
+    def copied(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return copy_to_ranks(args[0], group), *args[1:]
+
     for path, parent in list(module.named_modules()):
         path = path + "." if path else ""
         splits = {name: split_of(path + name) for name, _ in parent.named_children()}
         # One copy, and so one all-reduce of gradients, for all column-split layers that read the
         # same input.
         shared = "row" in splits.values()
-        for name, split in splits.items():
-            if split is not None:
-                setattr(
-                    parent,
-                    name,
-                    _parallel(parent.get_submodule(name), split, group, copy_input=not shared),
-                )
         if shared:
-            parent.register_forward_pre_hook(
-                lambda _, args: (copy_to_ranks(args[0], group), *args[1:])
-            )
+            parent.register_forward_pre_hook(copied)
+        for name, split in splits.items():
+            if split is None:
+                continue
+            whole: Any = parent.get_submodule(name)
+            with torch.device(whole.weight.device):
+                part = PARTS[split](whole, group)
+            setattr(parent, name, part)
+            if split == "column" and not shared:
+                part.register_forward_pre_hook(copied)
 
 
-def _parallel(layer: Any, split: str, group: ProcessGroup, *, copy_input: bool) -> nn.Module:
-    device = layer.weight.device
-    if split == "vocabulary":
-        return VocabularyParallelEmbedding(
-            layer.num_embeddings, layer.embedding_dim, group, device=device
-        )
-    shape: tuple[int, int] = (layer.in_features, layer.out_features)
-    bias = layer.bias is not None
-    if split == "row":
-        return RowParallelLinear(*shape, group, bias=bias, device=device)
-    return ColumnParallelLinear(*shape, group, bias=bias, copy_input=copy_input, device=device)
-
-
-class ColumnParallelLinear(nn.Linear):
-    """A linear layer whose output features are cut over the ranks; its output is this rank's
-    part.
+def column_part(whole: nn.Linear, group: ProcessGroup) -> nn.Linear:
+    """Returns a linear layer of this rank's part of the output features; its input is to be copied
+    to the ranks.
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: ProcessGroup,
-        *,
-        bias: bool,
-        copy_input: bool,
-        device: Any,
-    ) -> None:
-        super().__init__(in_features, out_features // group.size(), bias=bias, device=device)
-        self.group, self.copy_input = group, copy_input
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(copy_to_ranks(input, self.group) if self.copy_input else input)
+    return nn.Linear(
+        whole.in_features, whole.out_features // group.size(), bias=whole.bias is not None
+    )
 
 
 class RowParallelLinear(nn.Linear):
@@ -112,10 +91,10 @@ class RowParallelLinear(nn.Linear):
     added once.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, group: ProcessGroup, *, bias: bool, device: Any
-    ) -> None:
-        super().__init__(in_features // group.size(), out_features, bias=bias, device=device)
+    def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
+        super().__init__(
+            whole.in_features // group.size(), whole.out_features, bias=whole.bias is not None
+        )
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
@@ -126,15 +105,21 @@ class RowParallelLinear(nn.Linear):
 class VocabularyParallelEmbedding(nn.Embedding):
     """An embedding whose vocabulary is cut over the ranks; its output is whole."""
 
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, group: ProcessGroup, *, device: Any
-    ) -> None:
-        super().__init__(num_embeddings // group.size(), embedding_dim, device=device)
+    def __init__(self, whole: nn.Embedding, group: ProcessGroup) -> None:
+        super().__init__(whole.num_embeddings // group.size(), whole.embedding_dim)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
         index, mine = _own_tokens(input, self.num_embeddings, self.group)
         return sum_over_ranks(super().forward(index) * mine.unsqueeze(-1), self.group)
+
+
+PARTS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
+    "column": column_part,
+    "row": RowParallelLinear,
+    "vocabulary": VocabularyParallelEmbedding,
+}
+"""This rank's part of a layer, by how the table splits it."""
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:

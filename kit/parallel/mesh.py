@@ -25,9 +25,10 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     }
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     ranks = torch.arange(plan.num_devices).view(*axes.values())
-    groups = []
-    for number, (name, size) in enumerate(axes.items()):
-        groups.append(split_world(ranks.movedim(number, -1).reshape(-1, size).tolist(), name))
+    groups = [
+        split_world(ranks.movedim(number, -1).reshape(-1, size).tolist(), name)
+        for number, (name, size) in enumerate(axes.items())
+    ]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axes))
 
 

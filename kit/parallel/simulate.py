@@ -2,9 +2,7 @@
 the meta device.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -55,27 +53,33 @@ def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
         ConfigError: the plan cannot run the model.
     """
     plan.check(spec)
-    with _fake_process_group(rank, plan.num_devices):
+    if dist.is_initialized():
+        raise RunError(
+            "A rank can only be simulated in a process outside any process group. Use a fresh one."
+        )
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=plan.num_devices)
+    try:
         mesh = build_mesh(plan, "cpu")
         decoders = build_decoders(spec, plan, mesh, device=torch.device("meta"), seed=None)
         stages = stage_indices(plan, pipeline_rank(mesh))
-        parameters = [
-            ShardedParameter(
-                name=name,
-                whole_shape=tuple(parameter.shape),
-                local_shape=tuple(local(parameter).shape),
-                placement=_placement(parameter),
-            )
-            for decoder in decoders
-            for name, parameter in decoder.named_parameters()
-        ]
         return RankView(
             rank=rank,
             coordinates={name: mesh[name].get_local_rank() for name in mesh.mesh_dim_names or ()},
             stages=stages,
             layers=[stage_layers(spec, plan, stage) for stage in stages],
-            parameters=parameters,
+            parameters=[
+                ShardedParameter(
+                    name=name,
+                    whole_shape=tuple(parameter.shape),
+                    local_shape=tuple(local(parameter).shape),
+                    placement=_placement(parameter),
+                )
+                for decoder in decoders
+                for name, parameter in decoder.named_parameters()
+            ],
         )
+    finally:
+        dist.destroy_process_group()
 
 
 def _placement(parameter: torch.Tensor) -> str:
@@ -88,16 +92,3 @@ def _placement(parameter: torch.Tensor) -> str:
         if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
     ]
     return ", ".join(cuts) or "whole"
-
-
-@contextlib.contextmanager
-def _fake_process_group(rank: int, size: int) -> Iterator[None]:
-    if dist.is_initialized():
-        raise RunError(
-            "A rank can only be simulated in a process outside any process group. Use a fresh one."
-        )
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -6,7 +6,6 @@ A column-split matrix followed by a row-split one needs a single all-reduce (Meg
 and what lies between blocks is cut along T (arXiv 2205.05198).
 """
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -61,7 +60,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
             "norm": SequenceParallel(),
         }
     for module in (decoder, *decoder.layers.values()):
-        here = {name: style for name, style in styles.items() if _has(module, name)}
+        inner = dict(module.named_modules())
+        here = {name: style for name, style in styles.items() if name in inner}
         parallelize_module(module, mesh, here)
     if decoder.embedding is not None:
         # The local part of a DTensor is a view; its gradient from a compiled block is none that
@@ -85,10 +85,3 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | Non
     # A copy, since zero-bubble schedules detach the loss in place, which a view of the DTensor
     # forbids.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
-
-
-def _has(module: torch.nn.Module, name: str) -> bool:
-    try:
-        return module.get_submodule(name) is not None
-    except AttributeError:
-        return False

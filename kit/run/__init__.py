@@ -11,7 +11,6 @@ hook.py                                       the user's numbers of a step, wher
 alerts.jsonl                                   what deserved a look
 """
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -220,11 +219,13 @@ class Run:
         """Returns the steps recorded so far."""
         from kit.run.metrics import Metrics
 
-        read = Metrics.read(
-            self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site
-        )
-        return dataclasses.replace(
-            read, other_sites=self.other_sites(), is_imported=self.is_imported
+        return Metrics.read(
+            self.directory / "metrics.jsonl",
+            spec=self.spec,
+            plans=self.plans(),
+            site=self.site,
+            other_sites=self.other_sites(),
+            is_imported=self.is_imported,
         )
 
     def dataset(self) -> "Dataset":

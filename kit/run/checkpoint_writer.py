@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import shutil
 import time
 from collections.abc import Callable
@@ -17,11 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from cluster.state import StaleAttemptError
 from kit.errors import CheckpointError
@@ -79,7 +77,6 @@ class CheckpointWriter:
             async_stager=self.stager,
         )
         self.copies = saved.staging_completion
-        saved.upload_completion.add_done_callback(lambda _: gc.enable())  # whatever became of it
         self.pending = (saved.upload_completion, facts)
 
     def wait_for_copies(self) -> bool:
@@ -149,9 +146,6 @@ class CheckpointWriter:
 class SteadyPlanner(DefaultSavePlanner):
     """Plans the first save; later ones are alike, and no rank tells another again what it knows
     (torch PR 147343).
-
-    Planning makes small objects by the hundred thousand, so Python's collector is off until tensors
-    are written.
     """
 
     def __init__(self) -> None:
@@ -161,21 +155,11 @@ class SteadyPlanner(DefaultSavePlanner):
             f"{type(self).__name__} {id(self)}"
         )
 
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        gc.disable()
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Returns all ranks' plans, and in place of the description nothing: torch would send it
         to all of them.
         """
-        plans, description = super().create_global_plan(all_plans)
-        if description is not self.description:
-            # what is kept are millions of objects, which no later collection need look at
-            gc.freeze()
-        self.description = description
+        plans, self.description = super().create_global_plan(all_plans)
         return plans, Metadata({})
 
 
@@ -196,13 +180,6 @@ class Writer(FileSystemWriter):
         folder.parent.mkdir(exist_ok=True)  # torch's own call would make all above it too
         folder.mkdir(exist_ok=True)
         return super().prepare_local_plan(plan)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's tensors."""
-        gc.enable()
-        written = super().write_data(plan, planner)
-        gc.disable()  # the coordinator gets all ranks' results next
-        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the description, on the coordinator, and makes the checkpoint complete."""

@@ -100,18 +100,9 @@ class Columns(Tail):
         if not rows.shape[1]:
             return
         first_steps(rows, self.first_steps)
-        last = self._data[:2, self._rows - 1 : self._rows]
-        steps, attempts = np.hstack([last, rows[:2]])
-        if np.all(np.diff(steps) > 0) and np.all(np.diff(attempts) >= 0):
-            self._put(self._rows, rows)
-            return
         start = int(np.searchsorted(self["step"], rows[0].min()))
         self.revision += start < self._rows
-        self._put(
-            start, supersede(np.hstack([self._data[:, start : self._rows], rows]), self.first_steps)
-        )
-
-    def _put(self, start: int, rows: np.ndarray) -> None:
+        rows = supersede(np.hstack([self._data[:, start : self._rows], rows]), self.first_steps)
         needed = start + rows.shape[1]
         if needed > self._data.shape[1]:
             larger = np.empty((len(NAMES), max(needed, 2 * self._data.shape[1])))
@@ -253,8 +244,5 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(value: Any) -> float:
-    """Returns a recorded value as a float, NaN if it is none."""
-    try:
-        return float(value) if is_number(value) else float("nan")
-    except OverflowError:  # a whole number of hundreds of digits
-        return float("nan")
+    """Returns a value of a row, as `parse_row` gives it, as a float; NaN if it is none."""
+    return float(value) if is_number(value) else float("nan")

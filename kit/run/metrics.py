@@ -87,20 +87,19 @@ class Metrics:
     """Whether another trainer than the kit's made the steps."""
 
     @classmethod
-    def read(cls, file: Path, *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> "Metrics":
+    def read(cls, file: Path, **facts: Any) -> "Metrics":
         """Returns the metrics in a `metrics.jsonl`, if there is one; torn or foreign lines are
         skipped and counted.
 
-        `plans` are those of the attempts; the site's peak makes MFU.
+        `facts` are the run's own: spec, the plans of its attempts, the site, whose peak makes
+        MFU, and what else is known of `other_sites` and `is_imported`.
         """
         read = Columns(file).read_all()
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
         for name in ("step", "attempt", "tokens"):
             columns[name] = _whole(columns[name])
-        return cls(
-            columns=columns, spec=spec, plans=plans, site=site, skipped_lines=read.skipped_lines
-        )
+        return cls(columns=columns, skipped_lines=read.skipped_lines, **facts)
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -187,11 +186,9 @@ class Metrics:
         }
 
 
-def rows_to_metrics(
-    rows: list[dict[str, Any]], *, spec: ModelSpec, plans: dict[int, Plan], site: Site, **other: Any
-) -> Metrics:
+def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
     """Returns rows as they are, in their order and with repeated steps, as metrics with their
-    derived speeds.
+    derived speeds; `facts` as in `Metrics.read`.
     """
     names = [
         *COLUMNS,
@@ -200,7 +197,7 @@ def rows_to_metrics(
     columns = {
         name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names
     }
-    return Metrics(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=0, **other)
+    return Metrics(columns=columns, skipped_lines=0, **facts)
 
 
 def utilisation_rates(

@@ -20,6 +20,7 @@ from typing import Literal
 from kit.errors import ConfigError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.rules import Rule
 from kit.trainer.spikes import WINDOW, stands_out
 
 PATIENCE = 10
@@ -86,40 +87,69 @@ class Guard:
             )
 
 
-def check_recipe(recipe: Recipe, plan: Plan) -> None:
-    """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do.
+def _answer(name: str, allowed: str) -> Rule:
+    """Returns the rule that only the native engine can take a step back."""
+    return Rule(
+        engines=("deepspeed", "neuron"),
+        breaks=lambda recipe, _: getattr(recipe, name) in ("skip", "roll_back"),
+        sentence=lambda recipe, plan: (
+            f"recipe.{name}: {getattr(recipe, name)!r} is not allowed with plan.engine"
+            f" {plan.engine!r}, whose step cannot be taken back. Give {allowed}, or plan.engine"
+            " 'native'."
+        ),
+    )
 
-    Others than the native engine apply an update before anyone can look at it, or cannot load
-    twice. Only the first stage of a pipeline sees tokens, and so the ends of documents.
-    """
-    if recipe.init_from and plan.engine == "neuron":
-        raise ConfigError(
+
+RULES = (
+    Rule(
+        engines=("neuron",),
+        breaks=lambda recipe, _: recipe.init_from is not None,
+        sentence=lambda recipe, _: (
             f"recipe.init_from: {recipe.init_from!r} is not allowed with plan.engine 'neuron',"
             " whose weights are NxD's own. Give null, or another engine."
-        )
-    if recipe.profile_steps and plan.engine == "neuron":
-        raise ConfigError(
+        ),
+    ),
+    Rule(
+        engines=("neuron",),
+        breaks=lambda recipe, _: recipe.profile_steps is not None,
+        sentence=lambda recipe, _: (
             f"recipe.profile_steps: {recipe.profile_steps} is not allowed with plan.engine"
             " 'neuron': torch's profiler sees nothing of a NeuronCore. Give null, and use AWS's"
             " neuron-profile."
-        )
-    ranks = {*recipe.profile_ranks}
-    if recipe.profile_steps and not (ranks and ranks <= {*range(plan.num_devices)}):
-        raise ConfigError(
+        ),
+    ),
+    Rule(
+        breaks=lambda recipe, plan: (
+            recipe.profile_steps is not None
+            and (
+                not recipe.profile_ranks
+                or bool({*recipe.profile_ranks} - {*range(plan.num_devices)})
+            )
+        ),
+        sentence=lambda recipe, plan: (
             f"recipe.profile_ranks: {recipe.profile_ranks} is not allowed on {plan.num_devices}"
             f" devices. Give some of 0 to {plan.num_devices - 1}."
-        )
-    if recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1):
-        raise ConfigError(
+        ),
+    ),
+    Rule(
+        breaks=lambda recipe, plan: (
+            recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1)
+        ),
+        sentence=lambda _, plan: (
             f"recipe.mask_documents: true is not allowed with plan.engine {plan.engine!r} and"
             f" plan.pipeline_parallel {plan.pipeline_parallel}. Give false, or engine 'native'"
             " without a pipeline."
-        )
-    for name in ("on_nan", "on_spike"):
-        value = getattr(recipe, name)
-        if plan.engine != "native" and value in ("skip", "roll_back"):
-            allowed = "'stop'" if name == "on_nan" else "'ignore' or 'stop'"
-            raise ConfigError(
-                f"recipe.{name}: {value!r} is not allowed with plan.engine {plan.engine!r}, whose"
-                f" step cannot be taken back. Give {allowed}, or plan.engine 'native'."
-            )
+        ),
+    ),
+    _answer("on_nan", "'stop'"),
+    _answer("on_spike", "'ignore' or 'stop'"),
+)
+"""Of (recipe, plan). Others than the native engine apply an update before anyone can look at it, or
+cannot load twice. Only the first stage of a pipeline sees tokens, and so the ends of documents."""
+
+
+def check_recipe(recipe: Recipe, plan: Plan) -> None:
+    """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do."""
+    for rule in RULES:
+        if plan.engine in rule.engines and rule.breaks(recipe, plan):
+            raise ConfigError(rule.sentence(recipe, plan))

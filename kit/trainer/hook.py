@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cluster.record import ConfigError
 from kit.run import HOOK
+from kit.run.checkpoint_reader import alike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,23 +64,22 @@ class Hook:
         """
         if not self.is_on:
             return {}, ""
-        start, found, told = time.perf_counter(), {}, ""
+        try:
+            with alike(self.group):
+                return self._numbers(state), ""
+        except ConfigError as error:
+            self.is_on = False
+            return {}, f"the hook is off from here on, and training goes on: {error}"
+
+    def _numbers(self, state: StepState) -> dict[str, float]:
+        start = time.perf_counter()
         try:
             found = _checked(self.on_step(state))
         except Exception as error:
-            told = f"rank {state.rank}: {self._told(error)}"
             traceback.print_exc()
-        seconds = time.perf_counter() - start
-        failed = torch.tensor([state.rank + 1 if told else 0])
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
-        if not failed:
-            return {f"hook/{name}": value for name, value in found.items()} | {
-                "hook/seconds": round(seconds, 6)
-            }, ""
-        self.is_on = False
-        said = [told]
-        dist.broadcast_object_list(said, src=int(failed) - 1, group=self.group)
-        return {}, f"the hook is off from here on, and training goes on: {said[0]}"
+            raise ConfigError(f"rank {state.rank}: {self._told(error)}") from error
+        seconds = round(time.perf_counter() - start, 6)
+        return {f"hook/{name}": value for name, value in found.items()} | {"hook/seconds": seconds}
 
     def _told(self, error: Exception) -> str:
         """Returns file, line and error; of a line elsewhere the one in the file that led to it."""

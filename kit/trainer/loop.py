@@ -131,9 +131,7 @@ class Trainer:
 
     def _train(self) -> str:
         while self.step < self.recipe.num_steps:
-            if self.profiler.begins(self.step + 1):
-                self._finish_steps()
-                self.profiler.begin(self.step + 1)
+            self._profile()
             self._launch_step()
             self._finish_steps(but=1 if self.is_ahead else 0)
             last = self.step == self.recipe.num_steps
@@ -141,10 +139,6 @@ class Trainer:
             validate = self._due(self.recipe.validation_every) or (
                 last and self.recipe.validation_every
             )
-            if self.profiler.is_over(self.step, ends=last or stop):
-                self._finish_steps()
-                with self.watchdog.paused():
-                    self.profiler.end()
             save = last or stop or checkpoint or self._due(self.recipe.checkpoint_every)
             if validate or save:  # which hold no step that was not judged
                 self._finish_steps()
@@ -159,12 +153,20 @@ class Trainer:
                     self._checkpoint()
             if stop:
                 break
+        self._profile(ends=True)
         self.watchdog.close()
         self.checkpoints.finish()
         self._write()  # what waited for room, which the last checkpoint has found
         if self.step < self.recipe.num_steps:
             return f"stopped by request after step {self.step}; resume continues from there"
         return f"finished {counted(self.step, 'step')}"
+
+    def _profile(self, *, ends: bool = False) -> None:
+        """Begins or ends the recording of steps, where it is time to."""
+        if self.profiler.is_to_turn(self.step + 1, ends=ends):
+            self._finish_steps()
+            with self.watchdog.paused():
+                self.profiler.turn(self.step + 1)
 
     def _launch_step(self) -> None:
         start = time.perf_counter()
@@ -180,7 +182,7 @@ class Trainer:
             waits["waiting_s"] = round(max(0.0, time.perf_counter() - loaded - busy), 6)
         elif self.probe:
             self.work_s = self.probe.look()
-        if self.is_ahead:
+        if self.plan.engine != "neuron":  # whose cycles may hold tensors
             collect_garbage(self.step)
         self.step += 1
         self.consumed += self.plan.global_batch_size
@@ -203,9 +205,11 @@ class Trainer:
                 self._ask_hook(self.hook, row)
 
     def _ask_hook(self, hook: Hook, row: dict[str, Any]) -> None:
-        seen = {name: row[name] for name in ("step", "loss", "grad_norm", "learning_rate")}
         state = StepState(
-            **seen,
+            step=row["step"],
+            loss=row["loss"],
+            grad_norm=row["grad_norm"],
+            learning_rate=row["learning_rate"],
             tokens=self.consumed * self.run.spec.sequence_length,
             rank=self.rank,
             num_ranks=dist.get_world_size(),

@@ -6,7 +6,6 @@ first step that was recorded.
 """
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,40 +26,37 @@ class Profiler:
     def __init__(self, run: Run, group: dist.ProcessGroup, device: torch.device) -> None:
         self.run, self.group, self.device, self.rank = run, group, device, dist.get_rank()
         self.first, self.last = run.recipe.profile_steps or (0, 0)  # no step has the number 0
-        self.folder: Path | None = None
-        self.recording = None
+        self.is_on = False
+        self.recording: torch.profiler.profile | None = None
 
-    def begins(self, step: int) -> bool:
-        """Returns whether `step`, the next, is the first to record: a run may resume among them."""
-        return self.folder is None and self.first <= step <= self.last
+    def is_to_turn(self, step: int, *, ends: bool) -> bool:
+        """Returns whether recording is to begin or to end before `step`, the next, or because
+        training ends; a run may resume among the steps to record.
+        """
+        return self.is_on != (self.first <= step <= self.last and not ends)
 
-    def begin(self, step: int) -> None:
-        """Records from `step` on; called by all ranks."""
-        self.folder = self.run.directory / "profile" / f"step_{step}"
-        if self.rank not in self.run.recipe.profile_ranks:
-            return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            record_memory(MEMORY_EVENTS)
-        self.recording = torch.profiler.profile(activities=activities, record_shapes=True)
-        self.recording.start()
-
-    def is_over(self, step: int, *, ends: bool) -> bool:
-        """Returns whether the last step to record was `step`, also because training ends there."""
-        return self.folder is not None and (ends or step >= self.last)
-
-    def end(self) -> None:
-        """Writes what was recorded; called by all ranks, after their devices have finished."""
-        try:
-            self._write()
-        except (OSError, RuntimeError) as error:  # a full disk, say, which must not end training
-            print(f"rank {self.rank}: its profile was not written: {error}", flush=True)
-        self.folder = self.recording = None
-        dist.barrier(self.group)
+    def turn(self, step: int) -> None:
+        """Begins to record at `step`, or writes what was recorded until then; called by all ranks,
+        after their devices have finished.
+        """
+        self.is_on = not self.is_on
+        if self.is_on and self.rank in self.run.recipe.profile_ranks:
+            self.folder = self.run.directory / "profile" / f"step_{step}"
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+                record_memory(MEMORY_EVENTS)
+            self.recording = torch.profiler.profile(activities=activities, record_shapes=True)
+            self.recording.start()
+        if not self.is_on:
+            try:
+                self._write()
+            except (OSError, RuntimeError) as error:  # a full disk, which must not end training
+                print(f"rank {self.rank}: its profile was not written: {error}", flush=True)
+            dist.barrier(self.group)
 
     def _write(self) -> None:
-        if self.recording is None or self.folder is None:
+        if self.recording is None:
             return
         self.recording.stop()
         self.folder.parent.mkdir(exist_ok=True)  # no parents: a run that is gone is not made again

@@ -17,7 +17,8 @@ from cluster.state import read_state, record_event
 from kit.engines.engine import Engine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
-from kit.run.checkpoint import Checkpoints, Manifest
+from kit.run.alerts import Alert, AlertLog
+from kit.run.checkpoint import Manifest
 from kit.trainer.guard import Answer, Guard
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Recovery:
     """One rank's part in going on from a checkpoint, and in answering bad steps. All ranks call it
     at the same steps.
 
-    `notice` is the last thing that people should know, empty if nothing happened.
+    `notice` is the last thing that people should know, on rank 0, empty if nothing happened.
     """
 
     def __init__(self, run: Run, *, attempt: int, group: Any) -> None:
@@ -75,11 +76,9 @@ class Recovery:
                     f" {took:.2f} s",
                     flush=True,
                 )
-            if damaged:
-                notice = _set_aside(
-                    self.run.checkpoints, damaged, self.attempt, f"went on from step {step}"
-                )
-                self.tell("checkpoint", notice, step)
+                told = [self._set_aside(bad, problem) for bad, problem in damaged.items()]
+                if told:
+                    self.tell("checkpoint", "; ".join([*told, f"went on from step {step}"]), step)
             self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
             return manifest
         if damaged:
@@ -89,6 +88,13 @@ class Recovery:
                 " directory."
             )
         return None
+
+    def _set_aside(self, step: int, problem: str) -> str:
+        kept = self.run.checkpoints.set_aside(step, self.attempt)
+        return (
+            f"the checkpoint of step {step} is damaged and kept as {kept.name}"
+            f" ({problem.partition('. ')[0]})"
+        )
 
     def watch(self, engine: Engine) -> None:
         """Makes an engine ask before each update, where the recipe wants to be able to drop it."""
@@ -151,14 +157,12 @@ class Recovery:
         return answer, what
 
     def tell(self, kind: str, notice: str, step: int) -> None:
-        """Says it in the log, the state, the history and the alerts: nothing that was lost or
-        left out goes unsaid.
+        """Says it in the log, the state, the history and the alerts, of rank 0: nothing that was
+        lost or left out goes unsaid.
         """
-        self.notice = notice
         if not self.is_first:
             return
-        from kit.run.alerts import Alert, AlertLog
-
+        self.notice = notice
         print(f"WARNING: {notice}", file=sys.stderr, flush=True)
         level = "error" if kind == "checkpoint" else "warning"
         alert = Alert(
@@ -187,19 +191,3 @@ def _stopped(run: Run, step: int, what: str) -> str:
         " learning rate; to go on past it, launch again with recipe.on_nan or on_spike 'skip' or"
         " 'roll_back' (engine native)."
     )
-
-
-def _set_aside(
-    checkpoints: Checkpoints, damaged: dict[int, str], attempt: int, instead: str
-) -> str:
-    """Renames the damaged checkpoints and returns what happened, in one line."""
-    told = []
-    for step, problem in damaged.items():
-        kept = checkpoints.path(step).with_suffix(f".damaged-{attempt}")
-        if dist.get_rank() == 0:
-            checkpoints.set_aside(step, attempt)
-        told.append(
-            f"the checkpoint of step {step} is damaged and kept as {kept.name}"
-            f" ({problem.partition('. ')[0]})"
-        )
-    return f"{'; '.join(told)}; {instead}"

@@ -12,7 +12,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from cluster.files import unless_full
@@ -26,10 +25,8 @@ from cluster.heartbeats import (
     write_all_heartbeats,
 )
 
-LINE_BYTES = 400
-RECENT, SPLIT_EVERY_S = 15, 1.0
-"""Steps, of whose parts the medians are told, and how often: one step alone says little on a
-busy machine."""
+RECENT = 15
+"""Steps, of whose parts the medians are told: one step alone says little on a busy machine."""
 
 
 class Signs:
@@ -54,22 +51,12 @@ class Signs:
         self.gathered_at = float("-inf")
         self.last = dict[str, Any]()
         self.recent = deque[list[float | None]](maxlen=RECENT)
-        self.split_at, self.parts_s, self.own_s = float("-inf"), [], None
 
     def step_done(self, row: dict[str, Any], work_s: float | None) -> None:
         """Takes note of a step, to be told: of its row of the metrics, and how long this rank
         worked at it.
         """
         self.recent.append([*map(row.get, PARTS), work_s if "waiting_s" in row else None])
-        if time.monotonic() - self.split_at > SPLIT_EVERY_S:
-            self.split_at = time.monotonic()
-            columns = [
-                [value for value in column if value is not None]
-                for column in zip(*self.recent, strict=True)
-            ]
-            *self.parts_s, self.own_s = (
-                round(statistics.median(column), 6) if column else None for column in columns
-            )
         self.last = {
             "step": row["step"],
             "time": time.time(),
@@ -91,21 +78,16 @@ class Signs:
     def gather(self) -> None:
         """Has rank 0 write what all ranks did last; all of them call it."""
         self.gathered_at = time.monotonic()
-        line = torch.frombuffer(
-            bytearray(self._newest().line.ljust(LINE_BYTES)[:LINE_BYTES]), dtype=torch.uint8
-        )
-        lines = (
-            [torch.empty_like(line) for _ in range(self.num_ranks)] if self.beat.rank == 0 else None
-        )
-        dist.gather(line, lines, dst=0, group=self.group)
+        lines: list[Any] | None = [None] * self.num_ranks if self.beat.rank == 0 else None
+        dist.gather_object(self._newest().line, lines, dst=0, group=self.group)
         if lines:
             with unless_full():
-                write_all_heartbeats(
-                    self.directory, (bytes(line.tolist()).rstrip() for line in lines)
-                )
+                write_all_heartbeats(self.directory, lines)
 
     def _newest(self) -> RankHeartbeat:
-        return self.beat.replace(**self.last, parts_s=tuple(self.parts_s), own_s=self.own_s)
+        columns = zip(*list(self.recent), strict=True)  # a copy: the watchdog's thread asks too
+        *parts_s, own_s = map(_median, columns) if self.recent else [None]
+        return self.beat.replace(**self.last, parts_s=tuple(parts_s), own_s=own_s)
 
     def silent_ranks(self, for_s: float) -> list[int] | None:
         """Returns the ranks that have not said for so long that they answer, or None where
@@ -118,3 +100,8 @@ class Signs:
         }
         newest = max(beats.values(), default=0.0)
         return [rank for rank in range(self.num_ranks) if beats.get(rank, 0.0) < newest - for_s]
+
+
+def _median(values: tuple[float | None, ...]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 6) if known else None

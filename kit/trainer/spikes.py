@@ -35,8 +35,7 @@ def stands_out(loss: float, before: Sequence[float]) -> bool:
     """Returns whether a loss is a spike beside the last `WINDOW` finite losses before it; False
     beside fewer.
     """
-    known = [value for value in before if np.isfinite(value)][-WINDOW:]
-    return len(known) == WINDOW and bool(loss > _medians_and_bars(np.array([known]))[1][0])
+    return bool(spikes(np.array([*before, loss]), start=len(before)))
 
 
 def spikes(losses: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
@@ -48,7 +47,9 @@ def spikes(losses: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
     if first >= len(rows):
         return []
     before = np.lib.stride_tricks.sliding_window_view(losses[rows[first - WINDOW : -1]], WINDOW)
-    medians, bars = _medians_and_bars(before)
+    medians = _medians(before)
+    deviations = _medians(np.abs(before - medians[:, None]))
+    bars = medians + MADS * np.maximum(deviations, FLOOR * np.abs(medians))
     high = np.flatnonzero(losses[rows[first:]] > bars)
     return [(int(rows[first + i]), float(medians[i])) for i in high]
 
@@ -78,13 +79,6 @@ def bad_start(losses: np.ndarray, guess: float) -> int | None:
     above = losses[rows] > np.where(rows < SETTLED, bar, min(bar, 1.5 * guess))
     found = np.flatnonzero(np.lib.stride_tricks.sliding_window_view(above, START_LINES).all(axis=1))
     return int(rows[found[0] + START_LINES - 1]) if len(found) else None
-
-
-def _medians_and_bars(before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each line of losses its median, and above what a loss stands out beside them."""
-    medians = _medians(before)
-    deviations = _medians(np.abs(before - medians[:, None]))
-    return medians, medians + MADS * np.maximum(deviations, FLOOR * np.abs(medians))
 
 
 def _medians(lines: np.ndarray) -> np.ndarray:

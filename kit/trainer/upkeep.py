@@ -1,4 +1,4 @@
-"""What a rank does beside its steps on a GPU, without waiting for it: Python's garbage, its
+"""What a rank does beside its steps, without waiting for its device: Python's garbage, its
 memory, its own speed.
 """
 
@@ -12,18 +12,19 @@ import torch
 
 COLLECT_EVERY = 20
 """Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some
-200 objects a layer and micro-batch, so that later there would be millions."""
+200 objects a layer and micro-batch, so that later there would be millions. A save makes millions
+too, all of which stay."""
 PROBE_EVERY_S = 60.0
 PROBE_SIZE, PROBE_PRODUCTS, PROBE_PARTS = 4096, 12, 5
 """5 x 12 products of 0.14 TFLOP: some 15 ms on an H100, 50 ms on half an MI250X."""
 
 
 def collect_garbage(step: int) -> None:
-    """Collects garbage at certain steps only, the same on all ranks, which else would wait for
-    each other's pauses.
+    """Collects new garbage at certain steps only, the same on all ranks, which else would wait for
+    each other's pauses; what is older is not looked at.
     """
     if step % COLLECT_EVERY == 1:
-        gc.disable()  # again: a save turns it on
+        gc.disable()  # again: loading a checkpoint turns it on
         gc.collect(1)
 
 

@@ -44,6 +44,7 @@ def compiled(spec, plan):
     """
     from torch._dynamo.utils import counters
 
+    counters.clear()  # another test may have compiled in the process that this one is forked from
     warnings.simplefilter("default")  # those that torch raises while it traces are no errors
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     trained = train(spec, plan, RECIPE)

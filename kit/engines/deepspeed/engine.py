@@ -69,7 +69,12 @@ class DeepSpeedEngine(PortableEngine):
                 mpu=ranks,
                 dist_init_required=False,
             )
-        self._check_batch()
+        reported = {
+            "micro_batch_size": self.engine.train_micro_batch_size_per_gpu(),
+            "num_microbatches": self.engine.gradient_accumulation_steps(),
+            "global_batch_size": self.engine.train_batch_size(),
+        }
+        check_batch(plan, reported)
         self.norm = torch.zeros((), device=device)
         if plan.zero_stage == 0:
             self.optimizer.register_step_pre_hook(self._clip)
@@ -81,14 +86,6 @@ class DeepSpeedEngine(PortableEngine):
 
         layers = Layers(self.spec, self.plan, self.tensor_group, self.device, seed)
         return layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
-
-    def _check_batch(self) -> None:
-        reported = {
-            "micro_batch_size": self.engine.train_micro_batch_size_per_gpu(),
-            "num_microbatches": self.engine.gradient_accumulation_steps(),
-            "global_batch_size": self.engine.train_batch_size(),
-        }
-        check_batch(self.plan, reported)
 
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters, a tied one once."""
@@ -157,24 +154,20 @@ class DeepSpeedEngine(PortableEngine):
         """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where
         DeepSpeed tells no norm.
         """
-        # Of weights that all tensor ranks have whole, and of cut ones.
-        squares = torch.zeros(2, device=self.device)
-        named = self.named_parameters()
-        for is_cut in (False, True):
+        total = torch.zeros((), device=self.device)
+        # Cut weights first: only of them does each tensor rank have squares of its own.
+        for is_cut in (True, False):
             # DeepSpeed marks the copy of a tied weight on the last stage.
             own = [
                 p.grad
-                for name, p in named.items()
+                for name, p in self.named_parameters().items()
                 if (split_dim(name) is not None) == is_cut
                 and p.grad is not None
                 and not getattr(p, "ds_pipe_replicated", False)
             ]
-            squares[int(is_cut)] = torch.nn.utils.get_total_norm(own) ** 2
-        if self.tensor_group is not None:
-            cut = squares[1:].clone()
-            dist.all_reduce(cut, group=self.tensor_group)
-            squares[1:] = cut
-        total = squares.sum()
+            total += torch.nn.utils.get_total_norm(own) ** 2
+            if is_cut and self.tensor_group is not None:
+                dist.all_reduce(total, group=self.tensor_group)
         if self.pipeline_group is not None:
             dist.all_reduce(total, group=self.pipeline_group)
         self.norm = total.sqrt()

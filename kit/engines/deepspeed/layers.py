@@ -19,6 +19,8 @@ from kit.parallel.linear import copy_to_ranks, cut, split_dim, split_layers
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
+TOKENS = "embedding.tokens"
+
 
 class Layers:
     """Makes the layers of one model, as one rank of `group` holds them, of those that share each
@@ -52,20 +54,26 @@ class Layers:
         norm and output last.
         """
         spec, plan = self.spec, self.plan
-        blocks = [LayerSpec(BlockLayer, self, number) for number in range(spec.num_layers)]
-        output = functools.partial(nn.Linear, spec.hidden_size, spec.vocab_size, bias=False)
+        tokens = functools.partial(nn.Embedding, spec.vocab_size, spec.hidden_size)
+        positions = functools.partial(nn.Embedding, spec.sequence_length, spec.hidden_size)
+        block = functools.partial(Block, spec, plan.recompute)
         norm = functools.partial(make_norm, spec)
-        ends = LayerSpec(TokenLayer, self), LayerSpec(PartLayer, self, "output", output)
+        output = functools.partial(nn.Linear, spec.hidden_size, spec.vocab_size, bias=False)
+        layers = [LayerSpec(PipelineLayer, self, TOKENS, tokens)]
+        if spec.positions == "learned":
+            name = "embedding.positions"
+            layers.append(LayerSpec(PipelineLayer, self, name, positions, _with_positions))
+        for number in range(spec.num_layers):
+            layers.append(LayerSpec(BlockLayer, self, f"layers.{number}", block, self._block))
+        layers.append(LayerSpec(PipelineLayer, self, "norm", norm))
+        layers.append(LayerSpec(PipelineLayer, self, "output", output))
         if spec.tied_embeddings:
-            tie = functools.partial(
-                TiedLayerSpec, "tokens", TokenLayer, self, tied_weight_attr=TokenLayer.WEIGHT
-            )
-            ends = tie(), tie(forward_fn=TokenLayer.logits)
-        positions = [LayerSpec(PositionLayer, self)] if spec.positions == "learned" else []
+            parts = "tokens", PipelineLayer, self, TOKENS, tokens
+            tied = functools.partial(TiedLayerSpec, *parts, tied_weight_attr=f"{TOKENS}.weight")
+            layers[0], layers[-1] = tied(), tied(forward_fn=self._logits)
         topology = PipeModelDataParallelTopology(
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
-        layers = [ends[0], *positions, *blocks, LayerSpec(PartLayer, self, "norm", norm), ends[1]]
         # It makes 950 groups for 3,072 ranks; autograd must not see that it broadcasts the tied
         # weight.
         with quiet(), unbound_device(), torch.no_grad():
@@ -99,77 +107,47 @@ class Layers:
             return None
         return rotary_table(self.spec, self.spec.sequence_length, self.device)
 
+    def _block(self, block: nn.Module, x_BTH: Tensor) -> Tensor:
+        return block(x_BTH, self.rotary())
+
+    def _logits(self, tokens: "PipelineLayer", x_BTH: Tensor) -> Tensor:
+        """Returns logits of this rank's part of the vocabulary, by the embedding's weight."""
+        x_BTH = x_BTH if self.group is None else copy_to_ranks(x_BTH, self.group)
+        return F.linear(x_BTH, tokens.get_parameter(f"{TOKENS}.weight"))
+
 
 class PipelineLayer(nn.Module):
     """A part of the decoder that takes what the part before returns.
 
-    Its weights have their global names.
+    Args:
+        layers: of which it is one.
+        name: its global name, by which its weights have theirs.
+        build: makes its module.
+        run: returns what the module makes of its input; without it, the module is called.
     """
 
-
-class TokenLayer(PipelineLayer):
-    """The token embedding; with tied embeddings the output projection too, on the last stage."""
-
-    WEIGHT = "embedding.tokens.weight"
-
-    def __init__(self, layers: Layers) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        name: str,
+        build: Callable[[], nn.Module],
+        run: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
+    ) -> None:
         super().__init__()
+        self.name, self.run = name, run
         with torch.device("meta"):
-            tokens = nn.Embedding(layers.spec.vocab_size, layers.spec.hidden_size)
-            self.embedding = nn.ModuleDict({"tokens": tokens})
-        self.group = layers.group
+            module = build()
+        outer, _, inner = name.partition(".")
+        self.add_module(outer, nn.ModuleDict({inner: module}) if inner else module)
         layers.fill(self)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.embedding["tokens"](tokens_BT)
-
-    def logits(self, x_BTH: Tensor) -> Tensor:
-        """Returns logits of this rank's part of the vocabulary."""
-        x_BTH = x_BTH if self.group is None else copy_to_ranks(x_BTH, self.group)
-        return F.linear(x_BTH, self.get_parameter(self.WEIGHT))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.get_submodule(self.name), x)
 
 
 class BlockLayer(PipelineLayer):
-    """One transformer block."""
-
-    def __init__(self, layers: Layers, number: int) -> None:
-        super().__init__()
-        self.number, self.rotary = str(number), layers.rotary
-        with torch.device("meta"):
-            self.layers = nn.ModuleDict({self.number: Block(layers.spec, layers.plan.recompute)})
-        layers.fill(self)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        return self.layers[self.number](x_BTH, self.rotary())
+    """One transformer block, by which DeepSpeed counts equal shares."""
 
 
-class PartLayer(PipelineLayer):
-    """A part that needs nothing but what the part before returns: the final norm, or the output
-    projection where it has a weight of its own.
-    """
-
-    def __init__(self, layers: Layers, name: str, build: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.name = name
-        with torch.device("meta"):
-            self.add_module(name, build())
-        layers.fill(self)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        return self.get_submodule(self.name)(x_BTH)
-
-
-class PositionLayer(PipelineLayer):
-    """Learned positions."""
-
-    def __init__(self, layers: Layers) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            positions = nn.Embedding(layers.spec.sequence_length, layers.spec.hidden_size)
-            self.embedding = nn.ModuleDict({"positions": positions})
-        layers.fill(self)
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        return x_BTH + self.embedding["positions"](
-            torch.arange(x_BTH.shape[1], device=x_BTH.device)
-        )
+def _with_positions(positions: nn.Module, x_BTH: Tensor) -> Tensor:
+    return x_BTH + positions(torch.arange(x_BTH.shape[1], device=x_BTH.device))

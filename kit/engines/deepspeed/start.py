@@ -33,6 +33,8 @@ def import_deepspeed(device: torch.device) -> Any:
     operation does not fit, it uses gloo. The table is set, not changed: reading it would try the
     compiler on every operation that DeepSpeed has, and the kit uses none.
     """
+    # Nothing of it is compiled, and an optimizer that ZeRO imports would load torch's compiler.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Else it warns that it found no accelerator.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank
@@ -46,7 +48,6 @@ def import_deepspeed(device: torch.device) -> Any:
         reason = f"it is installed but cannot be imported: {type(error).__name__}: {error}"
         raise DeepSpeedError(reason) from error
 
-    _import_muon()
     logger.setLevel(logging.WARNING)
     for message, category in HARMLESS.items():
         warnings.filterwarnings("ignore", message, category)
@@ -56,19 +57,6 @@ def import_deepspeed(device: torch.device) -> Any:
         # be tried.
         vars(deepspeed.get_accelerator())["is_fp16_supported"] = lambda: True
     return deepspeed
-
-
-def _import_muon() -> None:
-    """Imports an optimizer that is not used, but that ZeRO imports and that would load all of
-    torch's compiler.
-    """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    with contextlib.suppress(ModuleNotFoundError):  # other versions have it elsewhere, or none
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    os.environ.pop("TORCHDYNAMO_DISABLE")
-    if before is not None:
-        os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kit.engines.neuron.probe import import_nxd
+from kit.engines.neuron.probe import require
 from kit.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def start_process_group() -> torch.device:
         ConfigError: XLA sees another number of ranks than the group has, so its collectives would
             not join them.
     """
-    import_nxd()
+    require(here=True)
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]  # registers it
     import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
@@ -243,17 +243,20 @@ class Nxd:
         """
         return self._losses.parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
 
-    def cut_sequence(self, x_TBH: Tensor) -> Tensor:
-        """Returns this rank's part of the sequence."""
-        return self._mappings.scatter_to_sequence_parallel_region(input_=x_TBH)
+    def cut_sequence(self, x_BTH: Tensor) -> Tensor:
+        """Returns this rank's part of the sequence, [T, B, H]."""
+        return self._mappings.scatter_to_sequence_parallel_region(
+            input_=x_BTH.transpose(0, 1).contiguous()
+        )
 
     def whole_sequence(self, x_TBH: Tensor) -> Tensor:
-        """Returns the whole sequence, for a layer that all tensor ranks compute alike or that
-        adds up itself.
+        """Returns the whole sequence, [B, T, H], for a layer that all tensor ranks compute alike or
+        that adds up itself.
         """
-        return self._mappings.gather_from_sequence_parallel_region(
+        whole_TBH = self._mappings.gather_from_sequence_parallel_region(
             input_=x_TBH, to_model_parallel=False
         )
+        return whole_TBH.transpose(0, 1).contiguous()
 
     # Ranks ----------------------------------------------------------------------------------------
 

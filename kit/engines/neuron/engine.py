@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from kit.engines.engine import Engine
 from kit.engines.neuron.adapter import Nxd
@@ -48,6 +47,7 @@ class NeuronEngine(Engine):
     ) -> None:
         check_environment(plan, os.environ)
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        self.is_pipelined = plan.pipeline_parallel > 1
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
         check_platform(plan, spec, self.nxd.platform)
         self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
@@ -89,7 +89,7 @@ class NeuronEngine(Engine):
 
     def _build(self) -> NxdLlama:
         # In a pipeline NxD divides the loss by the number of micro-batches itself.
-        scale = 1.0 if self._is_pipelined else 1 / self.plan.num_microbatches
+        scale = 1.0 if self.is_pipelined else 1 / self.plan.num_microbatches
         return NxdLlama(self.spec, self.plan, self.nxd, self.weights, scale)
 
     def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
@@ -99,21 +99,13 @@ class NeuronEngine(Engine):
         self.nxd.initialise(module)
         self.weights.fill(module)
 
-    @property
-    def _is_pipelined(self) -> bool:
-        return self.plan.pipeline_parallel > 1
-
-    def parameters(self) -> list[Parameter]:
-        """Returns this rank's parameters."""
-        return list(self.model.parameters())
-
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
         Samples are always as many, and of the same length, since another shape is another graph to
         compile.
         """
-        if self._is_pipelined:
+        if self.is_pipelined:
             loss = self.model.run_train(**_inputs(samples))
         else:
             loss = torch.zeros((), device=self.device)
@@ -133,7 +125,7 @@ class NeuronEngine(Engine):
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
         self.model.eval()
-        if self._is_pipelined:
+        if self.is_pipelined:
             loss = self.model.run_eval(**_inputs(samples))
         else:
             loss = torch.zeros((), device=self.device)

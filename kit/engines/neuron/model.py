@@ -8,6 +8,7 @@ sequence parallelism T is, in the order [T, B, H]. What tensor ranks hold is in
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class NxdStack(nn.Module):
         super().__init__()
         self.embed_tokens = nxd.embedding(rows=spec.vocab_size, features=spec.hidden_size)
         weights.mark_column(self.embed_tokens, "embedding.tokens.weight")
-        self.enter = NxdEnter(nxd)
+        self.enter = NxdTurn(nxd, nxd.cut_sequence)
         # On the CPU: only its fp32 holds positions up to the thousands whatever is cast on the
         # device.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
@@ -69,7 +70,7 @@ class NxdStack(nn.Module):
         )
         self.norm = NxdNorm(spec, plan)
         weights.mark_whole(self.norm, "norm.weight")
-        self.leave = NxdLeave(nxd)
+        self.leave = NxdTurn(nxd, nxd.whole_sequence)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.enter(self.embed_tokens(input_ids))
@@ -78,34 +79,15 @@ class NxdStack(nn.Module):
         return self.leave(self.norm(x))
 
 
-class NxdEnter(nn.Module):
-    """From whole activations [B, T, H] to those that blocks hand on."""
+class NxdTurn(nn.Module):
+    """Between whole activations [B, T, H] and those that blocks hand on, one way or the other."""
 
-    def __init__(self, nxd: Nxd) -> None:
+    def __init__(self, nxd: Nxd, turn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.nxd = nxd
-
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        return (
-            self.nxd.cut_sequence(x_BTH.transpose(0, 1).contiguous())
-            if self.nxd.sequence_parallel
-            else x_BTH
-        )
-
-
-class NxdLeave(nn.Module):
-    """The inverse of `NxdEnter`."""
-
-    def __init__(self, nxd: Nxd) -> None:
-        super().__init__()
-        self.nxd = nxd
+        self.nxd, self.turn = nxd, turn
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            self.nxd.whole_sequence(x).transpose(0, 1).contiguous()
-            if self.nxd.sequence_parallel
-            else x
-        )
+        return self.turn(x) if self.nxd.sequence_parallel else x
 
 
 class NxdNorm(nn.Module):
@@ -256,7 +238,7 @@ class NxdLoss(nn.Module):
         )
 
 
-LEAVES = (NxdEnter, NxdLeave, NxdNorm, NxdLoss)
+LEAVES = (NxdTurn, NxdNorm, NxdLoss)
 """Besides blocks and NxD's own layers, what NxD's tracer takes as it is."""
 RECOMPUTED = {"none": (), "selective": (NxdCoreAttention, NxdGate), "full": (NxdBlock,)}
 

@@ -10,6 +10,7 @@ Source: release notes and "TorchNeuron" of the AWS Neuron documentation
 (awsdocs-neuron.readthedocs-hosted.com), 2025-12 to 2026-10.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -17,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -72,42 +72,32 @@ class NeuronError(MissingPackageError):
         ImportError.__init__(self, status.message)
 
 
-def require() -> None:
-    """Raises NeuronError unless NxD can train here; it is imported in another process."""
-    status = probe()
+def require(*, here: bool = False) -> None:
+    """Raises NeuronError unless NxD can train; it is imported in another process, or `here`: by a
+    rank, which must not start a second process on its cores.
+    """
+    status = probe(here=here)
     if status.state != "ok":
         raise NeuronError(status)
 
 
-def probe() -> NeuronStatus:
+def probe(*, here: bool = False) -> NeuronStatus:
     """Returns what is installed and whether it can train; packages and engine are imported, in
-    another process.
+    another process unless `here`.
     """
-    return _status(_import)
-
-
-def import_nxd() -> None:
-    """Imports NxD in this process, for a rank, which must not start a second one on its cores.
-
-    Raises:
-        NeuronError: it cannot train, or cannot be imported.
-    """
-    status = _status(_import_here)
-    if status.state != "ok":
-        raise NeuronError(status)
+    versions = dict[str, str]()
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    state, reason = _judge(versions)
+    if state == "ok":
+        state, reason = _import_here() if here else _import()
+    return NeuronStatus(state=state, reason=reason, versions=versions)
 
 
 def has_device() -> bool:
     """Returns whether this machine has a Neuron device."""
     return Path("/dev/neuron0").exists()
-
-
-def _status(imported: Callable[[], tuple[State, str]]) -> NeuronStatus:
-    versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
-    state, reason = _judge(versions)
-    if state == "ok":
-        state, reason = imported()
-    return NeuronStatus(state=state, reason=reason, versions=versions)
 
 
 def _import_here() -> tuple[State, str]:
@@ -183,10 +173,3 @@ def _import() -> tuple[State, str]:
         -1
     ]
     return "broken", f"it is installed but cannot be imported: {last.rstrip('.')}."
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

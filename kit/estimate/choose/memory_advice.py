@@ -40,21 +40,6 @@ class Option:
         return f"{self.settings} ({self.used_bytes / 2**30:.2f} GiB)"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory ran out: of a GPU, of this process, or of
-    torch's CPU allocator.
-    """
-    said = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (
-            isinstance(error, RuntimeError)
-            and ("can't allocate memory" in said or "out of memory" in said)
-        )
-    )
-
-
 def memory_advice(run: Run) -> str:
     """Returns in one line what the plan is estimated to need, and which smallest changes need
     less, with numbers.
