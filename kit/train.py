@@ -106,9 +106,15 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
     run.site.write(run.directory / f"site.attempt_{attempt:02d}.json")
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    # Without a lock on the index, which a rank that is killed meanwhile would leave behind.
+    git = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
     try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+        commit = (
+            subprocess.run(
+                git, cwd=Path(__file__).parent, capture_output=True, text=True
+            ).stdout.strip()
+            or None
+        )
     except FileNotFoundError:  # a container without git
         commit = None
     try:

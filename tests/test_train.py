@@ -20,7 +20,6 @@ import torch
 from typer.testing import CliRunner
 
 import kit
-from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
 from kit.commands.app import app
 from kit.convert import load_model
@@ -37,8 +36,8 @@ from kit.run.checkpoint_writer import CheckpointWriter
 from kit.show.terminal import PlainConsole
 from kit.spec import ModelSpec
 from kit.train import _record_attempt
-from tests.faults.attempts import finished
-from tests.workers import run_ranks
+from tests.faults.attempts import finished, lines_of
+from tests.workers import local_run, run_ranks
 
 STEPS = 120  # of the recipe in conftest.py
 ONE = Plan(micro_batch_size=8, global_batch_size=8)
@@ -150,9 +149,7 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
     disk = mount_memory("size=64m,nr_inodes=12")
     plan = DP2.replace(data_parallel=1, zero_stage=0)
     often = recipe.replace(checkpoint_every=2)
-    prepared = Run.create(
-        tmp_path / "run", spec=spec, plan=plan, recipe=often, site=Site.load("laptop")
-    )
+    prepared = local_run(tmp_path / "run", spec, plan, often)
     prepared.checkpoints.directory.symlink_to(disk)
     for number in itertools.count():  # leave room for two checkpoints and the beginning of a third
         if os.statvfs(disk).f_favail <= 9:
@@ -225,7 +222,7 @@ def test_resumes_between_shard_sizes_and_phases_of_a_mix(
         run = kit.resume(run.directory, plan=now, num_steps=steps)
     assert run.metrics()["attempt"].tolist() == [1] * 3 + [2] * 3 + [3] * 3
     np.testing.assert_allclose(run.metrics()["loss"], straight.metrics()["loss"], rtol=1e-5)
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = lines_of(run)
     assert [row["share/web"] for row in rows] == [0.5] * 2 + [0.75] * 3 + [0] * 4
     assert all(row["share/web"] + row["share/code"] == 1 for row in rows)
     job_spec(run).write(run.directory / "job.json")
@@ -345,79 +342,48 @@ def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, t
 # ---------------------------------------------------------
 
 
-def refuse(error: type[Exception], message: str, directory: Path, **kwargs) -> None:
-    before = sorted(path.name for path in directory.rglob("*")) if directory.exists() else None
-    with pytest.raises(error) as raised:
-        kit.launch(directory, **kwargs)
-    assert message in str(raised.value)
-    assert (
-        sorted(path.name for path in directory.rglob("*")) if directory.exists() else None
-    ) == before
+@pytest.fixture
+def assert_refused(spec, recipe, tmp_path):
+    """A function: a launch, of a new run unless another directory is given, is refused with such
+    an error, and its directory stays as it was.
+    """
+
+    def names(directory: Path) -> list[str]:
+        return sorted(path.name for path in directory.rglob("*"))
+
+    def assert_it(error: type[Exception], message: str, directory=tmp_path / "run", **changes):
+        before = names(directory)
+        with pytest.raises(error) as raised:
+            kit.launch(directory, **{"spec": spec, "plan": DP2, "recipe": recipe, **changes})
+        assert message in str(raised.value) and names(directory) == before
+
+    return assert_it
 
 
-def test_missing_and_truncated_data_are_refused(spec, recipe, tmp_path, tiny_dataset):
-    refuse(
-        DataError,
-        "kit data build",
-        tmp_path / "run",
-        spec=spec,
-        plan=DP2,
-        recipe=recipe.replace(data="/nowhere"),
-    )
+def test_bad_input_is_refused(assert_refused, spec, recipe, tmp_path, tiny_dataset):
+    nowhere = recipe.replace(data="/nowhere")
+    assert_refused(DataError, "kit data build", recipe=nowhere)
     cut = tmp_path / "cut"
     shutil.copytree(tiny_dataset.directory, cut)
     with (cut / "train.bin").open("r+b") as stream:
         stream.truncate(1000)
-    refuse(
-        DataError,
-        "train.bin",
-        tmp_path / "run",
-        spec=spec,
-        plan=DP2,
-        recipe=recipe.replace(data=str(cut)),
-    )
+    assert_refused(DataError, "train.bin", recipe=recipe.replace(data=str(cut)))
+    assert_refused(DataError, "1,000,000", spec=spec.replace(sequence_length=1_000_000))
+    assert_refused(ConfigError, "vocab_size is 128", spec=spec.replace(vocab_size=128))
+    long = spec.replace(sequence_length=Dataset.open(recipe.data).validation.num_tokens)
+    validating = recipe.replace(validation_every=10)
+    assert_refused(DataError, "validation.bin holds", spec=long, recipe=validating)
+    three = Plan(tensor_parallel=3, global_batch_size=8)
+    assert_refused(ConfigError, "spec.num_heads", plan=three)
 
 
-def test_data_that_does_not_fit_is_refused(spec, recipe, tmp_path):
-    long = spec.replace(sequence_length=1_000_000)
-    refuse(DataError, "1,000,000", tmp_path / "run", spec=long, plan=DP2, recipe=recipe)
-    small = spec.replace(vocab_size=128)
-    refuse(ConfigError, "vocab_size is 128", tmp_path / "run", spec=small, plan=DP2, recipe=recipe)
-    held_out = Dataset.open(recipe.data).validation.num_tokens
-    long, validating = spec.replace(sequence_length=held_out), recipe.replace(validation_every=10)
-    refuse(
-        DataError, "validation.bin holds", tmp_path / "run", spec=long, plan=DP2, recipe=validating
-    )
-
-
-def test_impossible_layout_is_refused(spec, recipe, tmp_path):
-    plan = Plan(tensor_parallel=3, global_batch_size=8)
-    refuse(ConfigError, "spec.num_heads", tmp_path / "run", spec=spec, plan=plan, recipe=recipe)
-
-
-def test_folders_of_others_are_refused(spec, recipe, tmp_path, unbroken):
+def test_folders_of_others_are_refused(assert_refused, spec, tmp_path, unbroken):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    refuse(
-        RunError, "is not a run directory", tmp_path / "mine", spec=spec, plan=DP2, recipe=recipe
-    )
-    other = spec.replace(num_layers=2)
-    refuse(
-        RunError,
-        "spec.num_layers = 4, not 2",
-        unbroken.directory,
-        spec=other,
-        plan=DP2,
-        recipe=recipe,
-    )
-    refuse(
-        RunError,
-        "has finished its 120 steps",
-        unbroken.directory,
-        spec=spec,
-        plan=DP2,
-        recipe=recipe,
-    )
+    assert_refused(RunError, "is not a run directory", tmp_path / "mine")
+    old, other = unbroken.directory, spec.replace(num_layers=2)
+    assert_refused(RunError, "spec.num_layers = 4, not 2", old, spec=other)
+    assert_refused(RunError, "has finished its 120 steps", old)
 
 
 def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
@@ -446,9 +412,7 @@ def test_two_launches_of_one_directory(spec, recipe, tmp_path):
 
 
 def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_path, monkeypatch):
-    run = Run.create(
-        tmp_path / "run", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", spec, DP2, recipe)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
     _record_attempt(run, 3, torch.device("cpu"))
@@ -460,9 +424,7 @@ def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_p
 
 
 def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):
-    run = Run.create(
-        tmp_path / "count", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop")
-    )
+    run = local_run(tmp_path / "count", spec, DP2, recipe)
     command = [sys.executable, "-m", "kit.train", "--run", str(run.directory)]
     ended = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"}

@@ -17,8 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from cluster.site import Site
 from kit.engines.process_group import start_process_group
 from kit.parallel.groups import part
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+
+def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
+    """Returns a prepared run for this machine."""
+    return Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
 
 
 def start_gloo() -> None:

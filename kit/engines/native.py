@@ -61,7 +61,16 @@ class NativeEngine(PortableEngine):
         self.tied = (
             _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
         )
-        self.schedule = self._build_schedule() if self.pipeline_group is not None else None
+        self.schedule = None
+        if self.pipeline_group is not None:
+            self.schedule = build_schedule(
+                self.decoders,
+                plan=plan,
+                pipeline_rank=pipeline_rank(self.mesh),
+                group=self.pipeline_group,
+                device=device,
+                loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
+            )
         # One group per placement: fused and foreach kernels cannot mix plain tensors and DTensors.
         self.optimizer = adamw(
             [{"params": group} for group in group_parameters(self.parameters())], recipe
@@ -95,7 +104,9 @@ class NativeEngine(PortableEngine):
         settle(self.parameters())
         if self.tied is not None:
             self.tied.reduce_gradients()
-        norm = global_norm(self._counted_parameters(), self.pipeline_group)
+        copy = self.tied.output if self.tied is not None else None
+        counted = [parameter for parameter in self.parameters() if parameter is not copy]
+        norm = global_norm(counted, self.pipeline_group)
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
         phases.mark()
@@ -217,16 +228,6 @@ class NativeEngine(PortableEngine):
             return torch.zeros((), device=self.device)
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
-    def _build_schedule(self):
-        return build_schedule(
-            self.decoders,
-            plan=self.plan,
-            pipeline_rank=pipeline_rank(self.mesh),
-            group=self.mesh["pipeline"].get_group(),
-            device=self.device,
-            loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
-        )
-
     def _shifted(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         samples = samples.to(self.device, non_blocking=True)
         # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built
@@ -248,10 +249,6 @@ class NativeEngine(PortableEngine):
         loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
         dist.all_reduce(loss)
         return loss
-
-    def _counted_parameters(self) -> list[Parameter]:
-        copy = self.tied.output if self.tied is not None else None
-        return [parameter for parameter in self.parameters() if parameter is not copy]
 
 
 class StepResult:

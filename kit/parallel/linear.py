@@ -1,9 +1,8 @@
 """Tensor parallelism with plain tensors: Megatron-style layers, made from the model's own table of
 splits.
 
-For engines that cannot take DTensors. Shape letters as in `kit.model`, and N tokens in all (B x T);
-under tensor parallelism F, V and head counts are this rank's part. Source of the layers:
-Megatron-LM, arXiv 1909.08053, section 3.
+For engines that cannot take DTensors as weights. Source of the layers: Megatron-LM, arXiv
+1909.08053, section 3.
 """
 
 from collections.abc import Callable
@@ -110,8 +109,10 @@ class VocabularyParallelEmbedding(nn.Embedding):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        index, mine = _own_tokens(input, self.num_embeddings, self.group)
-        return sum_over_ranks(super().forward(index) * mine.unsqueeze(-1), self.group)
+        rows = input - self.group.rank() * self.num_embeddings
+        mine = (rows >= 0) & (rows < self.num_embeddings)
+        found = super().forward(rows.masked_fill(~mine, 0))
+        return sum_over_ranks(found * mine.unsqueeze(-1), self.group)
 
 
 PARTS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
@@ -130,16 +131,6 @@ def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """Returns the sum of the ranks' x; in the backward pass each gets the gradient of the sum."""
     return _SumOverRanks.apply(x, group)  # pyright: ignore[reportReturnType]
-
-
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns the mean negative log-likelihood in nats, fp32; with a group, of its ranks' parts
-    of the vocabulary.
-    """
-    logits_NV, targets_N = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
-    if group is None:
-        return F.cross_entropy(logits_NV, targets_N)
-    return _CrossEntropy.apply(logits_NV, targets_N, group)  # pyright: ignore[reportReturnType]
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -165,39 +156,3 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """log(sum exp(z - max)) + max - z[target]; its gradient is softmax - 1 at the target, over
-    N.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: ProcessGroup) -> Tensor:
-        peak_N = logits_NV.amax(-1)
-        dist.all_reduce(peak_N, op=dist.ReduceOp.MAX, group=group)
-        exponentials_NV = (logits_NV - peak_N.unsqueeze(-1)).exp()
-        index_N, mine_N = _own_tokens(targets_N, logits_NV.shape[-1], group)
-        own_N = logits_NV.gather(-1, index_N.unsqueeze(-1)).squeeze(-1) * mine_N
-        sums_2N = torch.stack((exponentials_NV.sum(-1), own_N))
-        dist.all_reduce(sums_2N, group=group)
-        ctx.save_for_backward(exponentials_NV.div_(sums_2N[0].unsqueeze(-1)), index_N, mine_N)
-        return (sums_2N[0].log() + peak_N - sums_2N[1]).mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        softmax_NV, index_N, mine_N = ctx.saved_tensors
-        gradient_NV = softmax_NV.clone()
-        gradient_NV.scatter_add_(
-            -1, index_N.unsqueeze(-1), -mine_N.to(softmax_NV.dtype).unsqueeze(-1)
-        )
-        return gradient_NV.mul_(gradients[0] / len(index_N)), None, None
-
-
-def _own_tokens(tokens: Tensor, count: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Returns each token's row in this rank's part of the vocabulary (0 where it has none) and
-    whether it has it.
-    """
-    first = group.rank() * count
-    mine = (tokens >= first) & (tokens < first + count)
-    return (tokens - first).masked_fill(~mine, 0), mine

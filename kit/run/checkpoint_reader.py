@@ -16,9 +16,9 @@ import gc
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from kit.run.checkpoint import Checkpoints, Manifest
 from kit.spec import ModelSpec
 from kit.torch_private import StorageInfo
 
+Told = TypeVar("Told")
 METADATA = "torch.distributed.checkpoint.metadata"
 UNUSED = {
     (METADATA, "TensorProperties"),
@@ -123,10 +124,8 @@ class CheckpointTensors:
         )
 
 
-def describe_together(
-    checkpoints: Checkpoints, step: int, group: Any = None
-) -> tuple[Manifest, bytes]:
-    """Returns `Checkpoints.describe` to all ranks, of which rank 0 alone reads files.
+def told_by_first(ask: Callable[[], Told], group: Any = None) -> Told:
+    """Returns to all ranks what `ask` returns on rank 0, which alone calls it, and so reads files.
 
     All ranks of the group, which is on the CPU and has all of them, must call this. An error is
     raised on all.
@@ -134,7 +133,7 @@ def describe_together(
     told: list[Any] = [None]
     with alike(group):
         if dist.get_rank() == 0:
-            told = [checkpoints.describe(step)]
+            told = [ask()]
     dist.broadcast_object_list(told, src=0, group=group)
     return told[0]
 

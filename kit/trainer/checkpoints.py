@@ -12,7 +12,7 @@ from kit.convert.hugging_face import hugging_face_weights
 from kit.engines.engine import Engine, PortableEngine
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.run.checkpoint_reader import CheckpointTensors, alike, describe_together
+from kit.run.checkpoint_reader import CheckpointTensors, alike, told_by_first
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 
@@ -94,8 +94,9 @@ class PortableCheckpoints:
         Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine
         holds nothing useful.
         """
-        manifest, description = describe_together(self.run.checkpoints, step, self.group)
-        tensors = CheckpointTensors(self.run.checkpoints, (manifest, description), self.run.spec)
+        described = told_by_first(lambda: self.run.checkpoints.describe(step), self.group)
+        tensors = CheckpointTensors(self.run.checkpoints, described, self.run.spec)
+        manifest, _ = described
         self.engine.restore_optimizer(step - manifest.skipped)
         state = self.engine.state_dict()
         with alike(self.group):

@@ -19,6 +19,7 @@ from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.checkpoint import Manifest
+from kit.run.checkpoint_reader import told_by_first
 from kit.trainer.guard import Answer, Guard
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ class Recovery:
         """Returns the steps of the complete checkpoints, the same to all ranks, of which rank 0
         alone looks.
         """
-        listed: list[Any] = [self.run.checkpoints.steps() if self.is_first else None]
-        dist.broadcast_object_list(listed, src=0, group=self.group)
-        return listed[0]
+        return told_by_first(self.run.checkpoints.steps, self.group)
 
     def load_newest(self, checkpoints: "EngineCheckpoints") -> Manifest | None:
         """Fills the engine from the newest checkpoint that all ranks can read; returns its
@@ -63,22 +62,14 @@ class Recovery:
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
-            start = time.perf_counter()
             try:
                 manifest = checkpoints.load(step)
             except DamagedCheckpointError as error:
                 damaged[step] = str(error)
                 continue
-            if self.is_first:
-                size, took = sum(manifest.files.values()), time.perf_counter() - start
-                print(
-                    f"verified and loaded the checkpoint of step {step}: {size / 1e6:,.1f} MB in"
-                    f" {took:.2f} s",
-                    flush=True,
-                )
+            if damaged and self.is_first:
                 told = [self._set_aside(bad, problem) for bad, problem in damaged.items()]
-                if told:
-                    self.tell("checkpoint", "; ".join([*told, f"went on from step {step}"]), step)
+                self.tell("checkpoint", f"{'; '.join(told)}; went on from step {step}", step)
             self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
             return manifest
         if damaged:

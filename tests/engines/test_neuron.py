@@ -42,7 +42,7 @@ from tests.parity import (
     some_thorough,
     train,
 )
-from tests.workers import run_ranks, start_training
+from tests.workers import local_run, run_ranks, start_training
 
 LAYOUTS = {
     "one process": {},
@@ -396,13 +396,7 @@ def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
         recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0),
     )
     recipe = recipe.replace(validation_every=4, validation_sequences=8)
-    return kit.Run.create(
-        tmp_path / "run",
-        spec=spec,
-        plan=neuron_plan({}),
-        recipe=recipe,
-        site=kit.Site.load("laptop"),
-    )
+    return local_run(tmp_path / "run", spec, neuron_plan({}), recipe)
 
 
 def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):

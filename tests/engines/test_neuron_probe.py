@@ -17,7 +17,7 @@ from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require
 from kit.errors import MissingPackageError
 from kit.plan import Plan
 from tests.engines.conftest import VERSIONS, install
-from tests.workers import start_training
+from tests.workers import local_run, start_training
 
 ROOT = Path(__file__).parents[2]
 NEURON = Plan(engine="neuron", precision="bf16")
@@ -47,59 +47,61 @@ def test_absent():
         require()
 
 
-def test_placeholder_by_its_version(installed):
-    installed({"neuronx-distributed": "0.1"}, {})
-    assert probe().state == "placeholder"
-    assert "0.1 is the public index's placeholder" in probe().message
+SOURCES = {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": ""}
+UNFIT = 'raise ImportError("_XLAC.so: undefined symbol: deleteNode")'
+LACKING = 'import sys; sys.modules["torch.utils.checkpoint"] = None'
+OTHER_INDEX = 'raise ImportError("WRONG PACKAGE. Install it from the other index.")'
+WRONG = "needs neuronx-distributed 0.17 or 0.18: version {} is installed"
+FOUND = {
+    "placeholder by its version": (
+        {"neuronx-distributed": "0.1"},
+        {},
+        ("placeholder", "0.1 is the public index's placeholder"),
+    ),
+    "placeholder by what it says when imported": (
+        VERSIONS,
+        {**SOURCES, "torch_neuronx": OTHER_INDEX},
+        ("placeholder", "the public index's placeholder"),
+    ),
+    **{
+        f"version {version}": (
+            {**VERSIONS, "neuronx-distributed": version},
+            SOURCES,
+            ("wrong version", WRONG.format(version)),
+        )
+        for version in ("0.9.0", "0.15.22404", "0.19.28492")
+    },
+    "native backend of the same name": (
+        {name: version for name, version in VERSIONS.items() if name != "torch-xla"},
+        SOURCES,
+        ("wrong version", "native PyTorch backend"),
+    ),
+    "what does not fit torch tells its last line": (
+        VERSIONS,
+        {**SOURCES, "torch_xla": UNFIT},
+        ("broken", "cannot be imported: ImportError: _XLAC.so: undefined symbol: deleteNode."),
+    ),
+    "an engine that this torch does not hold": (
+        VERSIONS,
+        {**SOURCES, "torch_xla": LACKING},
+        ("broken", "the kit's engine cannot be imported: ModuleNotFoundError: import of torch.uti"),
+    ),
+    "source on the path is no installation": (
+        {},
+        {"neuronx_distributed": ""},
+        ("broken", "never installed"),
+    ),
+}
 
 
-def test_placeholder_by_what_it_says_when_imported(installed):
-    raising = 'raise ImportError("WRONG PACKAGE. Install it from the other index.")'
-    modules = {"neuronx_distributed": "", "torch_neuronx": raising, "torch_xla": ""}
-    installed(VERSIONS, modules)
-    assert probe().state == "placeholder"
-
-
-@pytest.mark.parametrize("version", ["0.9.0", "0.15.22404", "0.19.28492"])
-def test_wrong_version(installed, version):
-    installed({**VERSIONS, "neuronx-distributed": version}, {"neuronx_distributed": ""})
-    assert probe().state == "wrong version"
-    assert (
-        f"needs neuronx-distributed {' or '.join(SUPPORTED)}: version {version} is installed"
-        in probe().message
-    )
-
-
-def test_native_backend_of_the_same_name_is_not_taken_for_the_old_one(installed):
-    versions = {name: version for name, version in VERSIONS.items() if name != "torch-xla"}
-    installed(versions, {"neuronx_distributed": "", "torch_neuronx": ""})
-    assert probe().state == "wrong version" and "native PyTorch backend" in probe().reason
-
-
-def test_broken_tells_the_last_line(installed):
-    raising = 'raise ImportError("_XLAC.so: undefined symbol: deleteNode")'
-    installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
-    assert probe().state == "broken"
-    assert (
-        "cannot be imported: ImportError: _XLAC.so: undefined symbol: deleteNode."
-        in probe().message
-    )
-
-
-def test_an_engine_that_this_torch_does_not_hold_is_broken(installed):
-    lacking = 'import sys; sys.modules["torch.utils.checkpoint"] = None'
-    installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": lacking})
-    assert probe().state == "broken"
-    assert (
-        "the kit's engine cannot be imported: ModuleNotFoundError: import of torch.utils.check"
-        in probe().message
-    )
-    assert doctor._neuron().ok is False
-
-
-def test_source_on_the_path_is_no_installation(installed):
-    installed({}, {"neuronx_distributed": ""})
-    assert probe().state == "broken" and "never installed" in probe().reason
+@pytest.mark.parametrize("found", FOUND)
+def test_what_cannot_train_is_told_apart(installed, found):
+    versions, modules, (state, said) = FOUND[found]
+    installed(versions, modules)
+    status = probe()
+    assert status.state == state and said in status.message
+    if state == "broken" and versions:
+        assert doctor._neuron().ok is False
 
 
 @pytest.mark.parametrize("version", ["0.1", "0.9.0"])
@@ -118,9 +120,7 @@ def test_a_rank_tells_it_without_a_traceback(installed, spec, recipe, tmp_path):
     """Ranks may run in another environment than the notebook that launched them."""
     raising = 'raise RuntimeError("operator torch_xla::op does not exist")'
     installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
-    run = kit.Run.create(
-        tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", spec, NEURON, recipe)
     done = start_training(run.directory)[0].wait()
     assert done.returncode == os.EX_CONFIG, done.stderr
     assert (

@@ -24,6 +24,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal import rehearse
 from kit.spec import ModelSpec
+from tests.workers import local_run
 
 HLAT_7B = Plan(
     engine="neuron",
@@ -111,15 +112,7 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
 def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spec):
     def job(**changes):
         plan = Plan(engine="neuron", precision="bf16").replace(**changes)
-        return job_spec(
-            kit.Run.create(
-                tmp_path / plan.engine,
-                spec=llama_spec,
-                plan=plan,
-                recipe=RECIPE,
-                site=Site.load("laptop"),
-            )
-        )
+        return job_spec(local_run(tmp_path / plan.engine, llama_spec, plan, RECIPE))
 
     assert job().argv[1:3] == ("-m", "kit.train") and job().num_processes == 1
     two = job(tensor_parallel=2)
@@ -144,9 +137,7 @@ def test_a_site_that_is_no_trainium_is_refused(tmp_path):
 
 
 def test_other_engines_get_no_variables(tmp_path, llama_spec):
-    run = kit.Run.create(
-        tmp_path / "run", spec=llama_spec, plan=Plan(), recipe=RECIPE, site=Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", llama_spec, Plan(), RECIPE)
     assert job_spec(run).environment == {}
 
 

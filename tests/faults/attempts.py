@@ -3,6 +3,7 @@ for `import torch`.
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # every model and optimizer imports it: a second of each rank otherwise
@@ -130,6 +132,11 @@ def finished(run: Run, number: int = 1, sabotage: Callable[[int], None] | None =
     codes = attempt.wait()
     assert codes == [0] * len(codes), attempt.log()
     return attempt
+
+
+def lines_of(run: Run) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics as they were written, repeated steps too."""
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def size_of(file: Path) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.site import Site
 from kit.plan import Plan
 from kit.run import Run
 from tests.benchmarks.results import load_average, write_results
 from tests.faults.attempts import finished
 from tests.faults.cost import DP2, ROWS
+from tests.workers import local_run
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -29,13 +29,7 @@ def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
     """Returns a function that makes a run directory; its keywords change recipe and plan."""
 
     def prepared(name: str, plan: Plan = DP2, **changes) -> Run:
-        return Run.create(
-            tmp_path / name,
-            spec=spec,
-            plan=plan,
-            recipe=recipe.replace(**changes),
-            site=Site.load("laptop"),
-        )
+        return local_run(tmp_path / name, spec, plan, recipe.replace(**changes))
 
     return prepared
 
@@ -44,12 +38,6 @@ def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
 def with_checkpoints(tmp_path_factory, spec, recipe) -> Run:
     """A finished run with checkpoints of steps 10, 20 and 30."""
     short = recipe.replace(num_steps=30, checkpoint_every=10, keep_last=3)
-    run = Run.create(
-        tmp_path_factory.mktemp("runs") / "run",
-        spec=spec,
-        plan=DP2,
-        recipe=short,
-        site=Site.load("laptop"),
-    )
+    run = local_run(tmp_path_factory.mktemp("runs") / "run", spec, DP2, short)
     finished(run)
     return run

@@ -4,7 +4,6 @@ one step late.
 The CPU plays the GPU: its ranks launch a step before they read what the one before gave.
 """
 
-import json
 import math
 import os
 import re
@@ -14,10 +13,9 @@ import pytest
 
 from cluster.state import JobState, ask, read_state, read_taken
 from kit.data import Samples
-from kit.run import Run
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
-from tests.faults.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished, lines_of
 from tests.faults.cost import assert_same
 from tests.faults.test_bad_steps import ALONE, poison
 
@@ -58,10 +56,6 @@ def crash(step: int) -> Callable[[int], None]:
     return sabotage
 
 
-def rows(run: Run) -> list[dict]:
-    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-
-
 SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation_every": 7}
 
 
@@ -75,10 +69,11 @@ def test_results_read_late_are_the_same_and_all_there(prepare):
     assert "launched 11, finished 10" in log, "late but before a checkpoint"
     assert_same(late, straight)
     told = [
-        [(row["step"], row.get("validation_loss")) for row in rows(run)] for run in (straight, late)
+        [(row["step"], row.get("validation_loss")) for row in lines_of(run)]
+        for run in (straight, late)
     ]
     assert told[0] == told[1] and told[1][6][1] is not None
-    assert [row["step"] for row in rows(late) if row.get("checkpoint_s")] == [
+    assert [row["step"] for row in lines_of(late) if row.get("checkpoint_s")] == [
         11,
         21,
     ], "what a save costs the next step"
@@ -107,7 +102,7 @@ def test_bad_step_is_answered_one_step_late_but_before_a_checkpoint(prepare, ste
         f"launched {launched}," in attempt.log()
         and f"launched {launched + 1}," not in attempt.log()
     )
-    told = rows(run)
+    told = lines_of(run)
     assert [row["step"] for row in told] == list(range(1, step + 1)), (
         "nobody reads the step that came after"
     )
@@ -117,15 +112,15 @@ def test_bad_step_is_answered_one_step_late_but_before_a_checkpoint(prepare, ste
 def test_what_a_run_goes_on_after_is_answered_at_once(prepare):
     run = prepare("back", ALONE, num_steps=20, checkpoint_every=10, on_nan="roll_back")
     finished(run, 1, ahead(poison(13, rank=0)))
-    assert [row["step"] for row in rows(run) if row.get("skipped")] == [13]
-    assert rows(run)[12]["skipped"] == 3, "not the step after it too"
+    assert [row["step"] for row in lines_of(run) if row.get("skipped")] == [13]
+    assert lines_of(run)[12]["skipped"] == 3, "not the step after it too"
 
 
 def test_failing_launch_loses_no_finished_step(prepare):
     run = prepare("failed", ALONE, num_steps=30)
     attempt = Attempt(run, 1, ahead(crash(8)))
     assert attempt.wait() == [1]
-    assert [row["step"] for row in rows(run)] == list(range(1, 8))
+    assert [row["step"] for row in lines_of(run)] == list(range(1, 8))
 
 
 @pytest.mark.parametrize(
@@ -185,4 +180,4 @@ def test_data_that_cannot_be_read_is_told_when_its_turn_comes(prepare):
 
     attempt = Attempt(run, 1, torn)
     assert attempt.wait() == [1]
-    assert [row["step"] for row in rows(run)] == list(range(1, 7))
+    assert [row["step"] for row in lines_of(run)] == list(range(1, 7))

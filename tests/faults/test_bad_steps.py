@@ -1,6 +1,5 @@
 """Losses and gradients that are not finite, and spikes: stop, skip, roll back."""
 
-import json
 import math
 import os
 import re
@@ -16,8 +15,9 @@ from kit.errors import ConfigError
 from kit.parallel.gradients import local
 from kit.run.alerts import AlertLog
 from kit.trainer.loop import Trainer
-from tests.faults.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished, lines_of
 from tests.faults.cost import DP2, assert_same, cost
+from tests.workers import local_run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -109,12 +109,8 @@ SHORT = {"num_steps": 8, "warmup_steps": 2, "checkpoint_every": None, "on_nan": 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, spec, recipe) -> kit.Run:
     """A run that drops the update of step 4, by a fault of its first rank."""
-    run = kit.Run.create(
-        tmp_path_factory.mktemp("runs") / "reference",
-        spec=spec,
-        plan=LAYOUTS["DP2"],
-        recipe=recipe.replace(**SHORT),
-        site=kit.Site.load("laptop"),
+    run = local_run(
+        tmp_path_factory.mktemp("runs") / "reference", spec, LAYOUTS["DP2"], recipe.replace(**SHORT)
     )
     finished(run, 1, poison(4, rank=0))
     return run
@@ -124,7 +120,7 @@ def reference(tmp_path_factory, spec, recipe) -> kit.Run:
 def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, reference, layout):
     run = prepare(layout, LAYOUTS[layout], **SHORT)
     finished(run, 1, poison(4, rank=1))
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = lines_of(run)
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
     # Without sharing, each replica has a norm of its own, and the metrics hold that of rank 0,
     # which saw no fault.
@@ -164,9 +160,7 @@ def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
     attempt.kill()
     finished(broken, 2, sabotage)
     assert_same(broken, straight)
-    rows = [
-        json.loads(line) for line in (straight.directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = lines_of(straight)
     dropped = sum(row.get("skipped", 0) for row in rows)
     expected = {"nan skip": 1, "nan roll back": 3, "spike skip": 2, "spike roll back": 2}
     expected = expected[f"{'nan' if 'on_nan' in steps else 'spike'} {answer}"]

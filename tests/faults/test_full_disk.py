@@ -2,7 +2,6 @@
 killed meanwhile.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -11,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import kit
-from cluster.site import Site
 from cluster.state import JobError, JobState, last_attempt, read_exit, read_history, read_taken
 from kit.errors import RunError
 from kit.run import Run
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
 from tests.disks import fill
-from tests.faults.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished, lines_of
 from tests.faults.cost import DP2, assert_same, cost
+from tests.workers import local_run
 
 pytestmark = pytest.mark.timeout(900)
 SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3}
@@ -33,13 +32,7 @@ def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
     disk = mount_memory("size=16m")
 
     def prepared(**changes) -> Run:
-        return Run.create(
-            disk / "run",
-            spec=spec,
-            plan=DP2,
-            recipe=recipe.replace(**{**SETTINGS, **changes}),
-            site=Site.load("laptop"),
-        )
+        return local_run(disk / "run", spec, DP2, recipe.replace(**{**SETTINGS, **changes}))
 
     return prepared
 
@@ -86,10 +79,7 @@ def free_at(step: int) -> Callable[[Trainer, Path], None]:
 
 def lines(run: Run) -> list[int]:
     """Returns the steps of all lines of the metrics, in their order."""
-    return [
-        json.loads(line)["step"]
-        for line in (run.directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [line["step"] for line in lines_of(run)]
 
 
 def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpoints):

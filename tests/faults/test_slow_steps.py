@@ -17,7 +17,7 @@ from kit.monitor.expected import PASSES, WAITS, pace
 from kit.run import Run
 from kit.trainer.batches import Batches
 from kit.trainer.loop import Trainer
-from tests.faults.attempts import finished
+from tests.faults.attempts import finished, lines_of
 from tests.faults.cost import DP2
 
 pytestmark = pytest.mark.timeout(300)
@@ -99,9 +99,7 @@ def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
 
     real = create("real")
     finished(real, 1, sabotage)
-    rows = [
-        json.loads(line) for line in (real.directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = lines_of(real)
     runs = {}
     for number, name in enumerate(["none", *CASES]):
         run = runs[name] = create(name.replace(" ", "-"))

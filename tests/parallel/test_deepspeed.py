@@ -2,7 +2,6 @@
 checkpoints and back.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,6 @@ import kit
 from cluster.state import read_state
 from kit.convert import load_model
 from kit.engines import build_engine
-from kit.engines.configuration import configuration_files
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config, megatron_arguments
 from kit.engines.deepspeed.engine import DeepSpeedEngine
 from kit.engines.deepspeed.package import DeepSpeedError
@@ -46,7 +44,7 @@ from tests.parity import (
     some_thorough,
     train,
 )
-from tests.workers import run_ranks, start_training
+from tests.workers import local_run, run_ranks, start_training
 
 ALL = {**parity.ALL, "zero_stage": 1}
 LAYOUTS = {
@@ -383,14 +381,6 @@ def test_frontier_175b_in_the_words_of_both():
         megatron_arguments(ModelSpec.preset("hlat-7b"), plan, recipe)
 
 
-def test_the_run_directory_gets_both(gpt_spec):
-    plan = make_plan({"pipeline_parallel": 2, "zero_stage": 1})
-    files = configuration_files(gpt_spec, plan, RECIPE)
-    assert json.loads(files["deepspeed.json"]) == deepspeed_config(plan, RECIPE)
-    line = files["megatron_deepspeed.txt"]
-    assert "--pipeline-model-parallel-size 2" in line and "--clip-grad 0.5" in line
-
-
 # A job --------------------------------------------------------------------------------------------
 
 
@@ -405,9 +395,7 @@ def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(
         data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed"
     )
     alone = Plan(micro_batch_size=8, global_batch_size=8)
-    native = kit.Run.create(
-        tmp_path / "native", spec=spec, plan=alone, recipe=recipe, site=kit.Site.load("laptop")
-    )
+    native = local_run(tmp_path / "native", spec, alone, recipe)
     unbroken = start_training(native.directory)[0].wait()
     assert unbroken.returncode == 0, unbroken.stderr
     run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe)

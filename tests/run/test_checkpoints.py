@@ -21,7 +21,6 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from cluster.site import Site
 from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.plan import Plan
 from kit.run import Run
@@ -30,7 +29,7 @@ from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, alik
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.checkpoints import PortableCheckpoints
-from tests.workers import run_ranks
+from tests.workers import local_run, run_ranks
 
 
 def facts(spec: ModelSpec, step: int) -> dict[str, Any]:
@@ -208,9 +207,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
 def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
     tmp_path: Path, spec: ModelSpec, recipe
 ) -> None:
-    run = Run.create(
-        tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", spec, Plan(), recipe)
     [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
     assert held == [0.0, 0.0], "as it was when it was saved"
     assert waited and stall_s > 0.01
@@ -310,9 +307,7 @@ def write_files(run: Run, num_files: int) -> None:
 def test_file_calls_of_a_resume_do_not_grow_with_the_files(
     tmp_path: Path, spec: ModelSpec, recipe
 ) -> None:
-    run = Run.create(
-        tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", spec, Plan(), recipe)
     counts = []
     for num_files in (33, 3073):
         write_files(run, num_files)

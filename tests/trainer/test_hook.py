@@ -15,7 +15,8 @@ from kit.plan import Plan
 from kit.run import HOOK, Run
 from kit.run.alerts import AlertLog
 from kit.trainer.hook import Hook, StepState, _checked
-from tests.workers import run_ranks, start_training
+from tests.faults.attempts import lines_of
+from tests.workers import local_run, run_ranks, start_training
 
 STAGES = Plan(tensor_parallel=1, pipeline_parallel=2, micro_batch_size=2, global_batch_size=8)
 WEIGHTS = """
@@ -43,9 +44,7 @@ def trained(spec, recipe, tmp_path):
         wanted = recipe.replace(
             num_steps=steps, warmup_steps=0, checkpoint_every=None, hook=str(file)
         )
-        run = Run.create(
-            tmp_path / "run", spec=spec, plan=STAGES, recipe=wanted, site=kit.Site.load("laptop")
-        )
+        run = local_run(tmp_path / "run", spec, STAGES, wanted)
         file.unlink()  # the copy is what runs
         for training in start_training(run.directory, 2):
             ended = training.wait()
@@ -55,14 +54,10 @@ def trained(spec, recipe, tmp_path):
     return trained
 
 
-def rows(run: Run) -> list[dict]:
-    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, spec):
     run = trained(WEIGHTS)
     assert (run.directory / HOOK).read_text() == WEIGHTS
-    found = rows(run)
+    found = lines_of(run)
     assert [row["hook/loss_twice"] for row in found] == [2 * row["loss"] for row in found] and len(
         found
     ) == 5
@@ -93,7 +88,7 @@ def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, s
 
 def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(trained):
     run = trained(FAILS)
-    assert [row.get("hook/x") for row in rows(run)] == [1.0, 2.0, None, None, None]
+    assert [row.get("hook/x") for row in lines_of(run)] == [1.0, 2.0, None, None, None]
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert (alert.kind, alert.step) == ("hook", 3)
     assert (

@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cluster.site import Site
 from kit import launcher
 from kit.commands.app import app
 from kit.convert import load_model
@@ -25,7 +24,7 @@ from kit.trainer.checkpoints import start_from
 from kit.trainer.guard import check_recipe
 from tests.faults.attempts import finished
 from tests.parity import build, make_plan
-from tests.workers import run_ranks
+from tests.workers import local_run, run_ranks
 
 BATCH = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -138,9 +137,7 @@ def test_a_run_starts_from_them_once(tmp_path: Path, tiny_dataset, monkeypatch) 
         min_learning_rate=0,
     )
     plan = Plan(data_parallel=2, micro_batch_size=2, global_batch_size=4)
-    run = Run.create(
-        tmp_path / "run", spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", spec, plan, recipe)
     assert "started from the weights in" in finished(run).log()
     begun, now = import_hugging_face(folder).decoder(), load_model(run)
     for (name, before), after in zip(begun.named_parameters(), now.parameters(), strict=True):

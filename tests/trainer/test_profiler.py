@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.site import Site
 from cluster.state import ask
 from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.run import Run
 from kit.trainer.guard import check_recipe
 from tests.faults.attempts import Attempt
+from tests.workers import local_run
 
 DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
 
@@ -30,9 +30,7 @@ def prepared(tmp_path, spec, recipe):
 
     def get(**changes) -> Run:
         asked = recipe.replace(checkpoint_every=None, warmup_steps=0, decay_steps=9, **changes)
-        return Run.create(
-            tmp_path / "run", spec=spec, plan=DP2, recipe=asked, site=Site.load("laptop")
-        )
+        return local_run(tmp_path / "run", spec, DP2, asked)
 
     return get
 

@@ -60,74 +60,28 @@ GUESS = float(np.log(4096))
 """8.3 nats."""
 
 
+# The demo model at a learning rate of 0.5, warmed up in five steps, as it trained.
+TOO_FAST = "8.33 8.18 17.4 18.1 26.7 19.6 13.6 16.5 16.0 20.1 18.9 21.0 20.2 29.7 39.2 44.4 40.0"
+RUINED = "2.1 2.2 2.6 3.4 3.9 4.4 4.8 5.1 5.3 5.4 5.5 5.5 5.6 5.5"  # fine-tuning
+WARMING_UP = "8.3 8.4 8.6 8.9 9.0 9.1 9.0 8.8 8.5 8.3 8.0 7.8"
+SMALL_BATCHES = "2.1 2.6 2.4 2.9 2.6 2.5 2.4 2.6 2.5 2.4 2.3 2.4 2.3 2.2"
+# LUMI's 175B at steps 1, 2, 5, 10 and 20 of 128 nodes: 60.7, 60.8, 60.6, 45.0, 10.8
+LUMI = "60.7 60.8 60.8 60.7 60.6 59 57 54 50 45 40 36 32 28 24 21 18 15 12.5 10.8 10.5"
+
+
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        # The demo model at a learning rate of 0.5, warmed up in five steps, as it trained.
-        (
-            [
-                8.33,
-                8.18,
-                17.4,
-                18.1,
-                26.7,
-                19.6,
-                13.6,
-                16.5,
-                16.0,
-                20.1,
-                18.9,
-                21.0,
-                20.2,
-                29.7,
-                39.2,
-                44.4,
-                40.0,
-            ],
-            11,
-        ),
-        # fine-tuning that is ruined.
-        (
-            [2.1, 2.2, 2.6, 3.4, 3.9, 4.4, 4.8, 5.1, 5.3, 5.4, 5.5, 5.5, 5.6, 5.5],
-            13,
-        ),
+        (TOO_FAST, 11),
+        (RUINED, 13),
         ([60.0 - 0.01 * i for i in range(60)], 39),  # as bad as it began, and still
-        ([8.3, 8.4, 8.6, 8.9, 9.0, 9.1, 9.0, 8.8, 8.5, 8.3, 8.0, 7.8], None),  # a warm-up's bump
-        # fine-tuning, small batches.
-        (
-            [2.1, 2.6, 2.4, 2.9, 2.6, 2.5, 2.4, 2.6, 2.5, 2.4, 2.3, 2.4, 2.3, 2.2],
-            None,
-        ),
-        # LUMI's 175B at steps 1, 2, 5, 10 and 20 of 128 nodes: 60.7, 60.8, 60.6, 45.0, 10.8
-        (
-            [
-                60.7,
-                60.8,
-                60.8,
-                60.7,
-                60.6,
-                59,
-                57,
-                54,
-                50,
-                45,
-                40,
-                36,
-                32,
-                28,
-                24,
-                21,
-                18,
-                15,
-                12.5,
-                10.8,
-                10.5,
-            ],
-            None,
-        ),
+        (WARMING_UP, None),
+        (SMALL_BATCHES, None),
+        (LUMI, None),
     ],
 )
-def test_a_bad_start_is_told_by_step_40(losses: list[float], told: int | None) -> None:
+def test_a_bad_start_is_told_by_step_40(losses: str | list[float], told: int | None) -> None:
+    losses = [*map(float, losses.split())] if isinstance(losses, str) else losses
     guess = GUESS if losses[0] < 60 else float(np.log(51200))
     followed = np.append(losses, np.linspace(min(losses[-1], 60), min(losses[-1], 60) - 1, 60))
     assert bad_start(followed, guess) == told

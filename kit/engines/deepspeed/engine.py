@@ -6,12 +6,14 @@ With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
 from kit.engines.adamw import adamw
@@ -20,8 +22,9 @@ from kit.engines.deepspeed.start import import_deepspeed, quiet
 from kit.engines.deepspeed.state import MOMENTS, ShardedState
 from kit.engines.engine import PortableEngine
 from kit.parallel.gradients import clip, local
-from kit.parallel.linear import cross_entropy, split_dim
+from kit.parallel.linear import split_dim
 from kit.parallel.mesh import build_mesh, data_axis
+from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -46,21 +49,34 @@ class DeepSpeedEngine(PortableEngine):
     ) -> None:
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
         deepspeed = import_deepspeed(device)
+        from kit.engines.deepspeed.layers import Layers
+
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         self.mesh = build_mesh(plan, device.type)
         self.data_group = data_axis(self.mesh, plan).get_group()
         self.data_rank = self.data_group.rank()
-        self.tensor_group = self.mesh["tensor"].get_group() if plan.tensor_parallel > 1 else None
+        self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
+        self.tensor_group = self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
         self.pipeline_group = (
             self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
         )
-        self.module = self._build_module(recipe.seed if initialise else None)
+        layers = Layers(spec, plan, self.tensor_group, device, recipe.seed if initialise else None)
+        self.module = (
+            layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
+        )
         self.optimizer = adamw(self.parameters(), recipe)
         # Only where matrices are shared, and the pipeline brings its own: a model parallel group of
         # one would make its bf16 optimizer add up the gradient norm over the replicas.
         ranks = None
         if self.tensor_group is not None and self.pipeline_group is None:
-            ranks = _Ranks(self.tensor_group, self.data_group)
+            ranks = SimpleNamespace(  # Megatron's `mpu`
+                get_data_parallel_group=lambda: self.data_group,
+                get_data_parallel_rank=self.data_group.rank,
+                get_data_parallel_world_size=self.data_group.size,
+                get_model_parallel_group=lambda: self.tensor_group,
+                get_model_parallel_rank=self.tensor_group.rank,
+                get_model_parallel_world_size=self.tensor_group.size,
+            )
         with quiet():
             self.engine, *_ = deepspeed.initialize(
                 model=self.module,
@@ -81,12 +97,6 @@ class DeepSpeedEngine(PortableEngine):
         self.state = ShardedState(self.engine, self.optimizer)
         self.to_load: dict[str, Tensor] | None = None
 
-    def _build_module(self, seed: int | None) -> Any:
-        from kit.engines.deepspeed.layers import Layers
-
-        layers = Layers(self.spec, self.plan, self.tensor_group, self.device, seed)
-        return layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
-
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters, a tied one once."""
         return list(self.module.parameters())
@@ -100,16 +110,18 @@ class DeepSpeedEngine(PortableEngine):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self.pipeline_group is not None:
-            loss = self.engine.train_batch(self._micro_batches(samples))
-        else:
-            loss = torch.zeros((), device=self.device)
-            for x_BT, y_BT in self._micro_batches(samples):
-                micro_loss = self._loss(self.engine(x_BT), y_BT)
-                self.engine.backward(micro_loss)
-                self.engine.step()
-                loss += micro_loss.detach()
-            loss = self._mean_over_replicas(loss / self.plan.num_microbatches)
+        batches = self._micro_batches(samples)
+        loss = torch.zeros((), device=self.device)
+        with loss_parallel():
+            if self.pipeline_group is not None:
+                loss = self.engine.train_batch(batches)
+            else:
+                for x_BT, y_BT in batches:
+                    micro_loss = self._loss(self.engine(x_BT), y_BT)
+                    self.engine.backward(micro_loss)
+                    self.engine.step()
+                    loss += micro_loss.detach()
+                loss = self._mean_over_replicas(loss / self.plan.num_microbatches)
         norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
         return float(loss), float(norm)
 
@@ -127,15 +139,14 @@ class DeepSpeedEngine(PortableEngine):
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
-        count = len(samples) // self.plan.micro_batch_size
-        if self.pipeline_group is not None:
-            return float(
-                self.engine.eval_batch(self._micro_batches(samples), num_micro_batches=count)
-            )
+        count, batches = len(samples) // self.plan.micro_batch_size, self._micro_batches(samples)
         loss = torch.zeros((), device=self.device)
-        self.engine.eval()
-        for x_BT, y_BT in self._micro_batches(samples):
-            loss += self._loss(self.engine(x_BT), y_BT)
+        with loss_parallel():
+            if self.pipeline_group is not None:
+                return float(self.engine.eval_batch(batches, num_micro_batches=count))
+            self.engine.eval()
+            for x_BT, y_BT in batches:
+                loss += self._loss(self.engine(x_BT), y_BT)
         self.engine.train()
         return float(self._mean_over_replicas(loss / count))
 
@@ -144,7 +155,7 @@ class DeepSpeedEngine(PortableEngine):
         return zip(samples[:, :-1].split(size), samples[:, 1:].split(size), strict=True)
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return cross_entropy(logits_BTV, targets_BT, self.tensor_group)
+        return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
     def _mean_over_replicas(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss, group=self.data_group)
@@ -208,9 +219,9 @@ class DeepSpeedEngine(PortableEngine):
     def _whole(self, value: Tensor, name: str) -> Tensor:
         """Returns a tensor that knows its place in the whole one, where tensor ranks share it."""
         dim = split_dim(name)
-        if self.tensor_group is None or dim is None:
+        if self.tensor_mesh is None or dim is None:
             return value
-        return DTensor.from_local(value, self.mesh["tensor"], (Shard(dim),), run_check=False)
+        return DTensor.from_local(value, self.tensor_mesh, (Shard(dim),), run_check=False)
 
     def restore_optimizer(self, step: int) -> None:
         """Gives every weight the AdamW state that it has after `step` steps; `state_dict` is to
@@ -230,15 +241,3 @@ class DeepSpeedEngine(PortableEngine):
 
 def _key(kind: str, name: str) -> str:
     return f"model.{name}" if kind == "weight" else f"adamw.{kind}.{name}"
-
-
-class _Ranks:
-    """This rank's groups, as DeepSpeed asks for them (Megatron's `mpu`)."""
-
-    def __init__(self, tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
-        self.get_data_parallel_group, self.get_model_parallel_group = lambda: data, lambda: tensor
-        self.get_data_parallel_rank, self.get_model_parallel_rank = data.rank, tensor.rank
-        self.get_data_parallel_world_size, self.get_model_parallel_world_size = (
-            data.size,
-            tensor.size,
-        )

@@ -20,7 +20,7 @@ from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_reader import alike, describe_together
+from kit.run.checkpoint_reader import alike, told_by_first
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
@@ -123,9 +123,7 @@ class NxdCheckpoints:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads
         its share of.
         """
-        listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(listed, src=0, group=self.group)
-        [files] = listed
+        files = told_by_first(lambda: _sizes(folder), self.group)
         mine = {name: checksum(folder / name) for name in _share(files)}
         told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, told, dst=0, group=self.group)
@@ -143,7 +141,7 @@ class NxdCheckpoints:
             CheckpointError: it was written by another engine or model, or on other tensor and
                 pipeline degrees.
         """
-        manifest, _ = describe_together(self.checkpoints, step, self.group)
+        manifest = told_by_first(lambda: self.checkpoints.manifest(step), self.group)
         self.checkpoints.check_model(manifest, self.spec)
         with alike(self.group):
             self.checkpoints.verify(manifest, _share(manifest.files))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kit.model import initial_weight
+from kit.model import Decoder, initial_weight
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
@@ -22,6 +22,8 @@ class RankWeights:
     def __init__(self, spec: ModelSpec, plan: Plan, *, tensor_rank: int, seed: int | None) -> None:
         self.spec, self.ranks, self.rank, self.seed = spec, plan.tensor_parallel, tensor_rank, seed
         self.copies = plan.kv_replication(spec)
+        with torch.device("meta"):
+            self.whole = dict(Decoder(spec).named_parameters())
 
     def mark_whole(self, module: nn.Module, name: str) -> None:
         """Every rank has all of it."""
@@ -68,28 +70,8 @@ class RankWeights:
 
     def _initial(self, name: str) -> Tensor:
         assert self.seed is not None
-        return initial_weight(self.spec, name, self._shape(name), self.seed, torch.device("cpu"))
-
-    def _shape(self, name: str) -> torch.Size:
-        spec = self.spec
-        hidden, key, wide = (
-            spec.hidden_size,
-            spec.num_kv_heads * spec.head_size,
-            spec.ffn_hidden_size,
-        )
-        shapes = {
-            "norm.weight": (hidden,),
-            "tokens.weight": (spec.vocab_size, hidden),
-            "query.weight": (hidden, hidden),
-            "key.weight": (key, hidden),
-            "value.weight": (key, hidden),
-            "attention.output.weight": (hidden, hidden),
-            "gate.weight": (wide, hidden),
-            "up.weight": (wide, hidden),
-            "down.weight": (hidden, wide),
-            "output.weight": (spec.vocab_size, hidden),
-        }
-        return torch.Size(next(shape for ending, shape in shapes.items() if name.endswith(ending)))
+        shape = self.whole[name].shape
+        return initial_weight(self.spec, name, shape, self.seed, torch.device("cpu"))
 
     def _cut(self, whole: Tensor, dim: int) -> Tensor:
         return whole.chunk(self.ranks, dim)[self.rank]
