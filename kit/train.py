@@ -60,9 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
         reason = trainer.train()
         if dist.get_rank() == 0:
             # The supervisor has the last word.
-            state = JobState.STOPPING if trainer.step < run.recipe.num_steps else JobState.RUNNING
             update_state(
-                run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step
+                run.directory,
+                attempt=attempt,
+                state=(
+                    JobState.STOPPING if trainer.step < run.recipe.num_steps else JobState.RUNNING
+                ),
+                reason=reason,
+                step=trainer.step,
             )
             print(reason, flush=True)
         part()
@@ -109,12 +114,8 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
     # Without a lock on the index, which a rank that is killed meanwhile would leave behind.
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
     try:
-        commit = (
-            subprocess.run(
-                git, cwd=Path(__file__).parent, capture_output=True, text=True
-            ).stdout.strip()
-            or None
-        )
+        told = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = told.stdout.strip() or None
     except FileNotFoundError:  # a container without git
         commit = None
     try:

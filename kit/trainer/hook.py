@@ -3,7 +3,7 @@ float]`.
 """
 
 import dataclasses
-import importlib.util
+import runpy
 import time
 import traceback
 from pathlib import Path
@@ -47,12 +47,8 @@ class Hook:
 
     def __init__(self, file: Path, group: Any) -> None:
         self.file, self.group, self.is_on = file, group, True
-        about = importlib.util.spec_from_file_location("hook", file)
-        assert about is not None and about.loader is not None
-        module = importlib.util.module_from_spec(about)
         try:
-            about.loader.exec_module(module)
-            self.on_step = module.on_step
+            self.on_step = runpy.run_path(str(file))["on_step"]
         except Exception as error:
             raise ConfigError(
                 f"recipe.hook: {self._told(error)}. Give a file with on_step(state) -> dict."

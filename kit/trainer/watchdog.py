@@ -12,7 +12,6 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -115,11 +114,9 @@ class Watchdog:
         self.ended.set()
 
     def _watch(self) -> None:
-        began, saying, dumping = time.monotonic(), None, None
+        saying = dumping = None
         while not self.ended.wait(TICK_S):
-            now = time.monotonic()
-            self.silent_s += min(now - began, 2 * TICK_S)
-            began = now
+            self.silent_s += TICK_S
             if self.is_paused or self.is_compiling or not self.has_begun or self.limit_s is None:
                 self.silent_s = 0.0
                 continue

@@ -103,14 +103,21 @@ def compare(
 # Parity -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_the_native_engine(layout, standin, small_spec, native_run):
-    found = compare(LAYOUTS[layout], small_spec, native_run)
-    assert max(found.values()) <= TOLERANCE, found
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
+EQUAL = {
+    **{name: (changes, "small", RECIPE) for name, changes in LAYOUTS.items()},
+    "one fused matrix": (SP, "mha", RECIPE),
+    "copies of a key/value head": ({"tensor_parallel": 2}, "mqa", RECIPE),
+    "copies, sharded": ({**SP, "zero_stage": 1, "data_parallel": 2}, "mqa", RECIPE),
+    "nothing is clipped": ({}, "small", RECIPE.replace(gradient_clip=None)),
+}
 
 
-def test_equals_the_native_engine_with_one_fused_matrix(standin, mha_spec, native_run):
-    found = compare({"tensor_parallel": 2, "sequence_parallel": True}, mha_spec, native_run)
+@pytest.mark.parametrize("case", EQUAL)
+def test_equals_the_native_engine(case, standin, small_spec, mha_spec, mqa_spec, native_run):
+    changes, name, recipe = EQUAL[case]
+    spec = {"small": small_spec, "mha": mha_spec, "mqa": mqa_spec}[name]
+    found = compare(changes, spec, native_run, recipe)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -140,21 +147,6 @@ def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
     }
     found = compare(changes, small_spec, native_run)
     assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.01, found
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"zero_stage": 1, "sequence_parallel": True, "data_parallel": 2}]
-)
-def test_copies_of_key_value_heads_count_once(changes, standin, mqa_spec, native_run):
-    changes = {"tensor_parallel": 2, **changes}
-    assert neuron_plan(changes).kv_replication(mqa_spec) == 2
-    found = compare(changes, mqa_spec, native_run)
-    assert max(found.values()) <= TOLERANCE, found
-
-
-def test_a_recipe_may_clip_nothing(standin, small_spec, native_run):
-    found = compare({}, small_spec, native_run, RECIPE.replace(gradient_clip=None))
-    assert max(found.values()) <= TOLERANCE, found
 
 
 def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native_run, monkeypatch):
@@ -206,27 +198,22 @@ def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
 
 
 def test_order_of_calls(standin, small_spec, tmp_path):
-    plan = neuron_plan({})
-    built, steps, rates = run_ranks(1, calls_of_two_steps, small_spec, plan, tmp_path)[0]
+    """In a pipeline all micro-batches go in one call."""
     order = [
         "neuronx_distributed_config",
         "initialize_parallel_model",
         "initialize_parallel_optimizer",
         "zero_grad",
     ]
-    assert [name for name in built if name in order] == order
-    micro_batches = ["run_train", "mark_step"] * plan.num_microbatches
-    one_step = [*micro_batches, "step", "zero_grad", "mark_step"]
-    assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
-    assert rates == [1e-3, 5e-4]
-
-
-def test_a_pipeline_gets_all_micro_batches_in_one_call(standin, small_spec, tmp_path):
-    plan = neuron_plan({"pipeline_parallel": 2, "zero_stage": 1})
-    built, steps, _ = run_ranks(2, calls_of_two_steps, small_spec, plan, tmp_path)[0]
-    one_step = ["run_train", "step", "zero_grad", "mark_step"]
-    assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
-    assert "NxDPPModel" in built
+    for changes in ({}, {"pipeline_parallel": 2, "zero_stage": 1}):
+        plan = neuron_plan(changes)
+        called = run_ranks(plan.num_devices, calls_of_two_steps, small_spec, plan, tmp_path)[0]
+        built, steps, rates = called
+        assert [name for name in built if name in order] == order
+        each = ["run_train", "mark_step"] * plan.num_microbatches
+        one_step = [*(["run_train"] if changes else each), "step", "zero_grad", "mark_step"]
+        assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
+        assert rates == [1e-3, 5e-4] and ("NxDPPModel" in built) is bool(changes)
 
 
 def test_a_call_that_a_version_does_not_take_is_noticed():
@@ -349,26 +336,26 @@ def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
         run_ranks(2, resume, small_spec, neuron_plan({"tensor_parallel": 2}), tmp_path)
 
 
-@pytest.mark.parametrize("tensor", [2, 8])
-def test_shards_are_those_that_the_converter_reads(tensor, standin, small_spec, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({"tensor_parallel": 2, "sequence_parallel": True}, 1),
+        ({"tensor_parallel": 8, "sequence_parallel": True}, 4),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1}, None),
+    ],
+)
+def test_shards_are_those_that_the_converter_reads(
+    changes, copies, standin, small_spec, mha_spec, tmp_path
+):
     """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart,
-    puts them together.
+    puts them together. Without copies query, key and value are one matrix.
     """
-    small_spec = small_spec.replace(num_heads=8)
-    plan = neuron_plan({"tensor_parallel": tensor, "sequence_parallel": True})
-    assert plan.kv_replication(small_spec) == tensor // 2
-    run_ranks(plan.num_devices, save_initial, small_spec, plan, tmp_path)
-    found = import_nxd(tmp_path / "step_00000005", small_spec).decoder().state_dict()
-    expected = build_decoder(small_spec, seed=RECIPE.seed).state_dict()
+    spec, plan = small_spec.replace(num_heads=8) if copies else mha_spec, neuron_plan(changes)
+    assert plan.kv_replication(spec) == (copies or 1)
+    run_ranks(plan.num_devices, save_initial, spec, plan, tmp_path)
+    found = import_nxd(tmp_path / "step_00000005", spec).decoder().state_dict()
+    expected = build_decoder(spec, seed=RECIPE.seed).state_dict()
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_fused_shards_of_a_pipeline_are_those_that_the_converter_reads(standin, mha_spec, tmp_path):
-    plan = neuron_plan({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1})
-    run_ranks(4, save_initial, mha_spec, plan, tmp_path)
-    found = import_nxd(tmp_path / "step_00000005", mha_spec).decoder().state_dict()
-    expected = build_decoder(mha_spec, seed=RECIPE.seed).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -140,7 +140,7 @@ def test_a_file_that_is_no_hook_is_refused(tmp_path, spec, recipe):
     for text, message in (
         ("def on_step(:\n", r"hook.py, line 1: SyntaxError"),
         ("x = 1\n\n1 / 0\n", r"hook.py, line 3: ZeroDivisionError"),
-        ("def on_steps(state): ...\n", "no attribute 'on_step'"),
+        ("def on_steps(state): ...\n", "KeyError: 'on_step'"),
     ):
         (tmp_path / HOOK).write_text(text)
         with pytest.raises(ConfigError, match=f"recipe.hook: .*{message}"):
