@@ -25,10 +25,16 @@ class Engine(Protocol):
         ...
 
     def begin_step(self, samples: "Tensor", learning_rate: float) -> Any:
-        """Begins a step and returns what it is going to give, for a device that works ahead; here
+        """Begins a step and returns what `end_step` takes, for a device that works ahead; here
         the step is over, and its loss and norm are there.
         """
         return self.train_step(samples, learning_rate)
+
+    def end_step(self, begun: Any) -> tuple[float, float, dict[str, float]]:
+        """Returns loss, gradient norm and, where they are known, the seconds of the phases of a
+        step, once they are there.
+        """
+        return (*begun, {})
 
     def validation_loss(self, samples: "Tensor") -> float:
         """Returns the mean loss in nats per token, the same on all ranks; shapes as in

@@ -122,6 +122,12 @@ class NativeEngine(PortableEngine):
             phases.mark()
         return result
 
+    def end_step(self, begun: "StepResult") -> tuple[float, float, dict[str, float]]:
+        """Returns loss and gradient norm of a step, once they are there, and the seconds of its
+        phases.
+        """
+        return (*begun.read(), begun.phases.seconds())
+
     def _update(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

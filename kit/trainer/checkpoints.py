@@ -19,10 +19,10 @@ from kit.spec import ModelSpec
 if TYPE_CHECKING:
     from kit.engines.neuron.checkpoint import NxdCheckpoints
 
-    EngineCheckpoints: TypeAlias = "PortableCheckpoints | NxdCheckpoints"
+EngineCheckpoints: TypeAlias = "PortableCheckpoints | NxdCheckpoints"
 
 
-def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> "EngineCheckpoints":
+def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> EngineCheckpoints:
     """Returns what writes and reads the checkpoints of this run's engine; `group` is on the CPU.
     NxD has own files.
     """

@@ -52,7 +52,7 @@ class Launched(NamedTuple):
     step: int
     start: float
     learning_rate: float
-    result: Any  # loss and gradient norm, or what they are to be read from
+    begun: Any  # what the engine reads loss and gradient norm from
     waits: dict[str, float]  # seconds
 
 
@@ -173,7 +173,7 @@ class Trainer:
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
         samples = self.batches.at(self.consumed, self.plan.global_batch_size)
         loaded, busy = time.perf_counter(), busy_s()
-        result = self.engine.begin_step(samples, learning_rate)
+        begun = self.engine.begin_step(samples, learning_rate)
         waits = {"data_s": round(loaded - start, 6)}
         if self.device.type == "cpu":
             # This thread computes, and does not while it waits for other ranks.
@@ -186,7 +186,7 @@ class Trainer:
             collect_garbage(self.step)
         self.step += 1
         self.consumed += self.plan.global_batch_size
-        self.launched.append(Launched(self.step, start, learning_rate, result, waits))
+        self.launched.append(Launched(self.step, start, learning_rate, begun, waits))
 
     def _finish_steps(self, but: int = 0) -> None:
         """Waits for all launched steps `but` so many, and answers a bad one as the recipe says."""
@@ -222,12 +222,7 @@ class Trainer:
 
     def _row(self, launched: Launched) -> dict[str, Any]:
         """Returns what the metrics say of a step, once its result is there."""
-        result, phases = launched.result, {}
-        if isinstance(result, tuple):
-            loss, grad_norm = result
-        else:
-            loss, grad_norm = result.read()
-            phases = result.phases.seconds()
+        loss, grad_norm, phases = self.engine.end_step(launched.begun)
         before, self.finished_at = self.finished_at, time.perf_counter()
         # Launched early, it had to wait its turn.
         self.step_time_s = self.finished_at - max(before, launched.start)

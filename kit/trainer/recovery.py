@@ -7,7 +7,7 @@ recipe's choice (`kit.trainer.guard`); here all ranks agree on it and do it.
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,8 @@ from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_reader import told_by_first
+from kit.trainer.checkpoints import EngineCheckpoints
 from kit.trainer.guard import Answer, Guard
-
-if TYPE_CHECKING:
-    from kit.trainer.checkpoints import EngineCheckpoints
 
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
@@ -49,7 +47,7 @@ class Recovery:
         """
         return told_by_first(self.run.checkpoints.steps, self.group)
 
-    def load_newest(self, checkpoints: "EngineCheckpoints") -> Manifest | None:
+    def load_newest(self, checkpoints: EngineCheckpoints) -> Manifest | None:
         """Fills the engine from the newest checkpoint that all ranks can read; returns its
         manifest, None if none is.
 
@@ -92,7 +90,7 @@ class Recovery:
         if self.guard.judges_before_update:
             engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as the guard checked
 
-    def respond(self, row: dict[str, Any], checkpoints: "EngineCheckpoints") -> None:
+    def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
         """Does what the recipe says about a bad step: nothing, drop its update, roll back, or stop.
 
         The step's row for the metrics gets `skipped`, the number of updates that were dropped.
@@ -118,7 +116,7 @@ class Recovery:
             self.tell("guard", f"step {row['step']}: {what}; {done}", row["step"])
         self.guard.note(answer, what, row["loss"])
 
-    def _roll_back(self, step: int, checkpoints: "EngineCheckpoints") -> str:
+    def _roll_back(self, step: int, checkpoints: EngineCheckpoints) -> str:
         checkpoints.finish()
         manifest = self.load_newest(checkpoints)
         if manifest is None:

@@ -200,25 +200,20 @@ def test_plans_that_are_neither_recipe_are_refused(changes, message):
         HLAT_7B.replace(**changes)
 
 
-def test_models_that_hlat_did_not_train_are_refused(gpt_spec, llama_spec):
-    plan = Plan(engine="neuron", precision="bf16")
-    with pytest.raises(ConfigError, match="'neuron' trains Llamas"):
-        plan.check(gpt_spec)
+def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
+    """Key/value heads are copied by this engine only."""
+    plan, eight = Plan(engine="neuron", precision="bf16"), llama_spec.replace(num_heads=8)
     plan.check(llama_spec)
-
-
-def test_key_value_heads_are_copied_by_this_engine_only(llama_spec):
-    llama_spec = llama_spec.replace(num_heads=8)
-    assert llama_spec.num_kv_heads == 2
-    plan = Plan(engine="neuron", precision="bf16", tensor_parallel=8)
-    plan.check(llama_spec)
-    assert plan.kv_replication(llama_spec) == 4
-    with pytest.raises(
-        ConfigError, match="spec.num_kv_heads: 2 is not divisible by tensor_parallel = 8"
+    copying = plan.replace(tensor_parallel=8)
+    copying.check(eight)
+    assert eight.num_kv_heads == 2 and copying.kv_replication(eight) == 4
+    for asked, spec, message in (
+        (plan, gpt_spec, "'neuron' trains Llamas"),
+        (copying.replace(engine="native"), eight, "num_kv_heads: 2 is not divisible by tensor_par"),
+        (copying.replace(tensor_parallel=6), eight, "spec.num_heads"),
     ):
-        plan.replace(engine="native").check(llama_spec)
-    with pytest.raises(ConfigError, match="spec.num_heads"):
-        plan.replace(tensor_parallel=6).check(llama_spec)
+        with pytest.raises(ConfigError, match=message):
+            asked.check(spec)
 
 
 @pytest.mark.parametrize(

@@ -39,50 +39,22 @@ class PlainVarlen:
             hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
             yield slice(first, last), scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        is_causal,
-        scale,
-        window_size,
-        *rest,
-    ):
+    def forward(self, query, key, value, begins_N, _, max_q, max_k, is_causal, *given):
         self.calls += 1
-        longest = int(cu_seq_q.diff().max())
-        assert cu_seq_q[-1] == len(query) and longest <= max_q == max_k and scale is None
+        longest, (scale, window) = int(begins_N.diff().max()), given[:2]
+        assert begins_N[-1] == len(query) and longest <= max_q == max_k and scale is None
         out = torch.empty_like(query)
-        for place, p in self.scores(query, key, cu_seq_q, window_size):
+        for place, p in self.scores(query, key, begins_N, window):
             v = value[place].transpose(0, 1).repeat_interleave(query.shape[1] // value.shape[1], 0)
             out[place] = (p @ v).transpose(0, 1)
         logsumexp = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
         return out, logsumexp, torch.zeros(2, dtype=torch.uint64)
 
-    def backward(
-        self,
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        causal,
-        rng,
-        scale,
-        window,
-    ):
+    def backward(self, grad, query, key, value, out, logsumexp, begins_N, *given):
+        window = given[-1]
         grads = [torch.empty_like(x) for x in (query, key, value)]
         groups, root = query.shape[1] // key.shape[1], query.shape[-1] ** 0.5
-        for place, p in self.scores(query, key, cu_q, window):
+        for place, p in self.scores(query, key, begins_N, window):
             dy, q = grad[place].transpose(0, 1), query[place].transpose(0, 1)
             k, v = (x[place].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))
             dp = dy @ v.mT
