@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    spec: ModelSpec, plan: Plan, recipe: Recipe, device: "torch.device", *, initialise: bool = True
+    spec: ModelSpec,
+    plan: Plan,
+    recipe: Recipe,
+    device: "torch.device",
+    *,
+    initialise: bool = True,
+    document_end: int | None = None,
 ) -> Engine:
     """Returns the engine that the plan names, of a process group of `plan.num_devices` ranks, which
     `Plan.check` has passed for the model.
 
-    Without `initialise` weights stay unset, to be filled from a checkpoint.
+    Without `initialise` weights stay unset, to be filled from a checkpoint. With `document_end`, no
+    token of the native engine looks back behind that token.
 
     Raises:
         ConfigError: the installed torch has not what the plan asks of it.
@@ -31,7 +38,10 @@ def build_engine(
     if plan.engine == "native":
         from kit.engines.native import NativeEngine
 
-        return NativeEngine(spec, plan, recipe, device, initialise=initialise)
+        engine = NativeEngine(spec, plan, recipe, device, initialise=initialise)
+        if document_end is not None:
+            engine.mask_documents(document_end)
+        return engine
     if plan.engine == "deepspeed":
         from kit.engines.deepspeed.engine import DeepSpeedEngine
 

@@ -5,6 +5,7 @@ For engines that cannot take DTensors as weights. Source of the layers: Megatron
 1909.08053, section 3.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,7 @@ def split_of(path: str) -> str | None:
     """Returns how the table cuts the matrix of a layer, by the layer's global name; None where
     it stays whole.
     """
-    for name, split in TENSOR_PARALLEL_SPLIT.items():
-        if path == name or ("." in name and path.endswith("." + name)):
-            return split
-    return None
+    return TENSOR_PARALLEL_SPLIT.get(re.sub(r"^layers\.\d+\.", "", path))
 
 
 def split_dim(name: str) -> int | None:

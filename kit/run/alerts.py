@@ -11,7 +11,7 @@ from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
 SAME_WITHIN_STEPS, SAME_WITHIN_S = (
-    {"nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000},
+    {"guard": 0, "nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000},
     600.0,
 )
 
@@ -38,13 +38,8 @@ class Alert(Record):
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
         # An attempt fails once, however often and late it is looked at.
-        if self.kind in (
-            "job",
-            "peak",
-        ):
+        if self.kind in ("job", "peak"):
             return self.message.partition(":")[0] == other.message.partition(":")[0]
-        if self.kind == "guard":
-            return self.step == other.step
         if (steps := SAME_WITHIN_STEPS.get(self.kind)) is not None:
             return abs(self.step - other.step) <= steps
         return abs(self.time - other.time) <= SAME_WITHIN_S

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
 from kit.trainer.upkeep import SpeedProbe, busy_s, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog, patience_s
-
-if TYPE_CHECKING:
-    from kit.engines.native import NativeEngine
 
 HEARTBEAT_EVERY_S = 1.0
 ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
@@ -74,9 +71,14 @@ class Trainer:
             run.checkpoints.recover()
         dist.barrier(self.control)
         begins = not self.recovery.steps() and not self.recipe.init_from
-        self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=begins)
-        if self.recipe.mask_documents:  # `check_recipe` lets only the native engine do that
-            cast("NativeEngine", self.engine).mask_documents(self.dataset.eos_id)
+        self.engine = build_engine(
+            run.spec,
+            self.plan,
+            self.recipe,
+            device,
+            initialise=begins,
+            document_end=self.dataset.eos_id if self.recipe.mask_documents else None,
+        )
         self.checkpoints = engine_checkpoints(self.engine, run, attempt, self.control)
         self._resume()
         self.batches = Batches(lambda first: self._batch(self.samples, first), device)
