@@ -6,9 +6,7 @@ import itertools
 import json
 import math
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -78,22 +76,6 @@ def forked(monkeypatch) -> None:
     monkeypatch.setattr(kit.launcher, "submit", submit)
 
 
-def kill_at(run: Run, step: int) -> None:
-    """Kills the supervisor with SIGKILL, and with it all ranks, once `step` is recorded."""
-    deadline = time.time() + PATIENCE_S
-    while run.metrics().summary()["step"] < step:
-        assert time.time() < deadline and not run.job.status().state.is_final, run.job.logs()
-        time.sleep(0.01)
-    state = read_state(run.directory)
-    assert state is not None and state.process is not None
-    os.kill(state.process.pid, signal.SIGKILL)
-    assert run.job.wait(timeout_s=20).state is JobState.LOST
-
-
-def final_weights(run: Run) -> dict[str, np.ndarray]:
-    return {name: p.detach().numpy() for name, p in load_model(run).named_parameters()}
-
-
 def test_run_directory_holds_the_contract(unbroken):
     names = {path.name for path in unbroken.directory.iterdir()}
     assert names >= {
@@ -121,25 +103,6 @@ def test_run_directory_holds_the_contract(unbroken):
     manifest = unbroken.checkpoints.manifest(120)
     assert (manifest.samples, manifest.tokens, manifest.attempt) == (960, 960 * 16, 1)
     assert json.loads((unbroken.directory / "env.json").read_text())["torch"]
-
-
-@pytest.mark.thorough  # as tests/faults/test_killed.py, through supervisor and resume
-def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(
-    unbroken, spec, recipe, tmp_path
-):
-    run = kit.launch(tmp_path / "killed", spec=spec, plan=DP2, recipe=recipe)
-    step = random.randint(1, STEPS - 15)
-    print(f"killed at step {step}")
-    kill_at(run, step)
-    kit.resume(run.directory)
-    assert_done(run)
-    ours, theirs = run.metrics(), unbroken.metrics()
-    assert ours["step"].tolist() == theirs["step"].tolist()
-    assert ours["attempt"][-1] == 2
-    assert ours["loss"].tolist() == theirs["loss"].tolist()
-    assert ours["grad_norm"].tolist() == theirs["grad_norm"].tolist()
-    for name, weight in final_weights(unbroken).items():
-        assert np.array_equal(weight, final_weights(run)[name]), name
 
 
 def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
@@ -401,14 +364,6 @@ def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
         )
     with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
         load_model(unbroken, step=7)
-
-
-def test_two_launches_of_one_directory(spec, recipe, tmp_path):
-    run = kit.launch(tmp_path / "twice", spec=spec, plan=DP2, recipe=recipe)
-    with pytest.raises(Exception, match="in use: attempt 1"):
-        kit.launch(tmp_path / "twice", spec=spec, plan=DP2, recipe=recipe)
-    run.job.cancel()
-    assert run.job.wait(timeout_s=30).state is JobState.FAILED
 
 
 def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_path, monkeypatch):

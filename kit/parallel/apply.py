@@ -2,16 +2,18 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from kit.model import Decoder, initial_weight
 from kit.parallel.data import needs_sharding, shard, shard_ends
+from kit.parallel.gradients import local
 from kit.parallel.mesh import pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.parallel.tensor import apply_tensor_parallel
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from kit.torch_private import local_part
 
 
 def build_decoders(
@@ -61,11 +63,6 @@ def _materialise(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             whole = initial_weight(spec, prefix + name, parameter.shape, seed, device)
-            if isinstance(parameter, DTensor):
-                # Each rank made the same whole tensor, so cutting needs no communication.
-                cut = distribute_tensor(
-                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-                parameter.to_local().copy_(cut.to_local())
-            else:
-                parameter.copy_(whole)
+            # Each rank made the same whole tensor, so cutting needs no communication.
+            part = local_part(whole, parameter) if isinstance(parameter, DTensor) else whole
+            local(parameter).copy_(part)

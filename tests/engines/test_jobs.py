@@ -15,7 +15,6 @@ from cluster.outcome import write_end
 from cluster.render import render, scripts
 from cluster.site import Site
 from kit import launcher
-from kit.engines.configuration import configuration_files
 from kit.engines.deepspeed.configuration import deepspeed_config
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -138,17 +137,4 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
     )
     assert not (run.directory / "deepspeed.json").exists(), (
         "nothing is left of another plan's engine"
-    )
-
-
-def test_fp16_is_told_with_its_dynamic_scale():
-    told = json.loads(
-        configuration_files(ModelSpec.preset("gpt-175b"), FRONTIER_175B, RECIPE)["deepspeed.json"]
-    )
-    assert told["fp16"]["enabled"] and told["fp16"]["loss_scale"] == 0, (
-        "0 is DeepSpeed's word for dynamic"
-    )
-    assert (
-        "bf16" not in told
-        and told["train_batch_size"] == 640 == 2 * told["gradient_accumulation_steps"]
     )

@@ -73,10 +73,9 @@ def test_results_read_late_are_the_same_and_all_there(prepare):
         for run in (straight, late)
     ]
     assert told[0] == told[1] and told[1][6][1] is not None
-    assert [row["step"] for row in lines_of(late) if row.get("checkpoint_s")] == [
-        11,
-        21,
-    ], "what a save costs the next step"
+    assert [row["step"] for row in lines_of(late) if row.get("checkpoint_s")] == [11, 21], (
+        "what a save costs the next step"
+    )
 
 
 @pytest.mark.thorough
@@ -148,10 +147,9 @@ def test_requests_are_looked_for_by_all_ranks_at_the_same_steps_and_answered(
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0]
     looks = [int(step) for step in re.findall(r"look for stop after step (\d+)", attempt.log())]
-    assert looks == [
-        1,
-        *range(2, looks[-1] + 1, steps),
-    ], "of the first step, which may compile, nothing is known"
+    assert looks == [1, *range(2, looks[-1] + 1, steps)], (
+        "of the first step, which may compile, nothing is known"
+    )
     stopped, state = read_taken(run.directory, "stop"), read_state(run.directory)
     assert (
         taken is not None

@@ -90,15 +90,7 @@ def test_a_chunk_is_a_small_part_of_a_devices_memory() -> None:
     """
     assert [
         logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in (None, 2, 16, 40, 64, 80, 288)
-    ] == [
-        25,
-        25,
-        26,
-        27,
-        28,
-        28,
-        28,
-    ]
+    ] == [25, 25, 26, 27, 28, 28, 28]
     assert all(10 * logits_at_once(gb * 1e9) <= gb * 1e9 / 16 for gb in range(6, 300))
     device = Site.load("dgx-h100").device
     assert engine_kernels("native", device).chunk_logits == logits_at_once(80e9)

@@ -45,6 +45,10 @@ def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
     }
 
 
+def writer_in(directory: Path, keep_last: int = 1) -> CheckpointWriter:
+    return CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=keep_last, keep_every=None)
+
+
 def load(
     checkpoints: Checkpoints, step: int, state: dict[str, torch.Tensor], spec: ModelSpec
 ) -> None:
@@ -61,7 +65,7 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
 
     default_planner.create_default_global_save_plan = counted
     checkpoints, seen = Checkpoints(directory / "checkpoints"), []
-    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=2, keep_every=None)
+    writer = writer_in(checkpoints.directory, 2)
     for step, size in ((1, 5), (2, 5), (3, 7)):
         writer.start(mine(step, size), facts(spec, step))
         writer.finish()
@@ -69,9 +73,7 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
         found = {name: torch.zeros_like(tensor) for name, tensor in mine(step, size).items()}
         load(checkpoints, step, found, spec)
         assert all(torch.equal(found[name], tensor) for name, tensor in mine(step, size).items())
-    other = CheckpointWriter(
-        Checkpoints(directory / "other"), attempt=1, keep_last=2, keep_every=None
-    )
+    other = writer_in(directory / "other", 2)
     other.start({"alone": torch.ones(dist.get_rank() + 1)[:1]}, facts(spec, 1))
     other.finish()
     return [*seen, plans[0]]
@@ -102,7 +104,7 @@ def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
         rmtree(folder, *args, **kwargs)
 
     os.fsync, shutil.rmtree = noting, asking
-    writer = CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=1, keep_every=None)
+    writer = writer_in(directory)
     for step in (1, 2):
         writer.start(mine(step, 5), facts(spec, step))
         writer.finish()
@@ -120,7 +122,7 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
 
 
 def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec) -> str:
-    writer = CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=1, keep_every=None)
+    writer = writer_in(directory)
     writer.start(mine(1), facts(spec, 1))
     with pytest.raises(CheckpointError) as caught:
         writer.finish()
@@ -141,7 +143,7 @@ def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]
     it was copied.
     """
     checkpoints, places = Checkpoints(directory), set()
-    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=3, keep_every=None)
+    writer = writer_in(checkpoints.directory, 3)
     weight, found = torch.zeros(1000), []
     for step in (1, 2, 3):
         weight.fill_(step)
@@ -172,12 +174,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     Copying takes until a moment after the update is asked for.
     """
     engine: Any = Engine(["weight"])
-    saver = PortableCheckpoints(
-        run,
-        engine,
-        CheckpointWriter(run.checkpoints, attempt=1, keep_last=3, keep_every=None),
-        None,
-    )
+    saver = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory, 3), None)
     saver.save(facts(run.spec, 1))
     saver.finish()
     assert saver.writer.stager is not None
@@ -190,10 +187,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     saver.writer.stager._stage = late
     saver.save(facts(run.spec, 2))
     # Training goes on: a forward and a backward pass.
-    saver.stall_s, weight = (
-        0.0,
-        engine.state["weight"],
-    )
+    saver.stall_s, weight = (0.0, engine.state["weight"])
     threading.Timer(0.1, may_copy.set).start()
     weight.grad = torch.ones_like(weight)
     engine.optimizer.step()
@@ -216,7 +210,7 @@ def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
 def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
     """Returns the steps that count although nobody has asked the writer since it began."""
     checkpoints = Checkpoints(directory)
-    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
+    writer = writer_in(checkpoints.directory)
     for step in (1, 2):
         writer.finish()
         writer.start(mine(step), facts(spec, step))
@@ -266,12 +260,7 @@ def calls_of_a_resume(run: Run, num_files: int) -> int:
         setattr(module, name, counted)
 
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
-    loader = PortableCheckpoints(
-        run,
-        engine,
-        CheckpointWriter(run.checkpoints, attempt=1, keep_last=1, keep_every=None),
-        None,
-    )
+    loader = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory), None)
     for name in ("stat", "lstat", "scandir", "listdir", "open"):
         count(os, name)
     count(io, "open")

@@ -78,12 +78,9 @@ def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, s
 
     env = json.loads((run.directory / "env.json").read_text())
     assert env["hook_sha256"] == hashlib.sha256(WEIGHTS.encode()).hexdigest()
-    assert run.asked().keys() == {
-        "plan.json",
-        "recipe.json",
-        "site.json",
-        "spec.json",
-    }, "its file is gone"
+    assert run.asked().keys() == {"plan.json", "recipe.json", "site.json", "spec.json"}, (
+        "its file is gone"
+    )
 
 
 def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(trained):

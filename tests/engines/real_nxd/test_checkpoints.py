@@ -44,9 +44,7 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
     """Trains three steps, saves, and returns what three more give, which end before the disk has
     written anything.
     """
-    from neuronx_distributed.trainer import (
-        checkpoint_storage,
-    )  # pyright: ignore[reportMissingImports]
+    from neuronx_distributed.trainer import checkpoint_storage  # pyright: ignore[reportMissingImports]
 
     storage, trained = checkpoint_storage.FilesysCheckpointStorage, threading.Event()
     write = storage.save_object
