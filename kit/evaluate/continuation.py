@@ -9,7 +9,7 @@ from typing import Any
 
 from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
-from kit.evaluate.folder import is_hugging_face_folder
+from kit.evaluate.scoring import is_hugging_face_folder
 from kit.run import Run
 
 

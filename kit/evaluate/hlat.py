@@ -13,7 +13,7 @@ from typing import Any
 from cluster.record import Record, field_doc, suggestion
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import BENCHMARKS, SUITES
-from kit.evaluate.report import EvalReport, Metric, html_rows, text_table
+from kit.evaluate.report import EvalReport, Metric, Shown
 
 MEASURED_HERE = (
     (
@@ -30,7 +30,7 @@ MEASURED_HERE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublishedTable(Record):
+class PublishedTable(Shown, Record):
     """One table, as printed by its source."""
 
     title: str = field_doc("what it shows")
@@ -52,12 +52,9 @@ class PublishedTable(Record):
             for row in self.rows
         ]
 
-    def to_text(self) -> str:
-        """Returns the table for a terminal."""
-        return text_table(f"{self.title} ({self.source})", self.texts(), self.notes)
-
-    def _repr_html_(self) -> str:
-        return html_rows(f"{self.title} ({self.source})", self.texts(), self.notes)
+    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
+        """Returns title, rows and notes of the table that shows it."""
+        return f"{self.title} ({self.source})", self.texts(), self.notes
 
 
 def _printed(row: dict[str, Any], column: str) -> str:
@@ -87,28 +84,22 @@ def published_table(name: str) -> PublishedTable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Shown):
     """Own scores, in per cent, above the published rows of a table."""
 
-    table: PublishedTable
+    published: PublishedTable
     own: tuple[dict[str, str], ...]
     notes: tuple[str, ...]
 
     def texts(self) -> list[dict[str, str]]:
         """Returns the rows as text, the own ones first; `made` says which are measured here."""
-        published = [{"made": "published", **row} for row in self.table.texts()]
+        published = [{"made": "published", **row} for row in self.published.texts()]
         return [{"made": "measured here", **row} for row in self.own] + published
 
-    def to_text(self) -> str:
-        """Returns the comparison for a terminal."""
-        return text_table(self._title, self.texts(), (*self.notes, *self.table.notes))
-
-    def _repr_html_(self) -> str:
-        return html_rows(self._title, self.texts(), (*self.notes, *self.table.notes))
-
-    @property
-    def _title(self) -> str:
-        return f"{self.table.title}, %: measured here, and {self.table.source}"
+    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
+        """Returns title, rows and notes of the table that shows it."""
+        title = f"{self.published.title}, %: measured here, and {self.published.source}"
+        return title, self.texts(), (*self.notes, *self.published.notes)
 
 
 def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Comparison:
@@ -133,7 +124,7 @@ def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Co
             cells[column], missing = _cell(report, column) if column != "average" else ("", [])
             notes += [f"{report.name}, {column}: {reason}" for reason in missing]
         own.append({"model": report.title, "size": "", **cells})
-    return Comparison(table=known, own=tuple(own), notes=(*notes, *MEASURED_HERE))
+    return Comparison(published=known, own=tuple(own), notes=(*notes, *MEASURED_HERE))
 
 
 def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:

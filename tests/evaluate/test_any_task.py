@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from kit.convert.hugging_face import export_hugging_face
 from kit.errors import ConfigError, DataError
-from kit.evaluate import Options, check_request
-from kit.evaluate.folder import evaluate_folder
-from kit.evaluate.harness import load_task, task_manager
+from kit.evaluate import Options, evaluate_folder
 from kit.evaluate.report import ANSWER_BITS, EvalReport
+from kit.evaluate.scoring import check_request
+from kit.evaluate.tasks import load_task, task_manager
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC
 
@@ -128,9 +128,7 @@ def equal_the_harness(
     """Returns our report of tasks, whose metrics were found to be lm-eval's own."""
     from lm_eval.evaluator import simple_evaluate
 
-    report = evaluate_folder(
-        model, (*tasks,), task_data=task_data, mirror=tmp_path / "none", out=tmp_path / "ours.json"
-    )
+    report = evaluate_folder(model, (*tasks,), task_data=task_data, out=tmp_path / "ours.json")
     # Where `datasets` takes a folder of a repository's name for the repository.
     monkeypatch.chdir(task_data)
     arguments = f"pretrained={model},dtype=float32,max_length=256"
@@ -179,7 +177,9 @@ def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
     return found
 
 
-def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, tmp_path, mirror):
+def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(
+    task_data, tmp_path, benchmarks
+):
     """BLiMP's own repository has data/NAME.jsonl; others write SPLIT.jsonl into a folder of the
     configuration.
     """
@@ -192,7 +192,7 @@ def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, 
         ("blimp_causative", "nyu-mll/blimp/causative/train.jsonl"),
         ("sciq", "allenai/sciq/test.jsonl"),
     ):
-        loaded = load_task(name, mirror=mirror, task_data=own)
+        loaded = load_task(name, task_data=own)
         assert [(source.origin, source.path) for source in loaded.data] == [("folder", path)]
         assert len(loaded.task.eval_docs) == (8 if name == "sciq" else 2)
     write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ[:1])
@@ -201,19 +201,19 @@ def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, 
         DataError,
         match=r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but",
     ):
-        load_task("sciq", mirror=mirror, task_data=own)
+        load_task("sciq", task_data=own)
     (own / "nyu-mll" / "blimp" / "README.md").write_text("of an older kind, with a script\n")
     (own / "nyu-mll" / "blimp" / "blimp.py").write_text("raise SystemExit\n")
-    assert len(load_task("blimp_causative", mirror=mirror, task_data=own).task.eval_docs) == 2
+    assert len(load_task("blimp_causative", task_data=own).task.eval_docs) == 2
     (own / "adjunct_island.jsonl").write_text('{"sentence_good": "a"\n')
     with pytest.raises(DataError, match="adjunct_island.jsonl.* is damaged"):
-        load_task("blimp_adjunct_island", mirror=mirror, task_data=own)
+        load_task("blimp_adjunct_island", task_data=own)
 
 
 @pytest.mark.parametrize(
     "place", ["http://127.0.0.1:{port}/x.jsonl", "{outside}", "../../../out/x.jsonl", "link.jsonl"]
 )
-def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, mirror, place):
+def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, benchmarks, place):
     write_jsonl(tmp_path / "out" / "x.jsonl", SCIQ)
     copy = task_data / "allenai" / "sciq"
     (copy / "link.jsonl").symlink_to(tmp_path / "out" / "x.jsonl")
@@ -226,12 +226,12 @@ def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, mirror, p
         )
         (copy / "README.md").write_text(card)
         with pytest.raises(DataError, match=r"sciq: asks for .*; only what is below .* is read"):
-            load_task("sciq", mirror=mirror, task_data=task_data)
+            load_task("sciq", task_data=task_data)
         with pytest.raises(BlockingIOError):
             server.accept()  # nobody has called
 
 
-def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, mirror):
+def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, benchmarks):
     """A picture is a path or an address, which is opened when its row is asked for."""
     copy = task_data / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
@@ -244,10 +244,12 @@ def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, mirror):
         f"---\nconfigs:\n- config_name: default\n  data_files: test.jsonl\n{facts}---\n"
     )
     with pytest.raises(DataError, match="sciq: holds pictures or sound"):
-        load_task("sciq", mirror=mirror, task_data=task_data)
+        load_task("sciq", task_data=task_data)
 
 
-def test_a_copy_in_the_cache_of_the_hub_is_enough(task_data, mirror, empty_hub_cache, no_network):
+def test_a_copy_in_the_cache_of_the_hub_is_enough(
+    task_data, benchmarks, empty_hub_cache, no_network
+):
     """As `hf download --repo-type dataset` leaves it."""
     snapshot = empty_hub_cache / "datasets--allenai--sciq" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
@@ -260,23 +262,23 @@ def test_a_copy_in_the_cache_of_the_hub_is_enough(task_data, mirror, empty_hub_c
     refs = snapshot.parents[1] / "refs" / "main"
     refs.parent.mkdir()
     refs.write_text("0" * 40)
-    loaded = load_task("sciq", mirror=mirror)
+    loaded = load_task("sciq", task_data=benchmarks)
     assert len(loaded.task.eval_docs) == 5
     assert [(source.origin, source.path) for source in loaded.data] == [("hub", "allenai/sciq")]
 
 
-def test_what_is_missing_is_said_with_its_exact_name(mirror, tmp_path, no_network):
+def test_what_is_missing_is_said_with_its_exact_name(benchmarks, tmp_path, no_network):
     message = (
         r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): .* `hf download"
         r" nyu-mll/blimp --repo-type"
     )
     with pytest.raises(DataError, match=message):
-        load_task("blimp", mirror=mirror, task_data=tmp_path)
+        load_task("blimp", task_data=tmp_path)
     with pytest.raises(ConfigError, match="task_data: .*nowhere is no folder"):
         Options.of({"task_data": tmp_path / "nowhere"})
 
 
-def test_names_are_the_harness_s(mirror):
+def test_names_are_the_harness_s(benchmarks):
     asked = check_request(("blimp", "ai2_arc", "piqa"))  # a group, a tag, and one of the kit's own
     assert [request.task for request in asked] == ["blimp", "arc_challenge", "arc_easy", "piqa"]
     with pytest.raises(ConfigError, match=r"tasks: 'blimpp' is unknown\. Did you mean 'blimp'\?"):
@@ -285,13 +287,13 @@ def test_names_are_the_harness_s(mirror):
         check_request(("pique",))
 
 
-def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, mirror, monkeypatch):
+def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, benchmarks, monkeypatch):
     row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
     write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
     with pytest.raises(
         ConfigError, match="mbpp: runs programs that the model wrote.* humaneval only"
     ):
-        load_task("mbpp", mirror=mirror, task_data=tmp_path)
+        load_task("mbpp", task_data=tmp_path)
     manager = task_manager(everything=True)
     group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
     monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
@@ -299,4 +301,4 @@ def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, mirror, monkeypa
         ConfigError,
         match="pythia: this group has no score of its own. Give its tasks: arc_easy, piqa",
     ):
-        load_task("pythia", mirror=mirror)
+        load_task("pythia", task_data=benchmarks)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from kit import evaluate
 from kit.commands.app import app
 from kit.errors import ConfigError, DataError
-from kit.evaluate import EvalReport, task_data
+from kit.evaluate import EvalReport
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -20,13 +20,13 @@ def kit(*arguments: str) -> str:
     return found.stdout
 
 
-def test_scores_are_printed_and_kept(run, mirror):
+def test_scores_are_printed_and_kept(run, benchmarks):
     text = kit(
-        "eval", run.directory, "--tasks", "heldout,piqa", "--limit", "10", "--mirror", mirror
+        "eval", run.directory, "--tasks", "heldout,piqa", "--limit", "10", "--task-data", benchmarks
     )
     assert text.startswith("run, step 3, 768 training tokens") and "partial: 10 of 30 items" in text
     report = EvalReport.from_json(
-        kit("eval", run.directory, "--tasks", "piqa", "--mirror", mirror, "--json")
+        kit("eval", run.directory, "--tasks", "piqa", "--task-data", benchmarks, "--json")
     )
     assert not report["piqa"].partial
     assert (run.directory / "eval" / "step_00000003.json").exists()
@@ -47,27 +47,35 @@ def test_without_benchmark_data_what_needs_none_is_scored(run, tmp_path, no_netw
     assert alone["heldout"].metrics == report["heldout"].metrics
 
 
-def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, mirror):
-    text = kit("eval", run.directory, "--suite", "hlat", "--limit", "4", "--mirror", mirror)
+def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, benchmarks):
+    text = kit("eval", run.directory, "--suite", "hlat", "--limit", "4", "--task-data", benchmarks)
     assert "measured here" in text and "Table II" in text and "Table V" in text
     assert "not scored: truthfulqa_mc1 (0 shots): on the hub only" in text
     assert "commonsense: piqa: partial: 4 of 30 items" in text
 
 
-def test_following_prints_a_line_for_each_checkpoint(run, mirror):
+def test_following_prints_a_line_for_each_checkpoint(run, benchmarks):
     line = json.loads(
-        kit("eval", run.directory, "--tasks", "piqa", "--follow", "--mirror", mirror, "--json")
+        kit(
+            "eval",
+            run.directory,
+            "--tasks",
+            "piqa",
+            "--follow",
+            "--task-data",
+            benchmarks,
+            "--json",
+        )
     )
     assert (line["step"], line["scored"]) == (3, True) and line["seconds"] > 0
 
 
-def test_benchmark_data_is_listed_with_its_gaps(mirror, monkeypatch):
-    monkeypatch.setattr(task_data, "build_mirror", task_data.read_manifest)
+def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
+    mirror = make_mirror()
     found = json.loads(kit("eval-data", mirror, "--json"))
     rows = {row["task"]: row for row in found["benchmarks"]}
-    assert rows["piqa"]["items"] == "30" and rows["piqa"]["licence"] == "AFL-3.0"
-    assert rows["truthfulqa_mc1"]["items"] == "not offline"
-    assert all(len(file["sha256"]) == 64 for file in found["files"])
+    assert rows["piqa"]["items"] == "1,838" and rows["piqa"]["licence"] == "AFL-3.0"
+    assert rows["truthfulqa_mc1"]["items"] == "not offline" and len(found["sha256"]) == 64
     assert "not offline" in kit("eval-data", mirror)
 
 
@@ -87,23 +95,23 @@ def test_benchmark_data_is_listed_with_its_gaps(mirror, monkeypatch):
         (("--set", "out=x.json"), "out: only with a Hugging Face folder"),
     ],
 )
-def test_a_wrong_request_is_refused(run, mirror, arguments, message):
+def test_a_wrong_request_is_refused(run, benchmarks, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        kit("eval", run.directory, "--mirror", mirror, *arguments)
+        kit("eval", run.directory, "--task-data", benchmarks, *arguments)
     assert not (run.directory / "eval").exists()
 
 
-def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, mirror, monkeypatch):
+def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, benchmarks, monkeypatch):
     monkeypatch.setattr("kit.evaluate.loading.load_lm", lambda *_: pytest.fail("the work began"))
     (run.directory / "eval").write_text("a file")
-    with pytest.raises(NotADirectoryError):
-        evaluate.evaluate(run, tasks=("piqa",), mirror=mirror)
+    with pytest.raises(ConfigError, match="step_00000003.json: cannot be written"):
+        evaluate.evaluate(run, tasks=("piqa",), task_data=benchmarks)
     (run.directory / "eval").unlink()
     monkeypatch.setattr("os.access", lambda *given: False)  # root may write anywhere
-    with pytest.raises(PermissionError):
-        evaluate.evaluate(run, tasks=("piqa",), mirror=mirror)
+    with pytest.raises(ConfigError, match="step_00000003.json: cannot be written"):
+        evaluate.evaluate(run, tasks=("piqa",), task_data=benchmarks)
 
 
-def test_a_printed_report_is_its_table(run, mirror):
-    report = evaluate.evaluate(run, tasks=("piqa",), limit=4, mirror=mirror)
+def test_a_printed_report_is_its_table(run, benchmarks):
+    report = evaluate.evaluate(run, tasks=("piqa",), limit=4, task_data=benchmarks)
     assert str(report) == report.to_text()

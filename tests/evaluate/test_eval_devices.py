@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import ConfigError, RunError
-from kit.evaluate import EvalReport, Options, check_request, evaluate, evaluate_model, report_file
+from kit.evaluate import EvalReport, Options, evaluate, evaluate_model, report_file
 from kit.evaluate.follow import has_scores
 from kit.evaluate.jobs import HEADROOM, eval_job, layout
+from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
@@ -108,9 +109,9 @@ def with_memory(run: Run, share: float) -> Run:
     return Run.open(run.directory)
 
 
-def scored(run: Run, mirror, **options) -> EvalReport:
+def scored(run: Run, benchmarks, **options) -> EvalReport:
     torch.set_num_threads(1)
-    return evaluate(run, tasks=("heldout", "piqa"), mirror=mirror, **options)
+    return evaluate(run, tasks=("heldout", "piqa"), task_data=benchmarks, **options)
 
 
 def values(report: EvalReport) -> list[float]:
@@ -118,19 +119,19 @@ def values(report: EvalReport) -> list[float]:
 
 
 @pytest.mark.parametrize(("share", "tensor"), [(1.5, 2), (2.5, 1)])
-def test_ranks_score_as_one_process_and_the_first_keeps_the_report(run, mirror, share, tensor):
-    expected = values(scored(run, mirror))
+def test_ranks_score_as_one_process_and_the_first_keeps_the_report(run, benchmarks, share, tensor):
+    expected = values(scored(run, benchmarks))
     report_file(run, 3).unlink()
     run = with_memory(run, share)
     assert layout(run.spec, run.site, Options(devices=2)).shards == tensor
-    for report in run_ranks(2, scored, run, mirror):
+    for report in run_ranks(2, scored, run, benchmarks):
         assert values(report) == pytest.approx(expected, abs=1e-5)
     kept = EvalReport.read(report_file(run, 3))
     assert values(kept) == values(report) and kept["piqa"].seconds > 0
 
 
-def test_scores_in_bf16_are_others_and_both_are_kept(run, mirror):
-    fp32, bf16 = scored(run, mirror), scored(run, mirror, precision="bf16")
+def test_scores_in_bf16_are_others_and_both_are_kept(run, benchmarks):
+    fp32, bf16 = scored(run, benchmarks), scored(run, benchmarks, precision="bf16")
     assert 0 < abs(fp32["heldout"].metrics[0].value - bf16["heldout"].metrics[0].value) < 0.05
     kept = EvalReport.read(report_file(run, 3))
     assert sorted((score.task, score.precision) for score in kept.scores) == [
@@ -147,18 +148,18 @@ def test_scores_in_bf16_are_others_and_both_are_kept(run, mirror):
         ScoreFollower(run).read()[0][2]
     )
     requests = check_request(("heldout",))
-    given = Options(mirror=mirror)
+    given = Options(task_data=benchmarks)
     only = kept.replace(scores=tuple(score for score in kept.scores if score.precision == "bf16"))
     only.write(report_file(run, 3))
     assert has_scores(run, 3, requests, dataclasses.replace(given, precision="bf16"))
     assert not has_scores(run, 3, requests, given)
-    scored(run, mirror)
+    scored(run, benchmarks)
     assert len(EvalReport.read(report_file(run, 3)).scores) == 4
 
 
-def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
+def test_a_job_of_two_devices_scores_and_is_told(run, benchmarks, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    expected = scored(run, mirror, limit=5)
+    expected = scored(run, benchmarks, limit=5)
     run = with_memory(run, 1.5)
     command = [
         "eval",
@@ -170,7 +171,9 @@ def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
         "--set=seed=4",
         "--set=devices=2",
     ]
-    answer = CliRunner().invoke(app, [*command, "--mirror", str(mirror)], catch_exceptions=False)
+    answer = CliRunner().invoke(
+        app, [*command, "--task-data", str(benchmarks)], catch_exceptions=False
+    )
     assert "on 2 devices of laptop: tensor 2 x replicas 1" in answer.stderr
     assert "piqa" in answer.stdout and "heldout" not in answer.stdout, "what was asked for"
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
@@ -181,7 +184,7 @@ def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
     assert expected["piqa"].num_items == 5
 
 
-def test_a_job_that_fails_says_its_last_words(run, mirror, monkeypatch):
+def test_a_job_that_fails_says_its_last_words(run, benchmarks, monkeypatch):
     run = with_memory(run, 1.5)
     failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(
         argv=("/bin/sh", "-c", "echo bad luck; exit 3")
@@ -190,14 +193,16 @@ def test_a_job_that_fails_says_its_last_words(run, mirror, monkeypatch):
     with pytest.raises(
         RunError, match="step 3: not scored: bad luck. All that it said: .*kit logs"
     ):
-        scored(run, mirror, devices=2)
+        scored(run, benchmarks, devices=2)
 
 
-def test_what_belongs_to_a_run_is_refused_elsewhere(run, mirror, tiny_decoder, tokenizer, tmp_path):
+def test_what_belongs_to_a_run_is_refused_elsewhere(
+    run, benchmarks, tiny_decoder, tokenizer, tmp_path
+):
     options: list[dict[str, Any]] = [{"devices": 2}, {"precision": "bf16"}]
     for option in options:
         with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
-            evaluate_model(tiny_decoder, tokenizer, 64, ("piqa",), mirror=mirror, **option)
+            evaluate_model(tiny_decoder, tokenizer, 64, ("piqa",), task_data=benchmarks, **option)
     job = eval_job(run, 3, ("piqa",), Options())
     assert job.num_processes == job.num_nodes == 1 and "--devices" not in job.argv
     assert "WORLD_SIZE" not in os.environ

@@ -9,8 +9,8 @@ from kit.evaluate.explain import explain_item
 from kit.evaluate.harness import choose_items
 
 
-def test_an_item_has_the_log_likelihoods_of_its_choices(tiny_decoder, tokenizer, mirror):
-    item = explain_item(tiny_decoder, tokenizer, 64, "arc_easy", 3, mirror=mirror)
+def test_an_item_has_the_log_likelihoods_of_its_choices(tiny_decoder, tokenizer, benchmarks):
+    item = explain_item(tiny_decoder, tokenizer, 64, "arc_easy", 3, task_data=benchmarks)
     assert item.prompt == "Question: What warms planet 3?\nAnswer:"
     assert [choice.text for choice in item.choices] == [
         "the sun",
@@ -33,12 +33,13 @@ def test_an_item_has_the_log_likelihoods_of_its_choices(tiny_decoder, tokenizer,
     assert "acc_norm" in item.to_text() and "the sun" in item._repr_html_()
 
 
-def test_what_it_takes_for_the_answer_is_what_the_score_counts(tiny_decoder, tokenizer, mirror):
-    chosen = choose_items("arc_easy", 30, 6, seed=0) or []
+def test_what_it_takes_for_the_answer_is_what_the_score_counts(tiny_decoder, tokenizer, benchmarks):
+    chosen = choose_items("arc_easy", 30, 6, seed=0)
     picked = [
-        explain_item(tiny_decoder, tokenizer, 64, "arc_easy", i, mirror=mirror) for i in chosen
+        explain_item(tiny_decoder, tokenizer, 64, "arc_easy", i, task_data=benchmarks)
+        for i in chosen
     ]
-    options = {"mirror": mirror, "limit": 6, "seed": 0}
+    options = {"task_data": benchmarks, "limit": 6, "seed": 0}
     score = evaluate_model(tiny_decoder, tokenizer, 64, ("arc_easy",), **options)["arc_easy"]
     assert score.metric("acc").value == pytest.approx(sum(item.chosen.right for item in picked) / 6)
     assert score.metric("acc_norm").value == pytest.approx(
@@ -46,6 +47,6 @@ def test_what_it_takes_for_the_answer_is_what_the_score_counts(tiny_decoder, tok
     )
 
 
-def test_what_has_no_choices_or_no_such_item_is_refused(tiny_decoder, tokenizer, mirror):
+def test_what_has_no_choices_or_no_such_item_is_refused(tiny_decoder, tokenizer, benchmarks):
     with pytest.raises(ConfigError, match="index: 30 is not allowed. piqa has items 0 to 29"):
-        explain_item(tiny_decoder, tokenizer, 64, "piqa", 30, mirror=mirror)
+        explain_item(tiny_decoder, tokenizer, 64, "piqa", 30, task_data=benchmarks)

@@ -13,19 +13,12 @@ from typer.testing import CliRunner
 
 from kit.commands.app import app
 from kit.errors import ConfigError
-from kit.evaluate import (
-    EvalReport,
-    Metric,
-    Options,
-    TaskScore,
-    check_request,
-    evaluate,
-    report_file,
-)
-from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
+from kit.evaluate import EvalReport, Metric, Options, TaskScore, evaluate, report_file
+from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.follow import follow_run, has_scores
 from kit.evaluate.jobs import eval_job
-from kit.evaluate.resolver import DataSource
+from kit.evaluate.report import DataSource
+from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.pictures import check_figure
@@ -34,15 +27,17 @@ from tests.pictures import check_figure
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-def follow(run, mirror, **options) -> list:
-    return list(follow_run(run, ("heldout", "piqa"), mirror=mirror, limit=10, poll_s=0, **options))
+def follow(run, benchmarks, **options) -> list:
+    return list(
+        follow_run(run, ("heldout", "piqa"), task_data=benchmarks, limit=10, poll_s=0, **options)
+    )
 
 
 def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
-    run, mirror, tiny_decoder, save_checkpoint
+    run, benchmarks, tiny_decoder, save_checkpoint
 ):
     save_checkpoint(run, tiny_decoder, 6)
-    first, second = follow(run, mirror)
+    first, second = follow(run, benchmarks)
     assert (first.step, second.step, first.scored, second.scored) == (3, 6, True, True)
     assert first.said.startswith("heldout bits_per_byte ") and "piqa acc_norm" in first.said
     assert ", partial" in first.line() and first.seconds > 0
@@ -51,11 +46,11 @@ def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
         0 < sum(score.seconds for score in report.scores) <= report.seconds <= 1.05 * second.seconds
     )
     assert report.attempt == 1
-    assert follow(run, mirror) == [], "started again, it passes over what is there"
+    assert follow(run, benchmarks) == [], "started again, it passes over what is there"
 
 
 def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended(
-    run, mirror, tiny_decoder, save_checkpoint, monkeypatch
+    run, benchmarks, tiny_decoder, save_checkpoint, monkeypatch
 ):
     states = iter([False, False, True])
     monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: next(states))
@@ -66,63 +61,60 @@ def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended(
         if step:
             save_checkpoint(run, tiny_decoder, step)
 
-    assert [found.step for found in follow(run, mirror, idle=train)] == [3, 6]
+    assert [found.step for found in follow(run, benchmarks, idle=train)] == [3, 6]
 
 
 def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(
-    run, mirror, tiny_decoder, save_checkpoint
+    run, benchmarks, tiny_decoder, save_checkpoint
 ):
     save_checkpoint(run, tiny_decoder, 6)
     for shard in run.checkpoints.path(3).glob("*.distcp"):
         shard.write_bytes(b"")
-    broken, whole = follow(run, mirror)
+    broken, whole = follow(run, benchmarks)
     assert not broken.scored and "not scored: " in broken.line() and "0 bytes" in broken.said
     assert whole.scored
 
 
-@pytest.mark.parametrize("tasks", [("heldout", "piqa"), "smoke"])
-def test_what_could_not_be_scored_is_tried_again_when_its_data_arrives(
-    run, mirror, tmp_path, monkeypatch, tasks
+@pytest.mark.parametrize("tasks", [("heldout", "piqa"), "curve"])
+def test_what_could_not_be_scored_is_tried_again_once_its_data_has_come(
+    run, benchmarks, tmp_path, make_mirror, tasks
 ):
-    own, aside = tmp_path / "evalsets", tmp_path / "piqa.parquet"
-    shutil.copytree(mirror, own)
-    place = own / BENCHMARKS["piqa"].path
-    place.rename(aside)
-    looks = iter([False, False, True, True, True])
-    monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: next(looks))
-    arrivals = iter([lambda: None, lambda: aside.rename(place)])
-    first, second = follow_run(
-        run, tasks, mirror=own, limit=5, poll_s=0, idle=lambda seconds: next(arrivals)()
-    )
-    assert "piqa" not in first.said.split("not scored")[0] and "piqa acc_norm" in second.said
-    place.rename(aside)
-    report_file(run, 3).unlink()
-    list(follow_run(run, tasks, mirror=own, limit=5))
-    aside.rename(place)
-    (again,) = follow_run(run, tasks, mirror=own, limit=5)
-    assert "piqa acc_norm" in again.said, "of a follower that was started later, too"
-    assert has_scores(run, 3, check_request(tasks), Options(mirror=own, limit=5))
+    shutil.copytree(benchmarks / "allenai", tmp_path / "own" / "allenai")
+    given = {"mirror": tmp_path / "evalsets", "task_data": tmp_path / "own", "limit": 5}
+    (first,) = follow_run(run, tasks, **given)
+    assert "piqa" not in first.said.split("not scored")[0]
+    if tasks == "curve":
+        assert list(follow_run(run, tasks, **given)) == [], "not before"
+    goals = [{"goal": f"Goal {i}", "sol1": "a", "sol2": "b", "label": 0} for i in range(9)]
+    make_mirror(piqa=goals)
+    (again,) = follow_run(run, tasks, **given)
+    assert "piqa acc_norm" in again.said
+    assert has_scores(run, 3, check_request(tasks), Options(**given))
 
 
-def test_interrupting_keeps_what_is_scored(run, mirror, monkeypatch):
+def test_interrupting_keeps_what_is_scored(run, benchmarks, monkeypatch):
     monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: False)
 
-    assert [found.step for found in follow(run, mirror, idle=interrupt)] == [3]
+    assert [found.step for found in follow(run, benchmarks, idle=interrupt)] == [3]
 
 
-def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, mirror):
+def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, benchmarks):
     with pytest.raises(ConfigError, match="suite: 'hlta' is unknown. Did you mean 'hlat'"):
-        next(follow_run(run, "hlta", mirror=mirror))
+        next(follow_run(run, "hlta", task_data=benchmarks))
     assert not (run.directory / "eval").exists()
 
 
 # tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
 @pytest.mark.thorough
 def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(
-    run, mirror
+    run, benchmarks
 ):
-    list(follow_run(run, ("piqa",), submit=True, mirror=mirror, limit=5, poll_s=0, idle=interrupt))
-    (found,) = list(follow_run(run, ("heldout",), submit=True, mirror=mirror, poll_s=0.2))
+    list(
+        follow_run(
+            run, ("piqa",), submit=True, task_data=benchmarks, limit=5, poll_s=0, idle=interrupt
+        )
+    )
+    (found,) = list(follow_run(run, ("heldout",), submit=True, task_data=benchmarks, poll_s=0.2))
     assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
@@ -212,7 +204,13 @@ PIQA = TaskScore(
         ),
         ({"harness_version": "0.4.0"}, {"shots": 5}, {}, False),
         (
-            {"data": (DataSource(origin="mirror", path="a.parquet", sha256="00"),)},
+            {"data": (DataSource(origin="folder", path="a.parquet", sha256="00"),)},
+            {"shots": 5},
+            {},
+            False,
+        ),
+        (
+            {"data": (DataSource(origin="mirror", path="of another wheel", sha256="00"),)},
             {"shots": 5},
             {},
             False,
@@ -224,7 +222,7 @@ PIQA = TaskScore(
             False,
         ),
         (
-            {"data": (DataSource(origin="mirror", path="gone.parquet", sha256="00"),)},
+            {"data": (DataSource(origin="folder", path="gone.parquet", sha256="00"),)},
             {"shots": 5},
             {},
             True,
@@ -241,7 +239,7 @@ def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
     report.write(report_file(run, 3))
     requests, chosen = (
         [TaskRequest(task="piqa", **request_)],
-        Options.of({"mirror": tmp_path, **options}),
+        Options.of({"task_data": tmp_path, **options}),
     )
     assert has_scores(run, 3, requests, chosen) is enough
     for other in ({"tokenizer_sha256": "00"}, {"attempt": 2}):
@@ -249,11 +247,11 @@ def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
         assert not has_scores(run, 3, requests, chosen)
 
 
-def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run, mirror):
-    evaluate(run, 3, ("piqa",), mirror=mirror, limit=5)
+def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run, benchmarks):
+    evaluate(run, 3, ("piqa",), task_data=benchmarks, limit=5)
     file = report_file(run, 3)
     EvalReport.read(file).replace(attempt=9).write(file)
-    evaluate(run, 3, ("arc_easy",), mirror=mirror, limit=5)
+    evaluate(run, 3, ("arc_easy",), task_data=benchmarks, limit=5)
     assert [score.task for score in EvalReport.read(file).scores] == ["arc_easy"]
     assert [
         score.task for score in EvalReport.read(file.with_name(f"attempt_09.{file.name}")).scores
@@ -261,10 +259,10 @@ def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run,
     assert [report.attempt for report in eval_reports(run)] == [1]
 
 
-def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, save_checkpoint):
+def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decoder, save_checkpoint):
     save_checkpoint(run, tiny_decoder, 6)
-    follow(run, mirror)
-    evaluate(run, 6, ("piqa",), mirror=mirror)
+    follow(run, benchmarks)
+    evaluate(run, 6, ("piqa",), task_data=benchmarks)
     bits, piqa = eval_curve(run)
     assert (bits.task, bits.metric, piqa.task, piqa.metric) == (
         "heldout",
@@ -301,23 +299,23 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
     assert eval_curve(run) == [] and len(run_figure(run)[0].axes) == 2
 
 
-def test_new_scores_are_followed_once(run, mirror):
+def test_new_scores_are_followed_once(run, benchmarks):
     follower = ScoreFollower(run)
     assert follower.read() == []
-    follow(run, mirror)
+    follow(run, benchmarks)
     ((attempt, step, values),) = follower.read()
     assert (attempt, step) == (1, 3)
     assert {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"} <= set(
         values
     )
     assert follower.read() == [] and ScoreFollower(run, follower.seen).read() == []
-    evaluate(run, 3, ("arc_easy",), mirror=mirror)
+    evaluate(run, 3, ("arc_easy",), task_data=benchmarks)
     ((_, _, more),) = follower.read()
     assert all(name.startswith("eval/arc_easy/") for name in more)
 
 
-def test_status_has_the_last_scores_and_their_cost(run, mirror, monkeypatch):
-    follow(run, mirror)
+def test_status_has_the_last_scores_and_their_cost(run, benchmarks, monkeypatch):
+    follow(run, benchmarks)
     monkeypatch.setattr(type(run), "job", property(lambda self: _Ended()))
     row = status_row(run)
     assert row["scores"]["piqa"]["step"] == 3 and row["scores"]["piqa"]["partial"] is True

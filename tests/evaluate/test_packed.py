@@ -19,10 +19,11 @@ from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packed
 from kit.evaluate.benchmarks import TaskRequest
-from kit.evaluate.harness import LoadedTask, load_task, quiet, score_task
+from kit.evaluate.harness import score_task
 from kit.evaluate.jobs import Layout
 from kit.evaluate.loading import load_lm
 from kit.evaluate.options import Options
+from kit.evaluate.tasks import LoadedTask, load_task, quiet
 from kit.model import build_decoder
 from tests.evaluate.conftest import OPINIONATED
 
@@ -70,19 +71,19 @@ def assert_same(found: list, expected: list) -> None:
     )
 
 
-def test_every_item_has_the_harness_log_likelihood(folder, mirror, heldout_file, monkeypatch):
+def test_every_item_has_the_harness_log_likelihood(folder, benchmarks, dataset, monkeypatch):
     lm, reference, seen = ours(folder), theirs(folder), []
     monkeypatch.setattr(packed, "PART", 17)
     for name in ("piqa", "arc_easy", "boolq"):
-        task = load_task(name, mirror=mirror).task
+        task = load_task(name, task_data=benchmarks).task
         found, lm.num_truncated = responses(lm, name, task), 0
         assert_same(found, responses(reference, name, task))
         assert len(found) >= 60
         seen += found
     assert len({round(value, 3) for value, _ in seen}) > 100, "they must differ to mean anything"
-    responses(lm, "piqa", load_task("piqa", mirror=mirror).task)
+    responses(lm, "piqa", load_task("piqa", task_data=benchmarks).task)
     assert lm.num_truncated == 6  # three items with a long goal, two choices each
-    task = load_task("heldout", mirror=mirror, heldout_file=heldout_file).task
+    task = load_task("heldout", heldout=dataset).task
     expected = responses(reference, "heldout", task)  # sums over up to a thousand tokens
     assert responses(lm, "heldout", task) == pytest.approx(expected, abs=1e-3, rel=1e-6)
 

@@ -33,7 +33,7 @@ SAME_FILE = 5e-3
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Decoder, BytePairTokenizer]:
     try:
-        build_mirror(tasks=TASKS)
+        build_mirror()
         return load_smollm2()
     except DataError as error:
         pytest.skip(str(error))
@@ -123,7 +123,7 @@ def test_small_models_equal_the_harness_on_every_item(family: str, tokenizer) ->
     lm = ours(decoder, tokenizer)
     reference = theirs(lm)
     try:
-        build_mirror(tasks=TASKS)
+        build_mirror()
     except DataError as error:
         pytest.skip(str(error))
     for name in TASKS:

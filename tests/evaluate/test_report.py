@@ -4,8 +4,7 @@ import pytest
 
 from kit.errors import ConfigError
 from kit.evaluate.hlat import TABLES, compare
-from kit.evaluate.report import EvalReport, Metric, TaskScore, wilson
-from kit.evaluate.resolver import DataSource
+from kit.evaluate.report import DataSource, EvalReport, Metric, TaskScore, wilson
 
 
 def score(

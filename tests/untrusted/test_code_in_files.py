@@ -23,7 +23,6 @@ from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.neuron import import_nxd
 from kit.data import Corpus, Dataset, TokenFile, load_tokenizer
 from kit.errors import CheckpointError, DataError
-from kit.evaluate.task_data import read_manifest
 from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -308,12 +307,6 @@ def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
         (tmp_path / "tokens.npy").rename(tmp_path / f"tokens{suffix}")
     with pytest.raises(DataError, match="not a Megatron index"):
         TokenFile(tmp_path / "tokens")
-
-
-def test_lists_of_benchmark_data(tmp_path: Path, canary: Path) -> None:
-    (tmp_path / "manifest.json").write_bytes(pickle.dumps(Payload(canary)))
-    with pytest.raises(ConfigError):
-        read_manifest(tmp_path)
 
 
 def test_a_dataset_names_files_of_its_own_folder_only(

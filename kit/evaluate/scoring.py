@@ -1,0 +1,316 @@
+"""A run's checkpoint, a Hugging Face folder or a decoder, scored and kept as a report."""
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.files import other_owner
+from kit.convert.hugging_face_config import load_spec
+from kit.data import Dataset, load_tokenizer
+from kit.data.wheels import file_sha256
+from kit.errors import ConfigError, DataError
+from kit.evaluate.benchmarks import TaskRequest, suite
+from kit.evaluate.jobs import Layout, layout, refuse_job, score_in_job
+from kit.evaluate.options import Options
+from kit.evaluate.report import EvalReport, TaskScore, Unscored
+from kit.evaluate.task_data import build_mirror, num_files
+from kit.evaluate.tasks import load_task, require_harness, tasks_of
+from kit.run import Run
+
+if TYPE_CHECKING:
+    from kit.data import Tokenizer
+    from kit.evaluate.packed import PackedLM
+    from kit.model import Decoder
+
+DEFAULT_TASKS = ("piqa", "arc_easy")
+"""Of a folder."""
+
+
+def evaluate(
+    run: Run | str | Path,
+    step: int | None = None,
+    tasks: Sequence[str] | str = "default",
+    **options: Any,
+) -> EvalReport:
+    """Scores a checkpoint of a run and keeps the scores in the run directory, in
+    `eval/step_NNNNNNNN.json`.
+
+    Tasks are names of lm-eval's tasks, groups or tags (`BENCHMARKS`: those whose data the kit
+    brings), or `heldout`: the held-out text of the run's data set; or, as one word, the name of a
+    suite, of which the report names what could not be scored, and why. Returned are their scores.
+    The file also keeps those of other tasks of the same step, by default the newest; it grows task
+    by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
+
+    A model that needs several devices, or is given them, is scored in a job of the run's site, and
+    this returns at its end. Each process of that job calls this too, started with torch's
+    WORLD_SIZE and RANK.
+
+    Raises:
+        CheckpointError: the run has no complete checkpoint of that step, or it is damaged.
+        RunError, JobError: the job could not be started, or did not come to its end.
+        ConfigError: the file's other scores were made with another tokenizer, or the file is
+            damaged or cannot be written.
+        RunError: the directory is not a run.
+        DataError, MissingPackageError: as `evaluate_model`.
+    """
+    chosen, requests = Options.of(options), check_request(tasks)
+    run = Run.open(run) if isinstance(run, str | Path) else run
+    checkpoint = run.checkpoints.manifest(run.checkpoints.newest() if step is None else step)
+    file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
+    dataset, plan = run.dataset(), layout(run.spec, run.site, chosen, ranks)
+    owner = other_owner(run.directory)
+    is_kept = not owner and os.environ.get("RANK", "0") == "0"
+    report = EvalReport(
+        name=run.name,
+        step=checkpoint.step,
+        checkpoint=str(run.checkpoints.path(checkpoint.step).relative_to(run.directory)),
+        tokens_seen=checkpoint.tokens,
+        attempt=checkpoint.attempt,
+        tokenizer_sha256=dataset.info.tokenizer_sha256,
+    )
+    if is_kept:
+        check_keepable(file)
+        _check_same_model(file, report)
+    if plan.num_devices > ranks:
+        if owner:
+            refuse_job(run, owner)
+        score_in_job(run, checkpoint.step, tasks, chosen)
+        asked = [chosen.applied(request) for request in requests]
+        return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
+    from kit.evaluate.loading import checkpoint_folder, joined, load_lm
+
+    start, skip = time.perf_counter(), isinstance(tasks, str)
+    with (
+        joined(plan) as device,
+        checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
+    ):
+        lm = load_lm(folder, run.spec.sequence_length, chosen, plan, device)
+        found = score_all(lm, requests, chosen, dataset, skip=skip)
+        return keep_scores(file if is_kept else None, report, found, start)
+
+
+def evaluate_folder(
+    folder: str | Path,
+    tasks: Sequence[str] | str = DEFAULT_TASKS,
+    *,
+    out: Path | None = None,
+    **options: Any,
+) -> EvalReport:
+    """Scores the Llama, Mistral or GPT-2 of a Hugging Face folder, into which nothing is written.
+
+    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. The report is kept in
+    `out`, by default `report_beside`, with its scores of other tasks.
+
+    Raises:
+        ConfigError: it is another model (`load_spec`), or the report cannot be written to `out`,
+            which is found before the work, or `out` holds scores of other weights or another
+            tokenizer.
+        DataError: the folder cannot be read, or has no tokenizer.
+    """
+    from kit.evaluate.loading import joined, load_lm
+
+    folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
+    if chosen.devices not in (None, 1):
+        raise ConfigError(
+            f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a"
+            " folder."
+        )
+    file, start = out or report_beside(folder), time.perf_counter()
+    check_keepable(file)
+    tokenizer, spec = load_tokenizer(folder), load_spec(str(folder))
+    with joined(Layout()) as device:
+        lm = load_lm(folder, spec.sequence_length, chosen, Layout(), device)
+    begin = lm.tokenizer.encode("")  # which its scores depend on
+    digest = hashlib.sha256(f"{tokenizer.sha256} after {begin}".encode()).hexdigest()
+    weights = "".join(file_sha256(each) for each in sorted(folder.glob("*.safetensors")))
+    report = EvalReport(
+        name=folder.resolve().name,
+        checkpoint=str(folder.resolve()),
+        weights_sha256=hashlib.sha256(weights.encode()).hexdigest(),
+        tokenizer_sha256=digest if begin else tokenizer.sha256,
+    )
+    _check_same_model(file, report)
+    found = score_all(lm, requests, chosen, None, skip=isinstance(tasks, str))
+    return keep_scores(file, report, found, start)
+
+
+def evaluate_model(
+    model: "Decoder",
+    tokenizer: "Tokenizer",
+    sequence_length: int,
+    tasks: Sequence[str] | str,
+    *,
+    name: str = "model",
+    heldout: Dataset | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> EvalReport:
+    """Returns the scores of a whole decoder on `device`, and which tasks of a suite could not be
+    scored, and why.
+
+    `sequence_length` is the longest input of the model, in tokens; `heldout` the data set whose
+    held-out text the task of that name scores. Tasks and options are as in `evaluate`.
+
+    Raises:
+        ConfigError: a task is unknown, or tokenizer or sequence length do not fit the model.
+        DataError: data is missing or damaged, or there are fewer solved examples than shots. In a
+            suite such a task is listed in the report instead.
+        MissingPackageError: lm-eval is not installed.
+    """
+    from kit.evaluate.loading import decoder_lm
+
+    for key in {"devices", "precision"} & options.keys():
+        raise ConfigError(
+            f"{key}: `evaluate_model` scores the decoder as it is. Leave it out, or use `evaluate`."
+        )
+    start, chosen, requests = time.perf_counter(), Options.of(options), check_request(tasks)
+    report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
+    lm = decoder_lm(model, tokenizer, sequence_length, chosen, device)
+    found = score_all(lm, requests, chosen, heldout, skip=isinstance(tasks, str))
+    return keep_scores(None, report, found, start)
+
+
+# Before the work ----------------------------------------------------------------------------------
+
+
+def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
+    """Returns what to score, without repeats: the tasks of a suite, or the named ones.
+
+    Raises:
+        ConfigError: no task, an unknown task, or an unknown suite.
+        MissingPackageError: lm-eval is not installed.
+    """
+    if not tasks:
+        raise ConfigError(
+            f"tasks: {tasks!r} is not allowed. Give a list of names, for example ['heldout',"
+            " 'piqa']."
+        )
+    requests = suite(tasks).tasks if isinstance(tasks, str) else ()
+    require_harness()
+    if isinstance(tasks, str):
+        return requests
+    names = dict.fromkeys(name for task in tasks for name in tasks_of(task))
+    return tuple(TaskRequest(task=name) for name in names)
+
+
+def report_file(run: Run, step: int) -> Path:
+    """Returns where the scores of a checkpoint are kept."""
+    return run.directory / "eval" / f"step_{step:08d}.json"
+
+
+def report_beside(folder: Path) -> Path:
+    """Returns where the scores of a folder are kept unless its user says otherwise:
+    `FOLDER.eval.json` beside it.
+    """
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}.eval.json")
+
+
+def is_hugging_face_folder(path: Path) -> bool:
+    """Returns whether a path is a folder with a `config.json`, and no run directory."""
+    return (path / "config.json").is_file() and not (path / "spec.json").exists()
+
+
+def check_keepable(file: Path) -> None:
+    """Raises ConfigError for a file that no report can be written to, before work that may take
+    hours.
+    """
+    there = next(folder for folder in file.absolute().parents if folder.exists())
+    if file.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(
+            f"{file}: cannot be written: it is a folder, or what it would lie in is none, or may"
+            " not be written to. Give the scores of a folder another place: `--set out=FILE`."
+        )
+
+
+def _check_same_model(file: Path, report: EvalReport) -> None:
+    """Refuses to add to scores of another model, and renames those of a checkpoint of another
+    attempt.
+    """
+    if not file.exists():
+        return
+    before = EvalReport.read(file)
+    for what, key in (("weights", "weights_sha256"), ("a tokenizer", "tokenizer_sha256")):
+        if getattr(before, key) != getattr(report, key):
+            raise ConfigError(
+                f"{file}: its scores are of {what} that {report.name} does not have now. Restore"
+                " the weights, or the data set that a run was trained on; or move the file away."
+            )
+    # Another attempt has replaced the checkpoint since: these scores are of other weights.
+    if before.attempt not in (None, report.attempt):
+        file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))
+
+
+# The work -----------------------------------------------------------------------------------------
+
+
+def score_all(
+    lm: "PackedLM",
+    requests: Sequence[TaskRequest],
+    options: Options,
+    heldout: Dataset | None,
+    *,
+    skip: bool,
+) -> Iterator[TaskScore | Unscored]:
+    """Yields the score of each task; with `skip` also what could not be scored, instead of
+    failing.
+    """
+    from kit.evaluate.code import CodeScorer
+    from kit.evaluate.harness import score_task
+    from kit.evaluate.loading import first_alone, is_first
+
+    scorer, asked = None, [options.applied(request) for request in requests]
+    if options.untrusted_code != "refuse":
+        scorer = CodeScorer(options.untrusted_code, idle=not is_first())
+    data = {"mirror": options.mirror_folder, "task_data": options.task_data}
+    data |= {"heldout": heldout, "download": options.download}
+
+    def tried(request: TaskRequest, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (ConfigError, DataError) as error:
+            if not skip:
+                raise
+            return _unscored(request, error, options.mirror_folder)
+
+    with first_alone():  # the others find what it fetches
+        if options.download:
+            build_mirror(options.mirror_folder)
+        loaded = [tried(one, functools.partial(load_task, one, **data)) for one in asked]
+    for request, task in zip(asked, loaded, strict=True):
+        if not isinstance(task, Unscored):
+            given = {"limit": request.limit, "seed": options.seed, "scorer": scorer}
+            task = tried(request, functools.partial(score_task, lm, task, **given))
+        yield task
+
+
+def _unscored(request: TaskRequest, error: Exception, mirror: Path) -> Unscored:
+    return Unscored(
+        task=request.task,
+        num_fewshot=request.shots,
+        num_samples=request.samples,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        reason=str(error).removeprefix(f"{request.task}: "),
+        num_files=num_files(request.task, mirror),
+    )
+
+
+def keep_scores(
+    file: Path | None, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float
+) -> EvalReport:
+    """Returns a report with the scores found, after merging each into its file, if it has one, as
+    it comes.
+
+    What the file holds of other tasks stays. The work began at `start`, by `time.perf_counter`.
+    """
+    for one in found:
+        spent, start = time.perf_counter() - start, time.perf_counter()
+        if file is not None:
+            report.replace(scores=(), unscored=(), seconds=spent).adding(one).write_merged(file)
+        report = report.adding(one).replace(seconds=report.seconds + spent)
+    return report
