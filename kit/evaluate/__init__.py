@@ -2,8 +2,7 @@
 text of the corpus.
 """
 
-from kit.evaluate.benchmarks import BENCHMARKS, SUITES
-from kit.evaluate.options import Options
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES, Options
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.evaluate.scoring import evaluate, evaluate_folder, evaluate_model, report_file
 from kit.evaluate.task_data import build_mirror, default_mirror

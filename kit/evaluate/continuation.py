@@ -22,7 +22,7 @@ def continue_text(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    tell: Callable[[str], object] | None = None,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> str:
     """Returns what a model writes after a prompt, until it ends the text or has written
     `num_tokens`.
@@ -61,8 +61,7 @@ def continue_text(
 
     def take(text: str, stream_end: bool = False) -> None:
         pieces.append(text)
-        if tell is not None:
-            tell(text)
+        tell(text)
 
     streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     streamer.on_finalized_text = take

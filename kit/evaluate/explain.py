@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError
-from kit.evaluate.benchmarks import TaskRequest
-from kit.evaluate.options import Options
+from kit.evaluate.benchmarks import Options, TaskRequest
 from kit.evaluate.report import Shown
 
 if TYPE_CHECKING:
@@ -51,27 +50,21 @@ class ItemScore(Shown):
         """What `acc_norm` takes: the most likely choice for its length."""
         return max(self.choices, key=lambda choice: choice.per_character)
 
-    def rows(self) -> list[dict[str, str]]:
-        """Returns a row for each choice, as text."""
-        return [
+    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
+        """Returns title, rows and notes of the table that shows its choices."""
+        takers = {"acc": self.chosen, "acc_norm": self.chosen_norm}
+        rows = [
             {
                 "choice": choice.text,
                 "right": "yes" if choice.right else "",
                 "tokens": str(choice.num_tokens),
                 "log-likelihood, nats": f"{choice.log_likelihood:.2f}",
                 "per character": f"{choice.per_character:.3f}",
-                "taken by": ", ".join(
-                    name
-                    for name, taken in (("acc", self.chosen), ("acc_norm", self.chosen_norm))
-                    if taken is choice
-                ),
+                "taken by": ", ".join(name for name, taken in takers.items() if taken is choice),
             }
             for choice in self.choices
         ]
-
-    def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns title, rows and notes of the table that shows its choices."""
-        return f"what the model thinks of each choice ({self.task})", self.rows(), ()
+        return f"what the model thinks of each choice ({self.task})", rows, ()
 
     def to_text(self) -> str:
         """Returns prompt and table for a terminal."""

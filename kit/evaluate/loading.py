@@ -25,10 +25,10 @@ from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
 from kit.errors import ConfigError, DataError
+from kit.evaluate.benchmarks import Options
 from kit.evaluate.jobs import Layout
-from kit.evaluate.options import Options
+from kit.evaluate.local_data import swapped
 from kit.evaluate.packed import PackedLM
-from kit.evaluate.task_folder import swapped
 from kit.evaluate.tasks import quiet
 from kit.model import Decoder
 from kit.parallel.groups import part

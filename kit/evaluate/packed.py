@@ -22,11 +22,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models import huggingface
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
 from kit.errors import ConfigError, DataError
-from kit.evaluate.task_folder import swapped
+from kit.evaluate.local_data import swapped
 
 HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
 Sequence = tuple[int, ...]
@@ -166,23 +165,29 @@ class PackedLM(HFLM):
     # Generation -----------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns `HFLM`'s continuation of each request; an empty prompt starts from end-of-text.
+        """Returns `HFLM`'s continuation of each request.
 
         Raises:
             ConfigError: a task asks for more tokens than the model has room for.
+            DataError: a prompt has no token.
         """
         for request in requests:
-            new = normalize_gen_kwargs(request.arguments[1], self.max_gen_toks).get(
-                "max_gen_toks", 0
-            )
+            options = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
+            new = options.get("max_gen_toks", 0)
             if new >= self.max_length:
                 raise ConfigError(
                     f"generation: {new} new tokens leave no room for a prompt in {self.max_length}"
                     " tokens, the model's sequence length. Lower the task's max_gen_toks, or use a"
                     " model with longer sequences."
                 )
+            tokens = self.tok_encode(request.args[0])
+            if not tokens:
+                raise DataError(
+                    "generation: a prompt has no token. Use a task that asks something."
+                )
+            self.num_truncated += len(tokens) > self.max_length - new
         # Keys and values of so many whole sequences are in memory.
-        size, before = max(1, self.batch_tokens // self.max_length), self.num_truncated
+        size = max(1, self.batch_tokens // self.max_length)
         with swapped(self, "batch_size_per_gpu", size):
             texts = super().generate_until(
                 requests[self.mine], disable_tqdm=not sys.stderr.isatty()
@@ -190,32 +195,15 @@ class PackedLM(HFLM):
         if self.num_replicas == 1:
             return texts
         parts: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(parts, (texts, self.num_truncated - before), group=self.replicas)
-        self.num_truncated = before + sum(cut for _, cut in parts)
+        dist.all_gather_object(parts, texts, group=self.replicas)
         found = [""] * len(requests)
-        for number, (part, _) in enumerate(parts):
+        for number, part in enumerate(parts):
             found[number :: self.num_replicas] = part
         return found
 
     def _model_generate(self, *args: Any, **options: Any) -> Tensor:
         # Processes that share weights have the same prompts; other replicas end when they do.
         return super()._model_generate(*args, **options, synced_gpus=False)
-
-    def tok_batch_encode(
-        self,
-        strings: list[str],
-        padding_side: str = "left",
-        left_truncate_len: int | None = None,
-        truncation: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns tokens and mask of prompts as `HFLM`'s does, and counts those that are cut."""
-        found = super().tok_batch_encode(strings, padding_side, truncation=truncation)
-        tokens, mask = (F.pad(x.long(), (int(x.shape[1] == 0), 0)) for x in found)
-        is_empty = mask.sum(1) == 0
-        tokens[is_empty, -1], mask[is_empty, -1] = self.prefix_token_id, 1
-        longest = left_truncate_len or tokens.shape[1]
-        self.num_truncated += int((mask.sum(1) > longest).sum())
-        return tokens[:, -longest:], mask[:, -longest:]
 
 
 def pack(sequences: Iterable[Sequence], longest: int) -> list[Row]:

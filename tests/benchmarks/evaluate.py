@@ -20,8 +20,8 @@ import torch
 from kit.convert.smollm2 import load_smollm2
 from kit.data import Dataset
 from kit.data.tokenizer import Tokenizer
+from kit.evaluate.local_data import swapped
 from kit.evaluate.task_data import build_mirror
-from kit.evaluate.task_folder import swapped
 from kit.model import Decoder, build_decoder
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
@@ -83,8 +83,8 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
 
 def compare(subject: Subject) -> list[Row]:
     """Returns the rows of one model."""
+    from kit.evaluate.benchmarks import Options
     from kit.evaluate.loading import decoder_lm
-    from kit.evaluate.options import Options
     from kit.evaluate.packed import HFLM
     from kit.evaluate.tasks import load_task
 

@@ -63,8 +63,8 @@ def main() -> None:
     holds.
     """
     from kit.convert.smollm2 import load_smollm2
+    from kit.evaluate.benchmarks import Options
     from kit.evaluate.loading import decoder_lm
-    from kit.evaluate.options import Options
 
     lm = decoder_lm(*load_smollm2(), 2048, Options(), "cpu")
     old = json.loads(PINNED.read_text())

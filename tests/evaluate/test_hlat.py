@@ -79,7 +79,7 @@ def test_oddities_of_the_paper_are_shown_and_true():
 
 
 def test_columns_are_those_of_the_suite():
-    columns = {request.column for request in SUITES["hlat"].tasks if request.column}
+    columns = {request.column for request in SUITES["hlat"] if request.column}
     assert columns | {"average"} == {*TABLES["II"].columns, *TABLES["V"].columns}
 
 

@@ -7,9 +7,9 @@ import pytest
 from lm_eval.api.instance import Instance
 
 from kit.convert.hugging_face import export_hugging_face
+from kit.evaluate.benchmarks import Options
 from kit.evaluate.jobs import Layout
 from kit.evaluate.loading import joined, load_lm
-from kit.evaluate.options import Options
 from kit.evaluate.packed import PackedLM
 from kit.model import build_decoder
 from kit.parallel.gradients import local

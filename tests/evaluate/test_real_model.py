@@ -11,8 +11,8 @@ from lm_eval.api.instance import Instance
 from kit.convert.smollm2 import load_smollm2
 from kit.data.tokenizer import BytePairTokenizer
 from kit.errors import DataError
+from kit.evaluate.benchmarks import Options
 from kit.evaluate.loading import decoder_lm
-from kit.evaluate.options import Options
 from kit.evaluate.packed import HFLM, PackedLM
 from kit.evaluate.task_data import build_mirror
 from kit.model import Decoder, build_decoder
