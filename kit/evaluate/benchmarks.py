@@ -11,6 +11,7 @@ from typing import Any, Literal
 from cluster.record import Record, field_doc, suggestion
 from kit.errors import ConfigError
 
+Question = tuple[str, int | None, int, float, float]
 HELDOUT = "heldout"
 """The task that scores held-out text of the corpus; the others are benchmarks."""
 
@@ -55,26 +56,32 @@ class Benchmark(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskRequest(Record):
-    """One task to score, and how."""
+class Asked(Record):
+    """What is asked of a model."""
 
-    task: str = field_doc("benchmark, or `heldout`")
-    shots: int | None = field_doc(
+    task: str = field_doc("name in the harness, or `heldout`")
+    num_fewshot: int | None = field_doc(
         "solved examples in the prompt; None: what the task defines, or zero", default=None
     )
-    metric: str | None = field_doc("the number that stands for the task in a table", default=None)
-    column: str | None = field_doc("of HLAT's Table II or V", default=None)
-    limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
-    samples: int = field_doc("programs written for each problem, where code is run", default=1)
-    temperature: float = field_doc("of sampling; 0 is greedy", default=0.0)
+    num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
+    temperature: float = field_doc("of sampled texts; 0 is greedy", default=0.0)
     top_p: float = field_doc(
-        "of sampling: only the most likely tokens of this total probability", default=1.0
+        "of sampled texts: only the most likely tokens of this total probability", default=1.0
     )
 
     @property
-    def question(self) -> tuple[str, int | None, int, float, float]:
-        """Task, shots, samples, temperature and top-p: what is asked, of however many items."""
-        return self.task, self.shots, self.samples, self.temperature, self.top_p
+    def key(self) -> Question:
+        """What is asked, of however many items."""
+        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskRequest(Asked):
+    """One task to score, and how."""
+
+    metric: str | None = field_doc("the number that stands for the task in a table", default=None)
+    column: str | None = field_doc("of HLAT's Table II or V", default=None)
+    limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
 
 
 def _table(file: str) -> dict[str, Any]:
@@ -159,7 +166,7 @@ class Options(Record):
         """Returns a request as it is scored with these options, which go before what a suite
         says.
         """
-        given = {"shots": self.num_fewshot, "limit": self.limit}
+        given = {"num_fewshot": self.num_fewshot, "limit": self.limit}
         return request.replace(
             **{name: value for name, value in given.items() if value is not None}
         )

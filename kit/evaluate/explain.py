@@ -98,7 +98,9 @@ def explain_item(
     from kit.evaluate.loading import decoder_lm
     from kit.evaluate.tasks import load_task, quiet
 
-    loaded = load_task(TaskRequest(task=task, shots=shots), mirror=mirror, task_data=task_data)
+    loaded = load_task(
+        TaskRequest(task=task, num_fewshot=shots), mirror=mirror, task_data=task_data
+    )
     definition: Any = loaded.task
     if definition.OUTPUT_TYPE != "multiple_choice":
         raise ConfigError(

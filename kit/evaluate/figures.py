@@ -2,12 +2,11 @@
 known to.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 
-from kit.evaluate.report import ANSWER_BITS, EvalReport, TaskScore, wilson
+from kit.evaluate.report import ANSWER_BITS, EvalReport, wilson
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
@@ -22,42 +21,43 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
     """
     ours = report["heldout"].metric("bits_per_byte").value
     choices = [score for score in report.scores if score.chance is not None]
-    scored = [_accuracy_row(score) for score in choices]
-    value, low, high = (
-        np.array([row[key] for row in scored], dtype=float) for key in ("accuracy", "low", "high")
-    )
-    place = np.arange(len(scored))
-    bars = {**bits_per_byte, "this model": ours}
-    ratios = [0.34 * len(bars), 0.5 * max(1, len(scored))]
+    labels = []
+    rows = [{"task": "heldout", "bits per byte": ours, **bits_per_byte}]
+    ratios = [0.34 * (len(bits_per_byte) + 1), 0.5 * max(1, len(choices))]
     with new_figure(2, height=sum(ratios) + 1.2, height_ratios=ratios) as (figure, (left, right)):
-        colours = [GREY] * len(bits_per_byte) + [BLUE]
-        drawn = left.barh(list(bars), list(bars.values()), color=colours, height=0.55)
+        bars = {**bits_per_byte, "this model": ours}
+        drawn = left.barh(
+            list(bars), list(bars.values()), color=[GREY] * len(bits_per_byte) + [BLUE], height=0.55
+        )
         left.bar_label(drawn, fmt="%.2f", padding=3)
         left.set_xlim(0, 1.2 * max(bars.values()))
         left.set_title("Bits per byte of held-out text: less is better")
-        spread = np.nan_to_num([value - low, high - value])
-        right.errorbar(value, place, xerr=spread, fmt="o", color=GREEN, capsize=3)
-        chances = [score.chance for score in choices]
-        right.vlines(chances, place - 0.22, place + 0.22, color=GREY, linewidth=1.5)
-        for i, score in enumerate(choices):
-            right.text(1, i + 0.32, score.coverage, color=GREY, ha="right")
-        labels = [
-            row["task"] + (f"\n{row[ANSWER_BITS]:.2f} bits per byte" if ANSWER_BITS in row else "")
-            for row in scored
-        ]
-        right.set_yticks(place, labels)
-        right.set(xlim=(0, 1), ylim=(-0.5, len(scored) - 0.4))
+        for place, score in enumerate(choices):
+            accuracy = next(metric for metric in score.metrics if metric.name.startswith("acc"))
+            bits = next(
+                (metric.value for metric in score.metrics if metric.name == ANSWER_BITS), None
+            )
+            row = {
+                "task": score.task,
+                "accuracy": accuracy.value,
+                "low": accuracy.low,
+                "high": accuracy.high,
+            }
+            rows.append(row if bits is None else {**row, ANSWER_BITS: bits})
+            low, high = (
+                accuracy.value if end is None else end for end in (accuracy.low, accuracy.high)
+            )
+            spread = [[accuracy.value - low], [high - accuracy.value]]
+            right.errorbar(accuracy.value, place, xerr=spread, fmt="o", color=GREEN, capsize=3)
+            right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
+            right.text(1, place + 0.32, score.coverage, color=GREY, ha="right")
+            labels.append(score.task if bits is None else f"{score.task}\n{bits:.2f} bits per byte")
+        right.set_yticks(range(len(choices)), labels)
+        right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
         right.set_title("Accuracy, 95 % interval; grey: chance; answers' bits")
         for axis in (left, right):
             axis.grid(visible=False)
-    return figure, [{"task": "heldout", "bits per byte": ours, **bits_per_byte}, *scored]
-
-
-def _accuracy_row(score: TaskScore) -> dict[str, Any]:
-    shown = next(metric for metric in score.metrics if metric.name.startswith("acc"))
-    row = {"task": score.task, "accuracy": shown.value, "low": shown.low, "high": shown.high}
-    bits = {metric.name: metric.value for metric in score.metrics if metric.name == ANSWER_BITS}
-    return row | bits
+    return figure, rows
 
 
 def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tuple[Any, Rows]:
@@ -71,9 +71,11 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
     low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T
     rows: Rows = []
     for n, name in sorted(marks.items()):
-        error = round(math.sqrt(accuracy * (1 - accuracy) / (n - 1)), 4)
-        down, up = wilson(accuracy, n)
-        rows.append({"items": n, "what": name, "standard error": error, "low": down, "high": up})
+        ends = wilson(accuracy, n)
+        error = round(float(np.sqrt(accuracy * (1 - accuracy) / (n - 1))), 4)
+        rows.append(
+            {"items": n, "what": name, "standard error": error, "low": ends[0], "high": ends[1]}
+        )
     with new_figure(height=3.0) as (figure, axis):
         axis.fill_between(items, low, high, color=BLUE, alpha=0.2, label="95 % interval")
         axis.axhline(100 * accuracy, color=BLUE, label=f"measured: {accuracy:.1%}")

@@ -143,7 +143,7 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     dataset = run.dataset()
     current = [score for score in report.scores if _is_current(score, dataset.directory, options)]
     tried = {
-        item.question
+        item.key
         for item in report.unscored
         if num_files(item.task, options.mirror) <= item.num_files
     }
@@ -152,7 +152,7 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
         same
         and report.tokenizer_sha256 == dataset.info.tokenizer_sha256
         and all(
-            request.question in tried
+            request.key in tried
             or any(score.answers(request, options.seed, options.precision) for score in current)
             for request in asked
         )

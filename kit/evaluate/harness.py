@@ -23,16 +23,16 @@ def score_task(
     lm: "PackedLM",
     loaded: LoadedTask,
     *,
-    limit: int | None = None,
     seed: int = 1234,
     scorer: Any = None,
 ) -> TaskScore:
     """Returns the scores of one task.
 
     Args:
-        lm, loaded: the model and the task.
-        limit: at most so many items, drawn at random: the first ones of a data set are not like the
-            rest. A group gives each of its tasks a share, and at least one item.
+        lm: the model.
+        loaded: the task. With a limit so many items are drawn at random: the first ones of a data
+            set are not like the rest. A group gives each of its tasks a share, and at least one
+            item.
         seed: of that draw, which is the same for all models and does not depend on the other tasks;
             and of sampled texts, which depend on how many are drawn at once, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
@@ -53,7 +53,7 @@ def score_task(
     with quiet(), scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
         documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
         total = {leaf: len(items) for leaf, items in documents.items()}
-        chosen = choose_shares(total, limit, seed)
+        chosen = choose_shares(total, request.limit, seed)
         lm.num_truncated = 0
         start = time.perf_counter()
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -81,13 +81,13 @@ def score_task(
         + answer_bits(loaded.leaves.values()),
         num_items=sum(sizes.values()),
         total_items=full_items or sum(total.values()),
-        limit=None if chosen is None else limit,
+        limit=None if chosen is None else request.limit,
         seed=seed if chosen is not None or request.temperature else None,
         precision=lm.precision,
         num_truncated=lm.num_truncated,
         num_fewshot=loaded.num_fewshot,
-        shots_asked=request.shots,
-        num_samples=request.samples,
+        shots_asked=request.num_fewshot,
+        num_samples=request.num_samples,
         temperature=request.temperature,
         top_p=request.top_p,
         chance=_chance(loaded.leaves, documents, alike),
@@ -152,35 +152,20 @@ def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) 
 def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], alike: set[str]) -> float | None:
     """Returns the expected accuracy of guessing on the items of each task, or None where it cannot
     be known.
-
-    The task's own code judges each choice as if the model gave it all probability: the mean of that
-    is what guessing scores, whether one answer is right, several are, or the score is the
-    probability of the right ones.
     """
-    try:
-        chances = [[_guessed(task, item) for item in items[name]] for name, task in leaves.items()]
-    # A definition is a program of its own, which may want other answers than these.
-    except Exception:
+    if not all(_has_one_answer(task) for task in leaves.values()):
         return None
-    values = map(statistics.fmean, chances) if alike else itertools.chain(*chances)
-    chance = statistics.fmean(values)
-    return chance if math.isfinite(chance) else None
-
-
-def _guessed(task: Any, item: Any) -> float:
-    if task.OUTPUT_TYPE != "multiple_choice":
-        raise TypeError(f"{task.OUTPUT_TYPE}: nothing to choose from")
-    places = range(len(task.doc_to_choice(item)))
-    # The same, and a thousand times faster.
-    if not callable(task.config.process_results) and not task.multiple_target:
-        return 1 / len(places)
-    scores = [
-        task.process_results(item, [(0.0 if i == place else -1e4, False) for i in places])
-        for place in places
+    chances = [
+        [1 / len(task.doc_to_choice(item)) for item in items[name]] for name, task in leaves.items()
     ]
-    return statistics.fmean(
-        score["acc"] if "acc" in score else score["acc_norm"] for score in scores
-    )
+    values = map(statistics.fmean, chances) if alike else itertools.chain(*chances)
+    return statistics.fmean(values)
+
+
+def _has_one_answer(task: Any) -> bool:
+    """Returns whether a task asks to choose, and does not judge that by a program of its own."""
+    is_choice = task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_target
+    return is_choice and not callable(task.config.process_results)
 
 
 def answer_bits(tasks: Iterable[Any]) -> tuple[Metric, ...]:

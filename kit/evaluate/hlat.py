@@ -140,9 +140,9 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
             known.repository,
             known.configs,
         )
-        score = next((score for score in report.scores if score.key == request.question), None)
+        score = next((score for score in report.scores if score.key == request.key), None)
         if score is None or score.partial:
-            shots = f" with {request.shots} shots" if request.shots else ""
+            shots = f" with {request.num_fewshot} shots" if request.num_fewshot else ""
             missing.setdefault(data, []).append(
                 f"{request.task}{shots}: {score.coverage if score else 'not scored'}"
             )

@@ -22,6 +22,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models import huggingface
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from kit.errors import ConfigError, DataError
@@ -35,6 +36,8 @@ PART = 1024
 many gigabytes."""
 LOGITS = 2**23
 """Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
+OPEN = 2**31
+"""End of descendants that may still come: the end of the row."""
 SHORTEST_ROW = 256
 """Tokens up to which a row is filled whatever the sequences, so that short ones make few rows.
 Attention in such a row costs little beside matrix products: 4 T h FLOPs a token and block against
@@ -50,7 +53,7 @@ class Row:
 
     tokens: list[int] = dataclasses.field(default_factory=list)  # of the nodes, in preorder
     depths: list[int] = dataclasses.field(default_factory=list)
-    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # unless it is the row's
+    ends: list[int] = dataclasses.field(default_factory=list)  # of each node's descendants
     paths: dict[Sequence, list[int]] = dataclasses.field(default_factory=dict)  # nodes of each
 
 
@@ -172,15 +175,15 @@ class PackedLM(HFLM):
             DataError: a prompt has no token.
         """
         for request in requests:
-            options = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
-            new = options.get("max_gen_toks", 0)
+            prompt, options = request.arguments
+            new = normalize_gen_kwargs(options, self.max_gen_toks).get("max_gen_toks", 0)
             if new >= self.max_length:
                 raise ConfigError(
                     f"generation: {new} new tokens leave no room for a prompt in {self.max_length}"
                     " tokens, the model's sequence length. Lower the task's max_gen_toks, or use a"
                     " model with longer sequences."
                 )
-            tokens = self.tok_encode(request.args[0])
+            tokens = self.tok_encode(prompt)
             if not tokens:
                 raise DataError(
                     "generation: a prompt has no token. Use a task that asks something."
@@ -220,8 +223,10 @@ def pack(sequences: Iterable[Sequence], longest: int) -> list[Row]:
             rows.append(Row())
             path, shared = [], 0
         row, first = rows[-1], len(rows[-1].tokens)
-        row.ends |= dict.fromkeys(path[shared:], first)
+        for node in path[shared:]:
+            row.ends[node] = first
         path = path[:shared] + list(range(first, first + len(sequence) - shared))
+        row.ends += [OPEN] * (len(sequence) - shared)
         row.tokens += sequence[shared:]
         row.depths += range(shared, len(sequence))
         row.paths[sequence], before = path, sequence
@@ -243,18 +248,13 @@ def tensors(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor, Tens
     """Returns tokens_BT and their positions, padded on the right, and which of them each may look
     at, as mask_B1TT.
     """
-    length = max(len(row.tokens) for row in rows)
 
-    def padded(values: list[list[int]], fill: int) -> Tensor:
-        table = [[*row, *[fill] * (length - len(row))] for row in values]
-        return torch.tensor(table, device=device)
+    def padded(values: Iterable[list[int]], fill: int = 0) -> Tensor:
+        return pad_sequence([torch.tensor(each) for each in values], True, fill).to(device)
 
-    nodes_T = torch.arange(length, device=device)
+    tokens_BT = padded(row.tokens for row in rows)
+    nodes_T = torch.arange(tokens_BT.shape[1], device=device)
     # Padding looks at padding: a token that may look at nothing would be a NaN.
-    ends = [[row.ends.get(node, length) for node in range(len(row.tokens))] for row in rows]
-    ends_BT = padded(ends, length)
+    ends_BT = padded((row.ends for row in rows), fill=OPEN)
     mask_BTT = (nodes_T <= nodes_T[:, None]) & (nodes_T[:, None] < ends_BT[:, None])
-    tokens_BT, depths_BT = (
-        padded([getattr(row, key) for row in rows], 0) for key in ("tokens", "depths")
-    )
-    return tokens_BT, depths_BT, mask_BTT[:, None]
+    return tokens_BT, padded(row.depths for row in rows), mask_BTT[:, None]

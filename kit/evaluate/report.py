@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster.record import Record, field_doc
-from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.benchmarks import Asked, Question, TaskRequest
 from kit.show import terminal
 from kit.show.table import Table
 from kit.show.theme import MUTED
@@ -120,10 +120,9 @@ def wilson(share: float, num_items: float) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskScore(Record):
+class TaskScore(Asked):
     """The scores of one task."""
 
-    task: str = field_doc("name in the harness")
     metrics: tuple[Metric, ...] = field_doc("in the order of the task's definition")
     num_items: int = field_doc("items scored")
     total_items: int = field_doc("items of the whole split")
@@ -143,9 +142,6 @@ class TaskScore(Record):
     shots_asked: int | None = field_doc(
         "solved examples asked for; None: what the task defines", default=None
     )
-    num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
-    temperature: float = field_doc("of sampled texts; 0 is greedy", default=0.0)
-    top_p: float = field_doc("of sampled texts", default=1.0)
     chance: float | None = field_doc(
         "accuracy of guessing; None where nothing is guessed, or unknown", default=None
     )
@@ -158,15 +154,8 @@ class TaskScore(Record):
     )
 
     @property
-    def key(self) -> tuple[str, int, int, float, float]:
-        """Task, shots, samples, temperature and top-p: scores with the same key answer the same
-        question.
-        """
-        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
-
-    @property
-    def question(self) -> tuple[str, int | None, int, float, float]:
-        """`TaskRequest.question` that this is the answer to."""
+    def question(self) -> Question:
+        """`TaskRequest.key` that this is the answer to."""
         return self.task, self.shots_asked, *self.key[2:]
 
     def answers(self, request: TaskRequest, seed: int, precision: str) -> bool:
@@ -175,7 +164,7 @@ class TaskScore(Record):
 
         A score of all items is better than one of a part, and is kept in its place.
         """
-        if request.question not in (self.key, self.question) or self.precision != precision:
+        if request.key not in (self.key, self.question) or self.precision != precision:
             return False
         if self.limit is None and (self.seed is None or self.temperature):
             return self.seed in (None, seed)
@@ -211,21 +200,11 @@ class TaskScore(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unscored(Record):
+class Unscored(Asked):
     """A task of a suite that could not be scored."""
 
-    task: str = field_doc("name in the harness")
-    num_fewshot: int | None = field_doc("solved examples that were asked for", default=None)
-    num_samples: int = field_doc("programs for each problem that were asked for", default=1)
-    temperature: float = field_doc("of sampled texts", default=0.0)
-    top_p: float = field_doc("of sampled texts", default=1.0)
     reason: str = field_doc("why, and what would mend it")
     num_files: int = field_doc("files of its data that were there", default=0)
-
-    @property
-    def question(self) -> tuple[str, int | None, int, float, float]:
-        """`TaskRequest.question` that was asked."""
-        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
 
     def __str__(self) -> str:
         how = [] if self.num_fewshot is None else [f"{self.num_fewshot} shots"]
@@ -282,7 +261,7 @@ class EvalReport(Shown, Record):
             if old is None or old.partial or not score.partial:
                 scores[score.key, score.precision] = score
         done = {question for score in scores.values() for question in (score.key, score.question)}
-        unscored = {item.question: item for item in (*self.unscored, *other.unscored)}
+        unscored = {item.key: item for item in (*self.unscored, *other.unscored)}
         left = tuple(item for question, item in unscored.items() if question not in done)
         seconds = self.seconds + other.seconds
         return dataclasses.replace(
@@ -296,8 +275,8 @@ class EvalReport(Shown, Record):
             for s in self.scores
             if any(s.answers(request, seed, precision) for request in requests)
         )
-        asked = [request.question for request in requests]
-        unscored = (item for item in self.unscored if item.question in asked)
+        asked = [request.key for request in requests]
+        unscored = (item for item in self.unscored if item.key in asked)
         return dataclasses.replace(self, scores=tuple(scores), unscored=tuple(unscored))
 
     def write_merged(self, file: Path) -> None:

@@ -285,7 +285,7 @@ def score_all(
         loaded = [tried(one, functools.partial(load_task, one, **data)) for one in asked]
     for request, task in zip(asked, loaded, strict=True):
         if not isinstance(task, Unscored):
-            given = {"limit": request.limit, "seed": options.seed, "scorer": scorer}
+            given = {"seed": options.seed, "scorer": scorer}
             task = tried(request, functools.partial(score_task, lm, task, **given))
         yield task
 
@@ -293,8 +293,8 @@ def score_all(
 def _unscored(request: TaskRequest, error: Exception, mirror: Path | None) -> Unscored:
     return Unscored(
         task=request.task,
-        num_fewshot=request.shots,
-        num_samples=request.samples,
+        num_fewshot=request.num_fewshot,
+        num_samples=request.num_samples,
         temperature=request.temperature,
         top_p=request.top_p,
         reason=str(error).removeprefix(f"{request.task}: "),

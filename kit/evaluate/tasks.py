@@ -151,8 +151,8 @@ def load_task(
         loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
         for task in tasks:
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
-            if loaded.runs_code and request.samples > 1:
-                task.set_config(key="repeats", value=request.samples)
+            if loaded.runs_code and request.num_samples > 1:
+                task.set_config(key="repeats", value=request.num_samples)
                 sampling = {"temperature": request.temperature, "top_p": request.top_p}
                 sampling["do_sample"] = True
                 task.set_config(key="generation_kwargs", value=sampling, update=True)
@@ -164,7 +164,7 @@ def _shots(request: TaskRequest, task: Any) -> int:
     keeps it.
     """
     defined = task.get_config("num_fewshot")
-    return defined or 0 if request.shots is None or defined == 0 else request.shots
+    return defined or 0 if request.num_fewshot is None or defined == 0 else request.num_fewshot
 
 
 def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[DataSource, ...]]:

@@ -48,16 +48,12 @@ SCIQ = [
 
 
 @pytest.fixture(autouse=True)
-def empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor its cache; for the harness, too, which asks the hub first."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    # For the harness, which asks the hub first.
-    for module in (
-        datasets.config,
-        huggingface_hub.constants,
-    ):
+    for module in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
 
 
 @pytest.fixture

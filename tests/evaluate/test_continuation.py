@@ -15,32 +15,17 @@ from kit.convert.hugging_face import export_hugging_face
 from kit.errors import ConfigError, RunError
 from kit.evaluate.continuation import continue_text
 from kit.model import build_decoder
-from kit.spec import ModelSpec
+from tests.evaluate.conftest import OPINIONATED
 
 PROMPT = "the cat – and"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dataset) -> Path:
-    """A model of random weights, which therefore writes broken characters too, and a tokenizer
-    of bytes.
-    """
-    spec = ModelSpec.llama(
-        name="tiny",
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=64,
-        vocab_size=tiny_dataset.vocab_size,
-        sequence_length=96,
-    )
-    decoder = build_decoder(spec, seed=1)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(4 if parameter.ndim == 2 else 1)
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A model of random weights, which therefore writes broken characters too."""
+    decoder = build_decoder(OPINIONATED["llama"])
     return export_hugging_face(
-        decoder, tmp_path_factory.mktemp("model") / "tiny", tokenizer=tiny_dataset.tokenizer()
+        decoder, tmp_path_factory.mktemp("model") / "tiny", tokenizer=tokenizer
     )
 
 
@@ -82,7 +67,7 @@ def test_the_command_writes_it(folder: Path) -> None:
 
 
 def test_what_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="100 to write, are more than the 96 of a sequence"):
+    with pytest.raises(ConfigError, match="100 to write, are more than the 64 of a sequence"):
         continue_text(folder, PROMPT)
     with pytest.raises(ConfigError, match="top_p 0: not allowed"):
         continue_text(folder, PROMPT, top_p=0)

@@ -1,6 +1,7 @@
 """`kit eval`: the command line's twin of `evaluate`."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +10,7 @@ from kit import evaluate
 from kit.commands.app import app
 from kit.errors import ConfigError, DataError
 from kit.evaluate import EvalReport
+from kit.evaluate.task_data import mirror_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -74,9 +76,15 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
     mirror = make_mirror()
     found = json.loads(kit("eval-data", mirror, "--json"))
     rows = {row["task"]: row for row in found["benchmarks"]}
+    assert (
+        rows["triviaqa"]["items"] == "7,993 of 17,944" and "hub" in rows["truthfulqa_mc1"]["note"]
+    )
+    assert all(re.fullmatch(r"[A-Za-z0-9.\- ]+", row["licence"]) for row in rows.values())
     assert rows["piqa"]["items"] == "1,838" and rows["piqa"]["licence"] == "AFL-3.0"
     assert rows["truthfulqa_mc1"]["items"] == "not offline" and len(found["sha256"]) == 64
     assert "not offline" in kit("eval-data", mirror)
+    empty = {row["task"]: row["items"] for row in mirror_table(mirror / "none")}
+    assert empty["piqa"] == "build with `kit eval-data`"
 
 
 @pytest.mark.parametrize(
@@ -84,12 +92,21 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
     [
         (("--suite", "smkoe"), "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
         (("--tasks", "piqua"), "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
+        (
+            ("--suite", "piqa"),
+            "suite: 'piqa' is unknown. For a single task, give a list",
+        ),
         (("--tasks", ""), "tasks: '' is unknown"),
+        (("--limit", "0"), "limit: 0 is not allowed"),
         (("--suite", ""), "tasks: '' is not allowed"),
         (("--tasks", "piqa", "--suite", "smoke"), "--suite smoke: not with --tasks piqa"),
         (("--submit",), "--submit: only with --follow"),
-        (("--untrusted-code", "yes"), "untrusted_code: 'yes' is not allowed"),
-        (("--set", "precision=fp8"), "precision: 'fp8' is not allowed"),
+        (
+            ("--untrusted-code", "yes"),
+            "untrusted_code: 'yes' is not allowed. Allowed: 'refuse', ",
+        ),
+        (("--set", "precision=fp8"), "precision: 'fp8' is not allowed. Allowed: 'fp32', 'bf16'"),
+        (("--set", "devices=0"), "devices: 0 is not allowed"),
         (("--set", "seed=often"), "evaluate.seed: expected int, got str 'often'"),
         (("--set", "sede=1"), "evaluate.sede: unknown key. Did you mean 'seed'"),
         (("--set", "out=x.json"), "out: only with a Hugging Face folder"),
@@ -110,8 +127,3 @@ def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, benchma
     monkeypatch.setattr("os.access", lambda *given: False)  # root may write anywhere
     with pytest.raises(ConfigError, match="step_00000003.json: cannot be written"):
         evaluate.evaluate(run, tasks=("piqa",), task_data=benchmarks)
-
-
-def test_a_printed_report_is_its_table(run, benchmarks):
-    report = evaluate.evaluate(run, tasks=("piqa",), limit=4, task_data=benchmarks)
-    assert str(report) == report.to_text()

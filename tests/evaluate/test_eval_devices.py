@@ -71,13 +71,6 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
             "tensor ranks in a node: 1, 2, 4, 8; beyond one node",
         ),
         ("hlat-7b", {"devices": 4}, 2, "devices: 4 were asked for, but 2 processes were started"),
-        ("hlat-7b", {"devices": 0}, 1, "devices: 0 is not allowed"),
-        (
-            "hlat-7b",
-            {"precision": "fp16"},
-            1,
-            "precision: 'fp16' is not allowed. Allowed: 'fp32', 'bf16'",
-        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
@@ -85,17 +78,13 @@ def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
         layout(ModelSpec.preset(model), FRONTIER, Options.of(options), ranks)
 
 
-def test_a_model_that_transformers_does_not_have_is_refused():
+def test_a_model_without_its_like_or_a_site_without_room_is_refused():
     spec = ModelSpec.preset("demo").replace(norm="layernorm")
     with pytest.raises(ConfigError, match="spec.norm: Hugging Face's Llama has 'rmsnorm' only"):
         layout(spec, LAPTOP, Options())
-
-
-def test_a_site_without_room_for_a_model_says_so():
-    small = FRONTIER.replace(
-        device=FRONTIER.device.replace(memory_bytes=Fact(value=1e6, source="made up"))
-    )
-    with pytest.raises(ConfigError, match="devices: no number of them cannot|devices: no number"):
+    memory = Fact(value=1e6, source="made up")
+    small = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=memory))
+    with pytest.raises(ConfigError, match="devices: no number"):
         layout(ModelSpec.preset("hlat-7b"), small, Options())
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,64 +170,39 @@ PIQA = TaskScore(
 )
 
 
+FIVE = {"num_fewshot": 5}
+PART = {"num_items": 5, "limit": 5, "seed": 1234}
+DRAWN = {"num_samples": 20, "temperature": 0.8, "seed": 1234}
+HOT = {"num_fewshot": 5, "num_samples": 20, "temperature": 0.8}
+
+
+def read_from(origin: Any, path: str) -> dict[str, Any]:
+    return {"data": (DataSource(origin=origin, path=path, sha256="00"),)}
+
+
 @pytest.mark.parametrize(
     ("held", "request_", "options", "enough"),
     [
-        ({}, {"shots": 5}, {}, True),
+        ({}, FIVE, {}, True),
         ({}, {}, {"num_fewshot": 5}, True),
         ({}, {}, {}, False),
         ({"shots_asked": None, "num_fewshot": 0}, {}, {}, True),
-        ({"num_items": 5, "limit": 5, "seed": 1234, "num_fewshot": 0}, {"shots": 5}, {}, False),
-        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {}, False),
-        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {"limit": 5}, True),
-        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {"limit": 5, "seed": 1}, False),
-        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {"limit": 6}, False),
-        ({"num_items": 5, "seed": 1234}, {"shots": 5}, {}, False),
-        ({}, {"shots": 5, "limit": 5}, {}, True),
-        ({"num_samples": 20, "temperature": 0.8, "seed": 1234}, {"shots": 5}, {}, False),
-        (
-            {"num_samples": 20, "temperature": 0.8, "seed": 1234},
-            {"shots": 5, "samples": 20, "temperature": 0.1},
-            {},
-            False,
-        ),
-        (
-            {"num_samples": 20, "temperature": 0.8, "seed": 1234},
-            {"shots": 5, "samples": 20, "temperature": 0.8},
-            {},
-            True,
-        ),
-        (
-            {"num_samples": 20, "temperature": 0.8, "seed": 1234},
-            {"shots": 5, "samples": 20, "temperature": 0.8},
-            {"seed": 2},
-            False,
-        ),
-        ({"harness_version": "0.4.0"}, {"shots": 5}, {}, False),
-        (
-            {"data": (DataSource(origin="folder", path="a.parquet", sha256="00"),)},
-            {"shots": 5},
-            {},
-            False,
-        ),
-        (
-            {"data": (DataSource(origin="mirror", path="of another wheel", sha256="00"),)},
-            {"shots": 5},
-            {},
-            False,
-        ),
-        (
-            {"data": (DataSource(origin="corpus", path="validation.jsonl", sha256="00"),)},
-            {"shots": 5},
-            {},
-            False,
-        ),
-        (
-            {"data": (DataSource(origin="folder", path="gone.parquet", sha256="00"),)},
-            {"shots": 5},
-            {},
-            True,
-        ),
+        (PART | {"num_fewshot": 0}, FIVE, {}, False),
+        (PART, FIVE, {}, False),
+        (PART, FIVE, {"limit": 5}, True),
+        (PART, FIVE, {"limit": 5, "seed": 1}, False),
+        (PART, FIVE, {"limit": 6}, False),
+        ({"num_items": 5, "seed": 1234}, FIVE, {}, False),
+        ({}, FIVE | {"limit": 5}, {}, True),
+        (DRAWN, FIVE, {}, False),
+        (DRAWN, HOT | {"temperature": 0.1}, {}, False),
+        (DRAWN, HOT, {}, True),
+        (DRAWN, HOT, {"seed": 2}, False),
+        ({"harness_version": "0.4.0"}, FIVE, {}, False),
+        (read_from("folder", "a.parquet"), FIVE, {}, False),
+        (read_from("mirror", "of another wheel"), FIVE, {}, False),
+        (read_from("corpus", "validation.jsonl"), FIVE, {}, False),
+        (read_from("folder", "gone.parquet"), FIVE, {}, True),
     ],
 )
 def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(

@@ -48,10 +48,7 @@ def test_a_subset_is_called_partial_everywhere():
         assert text.count("partial: 200 of 1,838 items") == 2  # on every row
     whole = report(score())
     assert not whole["piqa"].partial and whole["piqa"].coverage == "1,838 items"
-    assert "partial" not in whole.to_text()
-
-
-def test_cut_prompts_are_told():
+    assert "partial" not in str(whole) and str(whole) == whole.to_text()
     assert score(cut=12).coverage == "1,838 items; 12 prompts cut"
 
 
@@ -108,6 +105,8 @@ def test_tables_have_a_title_and_escape_text():
     )
     assert "&lt;demo&gt;, step 100" in report(score())._repr_html_()
     assert "(no scores)" in report().to_text()
+    page = report(score().replace(note="isolated"))._repr_html_()
+    assert "var(--jp-ui-font-color2" in page and "color:#" not in page, "the colour of the page"
 
 
 def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
@@ -122,11 +121,6 @@ def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
     ):
         assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
     assert "data mirror:" in found.to_text() and "measured here" in compare(report()).to_text()
-
-
-def test_notes_take_the_colour_of_the_page():
-    text = report(score().replace(note="isolated"))._repr_html_()
-    assert "var(--jp-ui-font-color2" in text and "color:#" not in text
 
 
 def test_scores_of_other_tasks_are_kept(tmp_path):

