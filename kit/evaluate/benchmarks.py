@@ -84,16 +84,17 @@ class TaskRequest(Asked):
     limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
 
 
-def _table(file: str) -> dict[str, Any]:
+def read_toml(file: str) -> dict[str, Any]:
+    """Returns what a file of `data/` holds."""
     return tomllib.loads((files("kit.evaluate") / "data" / file).read_text())
 
 
 BENCHMARKS = {
-    name: Benchmark.from_dict(row, name) for name, row in _table("benchmarks.toml").items()
+    name: Benchmark.from_dict(row, name) for name, row in read_toml("benchmarks.toml").items()
 }
 SUITES = {
     name: tuple(TaskRequest.from_dict(row, name) for row in rows)
-    for name, rows in _table("suites.toml").items()
+    for name, rows in read_toml("suites.toml").items()
 }
 """Named lists of tasks, in the order of scoring."""
 

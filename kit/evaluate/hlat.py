@@ -5,26 +5,20 @@ No torch, no lm-eval.
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from cluster.record import Record, field_doc, suggestion
 from kit.errors import ConfigError
-from kit.evaluate.benchmarks import BENCHMARKS, SUITES
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES, read_toml
 from kit.evaluate.report import EvalReport, Metric, Shown
 
 MEASURED_HERE = (
-    (
-        "Measured here, in brackets: the 95 % interval, Wilson's for each data set; a published ±"
-        " is the paper's standard error."
-    ),
-    (
-        "Measured here as LLaMA's published scores were (arXiv 2302.13971): pass@1 of programs"
-        " sampled at temperature 0.1 and the others at 0.8, top-p 0.95; a GSM8K answer counts where"
-        " it follows the words of the solved examples (strict-match). HLAT does not state either."
-    ),
+    "Measured here, in brackets: the 95 % interval, Wilson's for each data set; a published ± is"
+    " the paper's standard error.",
+    "Measured here as LLaMA's published scores were (arXiv 2302.13971): pass@1 of programs sampled"
+    " at temperature 0.1 and the others at 0.8, top-p 0.95; a GSM8K answer counts where it follows"
+    " the words of the solved examples (strict-match). HLAT does not state either.",
 )
 """How own rows are to be read, and where they follow the published ones."""
 
@@ -67,7 +61,7 @@ def _printed(row: dict[str, Any], column: str) -> str:
 TABLES = {
     name: PublishedTable.from_dict(table, name)
     for file in ("hlat_tables.toml", "smollm2_tables.toml")
-    for name, table in tomllib.loads((files("kit.evaluate") / "data" / file).read_text()).items()
+    for name, table in read_toml(file).items()
 }
 
 

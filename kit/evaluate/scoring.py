@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.files import other_owner
 from kit.convert.hugging_face_config import load_spec
-from kit.data import Dataset, load_tokenizer
+from kit.data import Dataset, Tokenizer, load_tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import Options, TaskRequest, suite
@@ -21,7 +21,6 @@ from kit.evaluate.tasks import load_task, require_harness, tasks_of
 from kit.run import Run
 
 if TYPE_CHECKING:
-    from kit.data import Tokenizer
     from kit.evaluate.packed import PackedLM
     from kit.model import Decoder
 
@@ -143,7 +142,7 @@ def evaluate_folder(
 
 def evaluate_model(
     model: "Decoder",
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     sequence_length: int,
     tasks: Sequence[str] | str,
     *,
@@ -208,8 +207,7 @@ def report_beside(folder: Path) -> Path:
     """Returns where the scores of a folder are kept unless its user says otherwise:
     `FOLDER.eval.json` beside it.
     """
-    folder = folder.resolve()
-    return folder.with_name(f"{folder.name}.eval.json")
+    return folder.resolve().with_name(f"{folder.resolve().name}.eval.json")
 
 
 def is_hugging_face_folder(path: Path) -> bool:
@@ -268,12 +266,18 @@ def score_all(
     scorer, asked = None, [options.applied(request) for request in requests]
     if options.untrusted_code != "refuse":
         scorer = CodeScorer(options.untrusted_code, idle=not is_first())
-    data = {"mirror": options.mirror, "task_data": options.task_data}
-    data |= {"heldout": heldout, "download": options.download}
+    load = functools.partial(
+        load_task,
+        mirror=options.mirror,
+        task_data=options.task_data,
+        heldout=heldout,
+        download=options.download,
+    )
+    score = functools.partial(score_task, lm, seed=options.seed, scorer=scorer)
 
-    def tried(request: TaskRequest, work: Callable[[], Any]) -> Any:
+    def tried(request: TaskRequest, work: Callable[[Any], Any], what: Any) -> Any:
         try:
-            return work()
+            return work(what)
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
@@ -282,12 +286,9 @@ def score_all(
     with first_alone():  # the others find what it fetches
         if options.download:
             build_mirror(options.mirror)
-        loaded = [tried(one, functools.partial(load_task, one, **data)) for one in asked]
+        loaded = [tried(request, load, request) for request in asked]
     for request, task in zip(asked, loaded, strict=True):
-        if not isinstance(task, Unscored):
-            given = {"seed": options.seed, "scorer": scorer}
-            task = tried(request, functools.partial(score_task, lm, task, **given))
-        yield task
+        yield task if isinstance(task, Unscored) else tried(request, score, task)
 
 
 def _unscored(request: TaskRequest, error: Exception, mirror: Path | None) -> Unscored:

@@ -202,7 +202,7 @@ def test_files_may_lie_in_folders_of_the_configurations(tmp_path):
 @pytest.mark.parametrize(
     "place", ["http://127.0.0.1:{port}/x.jsonl", "{outside}", "../../../out/x.jsonl", "link.jsonl"]
 )
-def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, benchmarks, place):
+def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, place):
     write_jsonl(tmp_path / "out" / "x.jsonl", SCIQ)
     copy = task_data / "allenai" / "sciq"
     (copy / "link.jsonl").symlink_to(tmp_path / "out" / "x.jsonl")
@@ -220,7 +220,7 @@ def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, benchmark
             server.accept()  # nobody has called
 
 
-def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, benchmarks):
+def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data):
     """A picture is a path or an address, which is opened when its row is asked for."""
     copy = task_data / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
@@ -236,7 +236,7 @@ def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, benchmark
         load_task("sciq", task_data=task_data)
 
 
-def test_what_is_missing_is_said_with_its_exact_name(benchmarks, tmp_path, no_network):
+def test_what_is_missing_is_said_with_its_exact_name(tmp_path, no_network):
     message = (
         r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): .* `hf download"
         r" nyu-mll/blimp --repo-type"
@@ -247,7 +247,7 @@ def test_what_is_missing_is_said_with_its_exact_name(benchmarks, tmp_path, no_ne
         Options.of({"task_data": tmp_path / "nowhere"})
 
 
-def test_names_are_the_harness_s(benchmarks):
+def test_names_are_the_harness_s():
     asked = check_request(("blimp", "ai2_arc", "piqa"))  # a group, a tag, and one of the kit's own
     assert [request.task for request in asked] == ["blimp", "arc_challenge", "arc_easy", "piqa"]
     with pytest.raises(ConfigError, match=r"tasks: 'blimpp' is unknown\. Did you mean 'blimp'\?"):
@@ -256,7 +256,7 @@ def test_names_are_the_harness_s(benchmarks):
         check_request(("pique",))
 
 
-def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, benchmarks, monkeypatch):
+def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, monkeypatch):
     row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
     write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
     with pytest.raises(
@@ -270,4 +270,4 @@ def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, benchmarks, monk
         ConfigError,
         match="pythia: this group has no score of its own. Give its tasks: arc_easy, piqa",
     ):
-        load_task("pythia", task_data=benchmarks)
+        load_task("pythia")
