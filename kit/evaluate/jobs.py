@@ -125,15 +125,13 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
         value = getattr(options, field.name)
         if value != field.default:
             argv += ["--set", f"{field.name}={str(value).lower() if value is True else value}"]
-    folder = run.directory / "eval" / "jobs" / f"step_{step:08d}"
     devices = layout(run.spec, run.site, options).num_devices
-    num_nodes = 1 if run.site.scheduler == "local" else nodes_for(devices, run.site)
     return JobSpec(
         name=f"{run.name}-eval-{step}",
-        run_dir=str(folder),
+        run_dir=str(run.directory / "eval" / "jobs" / f"step_{step:08d}"),
         argv=tuple(argv),
         num_processes=devices,
-        num_nodes=num_nodes,
+        num_nodes=1 if run.site.scheduler == "local" else nodes_for(devices, run.site),
         max_restarts=0,
     )
 

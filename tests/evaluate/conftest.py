@@ -2,6 +2,7 @@
 of this folder.
 """
 
+import importlib.metadata
 import io
 import json
 import pydoc_data.topics
@@ -23,6 +24,7 @@ from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.data.wheels import file_sha256
 from kit.evaluate import task_data
 from kit.evaluate.benchmarks import BENCHMARKS
+from kit.evaluate.report import Metric, TaskScore
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -178,6 +180,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     )
     assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
     return dataset
+
+
+def task_score(task: str = "piqa", **fields: Any) -> TaskScore:
+    """Returns a score; what a test does not give is that of 30 items."""
+    given = {"num_items": 30, "total_items": 30, "num_fewshot": 0, "data": (), "seconds": 1.0}
+    given |= {"task_version": "1.0", "harness_version": importlib.metadata.version("lm_eval")}
+    return TaskScore(task=task, **{"metrics": (Metric(name="acc", value=0.5),), **given, **fields})
 
 
 @pytest.fixture(scope="session")

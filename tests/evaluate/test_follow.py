@@ -3,18 +3,20 @@ show.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import shutil
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from cluster.job import JobStatus
+from cluster.state import JobState
 from kit.commands.app import app
 from kit.errors import ConfigError
-from kit.evaluate import EvalReport, Metric, Options, TaskScore, evaluate, report_file
+from kit.evaluate import EvalReport, Options, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.follow import follow_run, has_scores
 from kit.evaluate.jobs import eval_job
@@ -22,6 +24,7 @@ from kit.evaluate.report import DataSource
 from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
+from tests.evaluate.conftest import task_score
 from tests.pictures import check_figure
 
 # Saving without a process group is meant.
@@ -157,19 +160,6 @@ def interrupt(seconds: float) -> None:
     raise KeyboardInterrupt
 
 
-PIQA = TaskScore(
-    task="piqa",
-    metrics=(Metric(name="acc", value=0.5),),
-    num_items=30,
-    total_items=30,
-    num_fewshot=5,
-    task_version="1.0",
-    harness_version=importlib.metadata.version("lm_eval"),
-    data=(),
-    seconds=1.0,
-)
-
-
 FIVE = {"num_fewshot": 5}
 PART = {"num_items": 5, "limit": 5, "seed": 1234}
 DRAWN = {"num_samples": 20, "temperature": 0.8, "seed": 1234}
@@ -209,7 +199,7 @@ def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
     run, tmp_path, held, request_, options, enough
 ):
     (tmp_path / "a.parquet").write_bytes(b"other rows")
-    score = PIQA.replace(**{"shots_asked": 5, **held})
+    score = task_score(**{"shots_asked": 5, "num_fewshot": 5, **held})
     digest = run.dataset().info.tokenizer_sha256
     report = EvalReport(name="run", step=3, attempt=1, tokenizer_sha256=digest, scores=(score,))
     report.write(report_file(run, 3))
@@ -292,16 +282,10 @@ def test_new_scores_are_followed_once(run, benchmarks):
 
 def test_status_has_the_last_scores_and_their_cost(run, benchmarks, monkeypatch):
     follow(run, benchmarks)
-    monkeypatch.setattr(type(run), "job", property(lambda self: _Ended()))
+    ended = JobStatus(state=JobState.DONE, reason="done", attempt=1)
+    job = types.SimpleNamespace(status=lambda: ended)
+    monkeypatch.setattr(type(run), "job", property(lambda self: job))
     row = status_row(run)
     assert row["scores"]["piqa"]["step"] == 3 and row["scores"]["piqa"]["partial"] is True
     assert row["eval_s"] > 0
     assert json.loads(json.dumps(row["scores"])) == row["scores"]
-
-
-class _Ended:
-    def status(self):
-        from cluster.job import JobStatus
-        from cluster.state import JobState
-
-        return JobStatus(state=JobState.DONE, reason="done", attempt=1)

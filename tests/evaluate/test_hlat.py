@@ -1,6 +1,7 @@
 """HLAT's tables as printed, and own scores beside them only where they are complete."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,31 +9,15 @@ from kit.errors import ConfigError
 from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import TABLES, compare, published_table
 from kit.evaluate.report import EvalReport, Metric, TaskScore, wilson
+from tests.evaluate.conftest import task_score
 
 
-def score(
-    task: str,
-    shots: int,
-    values: dict[str, float],
-    *,
-    items: int = 100,
-    samples: int = 1,
-    temperature: float = 0.0,
-) -> TaskScore:
-    return TaskScore(
-        task=task,
-        metrics=tuple(Metric(name=n, value=v, stderr=0.03) for n, v in values.items()),
-        num_items=items,
-        total_items=100,
-        num_fewshot=shots,
-        num_samples=samples,
-        temperature=temperature,
-        top_p=0.95 if temperature else 1.0,
-        task_version="1",
-        harness_version="0.4.13",
-        data=(),
-        seconds=1.0,
-    )
+def score(task: str, shots: int, values: dict[str, float], **fields: Any) -> TaskScore:
+    metrics = tuple(Metric(name=n, value=v, stderr=0.03) for n, v in values.items())
+    given = {"num_items": 100, "total_items": 100, "num_fewshot": shots, **fields}
+    if "temperature" in fields:
+        given["top_p"] = 0.95
+    return task_score(task, metrics=metrics, **given)
 
 
 def report(*scores: TaskScore) -> EvalReport:
@@ -104,7 +89,7 @@ def test_a_column_is_the_mean_of_its_complete_data_sets():
 
 def test_a_part_of_the_items_or_other_shots_are_no_result():
     found = compare(
-        report(score("mmlu", 5, {"acc": 0.5}, items=20), score("boolq", 2, {"acc": 0.7}))
+        report(score("mmlu", 5, {"acc": 0.5}, num_items=20), score("boolq", 2, {"acc": 0.7}))
     )
     assert found.own[0]["mmlu"] == found.own[0]["reading"] == ""
     assert "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items" in found.notes
@@ -121,12 +106,12 @@ def test_tasks_over_the_same_data_are_alternatives():
 
 def test_programs_are_sampled_as_the_published_scores_were():
     """LLaMA's paper: pass@1 at temperature 0.1, the others at 0.8."""
-    cold = score("humaneval", 0, {"pass@1,create_test": 0.1}, samples=5, temperature=0.1)
+    cold = score("humaneval", 0, {"pass@1,create_test": 0.1}, num_samples=5, temperature=0.1)
     hot = score(
         "humaneval",
         0,
         {"pass@1,create_test": 0.05, "pass@10,create_test": 0.2},
-        samples=20,
+        num_samples=20,
         temperature=0.8,
     )
     (own,) = compare(report(cold, hot)).own
@@ -143,11 +128,8 @@ def test_programs_are_sampled_as_the_published_scores_were():
 
 def test_a_column_holds_at_its_ends():
     none, all_right = ({"acc": value} for value in (0.0, 1.0))
-    assert compare(report(score("boolq", 0, none, items=100))).own[0]["reading"] == "0.0 (0.0–3.7)"
-    assert (
-        compare(report(score("boolq", 0, all_right, items=100))).own[0]["reading"]
-        == "100.0 (96.3–100.0)"
-    )
+    assert compare(report(score("boolq", 0, none))).own[0]["reading"] == "0.0 (0.0–3.7)"
+    assert compare(report(score("boolq", 0, all_right))).own[0]["reading"] == "100.0 (96.3–100.0)"
 
 
 def test_bias_and_truth_have_their_own_table():

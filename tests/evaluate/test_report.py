@@ -5,13 +5,15 @@ import pytest
 from kit.errors import ConfigError
 from kit.evaluate.hlat import TABLES, compare
 from kit.evaluate.report import DataSource, EvalReport, Metric, TaskScore, wilson
+from tests.evaluate.conftest import task_score
 
 
 def score(
     task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0
 ) -> TaskScore:
-    return TaskScore(
-        task=task,
+    place = "baber/piqa/default/validation"
+    return task_score(
+        task,
         metrics=(Metric.of("acc", value, 0.01, items), Metric.of("likelihood", -1.0, None, items)),
         num_items=items,
         total_items=1838,
@@ -19,13 +21,8 @@ def score(
         num_truncated=cut,
         num_fewshot=shots,
         chance=0.5,
-        task_version="1.0",
         harness_version="0.4.13",
-        data=(
-            DataSource(
-                origin="mirror", path="baber/piqa/default/validation.parquet", sha256="ab" * 32
-            ),
-        ),
+        data=(DataSource(origin="mirror", path=place, sha256="ab" * 32),),
         seconds=1.25,
     )
 
@@ -63,7 +60,7 @@ def test_rows_show_error_chance_shots_version_and_data():
         "coverage": "1,838 items",
         "shots": "5",
         "version": "task 1.0, lm-eval 0.4.13",
-        "data": "mirror:baber/piqa/default/validation.parquet abababab",
+        "data": "mirror:baber/piqa/default/validation abababab",
         "seconds": "1.2",
     }
     assert (likelihood["value"], likelihood["95 % interval"], likelihood["chance"]) == (
