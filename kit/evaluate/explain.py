@@ -83,7 +83,6 @@ def explain_item(
     index: int,
     *,
     shots: int | None = None,
-    mirror: Path | None = None,
     task_data: Path | None = None,
 ) -> ItemScore:
     """Returns how a model answers one item, through the harness's own prompt.
@@ -98,9 +97,7 @@ def explain_item(
     from kit.evaluate.loading import decoder_lm
     from kit.evaluate.tasks import load_task, quiet
 
-    loaded = load_task(
-        TaskRequest(task=task, num_fewshot=shots), mirror=mirror, task_data=task_data
-    )
+    loaded = load_task(TaskRequest(task=task, num_fewshot=shots), task_data=task_data)
     definition: Any = loaded.task
     if definition.OUTPUT_TYPE != "multiple_choice":
         raise ConfigError(

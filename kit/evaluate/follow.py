@@ -143,7 +143,7 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     tried = {
         item.key
         for item in report.unscored
-        if num_files(item.task, options.mirror) <= item.num_files
+        if num_files(item.task, options.task_data) <= item.num_files
     }
     asked = [options.applied(request) for request in requests]
     return (

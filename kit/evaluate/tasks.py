@@ -124,7 +124,6 @@ def quiet() -> Iterator[None]:
 def load_task(
     request: TaskRequest | str,
     *,
-    mirror: Path | None = None,
     task_data: Path | None = None,
     heldout: Dataset | None = None,
     download: bool = False,
@@ -145,7 +144,7 @@ def load_task(
             definition, sources = _heldout(heldout)
         else:
             tasks_of(request.task)
-            definition, sources = _official(request, mirror, task_data, download)
+            definition, sources = _official(request, task_data, download)
         tasks = definition["tasks"].values()
         shots = max(_shots(request, task) for task in tasks)
         loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
@@ -204,7 +203,7 @@ def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[DataSource, ...]]:
 
 
 def _official(
-    request: TaskRequest, mirror: Path | None, task_data: Path | None, download: bool
+    request: TaskRequest, task_data: Path | None, download: bool
 ) -> tuple[Any, tuple[DataSource, ...]]:
     """Returns the definition with data of this machine, or with the hub's where that does not
     do.
@@ -216,7 +215,7 @@ def _official(
     refused = DataError()
     for hub_only in [hub_first, not hub_first] if download else [False]:
         try:
-            with local_data(mirror, task_data, download=download, hub_only=hub_only) as sources:
+            with local_data(task_data, download=download, hub_only=hub_only) as sources:
                 found = _defined(request)
             _set_shots(request, found["tasks"])
             return found, tuple(sources)

