@@ -92,14 +92,10 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
         nbformat.write(document, out)
 
 
-def write_html(notebook: Path) -> Path | None:
-    """Returns the page made from an executed notebook, beside it, or None where nbconvert is not
-    installed.
-    """
-    try:
-        from nbconvert import HTMLExporter
-    except ImportError:
-        return None
+def write_html(notebook: Path) -> Path:
+    """Returns the page made from an executed notebook, beside it."""
+    from nbconvert import HTMLExporter  # a second, which whoever only executes does without
+
     page, _ = HTMLExporter().from_filename(str(notebook))
     file = notebook.with_suffix(".html")
     file.write_text(page, encoding="utf-8")
@@ -141,15 +137,12 @@ def main(arguments: list[str] | None = None) -> int:
         code = 130
     results = {"executed notebook": executed, "page": write_html(executed)}
     for directory in sorted(set(runs.glob("*")) - before):
-        figure = directory / "figure.png"
-        results |= {
-            f"run {directory.name}": directory,
-            "figure": figure if figure.exists() else None,
-        }
+        results[f"run {directory.name}"] = directory
+        if (figure := directory / "figure.png").exists():
+            results["figure"] = figure
         _say_if_alive(directory, console)
     for name, place in results.items():
-        if place is not None:
-            console.print(f"{name:>22}  {place}", soft_wrap=True, markup=False, emoji=False)
+        console.print(f"{name:>22}  {place}", soft_wrap=True, markup=False, emoji=False)
     return code
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.record import ConfigError, suggestion
 from cluster.render import check_submittable
 from cluster.site import Site
-from kit.convert.hugging_face_config import load_spec
+from kit.commands.asked import ask_for
 from kit.data.dataset import DESCRIPTION, Dataset
 from kit.engines import check_engine
 from kit.plan import Plan
@@ -111,30 +111,23 @@ def at_scale(
         raise ConfigError(f"SCALE: {scale!r} is unknown. {suggestion(str(scale), SCALES)}")
     if scale == "demo":
         return Given()
-    from kit.commands.asked import read_fields
-    from kit.papers.recipes import published_recipe
-
     place = Site.load(site)
     check_submittable(place)
-    if Path(recipe).suffix in (".toml", ".json"):
-        if model is None or plan is None:
-            raise ConfigError(
-                f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and"
-                " a plan.json made by `kit plan --out`."
-            )
-        spec, layout, stated = load_spec(model), Plan.read(Path(plan)), read_fields(Path(recipe))
-    else:
-        published = published_recipe(recipe)
-        spec = load_spec(model or published.model)
-        layout, stated = Plan.read(Path(plan)) if plan else published.plan, published.stated
-    layout.check(spec)
-    check_engine(layout)
+    if Path(recipe).suffix in (".toml", ".json") and (model is None or plan is None):
+        raise ConfigError(
+            f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and"
+            " a plan.json made by `kit plan --out`."
+        )
+    unchanged = {"spec": {}, "plan": {}, "recipe": {}}
+    asked = ask_for(model, recipe, None if plan is None else Path(plan), {}, unchanged)
+    asked.plan.check(asked.spec)
+    check_engine(asked.plan)
     return Given(
         site=place,
-        spec=spec,
-        plan=layout,
+        spec=asked.spec,
+        plan=asked.plan,
         dataset=Dataset.open(data),
-        stated=stated,
+        stated=asked.fields,
         patience_s=WEEK_S,
     )
 
@@ -163,12 +156,9 @@ def new_run_directory(parent: str | Path, name: str) -> Path:
     parent = Path(parent)
     parent.mkdir(parents=True, exist_ok=True)
     taken = [int(found.name[len(name) + 1 :]) for found in parent.glob(f"{name}-[0-9][0-9][0-9]")]
-    number = max(taken, default=0)
-    while True:
-        number += 1
-        directory = parent / f"{name}-{number:03d}"
-        try:
-            directory.mkdir()
-            return directory
-        except FileExistsError:
-            continue
+    directory = parent / f"{name}-{max(taken, default=0) + 1:03d}"
+    try:
+        directory.mkdir()
+    except FileExistsError:  # another caller was faster
+        return new_run_directory(parent, name)
+    return directory

@@ -11,14 +11,12 @@ from typer.core import TyperGroup
 from cluster.state import JobError
 from kit.commands import (
     data,
-    estimates,
     exchange,
-    figures,
     launching,
+    machines,
     planning,
     runs,
     scores,
-    sites,
 )
 from kit.commands.options import AS_JSON
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
@@ -97,7 +95,7 @@ def everything(
     AS_JSON.set(as_json)
 
 
-for part in (launching, runs, planning, estimates, data, scores, exchange, figures, sites):
+for part in (launching, runs, planning, machines, data, scores, exchange):
     app.add_typer(part.app)
 
 

@@ -1,6 +1,8 @@
-"""Commands that exchange with other software: export, import."""
+"""Commands by which results leave, and others' come in: figure, export, import."""
 
+import difflib
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,8 +26,14 @@ from kit.commands.options import (
     tell,
     tell_record,
 )
-from kit.errors import ConfigError, DataError
+from kit.convert.formats import named
+from kit.convert.hugging_face_config import load_spec
+from kit.errors import ConfigError, DataError, RunError
+from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
+from kit.show.style import check_picture, save_figure
+from kit.show.table import Table as PaperTable
+from kit.show.terminal import Table
 
 app = typer.Typer()
 TABLES, SINKS, FOLDERS = ("csv", "parquet"), ("wandb", "tensorboard"), ("hf",)
@@ -133,8 +141,6 @@ def import_(
     A log needs --site, where it ran, a checkpoint --model. Time stamps that name no zone are read
     as UTC, or in the one of `--set import.zone=Europe/Berlin`.
     """
-    from kit.convert.hugging_face_config import load_spec
-
     spec = None if model is None else load_spec(model)
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     if source.is_dir():
@@ -174,8 +180,6 @@ def import_(
 
 def _reader(folder: Path, format: str | None) -> Any:
     """Returns the function that reads a checkpoint of a format, or of the one that is detected."""
-    from kit.convert.formats import named
-
     if format is None:
         found = (name for name, (_, files) in CHECKPOINTS.items() if next(folder.glob(files), None))
         if (format := next(found, None)) is None:
@@ -192,3 +196,101 @@ def _reader(folder: Path, format: str | None) -> Any:
 def _tell_folder(folder: Path) -> None:
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     tell_record("Written", {"folder": str(folder), "bytes": size})
+
+
+@app.command()
+def figure(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Run directory, or figure of a paper.", metavar="RUN|NAME"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.png, .svg, .pdf; .csv for a table). Default: RUN/figure.png or NAME.png."
+            " Without a name: folder for all figures of papers."
+        ),
+    ] = None,
+    own: Annotated[
+        list[Path] | None,
+        typer.Option("--run", help="Your runs, added to a paper's figure. Can be repeated."),
+    ] = None,
+    points: Annotated[
+        Path | None, typer.Option(help="CSV of a paper's points, digitised by you.")
+    ] = None,
+    points_template: Annotated[
+        bool, typer.Option("--points-template", help="Print such a CSV to fill in.")
+    ] = False,
+) -> None:
+    """Draw loss and MFU of a run, or a figure of a paper and its table beside it; without a name,
+    list the figures of papers.
+    """
+    if name is None:
+        _all(out, own or ())
+    elif name in FIGURES and points_template:
+        print(FIGURES[name].points_template(name, own or ()), end="")
+    elif name in FIGURES:
+        _draw(name, out, own or (), points)
+    elif not Path(name).exists():
+        close = difflib.get_close_matches(name, FIGURES, n=1)
+        near = f"Did you mean {close[0]!r}?" if close else "`kit figure` lists those of papers."
+        raise RunError(f"{name} is neither a run directory nor a figure of a paper. {near}")
+    elif points or points_template or own:
+        flag = "--run" if own else "--points"
+        raise ConfigError(
+            f"{flag}: only with a figure of a paper, which {name} is not. `kit figure` lists them."
+        )
+    else:
+        _draw_run(Run.open(Path(name)), out)
+
+
+def _draw_run(run: Run, out: Path | None) -> None:
+    from kit.monitor import run_figure
+
+    file = check_not_in_a_strangers_run(check_picture(out or run.directory / "figure.png"))
+    drawn, table = run_figure(run)
+    save_figure(drawn, [], [file])
+    tell({name: column.tolist() for name, column in table.items()}, str(file))
+
+
+def _all(out: Path | None, runs: Sequence[Path]) -> None:
+    """Lists the figures of papers, or draws all of them into a folder."""
+    if out is None:
+        if runs:
+            raise ConfigError(
+                "--run: a list has no use for runs. Name a folder for the figures: --out FOLDER."
+            )
+        rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
+        table = Table("name", "in the paper", "what it shows", title="kit figure NAME", rows=rows)
+        tell({name: title for name, _, title in rows}, table)
+        return
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file. Give a folder; it is made if it is not there.")
+    problems = save_all(FIGURES, out, runs)
+    told = [
+        Text(f"{name} is not drawn: {problem}" if problem else str(out / name))
+        for name, problem in problems.items()
+    ]
+    tell(problems, *told)
+
+
+def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None) -> None:
+    """Draws a figure of a paper to a file, and writes its table to a .csv beside it.
+
+    `points` is a file of the paper's own points. What the paper prints as a table is written to a
+    .csv only; `out` may name one for a figure too. What was given and is not drawn is told on
+    standard error.
+    """
+    only_table = out is not None and out.suffix.lower() == ".csv"
+    file = out if out and only_table else check_picture(out or Path(f"{name}.png"))
+    drawn, rows = paper_figure(name).draw(runs, points=points)
+    if isinstance(drawn, PaperTable) and not only_table:
+        if out is not None:
+            raise ConfigError(f"--out {out}: {name} is a table. Name a .csv file.")
+        file = Path(f"{name}.csv")
+    save_figure(drawn, rows, sorted({file, file.with_suffix(".csv")}))
+    for text in drawn.left_out:
+        note(Text(text, style="yellow"))
+    # NaN is no JSON.
+    known = [{key: None if it != it else it for key, it in row.items()} for row in rows]
+    tell(known, str(file))

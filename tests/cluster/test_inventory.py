@@ -15,7 +15,7 @@ from cluster.render import check_submittable
 from cluster.site import Site
 from cluster.slurm import inventory
 from cluster.state import JobError
-from kit.commands import sites
+from kit.commands import machines
 from kit.commands.app import app
 
 CONFIG = """\
@@ -197,7 +197,7 @@ def login_node(monkeypatch):
             )
         return answers[asked[-1][0]].encode()
 
-    for place in (sites, submit, mirror):
+    for place in (machines, submit, mirror):
         monkeypatch.setattr(place, "ssh", ssh)
     return asked
 

@@ -154,7 +154,7 @@ def test_a_refusal_says_what_to_do_instead(
 
 
 def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch, capsys) -> None:
-    for module in ("kit.measure.gemm", "kit.measure.site"):
+    for module in ("kit.commands.machines", "kit.measure.site"):
         monkeypatch.setattr(
             f"{module}.measured_site",
             lambda site, dtype="fp32": site.with_measured_peak(dtype, 1e11, "here", 0.01),

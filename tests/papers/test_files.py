@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.commands import figures as commands
+from kit.commands import exchange as commands
 from kit.papers import (
     FIGURES,
     FRONTIER,

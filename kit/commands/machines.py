@@ -1,6 +1,11 @@
-"""Commands on estimates and machines: validate, calibrate, bench, doctor."""
+"""Commands on machines: what this one has, how fast it is, how far the estimates of it are off,
+and first site files: doctor, bench, validate, calibrate, site init.
+"""
 
 import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,13 +13,30 @@ import typer
 from rich.text import Text
 
 from cluster.files import write_atomic
+from cluster.login.connection import ssh
 from cluster.record import ConfigError, counted
+from cluster.scheduler import EDIT
 from cluster.site import Site
-from kit.commands.options import SiteOption, facts_table, note, tell
+from cluster.slurm import inventory
+from cluster.slurm.queries import slurm_command
+from cluster.state import JobError
+from kit.commands.options import SiteOption, facts_table, hint, note, tell
+from kit.doctor import examine
+from kit.measure.device import on_device
+from kit.measure.gemm import measured_site
+from kit.measure.site import measure_site, remeasure, to_toml
+from kit.plan import Plan
 from kit.run import Run
-from kit.show.terminal import Table
+from kit.show.results import format_value
+from kit.show.terminal import PlainConsole, Table
 
 app = typer.Typer()
+site_app = typer.Typer(no_args_is_help=True)
+app.add_typer(site_app, name="site", help="Write site files: site init.")
+LOCAL = """\
+# This machine, as torch sees it.
+# EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
+"""
 
 
 @app.command()
@@ -34,7 +56,6 @@ def validate(
             f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both."
         )
     from kit.estimate.validation.validate import validate as validate_runs
-    from kit.show.results import format_value
 
     found = validate_runs(rows, calibrate)
     met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
@@ -100,9 +121,6 @@ def bench(
     if apply is not None:
         _apply_peak(apply)
         return
-    from kit.measure.gemm import measured_site
-    from kit.measure.site import measure_site, to_toml
-
     note("Measuring matrix products, memory and collectives; up to two minutes ...")
     # bf16 is what layouts are planned in.
     site = measure_site(measured_site(Site.load("laptop"), "bf16"))
@@ -123,8 +141,6 @@ def bench(
 
 def _apply_peak(directory: Path) -> None:
     """Measures a run's peak again, and reads the run again with it."""
-    from kit.measure.site import remeasure
-
     found = remeasure(Run.open(directory))
     metrics = Run.open(directory).metrics()
     mfu = metrics.summary().get("mfu")
@@ -146,11 +162,93 @@ def doctor(
     ] = False,
 ) -> None:
     """Check what this machine has of what the kit can use, and say how to get the rest."""
-    from kit.doctor import examine
-
     findings = examine(deep=deep)
     mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
     rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
     table = Table("", "", "found", "advice", title="This machine", rows=rows)
     tell([dataclasses.asdict(finding) for finding in findings], table)
     raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
+
+
+@site_app.command()
+def init(
+    out: Annotated[Path, typer.Argument(help="File to write, NAME.toml.", metavar="FILE")],
+    partition: Annotated[
+        str | None, typer.Option(help="Partition of Slurm. Default: one with GPUs.")
+    ] = None,
+    login: Annotated[
+        str | None, typer.Option(help="Login node to ask: a name of ~/.ssh/config.")
+    ] = None,
+    account: Annotated[str | None, typer.Option(help="Account that jobs are charged to.")] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Describe this machine alone: its GPUs, or its cores.")
+    ] = False,
+) -> None:
+    """Write a first site file from what a cluster or this machine says, with EDIT where it cannot
+    know.
+    """
+    if out.suffix != ".toml" or out.exists():
+        raise ConfigError(
+            f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file,"
+            " NAME.toml."
+        )
+
+    if local:
+        given = {"--partition": partition, "--login": login, "--account": account}
+        if unfit := [name for name, value in given.items() if value]:
+            raise ConfigError(
+                f"{unfit[0]}: not with --local, which asks no Slurm. Leave one of them out."
+            )
+        here = on_device(Site.load("laptop"), Plan()).replace(
+            name=os.uname().nodename.partition(".")[0]
+        )
+        _finish(out, LOCAL + to_toml(here))
+        return
+    found = inventory.nodes_of(_ask(login, inventory.SINFO))
+    if not found:
+        raise JobError(
+            "sinfo names no nodes here. Are you on a login node of the cluster? Or give --login"
+            " NAME."
+        )
+    nodes = inventory.choose(found, partition)
+    others = sorted({each["partition"] for each in found} - {nodes["partition"]})
+    text = inventory.site_text(
+        nodes, inventory.settings_of(_ask(login, inventory.CONFIG)), login=login, account=account
+    )
+    _finish(out, text, others)
+
+
+def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
+    """Writes a site file and says what is left to do."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, text)
+    site = Site.load(str(out))
+    console = PlainConsole(soft_wrap=True)
+    console.print(
+        f"{out}: {site.description}"
+        + (f". Other partitions: {', '.join(others)}" if others else "")
+    )
+    left = [
+        f"  {out}, line {n}: {line}"
+        for n, line in enumerate(text.splitlines(), start=1)
+        if f"{EDIT}:" in line
+    ]
+    then = f"Edit {counted(len(left), 'line')} of it, as below. Then look" if left else "Look"
+    hint(f"{then} at a job of it:", "launch", "runs/first", "--site", out, "--show")
+    for line in left:
+        console.print(line)
+
+
+def _ask(login: str | None, words: Sequence[str]) -> str:
+    """Returns what a command of Slurm prints, on a login node (in a login shell, which may be what
+    finds it) or here.
+    """
+    if login is not None:
+        return ssh(login, f"bash -lc {shlex.quote(shlex.join(words))}").decode()
+    try:
+        return slurm_command([*words], os.environ.get("SLURM_CONF"))
+    except JobError as error:
+        raise JobError(
+            f"{error} Or give --login NAME; this machine alone is site laptop, which needs no file,"
+            " or --local, which makes one."
+        ) from error
