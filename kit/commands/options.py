@@ -2,7 +2,6 @@
 
 import contextvars
 import json
-import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,17 +82,8 @@ def strict_json(value: Any) -> str:
     """Returns plain values as JSON that every parser takes: NaN and infinity, which JSON lacks,
     become their names.
     """
-
-    def named(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: named(inner) for key, inner in part.items()}
-        if isinstance(part, list | tuple):
-            return [named(inner) for inner in part]
-        if isinstance(part, float) and not math.isfinite(part):
-            return "NaN" if math.isnan(part) else "Infinity" if part > 0 else "-Infinity"
-        return part
-
-    return json.dumps(named(value), allow_nan=False)
+    named = json.loads(json.dumps(value), parse_constant=str)
+    return json.dumps(named, allow_nan=False)
 
 
 def tell(values: Any, *parts: RenderableType) -> None:

@@ -22,7 +22,7 @@ from kit.commands.options import (
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
-from kit.show.terminal import PlainConsole, Table, plain
+from kit.show.terminal import PlainConsole, Table, clock, plain
 
 if TYPE_CHECKING:
     from kit.monitor.expected import Pace
@@ -103,8 +103,8 @@ def stop(
     else:
         job.stop()
         hint(
-            f"Asked at {_now()} to stop after the current step; a checkpoint is written first."
-            " Done?",
+            f"Asked at {clock(time.time())} to stop after the current step; a checkpoint is"
+            " written first. Done?",
             "watch",
             run,
         )
@@ -114,7 +114,11 @@ def stop(
 def checkpoint(run: RunArgument) -> None:
     """Ask a run for a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
-    hint(f"Asked at {_now()} for a checkpoint after the current step. Done?", "watch", run)
+    hint(
+        f"Asked at {clock(time.time())} for a checkpoint after the current step. Done?",
+        "watch",
+        run,
+    )
 
 
 @app.command()
@@ -241,10 +245,6 @@ def _living(run: Path, what: str) -> Job:
             f" with `{go_on}`."
         )
     return opened.job
-
-
-def _now() -> str:
-    return time.strftime("%H:%M:%S")
 
 
 def _compare(folder: Path, names: list[str], out: Path | None) -> None:
