@@ -249,6 +249,6 @@ def _ask(login: str | None, words: Sequence[str]) -> str:
         return slurm_command([*words], os.environ.get("SLURM_CONF"))
     except JobError as error:
         raise JobError(
-            f"{str(error).rstrip('.')}. Or give --login NAME; this machine alone is site laptop, which"
-            " needs no file, or --local, which makes one."
+            f"{str(error).rstrip('.')}. Or give --login NAME; this machine alone is site laptop,"
+            " which needs no file, or --local, which makes one."
         ) from error
