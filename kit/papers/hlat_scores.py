@@ -21,8 +21,7 @@ from kit.show.style import Rows, new_figure
 from kit.show.theme import GREY
 
 COLUMNS = {
-    (task.task, task.num_fewshot): (task.column or "").split("_pass")[0]
-    for task in SUITES["hlat"]
+    (task.task, task.num_fewshot): (task.column or "").split("_pass")[0] for task in SUITES["hlat"]
 }
 """Of the paper's tables, by the task and the shots that count in them."""
 PANELS = {
