@@ -102,7 +102,7 @@ def _check_nodes(run: Run, device: torch.device) -> None:
 
     report = check_nodes(device, run.plan.precision)
     if dist.get_rank() == 0:
-        record_nodes(report, run.directory, run.site)
+        record_nodes(report, run.directory)
 
 
 def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:

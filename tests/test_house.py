@@ -152,7 +152,7 @@ STATEMENTS = {
     "kit/estimate/validation": 212,
     "kit/evaluate": 1595,
     "kit/foreign": 516,
-    "kit/measure": 354,
+    "kit/measure": 339,
     "kit/model": 276,
     "kit/monitor": 1937,
     "kit/papers": 1827,

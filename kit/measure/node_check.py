@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.record import Record, counted, field_doc
-from cluster.site import Fact, Site
+from cluster.record import Record, field_doc
 from kit.measure.gemm import measure_gemm_flops_per_s
 from kit.measure.ranks import measure_as_rank
 from kit.measure.timing import timed
@@ -78,30 +77,6 @@ class NodeReport(Record):
             ]
         return found
 
-    def site(self, site: Site) -> Site:
-        """Returns `site` with what was measured: matrix products of a rank, and the network of a
-        node's first rank.
-        """
-        where = f"measured on {counted(len(self.nodes), 'node')} at the start of a job"
-        rates = [node.matmul_flops_per_s for node in self.nodes]
-        matmul = Fact(
-            value=statistics.median(rates),
-            source=f"{where}, {self.dtype} matrix product",
-            error=_spread(rates),
-        )
-        device = site.device.replace(
-            matmul_flops_per_s={**site.device.matmul_flops_per_s, self.dtype: matmul}
-        )
-        sent = [node.bytes_per_s for node in self.nodes if node.bytes_per_s]
-        if not sent:
-            return site.replace(device=device)
-        bandwidth = Fact(
-            value=statistics.median(sent), source=f"{where}, one rank to one", error=_spread(sent)
-        )
-        return site.replace(
-            device=device, links=site.links.replace(inter_node_bytes_per_s=bandwidth)
-        )
-
 
 def check_nodes(device: torch.device, dtype: str) -> NodeReport:
     """Returns the same report on every rank.
@@ -127,12 +102,9 @@ def check_nodes(device: torch.device, dtype: str) -> NodeReport:
     )
 
 
-def record_nodes(report: NodeReport, run_directory: Path, site: Site) -> None:
-    """Writes node_check.json and measured_site.json into a run directory, and prints the names
-    of slow nodes.
-    """
+def record_nodes(report: NodeReport, run_directory: Path) -> None:
+    """Writes node_check.json into a run directory, and prints the names of slow nodes."""
     report.write(run_directory / "node_check.json")
-    report.site(site).write(run_directory / "measured_site.json")
     for line in report.slow:
         print(f"slow node: {line}", flush=True)
 
@@ -203,11 +175,6 @@ def _gather(value: Any) -> list[Any]:
 
 def _message_bytes(device: torch.device) -> int:
     return CPU_MESSAGE_BYTES if device.type == "cpu" else DEVICE_MESSAGE_BYTES
-
-
-def _spread(rates: list[float]) -> float:
-    median = statistics.median(rates)
-    return min(1.0, max(abs(rate - median) for rate in rates) / median)
 
 
 def checked(device: torch.device) -> str:
