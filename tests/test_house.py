@@ -167,7 +167,7 @@ packed.
 
 Whoever raises one says in the same diff, beside it, what the new code replaces.
 """
-COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 81, 10
+COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 80, 10
 """Of the command line; `--json`, which all take, counts once."""
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
