@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.files import RESERVE, RESERVE_BYTES, write_atomic
+from cluster.outcome import is_told_to_stop
 from cluster.process import Process
-from cluster.progress import is_told_to_stop
 from cluster.record import kit_command
 from cluster.state import (
     JobError,

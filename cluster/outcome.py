@@ -1,4 +1,5 @@
-"""How an attempt ended, what follows, and its record in the run directory.
+"""How an attempt ended, what follows, and its record in the run directory, while that is still
+there.
 
 Standard library only.
 """
@@ -13,8 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.files import FULL, RESERVE, opened, write_atomic
-from cluster.home import Home
-from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import counted, cut
 from cluster.state import (
     ExitReport,
@@ -22,6 +21,10 @@ from cluster.state import (
     JobState,
     find_log,
     log_path,
+    read_asked,
+    read_history,
+    read_state,
+    read_taken,
     update_state,
     write_exit,
 )
@@ -30,6 +33,51 @@ USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
+
+
+class Home:
+    """The run directory of a process, told apart from every other that may come to lie at its
+    path.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises OSError unless there is such a directory."""
+        self.run_dir = run_dir
+        # Kept open, so that the file system gives its number to no other directory.
+        self.handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        self.number = os.fstat(self.handle).st_ino
+        self.marks = [
+            file for file in (run_dir / "job.json", run_dir / "spec.json") if file.exists()
+        ]
+
+    def why_lost(self) -> str | None:
+        """Returns what has become of the directory, or None while it is there; a file system in
+        trouble is no loss.
+        """
+        if _is_gone(self.run_dir):
+            return f"{self.run_dir} was deleted or renamed"
+        with contextlib.suppress(OSError):
+            if os.stat(self.run_dir).st_ino != self.number:
+                return f"{self.run_dir} is another directory now"
+        if self.marks and all(map(_is_gone, self.marks)):
+            return f"{self.run_dir} was emptied"
+        return None
+
+    def check(self) -> None:
+        """Raises JobError unless the directory is there: whatever this process wrote now would
+        be lost or mislead.
+        """
+        if lost := self.why_lost():
+            raise JobError(f"{lost}: nothing can be recorded any more, so this process ends.")
+
+
+def _is_gone(file: Path) -> bool:
+    # not by Path.exists, which from Python 3.14 on takes a file system in trouble for a loss
+    try:
+        file.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +127,37 @@ def judged(outcome: Outcome, home: Home, attempt: int, max_restarts: int) -> Out
     elif max_restarts or outcome.fate == "requeue":
         return outcome
     return dataclasses.replace(outcome, fate="end", reason=reason, rc=outcome.rc or 1)
+
+
+def fruitless_starts(run_dir: Path, attempt: int) -> int:
+    """Returns how many of the newest attempts, `attempt` included, took no step that none had
+    taken before.
+    """
+    furthest: dict[int, int] = {}
+    for event in read_history(run_dir):
+        furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
+    state = read_state(run_dir)
+    if state and state.attempt == attempt:
+        furthest[attempt] = max(furthest.get(attempt, 0), state.step or 0)
+    fruitless = best = 0
+    for number in sorted(furthest):
+        fruitless = 0 if furthest[number] > best else fruitless + 1
+        best = max(best, furthest[number])
+    return fruitless
+
+
+def has_ever_stepped(run_dir: Path) -> bool:
+    """Returns whether any attempt of a run has taken a step."""
+    state = read_state(run_dir)
+    return bool((state and state.step) or any(event.step for event in read_history(run_dir)))
+
+
+def is_told_to_stop(run_dir: Path) -> bool:
+    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
+    taken that yet.
+    """
+    requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
+    return any(request is not None and request.by_person for request in requests)
 
 
 def record_end(home: Home, attempt: int, outcome: Outcome) -> None:

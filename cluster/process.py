@@ -1,16 +1,27 @@
 """Identity of a process: who wrote this file, and is it still running?
 
 A pid alone is not enough: it is given to another process after the first has ended, and it means
-nothing on another host or after a reboot. Standard library, Linux.
+nothing on another host or after a reboot.
+
+What a job has started is ended even when its supervisor is killed: the kernel kills a rank when its
+supervisor dies (PR_SET_PDEATHSIG), and what a rank itself has left behind becomes a child of the
+nearest subreaper above it, which kills its children until it has none. Standard library, Linux.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 from cluster.record import Record, field_doc
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+KILL_WAIT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,34 @@ def child_pids(pid: int) -> list[int]:
     """Returns the processes of this host whose parent is `pid`, zombies included."""
     candidates = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return [child for child in candidates if (stat := _stat(child)) and int(stat[1]) == pid]
+
+
+def become_rank(parent_pid: int) -> None:
+    """Runs in the child before its command: it dies with its parent, however that dies."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def become_subreaper() -> None:
+    """Makes descendants whose parents die children of this process, instead of the init process."""
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants() -> None:
+    """Kills the children of this process, then those that they leave behind, until there are
+    none.
+    """
+    deadline = time.monotonic() + KILL_WAIT_S
+    while (children := child_pids(os.getpid())) and time.monotonic() < deadline:
+        for pid in children:
+            with contextlib.suppress(PermissionError):  # it became another user by setuid
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _boot_id() -> str:

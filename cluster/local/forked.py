@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping
 from typing import IO
 
-from cluster.descendants import LIBC, become_rank
+from cluster.process import LIBC, become_rank
 
 PR_SET_NAME = 15  # linux/prctl.h; what ps and top show
 

@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, claimed, next_attempt
-from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.files import appending, outlive_full_log
-from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
 from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
+    Home,
     Outcome,
     blame,
     ended_well,
@@ -46,7 +45,7 @@ from cluster.outcome import (
     record_end,
     say,
 )
-from cluster.process import Process
+from cluster.process import Process, become_rank, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.state import JobError, JobState, log_path, read_exit, read_state, update_state
 

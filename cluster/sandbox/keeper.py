@@ -15,8 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.descendants import become_rank, become_subreaper, kill_descendants
-from cluster.process import Process
+from cluster.process import Process, become_rank, become_subreaper, kill_descendants
 from cluster.sandbox import network
 from cluster.sandbox.layout import Layout
 

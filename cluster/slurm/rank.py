@@ -21,10 +21,9 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.files import outlive_full_log
-from cluster.home import Home
-from cluster.process import child_pids
+from cluster.outcome import Home
+from cluster.process import become_rank, become_subreaper, child_pids, kill_descendants
 from cluster.record import Record, field_doc
 from cluster.state import JobError, read_state
 

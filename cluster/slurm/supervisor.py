@@ -33,23 +33,23 @@ import time
 from pathlib import Path
 
 from cluster.attempts import take_over
-from cluster.descendants import become_subreaper, kill_descendants
 from cluster.files import outlive_full_log, unless_full
 from cluster.heartbeats import MANY
-from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.outcome import (
     USELESS_TO_RETRY,
+    Home,
     Outcome,
     blame,
     ended_well,
     failed,
+    is_told_to_stop,
     judged,
     keep_words,
     record_end,
     say,
 )
-from cluster.progress import is_told_to_stop
+from cluster.process import become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.slurm import begin_elsewhere, requeue_this
 from cluster.slurm.preflight import answering_nodes, check_nodes

@@ -4,7 +4,7 @@ import os
 import pickle
 import sys
 
-from cluster.descendants import become_rank
+from cluster.process import become_rank
 
 become_rank(os.getppid())
 function, piece = pickle.load(sys.stdin.buffer)

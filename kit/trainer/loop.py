@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.files import unless_full
-from cluster.home import Home
+from cluster.outcome import Home
 from cluster.record import counted
 from cluster.state import JobState, take_request, update_state
 from kit.data import Samples, shares, training_samples

@@ -14,9 +14,8 @@ import pytest
 from cluster import local
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.files import RESERVE, RESERVE_BYTES, append_lines, unless_full
-from cluster.home import Home
 from cluster.job import JobSpec, read_status
-from cluster.outcome import Outcome, record_end, write_end
+from cluster.outcome import Home, Outcome, record_end, write_end
 from cluster.process import Process
 from cluster.state import (
     JobState,

@@ -17,9 +17,9 @@ from cluster import poll, slurm
 from cluster.attempts import claim_attempt, hand_over, take_over
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
 from cluster.job import Job, JobSpec, read_status
+from cluster.outcome import fruitless_starts, has_ever_stepped
 from cluster.poll import Look, Poller
 from cluster.process import Process
-from cluster.progress import fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
 from cluster.state import (
     ExitReport,

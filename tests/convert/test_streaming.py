@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from cluster.descendants import LIBC
+from cluster.process import LIBC
 from cluster.site import Site
 from kit.convert import run_weights
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo  # every model and optimizer imports it: a second of each rank otherwise
 
-from cluster.descendants import become_rank
+from cluster.process import become_rank
 from cluster.state import JobState, log_path, update_state
 from kit.run import Run
 from kit.train import main
