@@ -20,7 +20,16 @@ from cluster import poll
 from cluster.files import opened
 from cluster.login import mirror
 from cluster.outcome import write_end
-from cluster.record import ConfigError, Record, counted, field_doc, html_table, kit_command
+from cluster.record import (
+    ConfigError,
+    Record,
+    counted,
+    field_doc,
+    html_table,
+    kit_command,
+    must,
+    one_line,
+)
 from cluster.scheduler import SECRET_VALUE, check_environment
 from cluster.state import (
     Event,
@@ -44,15 +53,38 @@ CHUNK_BYTES = 2**20
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
 
 
+seconds = must(lambda value: value > 0, "Give seconds above 0.")
+
+
+def check_command_line(argv: tuple[str, ...], path: str) -> None:
+    """Raises ConfigError for no command, and for what looks like a secret in one."""
+    if not argv or not argv[0]:
+        raise ConfigError(
+            f"{path}: () is not allowed. Give the command of one rank, as a list of words."
+        )
+    if any(SECRET_VALUE.search(word) for word in argv):
+        raise ConfigError(
+            f"{path}: a word looks like a secret, which all who read the run directory could read."
+            " Leave it out and export it where you submit from: the job inherits it."
+        )
+
+
+def check_for_ranks(variables: dict[str, str], path: str) -> None:
+    """Raises ConfigError as `check_environment`, and for what the launcher sets itself."""
+    check_environment(variables, path)
+    if given := variables.keys() & SET_BY_THE_LAUNCHER:
+        raise ConfigError(f"{path}.{min(given)}: the launcher sets it for each rank. Leave it out.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec(Record):
     """What to run: one command, started as several processes that find each other by environment
     variables.
     """
 
-    name: str = field_doc("shown in queues and titles")
+    name: str = field_doc("shown in queues and titles", one_line)
     run_dir: str = field_doc("run directory; made absolute")
-    argv: tuple[str, ...] = field_doc("the command of one rank")
+    argv: tuple[str, ...] = field_doc("the command of one rank", check_command_line)
     num_processes: int = field_doc("ranks over all nodes: one per device")
     num_nodes: int = field_doc("nodes they are spread over", default=1)
     forks: bool = field_doc(
@@ -60,16 +92,19 @@ class JobSpec(Record):
         default=False,
     )
     environment: dict[str, str] = field_doc(
-        "added to the environment of every rank", default_factory=dict
+        "added to the environment of every rank", check_for_ranks, default_factory=dict
     )
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
-    time_limit_s: float | None = field_doc("the job is ended after this time", default=None)
+    time_limit_s: float | None = field_doc(
+        "the job is ended after this time", seconds, default=None
+    )
     grace_s: float = field_doc(
-        "from asking a rank to end (SIGTERM) to killing it (SIGKILL)", default=10.0
+        "from asking a rank to end (SIGTERM) to killing it (SIGKILL)", seconds, default=10.0
     )
     max_restarts: int = field_doc(
         "restarts after crashes without a new step in between, after which the job has failed; 0:"
         " none",
+        must(lambda number: number >= 0, "Give 0 or more."),
         default=2,
     )
 
@@ -79,33 +114,10 @@ class JobSpec(Record):
             if isinstance(value, str | Path):
                 object.__setattr__(self, name, os.path.abspath(os.path.expanduser(value)))
         super().__post_init__()
-        if not self.name.strip() or not self.name.isprintable():
-            raise ConfigError(
-                f"job.name: {self.name!r} is not allowed. Give one line of printable characters."
-            )
-        if not self.argv or not self.argv[0]:
-            raise ConfigError(
-                "job.argv: () is not allowed. Give the command of one rank, as a list of words."
-            )
         if self.num_nodes < 1 or self.num_processes < 1 or self.num_processes % self.num_nodes:
             raise ConfigError(
                 f"job.num_processes: {self.num_processes} on {counted(self.num_nodes, 'node')} is"
                 " not allowed. Give a whole multiple of num_nodes, at least 1 per node."
-            )
-        for name, value in (("time_limit_s", self.time_limit_s), ("grace_s", self.grace_s)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"job.{name}: {value} is not allowed. Give seconds above 0.")
-        if self.max_restarts < 0:
-            raise ConfigError(
-                f"job.max_restarts: {self.max_restarts} is not allowed. Give 0 or more."
-            )
-        self._check_text()
-
-    def _check_text(self) -> None:
-        check_environment(self.environment, "job.environment")
-        if given := self.environment.keys() & SET_BY_THE_LAUNCHER:
-            raise ConfigError(
-                f"job.environment.{min(given)}: the launcher sets it for each rank. Leave it out."
             )
         words = (
             *self.argv,
@@ -119,11 +131,6 @@ class JobSpec(Record):
                 raise ConfigError(
                     f"job: {text!r} holds a NUL or is not valid text, so no command can take it."
                 )
-        if any(SECRET_VALUE.search(word) for word in self.argv):
-            raise ConfigError(
-                "job.argv: a word looks like a secret, which all who read the run directory could"
-                " read. Leave it out and export it where you submit from: the job inherits it."
-            )
 
     def check_command(self) -> None:
         """Raises ConfigError if this machine has no such command, or no such directory to start

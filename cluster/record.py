@@ -12,6 +12,7 @@ import functools
 import html
 import json
 import os
+import re
 import shlex
 import types
 import typing
@@ -57,11 +58,31 @@ def config_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "kit"
 
 
-def field_doc(text: str, **kwargs: Any) -> Any:
-    """Returns a dataclass field that carries its one-line meaning (shown by `_repr_html_` and
-    `kit` help).
-    """
-    return dataclasses.field(metadata={"doc": text}, **kwargs)
+Check = typing.Callable[[Any, str], object]
+"""Raises ConfigError for a value, which is never None, that the field of this dotted path may not
+have."""
+
+
+def field_doc(text: str, *checks: Check, **kwargs: Any) -> Any:
+    """Returns a dataclass field that carries its one-line meaning, and what its values must be."""
+    return dataclasses.field(metadata={"doc": text, "checks": checks}, **kwargs)
+
+
+def must(hold: typing.Callable[[Any], object], advice: str) -> Check:
+    """Returns a check that something holds of a value, or of each of a tuple."""
+
+    def check(value: Any, path: str) -> None:
+        for each in value if isinstance(value, tuple) else (value,):
+            if not hold(each):
+                raise ConfigError(f"{path}: {each!r} is not allowed. {advice}")
+
+    return check
+
+
+from_one = must(lambda number: number >= 1, "Give a number from 1.")
+one_line = must(
+    lambda text: text.strip() and text.isprintable(), "Give one line of printable characters."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +95,8 @@ class Record:
             path = f"{path_name(type(self))}.{field.name}"
             value = _convert(getattr(self, field.name), hints[field.name], path)
             object.__setattr__(self, field.name, value)
+            for check in field.metadata.get("checks", ()) if value is not None else ():
+                check(value, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, numbers and strings (tuples become lists)."""
@@ -124,7 +147,12 @@ class Record:
                 missing += error.names
         if missing:
             raise MissingError(missing)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ConfigError as error:  # which does not know where the record stands
+            raise ConfigError(
+                re.sub(rf"^{path_name(cls)}\b", lambda _: path, str(error))
+            ) from error
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

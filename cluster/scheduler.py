@@ -7,11 +7,12 @@ shell and are used as they stand. Standard library only.
 """
 
 import dataclasses
+import math
 import re
 import shlex
 from typing import Literal
 
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import ConfigError, Record, field_doc, from_one, must
 
 EDIT = "EDIT"
 """Stands in a site file where only the user knows the value, such as the account."""
@@ -29,10 +30,8 @@ SECRET_VALUE = re.compile(
 """Tokens that their makers have given a shape (Hugging Face, GitHub, GitLab, OpenAI, Slack,
 AWS); a URL's password."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
-WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+\[\],=&|*-]*")
 ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
 """In a line of shell; not of what a command or another variable gives, which stands elsewhere."""
-OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*([=][A-Za-z0-9_./:@+\[\],=&|*-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SET_BY_THE_KIT = (
     "array chdir container error export export-file get-user-env gid input job-name no-requeue"
@@ -40,233 +39,6 @@ SET_BY_THE_KIT = (
 ).split()
 """Options of sbatch that the script has, or that would make another job of it: who and what
 runs, where it writes."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Walltime(Record):
-    """The longest job that a number of nodes may ask for."""
-
-    max_nodes: int | None = field_doc(
-        "jobs of up to so many nodes; none for all larger ones", default=None
-    )
-    max_hours: float = field_doc("may run so long")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.max_hours < float("inf") or (
-            self.max_nodes is not None and self.max_nodes < 1
-        ):
-            raise ConfigError(
-                f"walltime: {self.max_nodes} nodes for {self.max_hours} h is not allowed. Both"
-                " from 1."
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Broadcast(Record):
-    """Copies a packed Python environment to a disk of each node, so that ranks do not all read
-    the shared one.
-    """
-
-    directory: str = field_doc("on the node-local disk; may name $USER and $SLURM_JOB_ID")
-    archive: str | None = field_doc(
-        "tar file of a venv, or made by conda-pack; none reads the shared environment", default=None
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_path(self.directory, "broadcast.directory")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Compilation(Record):
-    """A job of its own that compiles ahead, and the cache that it leaves for the run."""
-
-    command: tuple[str, ...] = field_doc("put before the command of the compile job")
-    variable: str = field_doc("environment variable that names the cache")
-    shared_cache: str = field_doc("written by the compile job, seen by all nodes; may name $USER")
-    node_cache: str = field_doc("copy on each node's own disk, read by the run; may name $USER")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_lines(self.command, "compilation.command")
-        check_environment({self.variable: ""}, "compilation.variable")
-        check_path(self.shared_cache, "compilation.shared_cache")
-        check_path(self.node_cache, "compilation.node_cache")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slurm(Record):
-    """The `[slurm]` table: how jobs are asked for and how ranks are started."""
-
-    account: str | None = field_doc("who pays; none where the cluster does not ask", default=None)
-    partition: str | None = field_doc("queue; none for the default one", default=None)
-    qos: str | None = field_doc("quality of service", default=None)
-    constraint: str | None = field_doc("node features", default=None)
-    sbatch_options: tuple[str, ...] = field_doc(
-        "more options of sbatch, one each, such as '--exclusive'", default=()
-    )
-    launcher: Literal["srun", "torchrun"] = field_doc(
-        "srun: one task per rank; torchrun: one per node that starts the node's ranks",
-        default="srun",
-    )
-    cpus_per_task: int | None = field_doc("of each task of the launcher", default=None)
-    gpus_per_node: str | None = field_doc(
-        "such as '8' or 'mi250:8'; each rank sees all of them", default=None
-    )
-    gpus_per_task: int | None = field_doc("each rank sees only its own", default=None)
-    gpu_bind: str | None = field_doc("such as 'closest'", default=None)
-    cpu_bind: str | None = field_doc("such as 'mask_cpu:0xfe,...'", default=None)
-    srun_options: tuple[str, ...] = field_doc("more options of srun, one each", default=())
-    modules: tuple[str, ...] = field_doc("loaded in this order", default=())
-    setup: tuple[str, ...] = field_doc("shell lines, run once on the first node", default=())
-    task_setup: tuple[str, ...] = field_doc(
-        "shell lines, run by each task of the launcher", default=()
-    )
-    environment: dict[str, str] = field_doc("of every rank", default_factory=dict)
-    environment_one_node: dict[str, str] = field_doc(
-        "added in jobs of one node", default_factory=dict
-    )
-    environment_several_nodes: dict[str, str] = field_doc(
-        "added in larger jobs", default_factory=dict
-    )
-    profiles: dict[str, dict[str, str]] = field_doc(
-        "named sets of variables that a job may add", default_factory=dict
-    )
-    network_interfaces: tuple[str, ...] = field_doc(
-        "of the fast network, for the collectives' sockets", default=()
-    )
-    master_port: int | None = field_doc("where ranks meet; none: from the job number", default=None)
-    max_nodes: int | None = field_doc("largest job of the partition", default=None)
-    walltime: tuple[Walltime, ...] = field_doc("smallest jobs first", default=())
-    stop_before_end_s: int = field_doc(
-        "the job is told to save and stop so long before its time limit: longer than "
-        "a step and a checkpoint",
-        default=300,
-    )
-    broadcast: Broadcast | None = field_doc("of the Python environment", default=None)
-    compilation: Compilation | None = field_doc("ahead of the run", default=None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in (
-            "account",
-            "partition",
-            "qos",
-            "constraint",
-            "gpus_per_node",
-            "gpu_bind",
-            "cpu_bind",
-        ):
-            check_words((getattr(self, name),), f"slurm.{name}")
-        check_words(self.modules, "slurm.modules")
-        check_words(self.network_interfaces, "slurm.network_interfaces")
-        check_options(self.sbatch_options, "slurm.sbatch_options")
-        for option in self.sbatch_options:  # sbatch takes the first letters of a name for the whole
-            if option[1] != "-" or any(
-                name.startswith(option[2:].split("=")[0]) for name in SET_BY_THE_KIT
-            ):
-                raise ConfigError(
-                    f"slurm.sbatch_options: {option!r} is not allowed: the kit sets it itself, or"
-                    " its name is not written out. Leave it out, or give '--name' or"
-                    " '--name=value'."
-                )
-        check_options(self.srun_options, "slurm.srun_options")
-        for name in ("sbatch_options", "srun_options", "setup", "task_setup"):
-            check_lines(getattr(self, name), f"slurm.{name}")
-        check_positive(
-            self, "cpus_per_task", "gpus_per_task", "max_nodes", "stop_before_end_s", "master_port"
-        )
-        for name in ("environment", "environment_one_node", "environment_several_nodes"):
-            check_environment(getattr(self, name), f"slurm.{name}")
-        for name, variables in self.profiles.items():
-            check_environment(variables, f"slurm.profiles.{name}")
-        sizes = [size.max_nodes or float("inf") for size in self.walltime]
-        if sizes != sorted(set(sizes)):
-            raise ConfigError(f"slurm.walltime: max_nodes must rise from bin to bin, got {sizes}.")
-
-    def max_seconds(self, num_nodes: int) -> float | None:
-        """Returns how long a job of so many nodes may run, or None where the site does not say."""
-        fitting = (
-            size for size in self.walltime if size.max_nodes is None or num_nodes <= size.max_nodes
-        )
-        size = next(fitting, None)
-        return size.max_hours * 3600 if size else None
-
-    def limit_s(self, num_nodes: int, asked_s: float | None) -> float | None:
-        """Returns the time limit to ask for: what the job wants, as far as the site gives it."""
-        return min(
-            (limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None),
-            default=None,
-        )
-
-    @property
-    def largest_job(self) -> int | None:
-        """Most nodes that one job may have, or None where the site does not say."""
-        bins = self.walltime[-1].max_nodes if self.walltime else None
-        return min((limit for limit in (self.max_nodes, bins) if limit is not None), default=None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kubernetes(Record):
-    """The `[kubernetes]` table: what a pod, which is one node of a job, is given."""
-
-    namespace: str = field_doc("where jobs are made", default="default")
-    image: str = field_doc("container image with the kit installed")
-    claim: str = field_doc(
-        "PersistentVolumeClaim of the shared file system that holds the run directories"
-    )
-    mount_path: str = field_doc(
-        "where that file system appears in the pods; run directories lie below it"
-    )
-    resources: dict[str, str] = field_doc(
-        "of one pod, requested and limited alike; quantities as text"
-    )
-    node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)
-    tolerations: tuple[str, ...] = field_doc("taints that the pods accept, by key", default=())
-    queue: str | None = field_doc(
-        "Kueue queue that admits all pods of a job together, or none", default=None
-    )
-    kind: Literal["Job", "JobSet"] = field_doc(
-        "Job: needs no operator; JobSet: starts all pods again when one is lost", default="Job"
-    )
-    max_restarts: int = field_doc("of a JobSet, or of a Job of one pod", default=10)
-    master_port: int = field_doc("where ranks meet", default=29500)
-    setup: tuple[str, ...] = field_doc(
-        "shell lines, run by each pod before the command", default=()
-    )
-    environment: dict[str, str] = field_doc("of every rank", default_factory=dict)
-    profiles: dict[str, dict[str, str]] = field_doc(
-        "named sets of variables that a job may add", default_factory=dict
-    )
-    secrets: dict[str, str] = field_doc(
-        "variable: 'name/key' of the Secret that holds its value", default_factory=dict
-    )
-    stop_before_end_s: int = field_doc("from asking a pod to end to killing it", default=300)
-    compilation: Compilation | None = field_doc(
-        "ahead of the run; node_cache is a directory of the host", default=None
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("namespace", "queue"):
-            value = getattr(self, name)
-            if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
-                raise ConfigError(
-                    f"kubernetes.{name}: {value!r} is not allowed. Small letters, digits and '-'."
-                )
-        check_positive(self, "max_restarts", "master_port", "stop_before_end_s")
-        check_lines(self.setup, "kubernetes.setup")
-        check_environment(self.environment, "kubernetes.environment")
-        for name, variables in self.profiles.items():
-            check_environment(variables, f"kubernetes.profiles.{name}")
-        for name, reference in self.secrets.items():
-            if not VARIABLE.fullmatch(name) or not re.fullmatch(
-                r"[a-z0-9.-]+/[A-Za-z0-9._-]+", reference
-            ):
-                raise ConfigError(
-                    f"kubernetes.secrets.{name}: {reference!r} is not allowed. Give 'name/key'."
-                )
 
 
 def check_environment(variables: dict[str, str], path: str) -> None:
@@ -309,47 +81,238 @@ def check_lines(lines: tuple[str, ...], path: str) -> None:
             )
 
 
-def check_words(words: tuple[str | None, ...], path: str) -> None:
-    """Raises ConfigError for a word that a directive of a script cannot hold."""
-    for word in words:
-        if word is not None and not WORD.fullmatch(word):
-            raise ConfigError(
-                f"{path}: {word!r} is not allowed. Use letters, digits and _ . / : @ + - = , no"
-                " spaces."
-            )
+def check_variable(name: str, path: str) -> None:
+    """Raises ConfigError as `check_environment`, for a name alone."""
+    check_environment({name: ""}, path)
 
 
-def check_options(options: tuple[str, ...], path: str) -> None:
-    """Raises ConfigError for anything but one plain option, '--name' or '--name=value'."""
-    for option in options:
-        if not OPTION.fullmatch(option):
-            raise ConfigError(
-                f"{path}: {option!r} is not allowed. Give '--name' or '--name=value', without"
-                " spaces."
-            )
+def check_profiles(profiles: dict[str, dict[str, str]], path: str) -> None:
+    """Raises ConfigError as `check_environment`, for named sets of variables."""
+    for name, variables in profiles.items():
+        check_environment(variables, f"{path}.{name}")
 
 
-def check_path(text: str, path: str) -> None:
-    """Raises ConfigError for a path that is not absolute or names a variable that is not known
-    on every node.
+def check_references(secrets: dict[str, str], path: str) -> None:
+    """Raises ConfigError for what does not name a variable and a key of a Kubernetes Secret."""
+    for name, reference in secrets.items():
+        if not VARIABLE.fullmatch(name) or not REFERENCE.fullmatch(reference):
+            raise ConfigError(f"{path}.{name}: {reference!r} is not allowed. Give 'name/key'.")
+
+
+def is_given_to_sbatch(option: str) -> bool:
+    """Returns whether it is one whole option of sbatch that the kit leaves to its user."""
+    # sbatch takes the first letters of a name for the whole
+    name = option.removeprefix("--").partition("=")[0]
+    whole = OPTION.fullmatch(option) and option.startswith("--")
+    return bool(whole) and not any(known.startswith(name) for known in SET_BY_THE_KIT)
+
+
+def is_path_on_nodes(text: str) -> bool:
+    """Returns whether it is an absolute path that names no variable but those of each node."""
+    known = all(name in NODE_VARIABLES for name in re.findall(r"\$\{?(\w+)", text))
+    return known and text.startswith(("/", "$")) and text.isprintable()
+
+
+VALUE = r"[A-Za-z0-9_./:@+\[\],=&|*-]"
+OPTION = re.compile(rf"--?[A-Za-z][A-Za-z0-9_-]*(={VALUE}+)?")
+REFERENCE = re.compile(r"[a-z0-9.-]+/[A-Za-z0-9._-]+")
+a_word = must(
+    re.compile(rf"[A-Za-z0-9_]{VALUE}*").fullmatch,
+    "Use letters, digits and _ . / : @ + - = , no spaces.",
+)
+an_option = must(OPTION.fullmatch, "Give '--name' or '--name=value', without spaces.")
+for_sbatch = must(
+    is_given_to_sbatch,
+    "It holds spaces, its name is not written out, or the kit sets it itself. Leave it out, or give"
+    " '--name' or '--name=value'.",
+)
+a_path = must(
+    is_path_on_nodes,
+    f"Give an absolute path; it may name {', '.join('$' + name for name in NODE_VARIABLES)}.",
+)
+a_label = must(
+    re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?").fullmatch, "Small letters, digits and '-'."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walltime(Record):
+    """The longest job that a number of nodes may ask for."""
+
+    max_nodes: int | None = field_doc(
+        "jobs of up to so many nodes; none for all larger ones", from_one, default=None
+    )
+    max_hours: float = field_doc(
+        "may run so long", must(lambda hours: 0 < hours < math.inf, "Give hours above 0.")
+    )
+
+
+def check_sizes(walltime: tuple[Walltime, ...], path: str) -> None:
+    """Raises ConfigError unless each bin is for larger jobs than the one before."""
+    sizes = [size.max_nodes or math.inf for size in walltime]
+    if sizes != sorted(set(sizes)):
+        raise ConfigError(f"{path}: max_nodes must rise from bin to bin, got {sizes}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Broadcast(Record):
+    """Copies a packed Python environment to a disk of each node, so that ranks do not all read
+    the shared one.
     """
-    unknown = [name for name in re.findall(r"\$\{?(\w+)", text) if name not in NODE_VARIABLES]
-    if unknown or not text.startswith(("/", "$")) or not text.isprintable():
-        raise ConfigError(
-            f"{path}: {text!r} is not allowed. Give an absolute path; it may name "
-            f"{', '.join('$' + name for name in NODE_VARIABLES)}."
+
+    directory: str = field_doc("on the node-local disk; may name $USER and $SLURM_JOB_ID", a_path)
+    archive: str | None = field_doc(
+        "tar file of a venv, or made by conda-pack; none reads the shared environment", default=None
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation(Record):
+    """A job of its own that compiles ahead, and the cache that it leaves for the run."""
+
+    command: tuple[str, ...] = field_doc("put before the command of the compile job", check_lines)
+    variable: str = field_doc("environment variable that names the cache", check_variable)
+    shared_cache: str = field_doc(
+        "written by the compile job, seen by all nodes; may name $USER", a_path
+    )
+    node_cache: str = field_doc(
+        "copy on each node's own disk, read by the run; may name $USER", a_path
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slurm(Record):
+    """The `[slurm]` table: how jobs are asked for and how ranks are started."""
+
+    account: str | None = field_doc(
+        "who pays; none where the cluster does not ask", a_word, default=None
+    )
+    partition: str | None = field_doc("queue; none for the default one", a_word, default=None)
+    qos: str | None = field_doc("quality of service", a_word, default=None)
+    constraint: str | None = field_doc("node features", a_word, default=None)
+    sbatch_options: tuple[str, ...] = field_doc(
+        "more options of sbatch, one each, such as '--exclusive'",
+        for_sbatch,
+        check_lines,
+        default=(),
+    )
+    launcher: Literal["srun", "torchrun"] = field_doc(
+        "srun: one task per rank; torchrun: one per node that starts the node's ranks",
+        default="srun",
+    )
+    cpus_per_task: int | None = field_doc("of each task of the launcher", from_one, default=None)
+    gpus_per_node: str | None = field_doc(
+        "such as '8' or 'mi250:8'; each rank sees all of them", a_word, default=None
+    )
+    gpus_per_task: int | None = field_doc("each rank sees only its own", from_one, default=None)
+    gpu_bind: str | None = field_doc("such as 'closest'", a_word, default=None)
+    cpu_bind: str | None = field_doc("such as 'mask_cpu:0xfe,...'", a_word, default=None)
+    srun_options: tuple[str, ...] = field_doc(
+        "more options of srun, one each", an_option, check_lines, default=()
+    )
+    modules: tuple[str, ...] = field_doc("loaded in this order", a_word, default=())
+    setup: tuple[str, ...] = field_doc(
+        "shell lines, run once on the first node", check_lines, default=()
+    )
+    task_setup: tuple[str, ...] = field_doc(
+        "shell lines, run by each task of the launcher", check_lines, default=()
+    )
+    environment: dict[str, str] = field_doc(
+        "of every rank", check_environment, default_factory=dict
+    )
+    environment_one_node: dict[str, str] = field_doc(
+        "added in jobs of one node", check_environment, default_factory=dict
+    )
+    environment_several_nodes: dict[str, str] = field_doc(
+        "added in larger jobs", check_environment, default_factory=dict
+    )
+    profiles: dict[str, dict[str, str]] = field_doc(
+        "named sets of variables that a job may add", check_profiles, default_factory=dict
+    )
+    network_interfaces: tuple[str, ...] = field_doc(
+        "of the fast network, for the collectives' sockets", a_word, default=()
+    )
+    master_port: int | None = field_doc(
+        "where ranks meet; none: from the job number", from_one, default=None
+    )
+    max_nodes: int | None = field_doc("largest job of the partition", from_one, default=None)
+    walltime: tuple[Walltime, ...] = field_doc("smallest jobs first", check_sizes, default=())
+    stop_before_end_s: int = field_doc(
+        "the job is told to save and stop so long before its time limit: longer than "
+        "a step and a checkpoint",
+        from_one,
+        default=300,
+    )
+    broadcast: Broadcast | None = field_doc("of the Python environment", default=None)
+    compilation: Compilation | None = field_doc("ahead of the run", default=None)
+
+    def max_seconds(self, num_nodes: int) -> float | None:
+        """Returns how long a job of so many nodes may run, or None where the site does not say."""
+        fitting = (
+            size for size in self.walltime if size.max_nodes is None or num_nodes <= size.max_nodes
+        )
+        size = next(fitting, None)
+        return size.max_hours * 3600 if size else None
+
+    def limit_s(self, num_nodes: int, asked_s: float | None) -> float | None:
+        """Returns the time limit to ask for: what the job wants, as far as the site gives it."""
+        return min(
+            (limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None),
+            default=None,
         )
 
+    @property
+    def largest_job(self) -> int | None:
+        """Most nodes that one job may have, or None where the site does not say."""
+        bins = self.walltime[-1].max_nodes if self.walltime else None
+        return min((limit for limit in (self.max_nodes, bins) if limit is not None), default=None)
 
-def check_positive(record: Record, *names: str) -> None:
-    """Raises ConfigError for a number below 1 in one of the fields."""
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and value < 1:
-            raise ConfigError(
-                f"{type(record).__name__.lower()}.{name}: {value} is not allowed. Give a number"
-                " from 1."
-            )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kubernetes(Record):
+    """The `[kubernetes]` table: what a pod, which is one node of a job, is given."""
+
+    namespace: str = field_doc("where jobs are made", a_label, default="default")
+    image: str = field_doc("container image with the kit installed")
+    claim: str = field_doc(
+        "PersistentVolumeClaim of the shared file system that holds the run directories"
+    )
+    mount_path: str = field_doc(
+        "where that file system appears in the pods; run directories lie below it"
+    )
+    resources: dict[str, str] = field_doc(
+        "of one pod, requested and limited alike; quantities as text"
+    )
+    node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)
+    tolerations: tuple[str, ...] = field_doc("taints that the pods accept, by key", default=())
+    queue: str | None = field_doc(
+        "Kueue queue that admits all pods of a job together, or none", a_label, default=None
+    )
+    kind: Literal["Job", "JobSet"] = field_doc(
+        "Job: needs no operator; JobSet: starts all pods again when one is lost", default="Job"
+    )
+    max_restarts: int = field_doc("of a JobSet, or of a Job of one pod", from_one, default=10)
+    master_port: int = field_doc("where ranks meet", from_one, default=29500)
+    setup: tuple[str, ...] = field_doc(
+        "shell lines, run by each pod before the command", check_lines, default=()
+    )
+    environment: dict[str, str] = field_doc(
+        "of every rank", check_environment, default_factory=dict
+    )
+    profiles: dict[str, dict[str, str]] = field_doc(
+        "named sets of variables that a job may add", check_profiles, default_factory=dict
+    )
+    secrets: dict[str, str] = field_doc(
+        "variable: 'name/key' of the Secret that holds its value",
+        check_references,
+        default_factory=dict,
+    )
+    stop_before_end_s: int = field_doc(
+        "from asking a pod to end to killing it", from_one, default=300
+    )
+    compilation: Compilation | None = field_doc(
+        "ahead of the run; node_cache is a directory of the host", default=None
+    )
 
 
 def quote(text: str) -> str:

@@ -9,9 +9,18 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from cluster.record import ConfigError, MissingError, Record, field_doc, html_table, suggestion
+from cluster.record import (
+    ConfigError,
+    Record,
+    field_doc,
+    from_one,
+    html_table,
+    must,
+    one_line,
+    suggestion,
+)
 from cluster.scheduler import Kubernetes, Slurm
 
 SITES = Path(__file__).parent / "sites"
@@ -25,43 +34,41 @@ MAX_PEAK_FLOPS_PER_S = (
 class Fact(Record):
     """One number, where it comes from, and how far it may be off."""
 
-    value: float = field_doc("in the unit of the field's name")
-    source: str = field_doc("document or measurement that anyone can look up")
-    error: float | None = field_doc(
-        "relative half-width, 0.05 for +-5 %; none when the source gives none", default=None
+    value: float = field_doc(
+        "in the unit of the field's name",
+        must(lambda value: 0 < value < math.inf, "Give a finite number above 0."),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (math.isfinite(self.value) and self.value > 0):
-            raise ConfigError(
-                f"fact.value: {self.value!r} is not allowed. Give a finite number above 0."
-            )
-        if not self.source.strip():
-            raise ConfigError("fact.source: '' is not allowed. Say where the number comes from.")
-        if self.error is not None and not 0 <= self.error <= 1:
-            raise ConfigError(
-                f"fact.error: {self.error!r} is not allowed. Give a fraction from 0 to 1 (5 % is"
-                " 0.05)."
-            )
-
-    @classmethod
-    def from_dict(cls, data: Any, path: str = "") -> Self:
-        """Returns the fact that `data` describes; an error names the place in the site file, as
-        the number needs it.
-        """
-        try:
-            return super().from_dict(data, path)
-        except MissingError:  # which has the place
-            raise
-        except ConfigError as error:
-            raise ConfigError(
-                f"{path or 'fact'}{str(error).removeprefix(path).removeprefix('fact')}"
-            ) from error
+    source: str = field_doc(
+        "document or measurement that anyone can look up",
+        must(str.strip, "Say where the number comes from."),
+    )
+    error: float | None = field_doc(
+        "relative half-width, 0.05 for +-5 %; none when the source gives none",
+        must(lambda error: 0 <= error <= 1, "Give a fraction from 0 to 1 (5 % is 0.05)."),
+        default=None,
+    )
 
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.0%}"
         return f"{self.value:.4g}{error} ({self.source})"
+
+
+def check_dtype(dtype: str, path: str) -> None:
+    """Raises ConfigError for what is none of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"{path}: {dtype!r} is not a known dtype. {suggestion(dtype, DTYPES)}")
+
+
+def check_rates(rates: dict[str, Fact], path: str) -> None:
+    """Raises ConfigError for a rate of a dtype that is not known, or that no device reaches."""
+    for dtype, fact in rates.items():
+        check_dtype(dtype, path)
+        if fact.value > MAX_PEAK_FLOPS_PER_S:
+            raise ConfigError(
+                f"{path}.{dtype}: {fact.value:.3g} FLOP/s is not believable for one device. Give at"
+                f" most {MAX_PEAK_FLOPS_PER_S:.0e}, in FLOP/s of one device, not of a node or a"
+                " cluster."
+            )
 
 
 GPU_NAMES = ("NVIDIA", "AMD Instinct", "GPU")
@@ -77,9 +84,13 @@ class Device(Record):
     watts: Fact | None = field_doc(
         "that one device draws: measured, or at most, by its thermal design", default=None
     )
-    peak_flops_per_s: dict[str, Fact] = field_doc("dense peak by dtype", default_factory=dict)
+    peak_flops_per_s: dict[str, Fact] = field_doc(
+        "dense peak by dtype", check_rates, default_factory=dict
+    )
     matmul_flops_per_s: dict[str, Fact] = field_doc(
-        "highest rate a matrix product was seen to reach, by dtype", default_factory=dict
+        "highest rate a matrix product was seen to reach, by dtype",
+        check_rates,
+        default_factory=dict,
     )
 
     @property
@@ -94,18 +105,6 @@ class Device(Record):
         """
         found = re.search(r"\b(?:Trainium|trn) ?(\d*)", self.name, re.IGNORECASE)
         return f"trn{found[1] or 1}" if found else None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("peak_flops_per_s", "matmul_flops_per_s"):
-            for dtype, fact in getattr(self, field).items():
-                _check_dtype(dtype, f"site.device.{field}")
-                if fact.value > MAX_PEAK_FLOPS_PER_S:
-                    raise ConfigError(
-                        f"site.device.{field}.{dtype}: {fact.value:.3g} FLOP/s is not believable"
-                        f" for one device. Give at most {MAX_PEAK_FLOPS_PER_S:.0e}, in FLOP/s of"
-                        " one device, not of a node or a cluster."
-                    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,29 +137,27 @@ class Storage(Record):
     )
 
 
+absolute = must(lambda path: path.startswith("/"), "Give an absolute path there.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class There(Record):
     """The other side of a login node: what runs the kit there."""
 
-    python: str = field_doc("Python there, of an environment with the kit's packages")
-    folder: str = field_doc("where runs lie there, on a file system that the compute nodes share")
-    source: str | None = field_doc("folder there that holds the kit", default=None)
+    python: str = field_doc("Python there, of an environment with the kit's packages", absolute)
+    folder: str = field_doc(
+        "where runs lie there, on a file system that the compute nodes share", absolute
+    )
+    source: str | None = field_doc("folder there that holds the kit", absolute, default=None)
     sync: bool = field_doc(
         "send the kit's own source, once for each version and user, into `folder`", default=False
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("python", "folder", "source"):
-            value = getattr(self, name)
-            if value is not None and not value.startswith("/"):
-                raise ConfigError(
-                    f"site.there.{name}: {value!r} is not allowed. Give an absolute path there."
-                )
         if (self.source is None) is not self.sync:
             raise ConfigError(
-                "site.there: give either source, the kit's folder there, or sync = true, which"
-                " sends it."
+                "there: give either source, the kit's folder there, or sync = true, which sends it."
             )
 
 
@@ -168,10 +165,10 @@ class There(Record):
 class Site(Record):
     """A machine: its devices, links, scheduler and price."""
 
-    name: str = field_doc("as in Site.load(name)")
+    name: str = field_doc("as in Site.load(name)", one_line)
     description: str = field_doc("one line")
     scheduler: Literal["local", "slurm", "kubernetes"] = field_doc("who starts the processes")
-    devices_per_node: int = field_doc("processes per node: one per device")
+    devices_per_node: int = field_doc("processes per node: one per device", from_one)
     engine: Literal["native", "deepspeed", "neuron"] = field_doc(
         "what plans are made for, unless another is named", default="native"
     )
@@ -196,15 +193,6 @@ class Site(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.name.isprintable():
-            raise ConfigError(
-                f"site.name: {self.name!r} is not allowed. Give one line of printable characters."
-            )
-        if self.devices_per_node < 1:
-            raise ConfigError(
-                f"site.devices_per_node: {self.devices_per_node} is not allowed. Give a number"
-                " from 1."
-            )
         if self.login is not None and (
             self.scheduler != "slurm" or not re.fullmatch(r"[\w@.][\w@.:-]*", self.login)
         ):
@@ -241,7 +229,7 @@ class Site(Record):
         Raises:
             ConfigError: the dtype is none of `DTYPES`.
         """
-        _check_dtype(dtype, "dtype")
+        check_dtype(dtype, "dtype")
         fact = self.device.peak_flops_per_s.get(dtype)
         return fact.value if fact else None
 
@@ -299,13 +287,6 @@ class Site(Record):
         if self.price_per_node_hour:
             rows.append(("price per node and hour (USD)", self.price_per_node_hour))
         return html_table(f"Site {self.name}: {self.description}", rows)
-
-
-def _check_dtype(dtype: str, path: str) -> None:
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"{path}: {dtype!r} is not a known dtype. {suggestion(str(dtype), DTYPES)}"
-        )
 
 
 def _with_this_machine(data: dict) -> dict:

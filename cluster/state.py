@@ -31,10 +31,9 @@ from typing import Any, Literal, TypeVar
 
 from cluster.files import append_lines, appending, is_locked, other_owner, read_small, unless_full
 from cluster.process import Process
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import Record, field_doc, must
 
 LOCK_WAIT_S = 5.0
-JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 Request = Literal["stop", "checkpoint"]
 RecordType = TypeVar("RecordType", bound=Record)
@@ -83,19 +82,17 @@ class SchedulerJob(Record):
     """The name under which a scheduler knows a job."""
 
     scheduler: Literal["slurm", "kubernetes"] = field_doc("who started it")
-    id: str = field_doc("its number or name there")
+    # It becomes a word of a command, and must not be taken for an option.
+    id: str = field_doc(
+        "its number or name there",
+        must(
+            re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*").fullmatch,
+            "Give letters, digits and . _ / -, not - first.",
+        ),
+    )
     config: str | None = field_doc(
         "how to reach that scheduler: SLURM_CONF, or a context; none: as usual", default=None
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # It becomes a word of a command, and must not be taken for an option.
-        if not JOB_ID.fullmatch(self.id):
-            raise ConfigError(
-                f"job id: {self.id!r} is not allowed. Give letters, digits and . _ / -, not -"
-                " first."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
