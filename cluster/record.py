@@ -126,7 +126,8 @@ class Record:
         path = path or path_name(cls)
         if not isinstance(data, dict):
             raise ConfigError(
-                f"{path}: expected a table of keys, got {type(data).__name__} {_shown(data)}."
+                f"{path}: expected a table of keys, got {type(data).__name__}"
+                f" {cut(repr(data), 200)}."
             )
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in data:
@@ -275,70 +276,39 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
     """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
-    if type(value) in _as_they_are(hint) and not (type(value) is int and abs(value) >> BITS):
+    is_large = type(value) is int and bool(abs(value) >> BITS)
+    if hint is Any or (type(value) in _as_they_are(hint) and not is_large):
         return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin is typing.Literal:
-        if value not in args:
-            raise ConfigError(
-                f"{path}: {value!r} is not allowed. Allowed: {', '.join(map(repr, args))}."
-            )
-        return value
+    is_class = isinstance(hint, type)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         return _convert(value, next(arg for arg in args if arg is not type(None)), path)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        if value not in [member.value for member in hint]:
-            raise ConfigError(
-                f"{path}: {value!r} is not allowed. Allowed: {', '.join(m.value for m in hint)}."
-            )
-        return hint(value)
-    if isinstance(hint, type) and issubclass(hint, Record):
+    if origin is typing.Literal or (is_class and issubclass(hint, enum.Enum)):
+        allowed = args or [member.value for member in hint]
+        if value not in allowed:
+            told = ", ".join(map(repr, allowed))
+            raise ConfigError(f"{path}: {value!r} is not allowed. Allowed: {told}.")
+        return value if args else hint(value)
+    if is_class and issubclass(hint, Record):
         return value if isinstance(value, hint) else hint.from_dict(value, path)
     if origin is tuple and isinstance(value, tuple | list):
-        if args[-1] is Ellipsis:
-            return tuple(_convert(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
-        if len(args) == len(value):
-            return tuple(
-                _convert(item, arg, f"{path}[{i}]")
-                for i, (item, arg) in enumerate(zip(value, args, strict=True))
-            )
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(value, kinds, strict=True))
+            return tuple(_convert(item, kind, f"{path}[{i}]") for i, (item, kind) in pairs)
     if origin is dict and isinstance(value, dict):
         return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
-    if (
-        hint is float
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-        and abs(value) < LARGEST_FLOAT
-    ):
+    if hint is float and type(value) is int and abs(value) < LARGEST_FLOAT:
         return float(value)
-    is_large = hint is int and isinstance(value, int) and abs(value) >> BITS
-    if (
-        isinstance(hint, type)
-        and isinstance(value, hint)
-        and (hint is bool) == isinstance(value, bool)
-    ):
-        if not is_large:
-            return value
-    expected = (
-        f"int below 2^{BITS}"
-        if is_large
-        else hint.__name__
-        if isinstance(hint, type)
-        else str(hint)
-    )
-    raise ConfigError(f"{path}: expected {expected}, got {type(value).__name__} {_shown(value)}.")
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as an error message can hold it."""
-    # Python refuses to write thousands of digits.
-    if isinstance(value, int) and abs(value) >= LARGEST_FLOAT:
-        return f"of {value.bit_length()} bits"
-    return cut(repr(value), 200)
+    # such as a number of NumPy; True is an int to Python, but none here
+    if is_class and isinstance(value, hint) and type(value) is not bool and not is_large:
+        return value
+    expected = hint.__name__ if is_class else str(hint)
+    limit = f" below 2^{BITS}" if is_large and hint is int else ""
+    got = f"of {int(value).bit_length()} bits" if is_large else cut(repr(value), 200)
+    raise ConfigError(f"{path}: expected {expected}{limit}, got {type(value).__name__} {got}.")
 
 
 def cut(text: str, length: int) -> str:
