@@ -276,7 +276,8 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
     """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
-    is_large = type(value) is int and bool(abs(value) >> BITS)
+    size = value.bit_length() if isinstance(value, int) else 0
+    is_large = size > BITS
     if hint is Any or (type(value) in _as_they_are(hint) and not is_large):
         return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -307,7 +308,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
         return value
     expected = hint.__name__ if is_class else str(hint)
     limit = f" below 2^{BITS}" if is_large and hint is int else ""
-    got = f"of {int(value).bit_length()} bits" if is_large else cut(repr(value), 200)
+    # Python refuses to write thousands of digits
+    got = f"of {size} bits" if is_large else cut(repr(value), 200)
     raise ConfigError(f"{path}: expected {expected}{limit}, got {type(value).__name__} {got}.")
 
 
