@@ -75,10 +75,13 @@ def evaluate(
         _check_same_model(file, report)
     if plan.num_devices > ranks:
         if owner:
+            table = run.site.slurm or run.site.kubernetes
+            lines = [*getattr(table, "setup", ()), *getattr(table, "task_setup", ())]
             raise ConfigError(
-                f"devices: {run.directory}/site.json is {owner}'s, and a job by it, with the lines"
-                " of setup in it, would run as you. Score it on this machine with --set devices=1,"
-                " or start as many processes of `kit eval` yourself, by torchrun or srun."
+                f"devices: {run.directory}/site.json is {owner}'s, and a job by it, with its lines"
+                f" of setup {lines}, would run as you. Score it on this machine with --set"
+                " devices=1, or start as many processes of `kit eval` yourself, by torchrun or"
+                " srun."
             )
         score_in_job(run, checkpoint.step, tasks, chosen)
         asked = [chosen.applied(request) for request in requests]

@@ -351,7 +351,9 @@ def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_pat
     seen = looks()
     all_commands(seen, live=True, whole=False)
     said = hostile.kit(*(seen._filled(word) for word in SCORE.split()))
-    assert said.code == 1 and f"site.json is {seen.owner}'s" in said.text, "whose lines would run"
+    assert said.code == 1 and f"touch {canary}" in said.text and seen.owner in said.text, (
+        "what it would have run"
+    )
     assert not canary.exists()
 
 
