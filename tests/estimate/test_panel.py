@@ -108,14 +108,17 @@ def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(pan
     assert reserve.out_of_memory_probability(used, found.used_bytes[1])[0] == pytest.approx(0.95)
 
 
-def test_a_move_is_drawn_in_less_than_a_second_of_processor_time(panel: Panel) -> None:
-    """0.2 s alone, 0.4 s beside others on a shared core; a search at each move would take more."""
-    taken = []
+def test_a_move_costs_hardly_more_than_its_picture(panel: Panel) -> None:
+    """Both on the same core in turn, so that what runs beside them slows both: 0.2 s alone."""
+    moves, pictures, found = [], [], panel.estimate()
     for stage in (0, 1) * 4:
         begin = time.process_time()
         panel.controls["zero_stage"].value = stage
-        taken.append(time.process_time() - begin)
-    assert min(taken) < 1
+        moved = time.process_time()
+        found.to_png()
+        moves.append(moved - begin)
+        pictures.append(time.process_time() - moved)
+    assert min(moves) < 1.5 * min(pictures) and min(pictures) < 1
 
 
 def test_the_largest_model_is_drawn_too() -> None:
