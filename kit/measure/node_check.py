@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from cluster.record import Record, field_doc
+from kit.measure.collectives import bus_factor, measure_as_rank
 from kit.measure.gemm import measure_gemm_flops_per_s
-from kit.measure.ranks import measure_as_rank
 from kit.measure.timing import timed
 
 SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
@@ -115,7 +115,7 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
         return None
     tensor = torch.ones(_message_bytes(device) // 4, device=device)
     seconds = _best_s(lambda: dist.all_reduce(tensor))
-    return 2 * (ranks - 1) / ranks * tensor.nbytes / max(_gather(seconds))
+    return bus_factor(ranks) * tensor.nbytes / max(_gather(seconds))
 
 
 def _exchange_rates(firsts: list[int], device: torch.device) -> list[tuple[int, float]]:
@@ -138,13 +138,10 @@ def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     """Returns the neighbours of a ring in two or three rounds, in each of which a node takes
     part once at most.
     """
-    if num_nodes < 2:
-        return []
-    ring = [(node, node + 1) for node in range(num_nodes - 1)]
-    rounds = [ring[0::2], ring[1::2]]
-    if num_nodes > 2:
-        last = (0, num_nodes - 1)
-        rounds = [*rounds, [last]] if num_nodes % 2 else [rounds[0], [*rounds[1], last]]
+    links = num_nodes if num_nodes > 2 else num_nodes - 1
+    ring = [(node, (node + 1) % num_nodes) for node in range(links)]
+    paired = links - links % 2  # in an odd ring the last link shares a node with the first
+    rounds = (ring[0:paired:2], ring[1:paired:2], ring[paired:])
     return [pairs for pairs in rounds if pairs]
 
 

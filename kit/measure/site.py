@@ -168,11 +168,10 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
 
 
 def best_rates(rows: list[dict]) -> dict[int, float]:
-    """Returns the highest all-reduce bus rate in bytes/s, by number of ranks."""
+    """Returns the highest bus rate of `collectives.measure` in bytes/s, by number of ranks."""
     rates: dict[int, float] = {}
     for row in rows:
-        if row["operation"] == "all_reduce":
-            rates[row["ranks"]] = max(row["bus_bytes_per_s"], rates.get(row["ranks"], 0.0))
+        rates[row["ranks"]] = max(row["bus_bytes_per_s"], rates.get(row["ranks"], 0.0))
     return rates
 
 

@@ -7,21 +7,19 @@ or modelled. BENCHMARKS.md compares counts with a small real job; what was never
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.record import counted
 from cluster.site import Site
 from kit.engines import check_site
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.rehearsal.count import Count
-from kit.rehearsal.stages import Job, checkpoints, data, failures, ranks, start
+from kit.rehearsal.stages import Count, Job, checkpoints, failures, ranks, start
 from kit.rehearsal.stages import plan as plan_stage
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
-__all__ = ["Count", "Rehearsal", "rehearse"]
-STAGES = (plan_stage, ranks, start, checkpoints, data, failures)
+STAGES = (plan_stage, ranks, start, checkpoints, failures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,15 @@ class Rehearsal:
     job: Job
     counts: tuple[Count, ...]
 
-    header = ("stage", "what", "is", "limit", "fits", "known how", "")
+    header: ClassVar[tuple[str, ...]] = (
+        "stage",
+        "what",
+        "is",
+        "limit",
+        "fits",
+        "known how",
+        "note",
+    )
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -75,8 +81,7 @@ class Rehearsal:
         }
 
     def _repr_html_(self) -> str:
-        names = [*self.header[:-1], "note"]
-        rows = [dict(zip(names, row, strict=True)) for row in self.rows]
+        rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
         limits = [f"{each.what}: {each.limit_source}" for each in self.counts if each.limit_source]
         notes = [f"Never run: {text}." for text in self.never_run]
         return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()

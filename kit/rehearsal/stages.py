@@ -3,21 +3,19 @@
 import dataclasses
 import math
 from functools import cached_property
+from typing import Literal
 
 from cluster.record import counted
 from cluster.render import STORM_NODES, nodes_for, reads_shared_disk
-from cluster.scheduler import EDIT
-from cluster.site import Site
-from kit.errors import ConfigError, DataError
+from cluster.site import Fact, Site
 from kit.estimate.choose.search import Machine, machine_of
 from kit.estimate.fit.calibrate import Prediction, published_calibration
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, memory
-from kit.launcher import check_data
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.rehearsal.count import Count
 from kit.run.checkpoint import BYTES_PER_PARAM
+from kit.show.results import format_value
 from kit.spec import ModelSpec
 
 MAX_RISK = 0.05
@@ -34,6 +32,48 @@ COPY_BYTES_PER_S = 5e9
 RESTART_S = 480.0
 """From a failure to the next attempt's first step, but for reading its checkpoint: 360 until Slurm
 takes a lost node for down, as it comes; imports, process groups and model, 120 assumed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Count:
+    """What a job needs of something, and how that is known."""
+
+    stage: str
+    what: str
+    value: float | None
+    """None: not known."""
+    unit: str = ""
+    limit: float | None = None
+    """The highest value that fits."""
+    limit_source: str = ""
+    """Where the limit is from; without one, what nobody has stated. Empty: it needs none."""
+    known: Literal["run", "counted", "modelled"] = "counted"
+    """`run`: the real code did it; `counted`: from what the code does, times how many;
+    `modelled`: by equations."""
+    note: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it is within its limit; None without one."""
+        return None if self.limit is None or self.value is None else self.value <= self.limit
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table: stage, what, value, limit, whether it fits, how it is known,
+        note.
+        """
+        value = "not known" if self.value is None else format_value(self.value, self.unit)
+        limit = "not known" if self.limit_source else ""
+        if self.limit is not None:
+            limit = f"≤ {format_value(self.limit, self.unit)}"
+        verdict = {True: "yes", False: "NO", None: ""}[self.fits]
+        return self.stage, self.what, value, limit, verdict, self.known, self.note
+
+    def within(self, fact: Fact | None, name: str, unit: float = 1.0) -> "Count":
+        """Returns the count held to what a site file states as `name`, in multiples of `unit`."""
+        if fact is None:
+            return dataclasses.replace(self, limit_source=f"{name} is not stated")
+        return dataclasses.replace(self, limit=fact.value / unit, limit_source=fact.source)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,20 +245,6 @@ def checkpoints(job: Job) -> list[Count]:
             )
         )
     return counts
-
-
-def data(job: Job) -> list[Count]:
-    """How often each source of text is read."""
-    wanted = job.recipe.num_steps * job.plan.global_batch_size * job.spec.sequence_length
-    billions = Count(stage="data", what="tokens", value=wanted / 1e9, unit="billion")
-    if job.recipe.data == EDIT:
-        return [dataclasses.replace(billions, note="without --data: no epochs")]
-    try:
-        sources = check_data(job.spec, job.plan, job.recipe)
-    except (DataError, ConfigError) as error:
-        return [dataclasses.replace(billions, note=f"no epochs: {error}")]
-    epochs = [Count(stage="data", what=f"epochs of {name}", value=value) for name, value in sources]
-    return [billions, *epochs]
 
 
 def failures(job: Job) -> list[Count]:

@@ -117,7 +117,7 @@ def test_frontier_log_that_says_149_teraflops_is_refused_and_37_accepted(write):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(global_batch="321"), "gradient accumulation"),
+        (dict(global_batch="321"), "cannot be cut into micro-batches of 1 on 2 replicas"),
         (dict(dp="4"), r"dp: 4 .* Expected 2"),
         (dict(gpus="130", dp=""), "no multiple"),
         (dict(mfu="38.38"), "38 % is 0.38"),
@@ -152,7 +152,7 @@ def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
         "kernel=torch; sequence parallelism; TP overlap; mem 12GB"
     )
     run = published.load(write(dict(overlap="yes", memory_gb="31.5", note=note)))[0]
-    assert (run.flash_attention, run.overlap, run.sequence_parallel, run.fused_softmax) == (
+    assert (run.flash_attention, run.overlap, run.plan.sequence_parallel, run.fused_softmax) == (
         1,
         True,
         False,
@@ -161,7 +161,7 @@ def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
     assert run.memory_bytes == 31.5e9 and run.assumed == () and run.note == note
     run = published.load(write(dict(flash_attention="", recompute="", micro_batch="")))[0]
     assert set(run.assumed) == {"flash_attention", "recompute", "micro_batch_size"}
-    assert (run.flash_attention, run.recompute, run.micro_batch_size) == (2, "none", 1)
+    assert (run.flash_attention, run.plan.recompute, run.plan.micro_batch_size) == (2, "none", 1)
 
 
 def test_seconds_follow_from_mfu_or_from_flops_in_their_basis(write):

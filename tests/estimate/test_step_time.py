@@ -56,7 +56,9 @@ def test_terms_add_up_to_the_total_for_every_published_run():
 def test_no_layout_beats_the_matrix_product_ceiling_even_with_perfect_coefficients():
     runs = [run for run in published.load() if run.system == "KAIST A100 node"]
     layouts = published.layouts(runs)
-    flops = np.array([run.spec.hardware_flops_per_token(run.recompute, whole=True) for run in runs])
+    flops = np.array(
+        [run.spec.hardware_flops_per_token(run.plan.recompute, whole=True) for run in runs]
+    )
     rate = step_time(layouts, SELENE, PERFECT).tokens_per_s * flops / layouts.num_devices
     assert (rate < SELENE.matmul_flops_per_s).all()
 

@@ -219,7 +219,7 @@ def test_refused_rows_are_counted_and_the_rest_is_scored(tmp_path, published_row
     )
     file = write(tmp_path / "rows.csv", [*rows, bad, timeless, timeless, rows[0] | dict(tp="")])
     table = {row.name: row for row in validate.validate(file, 2, seed=3)}
-    assert table["rows refused"].value == 1 and "accumulation" in table["rows refused"].note
+    assert table["rows refused"].value == 1 and "micro-batches" in table["rows refused"].note
     left_out, line = table["rows left out"], len(rows) + 3
     assert left_out.value == 3 and left_out.note.startswith(
         f"line {line} and 1 more: no seconds_per_iter"

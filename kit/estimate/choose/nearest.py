@@ -29,12 +29,12 @@ class Nearest:
     """Predicted over measured step time, less 1."""
 
     def __str__(self) -> str:
-        run = self.run
+        run, plan = self.run, self.run.plan
         how = "slower" if self.residual > 0 else "faster"
         return (
-            f"{run.spec.name} on {run.num_devices} {run.device} (TP{run.tensor_parallel}"
-            f" PP{run.pipeline_parallel} DP{run.data_parallel} micro {run.micro_batch_size},"
-            f" recompute {run.recompute}; {run.source}): {run.step_time_s:.4g} s measured, the"
+            f"{run.spec.name} on {run.num_devices} {run.device} (TP{plan.tensor_parallel}"
+            f" PP{plan.pipeline_parallel} DP{plan.data_parallel} micro {plan.micro_batch_size},"
+            f" recompute {plan.recompute}; {run.source}): {run.step_time_s:.4g} s measured, the"
             f" model is {abs(self.residual):.0%} {how}"
         )
 
@@ -87,11 +87,11 @@ def _measured() -> tuple[PublishedRun, ...]:
 @lru_cache(maxsize=1)
 def _positions() -> Array:
     return np.stack(
-        [_position(run.spec, run, run.peak_flops_per_s or A100_PEAK) for run in _measured()]
+        [_position(run.spec, run.plan, run.peak_flops_per_s or A100_PEAK) for run in _measured()]
     )
 
 
-def _position(spec: ModelSpec, plan: Plan | PublishedRun, peak_flops_per_s: float) -> Array:
+def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float) -> Array:
     """Returns a run as a point: weighted logarithms, the accelerator's peak counted most."""
     values = (
         spec.num_params,

@@ -6,7 +6,6 @@ common than a bad model. No torch.
 """
 
 import csv
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from cluster.record import ConfigError, counted, suggestion
 from kit.estimate.fit.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
 from kit.estimate.theory.layouts import RECOMPUTE
+from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
 __all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read", "step_times"]
@@ -132,33 +132,33 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
     )
     if lacking := [name for name in ("source", "gpu", *LAYOUT) if x[name] in (None, "")]:
         return f"no {', '.join(lacking)}"
+    kind, spec = x["kind"] or "measured", _spec(x)
+    seconds = (x["seconds_per_iter"] or _derived_seconds(spec, x)) if kind == "measured" else None
+    if kind == "measured" and seconds is None:
+        return TIMELESS
     run = PublishedRun(
         source=x["source"],
         system=x["system"],
         device=x["gpu"],
         stack=_stack(x["source"], x["system"]),
-        kind=x["kind"] or "measured",
+        kind=kind,
         status=x["status"] or "read",
         basis=Basis(x["basis"] or "unknown"),
         precision=x["precision"] or "bf16",
         peak_flops_per_s=_times(x["peak_tflops_bf16"], 1e12),
-        spec=_spec(x),
-        **_degrees(x),
+        spec=spec,
+        plan=_plan(x),
         **_kernels(x),
+        step_time_s=seconds,
         memory_bytes=_times(x["memory_gb"], 1e9),
         note=x.get("note") or "",
         assumed=tuple(field for column, field in MAY_BE_OPEN.items() if x[column] is None),
     )
-    if run.kind == "measured":
-        seconds = x["seconds_per_iter"] or _derived_seconds(run, x)
-        if seconds is None:
-            return TIMELESS
-        run = dataclasses.replace(run, step_time_s=seconds)
     _check(run, x)
     return run
 
 
-def _degrees(x: dict[str, Any]) -> dict[str, int]:
+def _plan(x: dict[str, Any]) -> Plan:
     tp, pp, cp, gpus = (int(x[name] or 1) for name in ("tp", "pp", "cp", "gpus"))
     dp, left = divmod(gpus, tp * pp * cp)
     if left:
@@ -169,15 +169,20 @@ def _degrees(x: dict[str, Any]) -> dict[str, int]:
         raise ConfigError(
             f"dp: {x['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not {gpus} gpus. Expected {dp}."
         )
-    return dict(
+    stages = int(x["virtual_stages"] or 1)
+    return Plan(
         tensor_parallel=tp,
         pipeline_parallel=pp,
         context_parallel=cp,
         data_parallel=dp,
-        virtual_stages=int(x["virtual_stages"] or 1),
+        virtual_stages=stages,
+        schedule="interleaved" if stages > 1 else "1f1b",
         zero_stage=int(x["zero_stage"] or 0),
+        sequence_parallel=tp > 1 and x["sequence_parallel"] == "yes",
+        recompute=x["recompute"] or "none",
         micro_batch_size=int(x["micro_batch"] or 1),
         global_batch_size=int(x["global_batch"]),
+        precision="bf16",
     )
 
 
@@ -202,55 +207,46 @@ def _is_llama(x: dict[str, Any]) -> bool:
 
 def _kernels(x: dict[str, Any]) -> dict[str, Any]:
     """Returns which kernels ran, or what is likely where the source does not say."""
-    recompute, flash = x["recompute"] or "none", x["flash_attention"]
+    flash = x["flash_attention"]
     if flash is None:
         # Scores were written out as long as recomputation was the way to save their memory, and
         # always on Trainium.
-        saves = recompute != "none" and not _is_llama(x) and x["zero_stage"] != 3
+        recomputes = x["recompute"] not in (None, "none")
+        saves = recomputes and not _is_llama(x) and x["zero_stage"] != 3
         flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
     return dict(
-        recompute=recompute,
         flash_attention=int(flash),
         fused_norm=x["fused_norm"] != "no",
         fused_softmax=x["fused_softmax"] != "no",
-        sequence_parallel=x["sequence_parallel"] == "yes",
         overlap=x["overlap"] == "yes",
         # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
-        gradient_bytes=int(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
+        gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )
 
 
-def _derived_seconds(run: PublishedRun, x: dict[str, Any]) -> float | None:
+def _derived_seconds(spec: ModelSpec, x: dict[str, Any]) -> float | None:
     """Returns seconds per step from MFU or FLOP/s, in the basis the source states."""
-    if x["mfu"]:
-        rate, basis = x["mfu"] * (run.peak_flops_per_s or 0), FlopBasis.MODEL
-    elif x["tflops_per_gpu"] and run.basis in FLOP_BASIS:
-        rate, basis = x["tflops_per_gpu"] * 1e12, FLOP_BASIS[run.basis]
-    else:
-        return None
-    return (
-        run.tokens_per_step * run.spec.flops_per_token(basis) / (rate * run.num_devices)
-        if rate
-        else None
+    basis = FlopBasis.MODEL if x["mfu"] else FLOP_BASIS.get(Basis(x["basis"] or "unknown"))
+    rate = (
+        x["mfu"] * (_times(x["peak_tflops_bf16"], 1e12) or 0)
+        if x["mfu"]
+        else _times(x["tflops_per_gpu"], 1e12)
     )
+    if not rate or basis is None:
+        return None
+    tokens = int(x["global_batch"]) * spec.sequence_length
+    return tokens * spec.flops_per_token(basis) / (rate * int(x["gpus"]))
 
 
 def _check(run: PublishedRun, x: dict[str, Any]) -> None:
-    """Refuses batches that do not divide, utilisations above 1, and rates above what any matrix
-    product reached.
+    """Refuses too many stages, utilisations above 1, and rates above what any matrix product
+    reached.
     """
-    sequences = run.micro_batch_size * run.data_parallel
-    if run.global_batch_size % sequences:
-        raise ConfigError(
-            f"global_batch: {run.global_batch_size} is no multiple of micro_batch"
-            f" {run.micro_batch_size} x dp {run.data_parallel} = {sequences}, so gradient"
-            " accumulation cannot be a whole number."
-        )
     # Embedding and loss may have a stage.
-    if run.spec.num_layers + 2 < run.pipeline_parallel * run.virtual_stages:
+    if run.spec.num_layers + 2 < run.plan.num_stages:
         raise ConfigError(
-            f"pp: {run.pipeline_parallel} x {run.virtual_stages} stages of {run.spec.num_layers}"
-            " layers."
+            f"pp: {run.plan.pipeline_parallel} x {run.plan.virtual_stages} stages of"
+            f" {run.spec.num_layers} layers."
         )
     for name in ("mfu", "hfu"):
         value = x[name]
@@ -261,16 +257,17 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
             )
     rates = [run.flops_per_s(), x["tflops_per_gpu"] and x["tflops_per_gpu"] * 1e12]
     # What the device executes, where the source has no FLOP/s of its own.
-    if run.recompute == "full":
+    if run.plan.recompute == "full":
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
     ceiling, where = _ceiling(run)
     for rate in rates:
         if rate and ceiling and rate > ceiling:
             raise ConfigError(
                 f"{rate / 1e12:.1f} TFLOP/s per device is above {ceiling / 1e12:.1f}, {where}."
-                f" Check the samples processed per step (global_batch {run.global_batch_size}: does"
-                " micro_batch x gradient accumulation x dp of the engine's own configuration"
-                f" agree?), the FLOP basis ({run.basis.value}), and the unit."
+                " Check the samples processed per step (global_batch"
+                f" {run.plan.global_batch_size}: does micro_batch x gradient accumulation x dp of"
+                " the engine's own configuration agree?), the FLOP basis"
+                f" ({run.basis.value}), and the unit."
             )
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from cluster.record import field_doc
 from cluster.site import Site
-from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Layouts
+from kit.estimate.theory.layouts import Layouts
+from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
 
@@ -49,25 +50,14 @@ class PublishedRun:
         "of one device in bf16, as the source has it", default=None
     )
     spec: ModelSpec = field_doc("shapes")
-    tensor_parallel: int = field_doc("devices that share each matrix", default=1)
-    pipeline_parallel: int = field_doc("devices that share the layers", default=1)
-    virtual_stages: int = field_doc("stages on each pipeline device", default=1)
-    context_parallel: int = field_doc("devices that share a sequence", default=1)
-    data_parallel: int = field_doc("replicas", default=1)
-    zero_stage: int = field_doc("0 to 3", default=0)
-    sequence_parallel: bool = field_doc("norms sharded over tensor_parallel", default=False)
-    micro_batch_size: int = field_doc("sequences", default=1)
-    global_batch_size: int = field_doc("sequences", default=1)
-    recompute: Literal["none", "selective", "full"] = field_doc(
-        "in the backward pass", default="none"
-    )
+    plan: Plan = field_doc("its layout and batch, whatever the precision was")
     flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
     fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
     fused_softmax: bool = field_doc(
         "mask and softmax in one kernel, where scores are written out", default=True
     )
     overlap: bool = field_doc("collectives run beside computation", default=False)
-    gradient_bytes: int = field_doc("of one reduced gradient", default=2)
+    gradient_bytes: float = field_doc("of one reduced gradient", default=2.0)
     step_time_s: float | None = field_doc(
         "seconds per iteration; none for out of memory", default=None
     )
@@ -79,18 +69,13 @@ class PublishedRun:
 
     @property
     def num_devices(self) -> int:
-        """TP x PP x CP x DP."""
-        return (
-            self.tensor_parallel
-            * self.pipeline_parallel
-            * self.context_parallel
-            * self.data_parallel
-        )
+        """Of the plan."""
+        return self.plan.num_devices
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one global batch."""
-        return self.global_batch_size * self.spec.sequence_length
+        return self.plan.global_batch_size * self.spec.sequence_length
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
         """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory
@@ -113,42 +98,24 @@ class PublishedRun:
         return _site(self.source, self.system, self.device)
 
 
-CODES = ("recompute", "schedule", "context_exchange")
-UNSAID = {
-    "shard_size": 0.0,
-    "compiled": False,
-    "context_exchange": 0,
-    "narrow": False,
-    "native": False,
-    "gathered_bytes": 2.0,
-}
-"""What no published row says. Those in fp8 ran Transformer Engine, which casts where a number is
-made: no `narrow`."""
+SAID = ("flash_attention", "fused_norm", "fused_softmax", "overlap", "gradient_bytes")
+"""Kernels that a row names."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
-    """Returns the runs as Layouts, one element per run."""
-    columns: dict[str, np.ndarray] = {}
-    for field in dataclasses.fields(Layouts):
-        values = [_layout_value(run, field.name) for run in runs]
-        kind = bool if isinstance(values[0], bool) else np.int8 if field.name in CODES else float
-        columns[field.name] = np.array(values, dtype=kind)
-    return Layouts(**columns)
+    """Returns the runs as Layouts, one element per run.
+
+    None is `native`. Those in fp8 ran Transformer Engine, which casts where a number is made: none
+    is `narrow` either.
+    """
+    kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
+    plans = [run.plan for run in runs]
+    return Layouts.of([run.spec for run in runs], plans, native=False, **kernels)
 
 
 def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
     """Returns measured seconds per step, NaN where there is none."""
     return np.array([np.nan if run.step_time_s is None else run.step_time_s for run in runs])
-
-
-def _layout_value(run: PublishedRun, name: str) -> float | bool:
-    if name == "recompute":
-        return RECOMPUTE.index(run.recompute)
-    if name in UNSAID:
-        return UNSAID[name]
-    if name == "schedule":
-        return SCHEDULES.index("interleaved" if run.virtual_stages > 1 else "1f1b")
-    return getattr(run, name) if hasattr(run, name) else getattr(run.spec, name)
 
 
 SYSTEMS = {

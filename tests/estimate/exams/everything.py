@@ -6,8 +6,7 @@ import numpy as np
 
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.machines import Group, machines, size_of
-from kit.estimate.validation.validate import predictions, validate
+from kit.estimate.validation.validate import Group, machines, predictions, size_of, validate
 from kit.show.results import Row, row
 from tests.estimate.exams.memory import memory_exam
 from tests.estimate.exams.new_machine import new_machine
@@ -30,7 +29,7 @@ def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tu
     for key in dict.fromkeys(keys):
         members = [i for i, each in enumerate(keys) if each == key]
         if len(members) >= 4:
-            cost = np.array([runs[i].num_devices / runs[i].global_batch_size for i in members])
+            cost = np.array([runs[i].num_devices / runs[i].plan.global_batch_size for i in members])
             measured = cost * [runs[i].step_time_s or np.nan for i in members]
             lost.append(measured[np.argmin(cost * predicted_s[members])] / measured.min() - 1)
     return float(np.mean(lost)) if lost else float("nan"), len(lost)

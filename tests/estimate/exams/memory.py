@@ -17,7 +17,7 @@ from kit.estimate.theory.activations import ALEPH_ALPHA, MEGATRON, Kernels, engi
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import memory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
-from kit.estimate.validation.memory_readings import memory_layouts, readings, without_group
+from kit.estimate.validation.validate_rows import memory_layouts, readings, without_group
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import FACTS
 from kit.plan import EngineName, Plan

@@ -22,7 +22,7 @@ from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.interval import MeasuredRange, Scales
 from kit.estimate.fit.measured_rows import rows_of
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.machines import Choice, Machine, machines
+from kit.estimate.validation.validate import Choice, Machine, machines
 from kit.show.results import Row, row
 from kit.show.style import new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
