@@ -138,7 +138,7 @@ STATEMENTS = {
     "cluster/local": 272,
     "cluster/login": 355,
     "cluster/sandbox": 271,
-    "cluster/slurm": 765,
+    "cluster/slurm": 712,
     "kit": 906,
     "kit/commands": 903,
     "kit/convert": 751,

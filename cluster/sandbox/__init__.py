@@ -97,7 +97,7 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=Path(__file__).parents[2],
-                env=client_environment(None),
+                env=client_environment(),
             )
         sandbox = cls(layout)
         sandbox._wait_until_idle()

@@ -6,7 +6,6 @@ What Slurm says of them is asked by `cluster.slurm.queries`. The script itself c
 
 import contextlib
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ from cluster.job import Job, JobSpec
 from cluster.render import check, check_submittable, scripts, slurm_table, warnings
 from cluster.site import Site, There
 from cluster.slurm import preflight
-from cluster.slurm.queries import NoAnswerError, slurm_command
 from cluster.slurm.queries import look as look
+from cluster.slurm.queries import slurm_command
 from cluster.slurm.script import ARRAY_SCRIPT, array_script, slurm_scripts
 from cluster.state import (
     JobError,
@@ -31,8 +30,8 @@ from cluster.state import (
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
-LOOKS, LOOK_EVERY_S = 3, 5.0
-"""For a job whose submission was not answered."""
+SUBMIT_TIMEOUT_S = 120.0
+"""A busy controller takes its time, and what it has not answered it may do all the same."""
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
@@ -59,13 +58,9 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         except (JobError, OSError):
             if job_id:  # what was to compile ahead for the job that was refused
                 with contextlib.suppress(JobError):
-                    slurm_command(["scancel", job_id], os.environ.get("SLURM_CONF"))
+                    slurm_command(["scancel", job_id])
             raise
-    hand_over(
-        run_dir,
-        attempt,
-        SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")),
-    )
+    hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id))
     return Job.attach(run_dir)
 
 
@@ -86,7 +81,7 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
     check_submittable(site)
     preflight.check(job, site)
     words = ["squeue", "--me", "--noheader", "--format=%F %Z"]
-    for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines():
+    for line in slurm_command(words).splitlines():
         number, _, place = line.partition(" ")
         if os.path.realpath(place.strip()) == os.path.realpath(run_dir):
             raise JobError(
@@ -115,7 +110,7 @@ def cancel(job: SchedulerJob, run_dir: Path) -> None:
         JobError: Slurm refuses or does not answer, or the job is not this run's.
     """
     _refuse_another(job, run_dir)
-    slurm_command(["scancel", job.id], job.config)
+    slurm_command(["scancel", job.id])
 
 
 def requeue(job: Job, slurm_job: SchedulerJob) -> None:
@@ -129,7 +124,7 @@ def requeue(job: Job, slurm_job: SchedulerJob) -> None:
         submit(job.spec, Site.read(job.run_dir / "site.json"))
     else:
         _refuse_another(slurm_job, job.run_dir)
-        requeue_this(slurm_job, job.run_dir)
+        requeue_this(slurm_job)
 
 
 def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
@@ -137,7 +132,7 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
     are.
     """
     words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%Z"]
-    places = slurm_command(words, job.config).splitlines()
+    places = slurm_command(words).splitlines()
     if places and not any(
         os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places
     ):
@@ -146,31 +141,17 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
         )
 
 
-def requeue_this(job: SchedulerJob, run_dir: Path) -> None:
-    """Puts a job that has not ended back into the queue, without the nodes that failed it
-    EXCLUDED_AFTER times.
+def requeue_this(job: SchedulerJob) -> None:
+    """Puts a job that has not ended back into the queue.
 
     Raises:
         JobError: Slurm refuses or does not answer.
     """
-    nodes = lost_nodes(run_dir)
-    # Only a waiting job can be told to avoid nodes, and unless it is held it may have started on
-    # them by then.
-    word = "requeuehold" if nodes else "requeue"
     try:
-        slurm_command(["scontrol", word, job.id], job.config)
+        slurm_command(["scontrol", "requeue", job.id])
     except JobError as error:
         if "pending" not in str(error):  # then somebody else was quicker
             raise
-    if nodes:
-        try:
-            slurm_command(
-                ["scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(nodes)}"],
-                job.config,
-            )
-        except JobError as error:  # it waits in the queue all the same
-            print(f"{', '.join(nodes)} cannot be left out: {error}", flush=True)
-        slurm_command(["scontrol", "release", job.id], job.config)
 
 
 def begin_elsewhere(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
@@ -206,48 +187,14 @@ def lost_nodes(run_dir: Path) -> list[str]:
 
 
 def _sbatch(run_dir: Path, script: str, *options: str) -> str:
-    """Returns the number of a new job."""
+    """Returns the number of a new job, which keeps off the nodes that `lost_nodes` names."""
     words = ["sbatch", "--parsable", *options]
     if nodes := lost_nodes(run_dir):
         words.append(f"--exclude={','.join(nodes)}")
-    try:
-        answer = slurm_command([*words, script], os.environ.get("SLURM_CONF"), cwd=run_dir)
-    except NoAnswerError as error:
-        answer = _accepted(Path(os.path.realpath(run_dir / script)), error)
+    answer = slurm_command([*words, script], cwd=run_dir, timeout_s=SUBMIT_TIMEOUT_S)
     job_id = answer.strip().partition(";")[0]
     if not job_id.isdigit():
         raise JobError(
             f"sbatch answered {answer.strip()!r}, which is no job number. Look with squeue --me."
         )
     return job_id
-
-
-def _accepted(script: Path, silence: NoAnswerError) -> str:
-    """Returns the number of a job that Slurm took although it did not answer: the one in the queue
-    with its script.
-
-    Raises:
-        JobError: it is not there, or the queue cannot be seen either.
-    """
-    words = [
-        "squeue",
-        "--me",
-        "--noheader",
-        "--states=PENDING,CONFIGURING,RUNNING",
-        "--format=%F %o",
-    ]
-    for _ in range(LOOKS):
-        time.sleep(LOOK_EVERY_S)
-        with contextlib.suppress(JobError):
-            jobs = [
-                line.split(maxsplit=1)
-                for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines()
-            ]
-            here = os.environ.get("SLURM_JOB_ID")  # of a job that submits its follower
-            numbers = [int(job) for job, told in jobs if told == str(script) and job != here]
-            if numbers:
-                return str(max(numbers))
-    raise JobError(
-        f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me"
-        f" --format='%F %o'` for {script}, and `scancel` it before you launch again."
-    ) from silence

@@ -76,14 +76,13 @@ def nodes_of(text: str) -> list[Nodes]:
     return [found.groupdict() for found in lines.values() if found]
 
 
-def hours(limit: str) -> float | None:
-    """Returns a time limit in hours; None where there is none."""
-    found, units = TIME.fullmatch(limit), (24, 1, 1 / 60, 1 / 3600)
-    return (
-        sum(int(part or 0) * unit for part, unit in zip(found.groups(), units, strict=True))
-        if found
-        else None
-    )
+def seconds(limit: str) -> float | None:
+    """Returns a time limit in seconds; None where there is none."""
+    found = TIME.fullmatch(limit)
+    if found is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + rest
 
 
 def choose(found: list[Nodes], partition: str | None) -> Nodes:
@@ -115,7 +114,7 @@ def site_text(
     nodes: Nodes, settings: dict[str, str], *, login: str | None = None, account: str | None = None
 ) -> str:
     """Returns the site file of some nodes, which `Site.load` takes."""
-    cpus, gpu, limit = int(nodes["cpus"]), GPU.search(nodes["gres"]), hours(nodes["limit"])
+    cpus, gpu, limit = int(nodes["cpus"]), GPU.search(nodes["gres"]), seconds(nodes["limit"])
     kind, gpus = (gpu[1] or "", int(gpu[2] or 1)) if gpu else ("", 0)
     memory_bytes = int(nodes["megabytes"]) * 2**20
     cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes["partition"]
@@ -156,7 +155,7 @@ def site_text(
             else "# no max_nodes: sinfo has no limit"
         ),
         walltime=(
-            f"\n[[slurm.walltime]]\nmax_hours = {limit:g}"
+            f"\n[[slurm.walltime]]\nmax_hours = {limit / 3600:g}"
             if limit
             else "# no [[slurm.walltime]]: no limit"
         ),

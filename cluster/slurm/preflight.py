@@ -14,13 +14,14 @@ import subprocess
 from pathlib import Path
 
 from cluster.job import JobSpec
-from cluster.record import ConfigError, counted
+from cluster.record import ConfigError
 from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
+from cluster.slurm.inventory import seconds
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
 
-LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NODE_WAIT_S, ANSWER_WAIT_S = 60.0, 20.0
 ASKED = """\
 token=$1 folder=$2 node="node $SLURMD_NODENAME"
@@ -142,76 +143,36 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
     partition has.
     """
     try:
-        text = slurm_command(
-            ["sinfo", "--noheader", "--format=%P|%a|%l|%D"], os.environ.get("SLURM_CONF")
-        )
+        text = slurm_command(["sinfo", "--noheader", "--format=%P|%a|%l|%D"])
     except JobError:  # then sbatch will say what is wrong
         return
     rows = [line.split("|") for line in text.splitlines()]
-    partitions = {
-        name.rstrip("*"): (state, limit, int(nodes)) for name, state, limit, nodes in rows
-    }
-    default = next((name.rstrip("*") for name, *_ in rows if name.endswith("*")), None)
-    name = wanted or default
-    if name is None or name not in partitions:
+    default = [row for row in rows if row[0].endswith("*")]
+    found = [row for row in rows if row[0].rstrip("*") == wanted] if wanted else default
+    if not found:
         return
-    state, limit, num_nodes = partitions[name]
+    starred, state, limit, num_nodes = found[0]
+    name, limit_s = starred.rstrip("*"), seconds(limit)
     if state != "up":
-        raise ConfigError(
-            f"site.slurm.partition: {name!r} is {state} and starts no jobs."
-            f" {_others(name, partitions)}"
+        wrong = f"site.slurm.partition: {name!r} is {state} and starts no jobs."
+    elif job.num_nodes > int(num_nodes):
+        wrong = (
+            f"job.num_nodes: {job.num_nodes}, but partition {name!r} has {num_nodes}. Use a smaller"
+            " plan."
         )
-    if job.num_nodes > num_nodes:
-        raise ConfigError(
-            f"job.num_nodes: {job.num_nodes}, but partition {name!r} has {num_nodes}. "
-            f"Use a smaller plan. {_others(name, partitions)}"
-        )
-    limit_s = seconds(limit)
-    if job.time_limit_s and limit_s and job.time_limit_s > limit_s:
-        raise ConfigError(
+    elif job.time_limit_s and limit_s and job.time_limit_s > limit_s:
+        wrong = (
             f"job.time_limit_s: {job.time_limit_s:g}, but partition {name!r} gives at most"
             f" {limit_s:g}. Ask for less; the job comes back until it is done."
-            f" {_others(name, partitions)}"
         )
-
-
-def _others(name: str, partitions: dict[str, tuple[str, str, int]]) -> str:
-    others = [
-        f"{other} ({counted(nodes, 'node')}, {limit})"
-        for other, (_, limit, nodes) in partitions.items()
-        if other != name
-    ]
-    return f"Other partitions: {', '.join(others)}." if others else ""
-
-
-def seconds(text: str) -> float | None:
-    """Returns the seconds in a time of Slurm's, such as '30:00', '12:00:00' or '2-00:00:00';
-    None for no limit.
-    """
-    days, dash, clock = text.rpartition("-")
-    try:
-        parts = [int(part) for part in clock.split(":")]
-        total = int(days) * 86400 if dash else 0
-    except ValueError:  # infinite, UNLIMITED, n/a
-        return None
-    if dash or len(parts) == 3:
-        hours, minutes, rest = (*parts, 0, 0)[:3]
     else:
-        hours, minutes, rest = 0, parts[0], (*parts, 0)[1]
-    return float(total + hours * 3600 + minutes * 60 + rest)
+        return
+    raise ConfigError(f"{wrong} `sinfo --summarize` shows the other partitions.")
 
 
 def _local_file_system(path: Path) -> str | None:
     """Returns the kind of a file system that exists on one machine only, or None for any other."""
-    path = Path(os.path.realpath(path))
-    best, kind = "", ""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8") as mounts:
-            for line in mounts:
-                _, place, name, *_ = line.split()
-                place = place.encode().decode("unicode_escape")
-                if path.is_relative_to(place) and len(place) >= len(best):
-                    best, kind = place, name
-    except OSError:
-        return None
+    there = next(each for each in (path, *path.parents) if each.exists())
+    words = ["stat", "--file-system", "--format=%T", there]
+    kind = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     return kind if kind in LOCAL_FILE_SYSTEMS else None

@@ -10,7 +10,6 @@ Source of states and reasons: https://slurm.schedmd.com/squeue.html
 import os
 import re
 import shlex
-import stat
 import subprocess
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from cluster.poll import Look
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
-FIRST_USER = 1000  # lower numbers are root and services, such as slurm
 STATES = {
     "PENDING": JobState.QUEUED,
     "CONFIGURING": JobState.CONFIGURING,
@@ -73,21 +71,18 @@ HOPELESS = {
 
 
 def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
-    """Returns what Slurm says about jobs of one cluster, by job id.
+    """Returns what the Slurm of this environment says about jobs, by job id.
 
     Raises:
         JobError: Slurm does not answer.
     """
-    config = jobs[0].config
     wanted = [job.id for job in jobs]
-    looks = _squeue(wanted, config)
+    looks = _squeue(wanted)
     for job_id in wanted:
         seen = looks.get(job_id)
         if seen is None or (seen.state and seen.state.is_final):
             forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
-            looks[job_id] = (
-                _ended(job_id, config) or seen or Look(state=JobState.LOST, reason=forgotten)
-            )
+            looks[job_id] = _ended(job_id) or seen or Look(state=JobState.LOST, reason=forgotten)
     return looks
 
 
@@ -101,7 +96,7 @@ def native_state(job: SchedulerJob) -> str:
     Raises:
         JobError: Slurm does not answer.
     """
-    found = _show(job.id, job.config)
+    found = _show(job.id)
     state = found.get("JobState", "")
     if state == "COMPLETING":
         if int(found.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
@@ -113,7 +108,7 @@ def native_state(job: SchedulerJob) -> str:
     return state
 
 
-def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
+def _squeue(job_ids: list[str]) -> dict[str, Look]:
     """Returns the jobs that squeue still shows; columns: number, state, nodes, reason."""
     words = [
         "squeue",
@@ -123,7 +118,7 @@ def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
         "--format=%i|%T|%N|%r",
     ]
     try:
-        lines = slurm_command(words, config).splitlines()
+        lines = slurm_command(words).splitlines()
     except JobError as error:
         if "Invalid job id" in str(error):
             return {}
@@ -154,14 +149,14 @@ def _words(native: str, nodes: str, reason: str) -> str:
     )
 
 
-def _ended(job_id: str, config: str | None) -> Look | None:
+def _ended(job_id: str) -> Look | None:
     """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one).
 
     Raises:
         JobError: scontrol does not answer; a job that nobody could be asked about is not taken for
             a lost one.
     """
-    if found := _show(job_id, config):
+    if found := _show(job_id):
         return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
     words = [
         "sacct",
@@ -172,7 +167,7 @@ def _ended(job_id: str, config: str | None) -> Look | None:
         "--format=State,ExitCode,End",
     ]
     try:
-        lines = slurm_command(words, config).splitlines()
+        lines = slurm_command(words).splitlines()
     except JobError:  # no accounting here
         return None
     if not lines:
@@ -201,14 +196,14 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
     return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
 
 
-def _show(job_id: str, config: str | None) -> dict[str, str]:
+def _show(job_id: str) -> dict[str, str]:
     """Returns some fields of `scontrol show job`, or nothing when it no longer knows the job.
 
     Only fields at fixed places are taken: the job's name and paths are in there too, and may hold
     anything.
     """
     try:
-        text = slurm_command(["scontrol", "show", "job", job_id], config)
+        text = slurm_command(["scontrol", "show", "job", job_id])
     except JobError as error:
         if "Invalid job id" in str(error):
             return {}
@@ -226,16 +221,17 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
     return found if "JobState" in found else {}
 
 
-class NoAnswerError(JobError):
-    """A Slurm command was ended before it answered; what it asked for may happen all the same."""
-
-
-def slurm_command(words: list[str], config: str | None, cwd: Path | None = None) -> str:
-    """Returns what a Slurm command prints.
+def slurm_command(
+    words: list[str],
+    config: str | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+) -> str:
+    """Returns what a Slurm command prints; `config` is a slurm.conf other than that of the
+    environment.
 
     Raises:
-        NoAnswerError: it does not answer in time.
-        JobError: it is not installed or fails; with its own words.
+        JobError: it is not installed, does not answer in time, or fails; with its own words.
     """
     try:
         done = subprocess.run(
@@ -243,8 +239,8 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
-            env=client_environment(config),
+            timeout=timeout_s,
+            env=client_environment() | ({"SLURM_CONF": config} if config else {}),
             stdin=subprocess.DEVNULL,
             cwd=cwd,
             # Ctrl-C in a terminal must not reach an sbatch that is half done
@@ -255,48 +251,17 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
             f"{words[0]} is not installed here. Submit from a login node of the cluster."
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise NoAnswerError(f"{words[0]} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
+        may_come = ", and may do it yet: look with `squeue --me`" if words[0] == "sbatch" else ""
+        raise JobError(f"{words[0]} did not answer within {timeout_s:g} s{may_come}") from error
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise JobError(f"{shlex.join(words[:3])}: {said}")
     return done.stdout
 
 
-def client_environment(config: str | None) -> dict[str, str]:
+def client_environment() -> dict[str, str]:
     """Returns the environment for a Slurm command: without what a surrounding job or habits
     would change.
     """
-    prefixes = (
-        "SLURM_",
-        "SBATCH_",
-        "SQUEUE_",
-        "SINFO_",
-        "SACCT_",
-        "SCANCEL_",
-        "SCONTROL_",
-        "SRUN_",
-    )
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
-    if config and config != os.environ.get("SLURM_CONF"):
-        _refuse_strange_config(Path(config))
-    return kept | ({"SLURM_CONF": config} if config else {})
-
-
-def _refuse_strange_config(config: Path) -> None:
-    """Raises JobError for a configuration that a stranger may have written: it names libraries that
-    Slurm then loads.
-
-    A run directory says how its scheduler was reached, and run directories are passed on.
-    """
-    try:
-        about = config.resolve().stat()
-    except OSError:
-        return  # Slurm says so itself
-    came_along = any((folder / "job.json").exists() for folder in config.resolve().parents)
-    ours = about.st_uid == os.geteuid() or about.st_uid < FIRST_USER
-    if came_along or not ours or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise JobError(
-            f"the run directory names {config} as Slurm's configuration, which somebody else may"
-            f" have written. If it is yours, export SLURM_CONF={shlex.quote(str(config))} and look"
-            " again"
-        )
+    habits = re.compile("(SLURM|SBATCH|SQUEUE|SINFO|SACCT|SCANCEL|SCONTROL|SRUN)_(?!CONF$)")
+    return {key: value for key, value in os.environ.items() if not habits.match(key)}

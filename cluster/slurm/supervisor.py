@@ -21,7 +21,6 @@ before. The exit code is that of the first rank to fail, so that Slurm's own rec
 Standard library, Linux.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -214,7 +213,7 @@ class Supervisor:
         """
         while outcome.fate == "restart":
             names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-            nodes = slurm_command(names, self.job.config).split()
+            nodes = slurm_command(names).split()
             lost = sorted({*nodes} - answering_nodes(len(nodes)))
             if not lost:
                 break
@@ -291,7 +290,7 @@ class Supervisor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             try:
-                requeue_this(self.job, self.run_dir)
+                requeue_this(self.job)
                 return outcome.rc
             except JobError as error:  # the controller may be restarting
                 say(f"not requeued: {error}")
@@ -335,24 +334,15 @@ class Supervisor:
 
 def main() -> int:
     """Returns the job's exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cluster.slurm.supervisor", description="Supervise a Slurm job."
-    )
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- srun ...")
-    options = parser.parse_args()
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if "SLURM_JOB_ID" not in os.environ or len(sys.argv) < 4:
+        print("run this inside a Slurm job, as submit.sh does", file=sys.stderr)
+        return 2
+    run_dir, _, *command = sys.argv[1:]
     try:
-        job = SchedulerJob(
-            scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF")
-        )
+        job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"])
         outlive_full_log()
         become_subreaper()
-        return Supervisor(options.run_dir.absolute(), command, job).run()
-    except KeyError as error:
-        print(
-            f"{error} is not set: run this inside a Slurm job, as submit.sh does", file=sys.stderr
-        )
+        return Supervisor(Path(run_dir).absolute(), command, job).run()
     except (ConfigError, JobError, OSError) as error:
         print(error, file=sys.stderr)
     return 2
