@@ -135,9 +135,9 @@ def test_files_and_functions_stay_short():
 STATEMENTS = {
     "cluster": 1483,
     "cluster/kubernetes": 193,
-    "cluster/local": 272,
+    "cluster/local": 264,
     "cluster/login": 355,
-    "cluster/sandbox": 271,
+    "cluster/sandbox": 250,
     "cluster/slurm": 712,
     "kit": 906,
     "kit/commands": 903,

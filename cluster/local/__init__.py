@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.attempts import Files
+from cluster.attempts import Files, claimed
+from cluster.files import appending
 from cluster.job import Job, JobSpec
+from cluster.outcome import log_tail
 from cluster.record import ConfigError, counted
 from cluster.site import Site
-from cluster.state import JobError
+from cluster.state import JobError, read_exit
 
 MAX_PROCESSES = 256
 PACKAGE_ROOT = Path(__file__).parents[2]
+STARTED = b"started\n"
+"""What a supervisor tells whoever has submitted its job."""
 
 
 def submit(job: JobSpec, files: Files | None = None) -> Job:
@@ -27,18 +31,43 @@ def submit(job: JobSpec, files: Files | None = None) -> Job:
     `files` and errors are those of `cluster.submission.submit`.
     """
     check(job)
-    started = subprocess.run(
-        [sys.executable, "-m", "cluster.local.supervisor", "--submit", job.run_dir],
-        input=json.dumps({"job": job.to_dict(), "files": dict(files or {})}),
-        text=True,
-        encoding="utf-8",
-        capture_output=True,
-        cwd=PACKAGE_ROOT,
-        start_new_session=True,
-    )
-    if started.returncode:
-        raise JobError(started.stderr.strip())
-    return Job.attach(job.run_dir)
+    run_dir = Path(job.run_dir)
+    kept = {**(files or {}), "job.json": job.to_json(), "submit.sh": render_script(job)}
+    try:
+        with claimed(run_dir, kept) as attempt:
+            _start(run_dir, attempt)
+    except OSError as error:
+        raise JobError(f"{run_dir}: {error}") from error
+    return Job.attach(run_dir)
+
+
+def _start(run_dir: Path, attempt: int) -> None:
+    """Returns as soon as all ranks are started under a supervisor that does not depend on the
+    caller.
+
+    Raises:
+        JobError: not all of them could be started; none is left.
+    """
+    words = ["setsid", "--fork", sys.executable, "-m", "cluster.local.supervisor"]
+    said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
+    with (
+        appending(said) as log,
+        subprocess.Popen(
+            [*words, run_dir, str(attempt)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=PACKAGE_ROOT,
+            start_new_session=True,
+        ) as child,
+    ):
+        assert child.stdout is not None
+        # Nothing when guard and supervisor have ended without a word.
+        if child.stdout.read(len(STARTED)) == STARTED:
+            return
+    report = read_exit(run_dir)
+    reason = report.reason if report and report.attempt == attempt else log_tail(said)
+    raise JobError(f"{run_dir}: attempt {attempt} could not be started: {reason}")
 
 
 def check(job: JobSpec) -> None:

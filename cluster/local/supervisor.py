@@ -1,8 +1,7 @@
 """Starts the ranks of a job on this machine, watches them, and records the truth about their end.
 
-    python -m cluster.local.supervisor RUN_DIR             start the next attempt in the foreground
-    python -m cluster.local.supervisor --submit RUN_DIR    in the background, the job and the files
-    on standard input
+    python -m cluster.local.supervisor RUN_DIR            start the next attempt in the foreground
+    python -m cluster.local.supervisor RUN_DIR ATTEMPT    start one that was claimed for it
 
 Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails,
 starts them again when one has crashed (`JobSpec.max_restarts`), and writes exit.json.
@@ -14,10 +13,8 @@ Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MAS
 KIT_ATTEMPT in its environment.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -29,10 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NoReturn
 
-from cluster.attempts import claim_attempt, claimed, next_attempt
+from cluster.attempts import claim_attempt, next_attempt
 from cluster.files import appending, outlive_full_log
 from cluster.job import JobSpec
-from cluster.local import render_script
+from cluster.local import STARTED
 from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
     Home,
@@ -41,13 +38,12 @@ from cluster.outcome import (
     ended_well,
     failed,
     judged,
-    log_tail,
     record_end,
     say,
 )
 from cluster.process import Process, become_rank, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
-from cluster.state import JobError, JobState, log_path, read_exit, read_state, update_state
+from cluster.state import JobError, JobState, log_path, read_state, update_state
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 LOOK_EVERY_S = 1.0
@@ -56,60 +52,23 @@ Ranks = dict[int, subprocess.Popen | ForkedRank]
 
 
 def main() -> int:
-    """Returns 0 when all ranks (or, with --submit, their start) succeeded."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cluster.local.supervisor", description="Run a job here."
-    )
-    parser.add_argument(
-        "--submit", action="store_true", help="read a job and its files from standard input"
-    )
-    parser.add_argument("run_dir", type=Path)
-    options = parser.parse_args()
-    run_dir = options.run_dir.absolute()
+    """Returns 0 when all ranks succeeded."""
+    run_dir = Path(sys.argv[1]).absolute()
     try:
-        if options.submit:
-            sent = json.load(sys.stdin)
-            job = JobSpec.from_dict(sent["job"])
-            files = {**sent["files"], "job.json": job.to_json(), "submit.sh": render_script(job)}
-            with claimed(run_dir, files) as attempt:
-                start_in_background(run_dir, job, attempt)
-            return 0
-        job, attempt = JobSpec.read(run_dir / "job.json"), claim_attempt(run_dir)
-        (run_dir / "logs").mkdir(exist_ok=True)
-        return guard(lambda: supervise(run_dir, job, attempt, started=lambda: 0))
+        job = JobSpec.read(run_dir / "job.json")
+        attempt = int(sys.argv[2]) if sys.argv[2:] else claim_attempt(run_dir)
     except (ConfigError, JobError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    # Whoever has submitted the job reads one word from standard output, and no more.
+    submitter = os.dup(1)
+    os.dup2(2, 1)
 
+    def started() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(submitter, STARTED)
 
-def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
-    """Returns as soon as all ranks are started under a guard that no longer depends on the caller.
-
-    Raises:
-        JobError: not all of them could be started; none is left.
-    """
-    reader, writer = os.pipe()
-    said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
-    if os.fork() == 0:
-        log = appending(said)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
-            os.dup2(source, target)
-        os.setsid()
-        exit_with(
-            lambda: guard(
-                lambda: supervise(
-                    run_dir, job, attempt, started=lambda: os.write(writer, b"started")
-                )
-            )
-        )
-    os.close(writer)
-    # Empty when guard and supervisor have ended without a word.
-    if os.read(reader, 16) == b"started":
-        return
-    report = read_exit(run_dir)
-    reason = report.reason if report and report.attempt == attempt else log_tail(said)
-    raise JobError(f"{run_dir}: attempt {attempt} could not be started: {reason}")
+    return guard(lambda: supervise(run_dir, job, attempt, started))
 
 
 def guard(supervisor: Callable[[], int]) -> int:

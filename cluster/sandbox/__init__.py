@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster.process import Process
-from cluster.sandbox import network
+from cluster.record import ConfigError
 from cluster.sandbox.layout import Layout, write_files
 from cluster.slurm.queries import client_environment, slurm_command
 from cluster.state import JobError
@@ -80,9 +80,11 @@ class Sandbox:
         directory = Path(root or default_root()).absolute()
         if running := cls.find(directory):
             return running
-        isolated = network.is_possible() if isolated is None else isolated
         layout = Layout(
-            root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting
+            root=str(directory),
+            num_nodes=num_nodes,
+            isolated=can_isolate() if isolated is None else isolated,
+            accounting=accounting,
         )
         stop(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,17 +108,8 @@ class Sandbox:
     @classmethod
     def find(cls, root: str | os.PathLike[str] | None = None) -> Self | None:
         """Returns the sandbox that runs in a directory, or None; raises JobError as `is_own`."""
-        directory = Path(root or default_root()).absolute()
-        if not is_own(directory):
-            return None
-        try:
-            layout, keeper = (
-                Layout.read(directory / "sandbox.json"),
-                Process.read(directory / "keeper.json"),
-            )
-        except (OSError, ValueError):
-            return None
-        return cls(layout, was_running=True) if keeper.is_alive else None
+        found = left_in(Path(root or default_root()).absolute())
+        return cls(found[0], was_running=True) if found and found[1].is_alive else None
 
     @property
     def site_file(self) -> str:
@@ -146,8 +139,7 @@ class Sandbox:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int(number.read_text()), signal.SIGKILL)
             number.unlink()
-        if self.layout.isolated:
-            network.ip(f"link del {self.layout.cable(node)}", check=False)
+        self._link("del", node)
 
     def power_on(self, node: str) -> None:
         """Starts a node that was switched off."""
@@ -155,11 +147,16 @@ class Sandbox:
 
     def cut(self, node: str) -> None:
         """Pulls a node's cable at the switch: the node goes on, its packets just get lost."""
-        network.ip(f"link set {self.layout.cable(node)} nomaster")
+        if not self.layout.isolated:
+            raise JobError("the nodes have no cables: without root all share one network")
+        self._link("set", node, "nomaster")
 
     def heal(self, node: str) -> None:
         """Plugs the cable in again; that of a node which is off is plugged in when it starts."""
-        network.ip(f"link set {self.layout.cable(node)} master {self.layout.bridge}", check=False)
+        self._link("set", node, "master", self.layout.bridge)
+
+    def _link(self, what: str, node: str, *words: str) -> None:
+        subprocess.run(["ip", "link", what, self.layout.cable(node), *words], capture_output=True)
 
     def stop(self) -> None:
         """Ends all daemons and removes network, mounts and files."""
@@ -206,22 +203,39 @@ def is_own(directory: Path) -> bool:
     return True
 
 
+def left_in(directory: Path) -> tuple[Layout, Process] | None:
+    """Returns the sandbox of a directory and its keeper, running or ended; None where there is
+    none.
+
+    Raises JobError as `is_own`.
+    """
+    if not is_own(directory):
+        return None
+    try:
+        keeper = Process.read(directory / "keeper.json")
+        return Layout.read(directory / "sandbox.json"), keeper
+    except ConfigError:
+        return None
+
+
+def can_isolate() -> bool:
+    """Whether this process may make nodes with a network, processes and mounts of their own."""
+    probe = "unshare --uts --net --mount --pid --fork --mount-proc ip link set lo up".split()
+    return os.geteuid() == 0 and subprocess.run(probe, capture_output=True).returncode == 0
+
+
 def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
     """Ends a sandbox, whatever is left of it, and removes its files; returns whether it ran."""
     directory = Path(root or default_root()).absolute()
-    is_own(directory)
-    try:
-        layout, keeper = (
-            Layout.read(directory / "sandbox.json"),
-            Process.read(directory / "keeper.json"),
-        )
-    except (OSError, ValueError):
+    if (found := left_in(directory)) is None:
         return False
+    layout, keeper = found
     was_running, deadline = keeper.send_signal(signal.SIGTERM), time.monotonic() + 30
     while keeper.is_alive and time.monotonic() < deadline:
         time.sleep(0.02)
     _end_left_behind(layout)
-    network.down(layout)
+    if layout.isolated:
+        layout.start("network_down").wait()
     if not keep_files:
         shutil.rmtree(directory, ignore_errors=True)
     return was_running

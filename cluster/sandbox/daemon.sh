@@ -1,5 +1,6 @@
 #!/bin/bash
-# Runs one daemon of a sandbox in the foreground: daemon.sh NAME. The variables are those of Layout.values.
+# Runs one daemon of a sandbox in the foreground, or makes its network: daemon.sh NAME. The variables are those of
+# Layout.values.
 # shellcheck disable=SC2154
 name=$1
 export SLURM_CONF=$root/etc/slurm.conf MYSQL_UNIX_PORT=$root/run/mysqld.sock PATH=$PATH:/usr/sbin:/sbin:/usr/bin:/bin
@@ -17,11 +18,25 @@ wait_for() {  # COMMAND: until it is true, half a minute at most
 
 answers() { : < "/dev/tcp/127.0.0.1/$1"; }
 
+unplug() {  # NUMBER of a node; what is not there is not missed
+    ip link del "${tag}v$1"
+    ip netns del "$tag-node$1"
+}
+
+network_down() {
+    for number in $(seq "$num_nodes"); do unplug "$number"; done
+    ip link del "${tag}br"
+} 2> /dev/null
+
+network_up() {  # one virtual switch, with this machine as login node; nodes plug themselves in, and nothing leads outside
+    network_down
+    ip link add "${tag}br" type bridge && ip addr add "$network.1/24" dev "${tag}br" && ip link set "${tag}br" up
+}
+
 plug_in() {  # makes the network of a node anew; names as in Layout
     number=${name#node} bridge=${tag}br
     cable=${tag}v$number namespace=$tag-$name address=$network.$((10 + number))
-    ip link del "$cable"
-    ip netns del "$namespace"
+    unplug "$number"
     ip netns add "$namespace"
     ip link add "$cable" type veth peer name eth0 netns "$namespace"
     ip link set "$cable" master "$bridge" up
@@ -77,5 +92,6 @@ case $name in
         [ "$storage" = none ] || wait_for answers "$database_port"
         exec slurmctld -D ;;
     inside) inside "$2" ;;
+    network_up | network_down) "$name" ;;
     *) power_on ;;
 esac

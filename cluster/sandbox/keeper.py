@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from cluster.process import Process, become_rank, become_subreaper, kill_descendants
-from cluster.sandbox import network
 from cluster.sandbox.layout import Layout
 
 LOOK_EVERY_S = 0.2
@@ -24,7 +23,7 @@ LOOK_EVERY_S = 0.2
 
 def tend(layout: Layout) -> None:
     """Starts all daemons, and those that have ended again, for ever."""
-    daemons: dict[str, subprocess.Popen] = {}
+    keeper, daemons = os.getpid(), dict[str, subprocess.Popen]()
     while True:
         with contextlib.suppress(ChildProcessError):
             # What daemons leave behind becomes a child of this process.
@@ -33,23 +32,15 @@ def tend(layout: Layout) -> None:
         for name in layout.daemons:
             runs = name in daemons and daemons[name].poll() is None
             if not runs and not layout.path("run", f"{name}.off").exists():
-                daemons[name] = _start(layout, name)
+                with layout.path("log", f"{name}.out").open("ab") as log:
+                    daemons[name] = layout.start(
+                        name,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                        preexec_fn=lambda: become_rank(keeper),
+                    )
         time.sleep(LOOK_EVERY_S)
-
-
-def _start(layout: Layout, name: str) -> subprocess.Popen:
-    keeper = os.getpid()
-    with layout.path("log", f"{name}.out").open("ab") as log:
-        return subprocess.Popen(
-            ["bash", Path(__file__).with_name("daemon.sh"), name],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **layout.values()},
-            cwd="/",
-            start_new_session=True,
-            preexec_fn=lambda: become_rank(keeper),
-        )
 
 
 def main() -> None:
@@ -60,12 +51,12 @@ def main() -> None:
     Process.current().write(layout.path("keeper.json"))
     os.dup2(2, 1)  # whoever started it waits for the end of what it prints
     try:
-        network.up(layout)
+        if layout.isolated and layout.start("network_up").wait():
+            sys.exit("the network of the nodes could not be made")
         tend(layout)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_descendants()
-        network.down(layout)
 
 
 if __name__ == "__main__":

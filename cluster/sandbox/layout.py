@@ -5,8 +5,10 @@ import hashlib
 import os
 import pwd
 import socket
+import subprocess
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from cluster.record import Record, field_doc
 
@@ -49,11 +51,18 @@ class Layout(Record):
         """Returns the interface by which a node is plugged into the switch."""
         return f"{self.tag}v{node.removeprefix('node')}"
 
-    def namespace(self, node: str) -> str:
-        return f"{self.tag}-{node}"
-
     def path(self, *parts: str) -> Path:
         return Path(self.root, *parts)
+
+    def start(self, name: str, **how: Any) -> subprocess.Popen:
+        """Returns daemon.sh as a process that runs a daemon, or makes or removes the network."""
+        return subprocess.Popen(
+            ["bash", Path(__file__).with_name("daemon.sh"), name],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self.values()},
+            cwd="/",
+            **how,
+        )
 
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""

@@ -13,7 +13,7 @@ import pytest
 
 from cluster import poll
 from cluster.login import mirror
-from cluster.sandbox import START_WAIT_S, Sandbox, network, why_not
+from cluster.sandbox import START_WAIT_S, Sandbox, can_isolate, why_not
 from cluster.site import Site
 from cluster.state import JobError
 from tests.cluster.recovery import recover
@@ -36,7 +36,7 @@ def pytest_runtest_makereport(item, call):
 def small_disk(tmp_path_factory):
     """A file system of 48 MB, to be filled up; isolated nodes, which start later, share it."""
     folder = tmp_path_factory.mktemp("small")
-    if not network.is_possible():
+    if not can_isolate():
         yield folder
         return
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", folder], check=True)
