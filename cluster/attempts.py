@@ -49,7 +49,7 @@ def claim_attempt(run_dir: Path) -> int:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
-        _refuse_live(run_dir)
+        refuse_live(run_dir)
         return _begin(
             run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current())
         )
@@ -110,10 +110,6 @@ def new_folders(*folders: Path) -> Iterator[None]:
 def refuse_live(run_dir: Path) -> None:
     """Raises JobError if a run directory is somebody else's, or a job is live in it."""
     refuse_other_owner(run_dir, "start a job in it")
-    _refuse_live(run_dir)
-
-
-def _refuse_live(run_dir: Path) -> None:
     state, status = read_state(run_dir), read_status(run_dir)
     scheduled = state is not None and state.scheduler_job is not None
     # Out of reach: should it come back, it is fenced off.

@@ -2,18 +2,22 @@
 
 However many runs a notebook shows and however often, a scheduler is asked at most once in
 `interval_s`, for all of them together, in the background; in between everyone gets the last answer.
-One that does not answer keeps nobody waiting for another. Standard library only.
+One that does not answer keeps nobody waiting for another. What it is asked, and told, goes by its
+own commands. Standard library only.
 """
 
 import dataclasses
+import shlex
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from cluster.record import Record, field_doc
-from cluster.state import JobState, SchedulerJob
+from cluster.record import Record, cut, field_doc
+from cluster.state import JobError, JobState, SchedulerJob
 
 INTERVAL_S = 10.0
 INTEREST_S = 600.0
@@ -93,6 +97,45 @@ class Poller:
             for job in jobs:
                 if answer := answers.get(job.id):
                     self._looks[_key(job)] = answer.replace(time=min(answer.time, now))
+
+
+def answer_of(
+    words: list[str],
+    advice: str,
+    timeout_s: float,
+    *,
+    text: str = "",
+    environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
+    """Returns what a scheduler's command prints when it is given a text on its standard input.
+
+    Raises:
+        JobError: it is not installed, with `advice`, is not done in time, or fails, with its words.
+    """
+    what = shlex.join(words[:2])
+    try:
+        done = subprocess.run(
+            words,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,  # Ctrl-C must not reach a submission that is half done
+        )
+    except FileNotFoundError as error:
+        raise JobError(f"{words[0]} is not installed here. {advice}") from error
+    except subprocess.TimeoutExpired as error:
+        raise JobError(
+            f"{what} was not done within {timeout_s:g} s, and may be done yet"
+        ) from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise JobError(f"{what}: {cut(said, 500)}")
+    return done.stdout
 
 
 POLLER = Poller()

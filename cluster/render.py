@@ -135,9 +135,8 @@ def reads_shared_disk(slurm: Slurm) -> bool:
     """Returns whether the ranks of a site share one Python environment: not packed for each
     node, not in containers.
     """
-    packed = slurm.broadcast is not None and slurm.broadcast.archive is not None
     options = (*slurm.srun_options, *slurm.sbatch_options)
-    return not packed and not any(
+    return not slurm.has_own_environment and not any(
         option.startswith(("--container", "--image")) for option in options
     )
 

@@ -262,6 +262,11 @@ class Slurm(Record):
         )
 
     @property
+    def has_own_environment(self) -> bool:
+        """Whether each node has a Python environment of its own, unpacked from an archive."""
+        return self.broadcast is not None and self.broadcast.archive is not None
+
+    @property
     def largest_job(self) -> int | None:
         """Most nodes that one job may have, or None where the site does not say."""
         bins = self.walltime[-1].max_nodes if self.walltime else None

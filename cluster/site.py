@@ -267,25 +267,24 @@ class Site(Record):
         return self.replace(device=self.device.replace(peak_flops_per_s=peaks))
 
     def _repr_html_(self) -> str:
-        rows: list[tuple[str, object]] = [
+        peaks, links = self.device.peak_flops_per_s, self.links
+        facts = {
+            "memory (bytes)": self.device.memory_bytes,
+            **{f"peak {name} (FLOP/s)": peaks.get(name) for name in DTYPES if "8" not in name},
+            **{f"peak {name} (FLOP/s)": peaks[name] for name in DTYPES if name in peaks},
+            **{
+                f"within {link.num_devices} devices (bytes/s)": link.bytes_per_s
+                for link in links.intra_node
+            },
+            "between nodes (bytes/s)": links.inter_node_bytes_per_s,
+            "price per node and hour (USD)": self.price_per_node_hour,
+        }
+        rows = [
             ("scheduler", self.scheduler),
             ("devices per node", self.devices_per_node),
-        ]
-        rows += [
             ("device", self.device.name),
-            ("memory (bytes)", self.device.memory_bytes or "unknown"),
+            *((name, fact or "unknown") for name, fact in facts.items()),
         ]
-        for dtype in [
-            each for each in DTYPES if "8" not in each or each in self.device.peak_flops_per_s
-        ]:
-            rows.append(
-                (f"peak {dtype} (FLOP/s)", self.device.peak_flops_per_s.get(dtype, "unknown"))
-            )
-        for link in self.links.intra_node:
-            rows.append((f"within {link.num_devices} devices (bytes/s)", link.bytes_per_s))
-        rows.append(("between nodes (bytes/s)", self.links.inter_node_bytes_per_s or "unknown"))
-        if self.price_per_node_hour:
-            rows.append(("price per node and hour (USD)", self.price_per_node_hour))
         return html_table(f"Site {self.name}: {self.description}", rows)
 
 

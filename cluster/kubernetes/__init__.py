@@ -6,15 +6,13 @@ again. Standard library only.
 
 import contextlib
 import json
-import subprocess
 from pathlib import Path
 
 from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
 from cluster.kubernetes.manifest import INSTANCE, MANAGED_BY, job_name, kubernetes_table, mark
 from cluster.kubernetes.manifest import texts as texts
-from cluster.poll import POLLER, Look
-from cluster.record import cut
+from cluster.poll import POLLER, Look, answer_of
 from cluster.render import check_submittable, scripts
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
@@ -124,32 +122,13 @@ def judge(item: dict | None) -> Look:
 
 
 def _kubectl(
-    *words: str, place: str | None = None, text: str = "", limit_s: float = TIMEOUT_S
+    *words: str, place: str | None = None, text: str = "", limit_s: float | None = None
 ) -> str:
-    """Returns what kubectl prints, asked of a `context/namespace`, when it is given a text.
-
-    Raises:
-        JobError: it is not installed, fails, with its own words, or does not answer in time.
+    """Returns what kubectl prints, asked of a `context/namespace`, when it is given a text; raises
+    JobError as `answer_of`.
     """
     context, _, namespace = (place or "").rpartition("/")
     options = {"--context": context, "--namespace": namespace}
     where = [f"{name}={value}" for name, value in options.items() if value]
-    try:
-        done = subprocess.run(
-            ["kubectl", *words, *where],
-            input=text,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=limit_s,
-            start_new_session=True,  # Ctrl-C must not reach a submission that is half done
-        )
-    except FileNotFoundError as error:
-        advice = "Install it, or take what `kit launch ... --show` prints to where it is."
-        raise JobError(f"kubectl is not installed here. {advice}") from error
-    except subprocess.TimeoutExpired as error:
-        raise JobError(f"kubectl {words[0]} was not done within {limit_s:g} s") from error
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise JobError(f"kubectl {words[0]}: {cut(said, 500)}")
-    return done.stdout
+    advice = "Install it, or take what `kit launch ... --show` prints to where it is."
+    return answer_of(["kubectl", *words, *where], advice, limit_s or TIMEOUT_S, text=text)

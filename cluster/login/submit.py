@@ -151,8 +151,9 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
     """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the
     site may bring one.
     """
-    own = slurm.broadcast and slurm.broadcast.archive
-    if own or re.search(r"PYTHONPATH|PYTHONHOME|activate|\bsource |['; ]\. ", repr(slurm)):
+    if slurm.has_own_environment or re.search(
+        r"PYTHONPATH|PYTHONHOME|activate|\bsource |['; ]\. ", repr(slurm)
+    ):
         return "exit"
     loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
     code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"

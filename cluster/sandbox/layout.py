@@ -51,6 +51,9 @@ class Layout(Record):
         """Returns the interface by which a node is plugged into the switch."""
         return f"{self.tag}v{node.removeprefix('node')}"
 
+    def namespace(self, node: str) -> str:
+        return f"{self.tag}-{node}"
+
     def path(self, *parts: str) -> Path:
         return Path(self.root, *parts)
 

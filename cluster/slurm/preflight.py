@@ -79,14 +79,6 @@ def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
     probes = [place / name for place in places]
     for probe in probes:
         probe.write_text(f"{token}\n")
-    try:
-        return _ask_nodes(job, num_nodes, token, probes)
-    finally:
-        for probe in probes:
-            probe.unlink(missing_ok=True)
-
-
-def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> str | None:
     words = ["bash", "-c", ASKED, "preflight", token, job.working_directory, *map(str, probes)]
     wait_s = NODE_WAIT_S + num_nodes / 4
     try:
@@ -95,6 +87,9 @@ def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> 
         raise JobError(
             f"some node did not answer within {wait_s:g} s, before any rank was started"
         ) from error
+    finally:
+        for probe in probes:
+            probe.unlink(missing_ok=True)
     complaints = sorted(line for line in done.stdout.splitlines() if line.startswith("node "))
     if complaints:
         return (

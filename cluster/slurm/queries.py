@@ -9,11 +9,9 @@ Source of states and reasons: https://slurm.schedmd.com/squeue.html
 
 import os
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
-from cluster.poll import Look
+from cluster.poll import Look, answer_of
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
@@ -231,32 +229,11 @@ def slurm_command(
     environment.
 
     Raises:
-        JobError: it is not installed, does not answer in time, or fails; with its own words.
+        JobError: as `answer_of`.
     """
-    try:
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=client_environment() | ({"SLURM_CONF": config} if config else {}),
-            stdin=subprocess.DEVNULL,
-            cwd=cwd,
-            # Ctrl-C in a terminal must not reach an sbatch that is half done
-            start_new_session=True,
-        )
-    except FileNotFoundError as error:
-        raise JobError(
-            f"{words[0]} is not installed here. Submit from a login node of the cluster."
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        may_come = ", and may do it yet: look with `squeue --me`" if words[0] == "sbatch" else ""
-        raise JobError(f"{words[0]} did not answer within {timeout_s:g} s{may_come}") from error
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise JobError(f"{shlex.join(words[:3])}: {said}")
-    return done.stdout
+    environment = client_environment() | ({"SLURM_CONF": config} if config else {})
+    advice = "Submit from a login node of the cluster."
+    return answer_of(words, advice, timeout_s, environment=environment, cwd=cwd)
 
 
 def client_environment() -> dict[str, str]:

@@ -272,7 +272,7 @@ def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
 
 
 def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[str]:
-    keeper = "python" if _has_own_environment(slurm) else quote(python)
+    keeper = "python" if slurm.has_own_environment else quote(python)
     return [
         RULER,
         (
@@ -350,13 +350,9 @@ def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
     """Returns the Python of the ranks: that of the broadcast environment, which is first in
     PATH, if there is one.
     """
-    if _has_own_environment(slurm):
+    if slurm.has_own_environment:
         return "python"
     return job.argv[0] if _is_python(job.argv[0]) else python
-
-
-def _has_own_environment(slurm: Slurm) -> bool:
-    return slurm.broadcast is not None and slurm.broadcast.archive is not None
 
 
 def _is_python(word: str) -> bool:

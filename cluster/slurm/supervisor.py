@@ -24,7 +24,6 @@ Standard library, Linux.
 import contextlib
 import dataclasses
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -99,10 +98,9 @@ class Supervisor:
         self.stop_reason: str | None = None
         self.next_state = JobState.REQUEUED
         """What the run directory says until the next attempt starts, here or elsewhere."""
-        self.reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in WATCHED:
-            signal.signal(number, lambda number, frame: None)
+        # Waited for in `_watch`. The commands of Slurm inherit this, which is as well: a requeue
+        # sends SIGTERM to the very command that asks for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
     def run(self) -> int:
         """Runs attempts until the job's fate is decided; returns its exit code."""
@@ -150,7 +148,11 @@ class Supervisor:
         self._note(JobState.STARTING, f"{ranks} starting on {nodes}")
         failures_of(self.run_dir, self.attempt).mkdir(parents=True, exist_ok=True)
         step = subprocess.Popen(
-            self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            self.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
         )
         try:
             return self._watch(step)
@@ -160,14 +162,14 @@ class Supervisor:
     def _watch(self, step: subprocess.Popen) -> Outcome:
         failed_at = None
         while True:
-            ready, _, _ = select.select([self.reader], [], [], LOOK_EVERY_S)
-            signals = os.read(self.reader, 256) if ready else b""
+            received = signal.sigtimedwait(WATCHED, LOOK_EVERY_S)
+            number = received.si_signo if received else None
             if step.poll() is not None:
                 return self._after(step.returncode)
-            if any(number in signals for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if outcome := self._told_to_end():
                     return outcome
-            if signal.SIGUSR1 in signals or signal.SIGUSR2 in signals:
+            if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._ask_to_stop("the time limit is near")
             if lost := self.home.why_lost():
                 return Outcome(1, lost)
@@ -286,8 +288,6 @@ class Supervisor:
 
     def _requeue(self, outcome: Outcome) -> int:
         deadline = time.monotonic() + REQUEUE_PATIENCE_S
-        # A requeue sends it to the very commands that ask for it.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             try:
                 requeue_this(self.job)

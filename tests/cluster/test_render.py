@@ -8,7 +8,7 @@ import pytest
 
 from cluster.job import JobSpec
 from cluster.record import ConfigError
-from cluster.render import check, check_submittable, nodes_for, render, scripts, warnings
+from cluster.render import check_submittable, nodes_for, render, scripts, warnings
 from cluster.scheduler import Slurm, quote
 from cluster.site import Site
 
@@ -75,39 +75,31 @@ def test_each_site_starts_ranks_in_its_own_way():
     assert "export NCCL_NET='AWS Libfabric'" in perlmutter and "module load nccl" in perlmutter
 
 
-def test_plan_larger_than_the_machine_is_refused():
-    site = Site.load("frontier")
-    with pytest.raises(
-        ConfigError, match=r"9473 is more than the 9,472 nodes.*at most 75,776 devices"
-    ):
-        check(job_on(site, num_nodes=9473), site)
-    check(job_on(site, num_nodes=9472), site)
-
-
-def test_more_ranks_a_node_than_devices_are_refused_with_the_right_number():
-    site = Site.load("frontier")
-    with pytest.raises(
-        ConfigError, match=r"128 ranks on 4 nodes are 32 a node.*has 8 devices. Use num_nodes=16"
-    ):
-        render(job_on(site, num_nodes=4, per_node=32), site)
-
-
-@pytest.mark.parametrize("character", ["%", "\\"])
-def test_run_directory_that_slurm_would_misread_is_refused(character):
-    site = Site.load("perlmutter")
-    with pytest.raises(ConfigError, match="job.run_dir.*patterns.*without them"):
-        render(job_on(site, run_dir=f"/scratch/a{character}j"), site)
+@pytest.mark.parametrize(
+    ("name", "job", "message"),
+    [
+        ("frontier", {"num_nodes": 9473}, "9473 is more than the 9,472 nodes.*at most 75,776 dev"),
+        (
+            "frontier",
+            {"num_nodes": 4, "per_node": 32},
+            "128 ranks on 4 nodes are 32 a node.*has 8 devices. Use num_nodes=16",
+        ),
+        ("perlmutter", {"run_dir": "/scratch/a%j"}, "job.run_dir.*patterns.*without them"),
+        ("perlmutter", {"run_dir": "/scratch/a\\j"}, "job.run_dir.*patterns.*without them"),
+        ("selene", {}, r'has no \[slurm\] table.*base = "selene"'),
+    ],
+)
+def test_what_a_site_cannot_hold_is_refused_with_the_way_out(name, job, message):
+    site = Site.load(name)
+    with pytest.raises(ConfigError, match=message):
+        render(job_on(site, **job), site)
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (8, 1), (16, 2), (3072, 384)])
 def test_nodes_for_a_plan(devices, nodes):
     assert nodes_for(devices, Site.load("frontier")) == nodes
-
-
-def test_plan_that_leaves_a_node_partly_used_is_refused_with_two_ways_out():
-    with pytest.raises(
-        ConfigError, match=r"12 devices do not fill.*Use 8 \(1 node\) or 16 \(2 nodes\)"
-    ):
+    message = r"12 devices do not fill.*Use 8 \(1 node\) or 16 \(2 nodes\)"
+    with pytest.raises(ConfigError, match=message):
         nodes_for(12, Site.load("frontier"))
 
 
@@ -213,12 +205,6 @@ def test_nonsense_in_the_slurm_table_is_refused_and_located(tmp_path, line, mess
     file.write_text(f'base = "selene"\n[slurm]\n{line}\n')
     with pytest.raises(ConfigError, match=f"my.toml: .*{message}"):
         Site.load(file)
-
-
-def test_site_for_estimates_only_says_how_to_run_jobs_there():
-    site = Site.load("selene")
-    with pytest.raises(ConfigError, match=r'has no \[slurm\] table.*base = "selene"'):
-        render(job_on(site), site)
 
 
 def test_largest_job_is_the_smaller_of_the_partition_and_the_last_bin():

@@ -37,8 +37,7 @@ from cluster.state import (
 @pytest.fixture
 def supervisor(tmp_path, monkeypatch):
     """A supervisor whose trainer has taken two steps; signals stay as they are."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_, **__: -1)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
     JobSpec(name="test", run_dir=str(tmp_path), argv=(sys.executable,), num_processes=4).write(
         tmp_path / "job.json"
     )
