@@ -137,7 +137,7 @@ STATEMENTS = {
     "cluster/kubernetes": 184,
     "cluster/local": 264,
     "cluster/login": 354,
-    "cluster/sandbox": 252,
+    "cluster/sandbox": 244,
     "cluster/slurm": 694,
     "kit": 906,
     "kit/commands": 903,

@@ -233,23 +233,8 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     was_running, deadline = keeper.send_signal(signal.SIGTERM), time.monotonic() + 30
     while keeper.is_alive and time.monotonic() < deadline:
         time.sleep(0.02)
-    _end_left_behind(layout)
     if layout.isolated:
         layout.start("network_down").wait()
     if not keep_files:
         shutil.rmtree(directory, ignore_errors=True)
     return was_running
-
-
-def _end_left_behind(layout: Layout) -> None:
-    """Ends the jobs of a sandbox whose keeper was killed by SIGKILL; its daemons died with it."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            variables, name = (entry / "environ").read_bytes(), (entry / "comm").read_text().strip()
-            in_job = name == "slurmstepd" or b"\0SLURM_JOB_ID=" in variables
-            if (
-                in_job
-                and f"SLURM_CONF={layout.path('etc', 'slurm.conf')}".encode()
-                in variables.split(b"\0")
-            ):
-                os.kill(int(entry.name), signal.SIGKILL)

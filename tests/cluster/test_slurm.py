@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ import pytest
 from cluster import poll, slurm
 from cluster.job import JobSpec
 from cluster.poll import Look, Poller
-from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.sandbox import Sandbox, why_not
 from cluster.scheduler import Broadcast
@@ -430,25 +428,6 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch
         sandbox.stop()
         sandbox.stop()
     assert not root.exists() and Sandbox.find(root) is None
-
-
-def test_a_sandbox_whose_keeper_was_killed_is_ended_with_its_jobs(tmp_path):
-    if reason := why_not():
-        pytest.skip(reason)
-    root = tmp_path / "sandbox"
-    sandbox = Sandbox.start(root, num_nodes=1, isolated=False)
-    try:
-        sandbox.run("sbatch", f"--output={tmp_path}/pid", "--wrap=echo $$; sleep 600")
-        pid = int(
-            eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 20)
-        )
-        Process.read(root / "keeper.json").send_signal(signal.SIGKILL)
-        assert eventually(lambda: Sandbox.find(root) is None, 5)
-    finally:
-        sandbox.stop()
-    about = Path(f"/proc/{pid}/cmdline")
-    assert eventually(lambda: not about.exists() or not about.read_text(), 5)
-    assert not root.exists()
 
 
 def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypatch):
