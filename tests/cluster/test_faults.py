@@ -33,7 +33,7 @@ from kit.run import Run
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
 from tests.cluster.recovery import recover
-from tests.cluster.waiting import eventually
+from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STANDIN = str(Path(__file__).parent / "standin.py")
@@ -105,28 +105,9 @@ def event(job: Job, state: str, since: float, timeout_s: float = 100.0) -> Event
     return seen
 
 
-def processes(mark: str) -> list[int]:
-    """Returns the processes on all nodes whose command line holds a text."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
-
-
 def rank_process(job: Job, rank: int) -> int:
-    """Returns the process of one rank, found by its environment."""
-    for pid in processes(str(job.run_dir)):
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RANK={rank}".encode() in variables:
-            return pid
-    raise AssertionError(f"no process of rank {rank}")
+    """Returns the process of one rank."""
+    return processes(str(job.run_dir), f"RANK={rank}")[0]
 
 
 def measured(name: str, seconds: float, *, at_most: float | None = None, note: str = "") -> None:
@@ -468,7 +449,7 @@ def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
     job = standin(tmp_path / "beheaded", site)
     at_step(job, 10)
     start = time.time()
-    (supervisor,) = {*processes("cluster.slurm.supervisor")} & {*processes(str(job.run_dir))}
+    (supervisor,) = supervisors(job)
     os.kill(supervisor, signal.SIGKILL)
     status = job.wait(60)
     measured(

@@ -20,7 +20,7 @@ from cluster import local
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
-from tests.cluster.waiting import eventually
+from tests.cluster.waiting import eventually, processes
 
 ROOT = Path(local.__file__).parents[2]
 SLEEP = "import time; time.sleep(60)"
@@ -33,28 +33,11 @@ def mark(monkeypatch):
     text = f"CLUSTER_TEST={uuid.uuid4()}"
     monkeypatch.setenv(*text.split("="))
     yield text
-    eventually(lambda: not processes(text))
-    left_behind = processes(text)
+    eventually(lambda: not processes("", text))
+    left_behind = processes("", text)
     for pid in left_behind:
         os.kill(pid, signal.SIGKILL)
     assert not left_behind
-
-
-def processes(mark):
-    """Returns the command lines of all other processes that carry the mark; zombies have no
-    environment.
-    """
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (
-                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                )
-        except OSError:
-            continue
-    found.pop(os.getpid(), None)
-    return found
 
 
 def spec(run_dir, code, num_processes=2, **changes):
@@ -182,9 +165,9 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
     )
     job = local.submit(spec(tmp_path, grandchild))
     assert printed(job, 0) and printed(job, 1)
-    assert len(processes(mark)) == 6  # guard, supervisor, 2 ranks, 2 children
+    assert len(processes("", mark)) == 6  # guard, supervisor, 2 ranks, 2 children
     os.kill(supervisor(job).pid, signal.SIGKILL)
-    assert eventually(lambda: not processes(mark), 5), processes(mark)
+    assert eventually(lambda: not processes("", mark), 5), processes("", mark)
     status = job.status()
     assert (
         status.state is JobState.LOST
@@ -198,7 +181,7 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
 def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mark):
     run_dir = tmp_path / "run"
     local.submit(spec(run_dir, SLEEP))
-    assert len(processes(mark)) == 4  # guard, supervisor, 2 ranks
+    assert len(processes("", mark)) == 4  # guard, supervisor, 2 ranks
     if fate == "renamed":
         run_dir.rename(tmp_path / "kept")
     elif fate == "emptied":
@@ -208,7 +191,7 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
     if fate == "replaced":
         run_dir.mkdir()
         (run_dir / "job.json").write_text("of somebody else")
-    assert eventually(lambda: not processes(mark), 20), processes(mark)
+    assert eventually(lambda: not processes("", mark), 20), processes("", mark)
     left = sorted(path.name for path in run_dir.glob("[!.]*"))
     assert left == (["job.json"] if fate == "replaced" else []), (
         "nothing was written after its directory was gone"
@@ -218,9 +201,9 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
 
 def test_job_does_not_need_its_guard(tmp_path, mark):
     job = local.submit(spec(tmp_path, until(tmp_path / "go")))
-    guard = [pid for pid in processes(mark) if pid == os.getpgid(supervisor(job).pid)]
+    guard = [pid for pid in processes("", mark) if pid == os.getpgid(supervisor(job).pid)]
     os.kill(guard[0], signal.SIGKILL)
-    assert eventually(lambda: guard[0] not in processes(mark))
+    assert eventually(lambda: guard[0] not in processes("", mark))
     (tmp_path / "go").touch()
     assert job.wait(20).state is JobState.DONE
 
@@ -386,7 +369,7 @@ def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
     # From a host that has given attempt 1 up.
     state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)
     assert left_over.send_signal(signal.SIGTERM)
-    assert eventually(lambda: not processes(mark))
+    assert eventually(lambda: not processes("", mark))
     assert read_exit(tmp_path) is None and read_state(tmp_path) == state_of_2
     assert "could not be recorded" in (tmp_path / "logs" / "attempt_01_supervisor.log").read_text()
     assert job.status().attempt == 2

@@ -21,8 +21,8 @@ from cluster.site import Site
 from cluster.state import log_path
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
-from tests.cluster.test_faults import at_step, event, processes
-from tests.cluster.waiting import eventually
+from tests.cluster.test_faults import at_step, event, supervisors
+from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STANDIN = str(Path(__file__).parent / "standin.py")
@@ -80,7 +80,7 @@ def of_node(node: str) -> list[int]:
 
 
 def supervisor_of(job) -> int:
-    (pid,) = {*processes("cluster.slurm.supervisor")} & {*processes(str(job.run_dir))}
+    (pid,) = supervisors(job)
     return pid
 
 
