@@ -129,9 +129,7 @@ def answer_of(
     except FileNotFoundError as error:
         raise JobError(f"{words[0]} is not installed here. {advice}") from error
     except subprocess.TimeoutExpired as error:
-        raise JobError(
-            f"{what} was not done within {timeout_s:g} s, and may be done yet"
-        ) from error
+        raise JobError(f"{what} timed out: no answer within {timeout_s:g} s") from error
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise JobError(f"{what}: {cut(said, 500)}")

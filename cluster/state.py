@@ -91,7 +91,7 @@ class SchedulerJob(Record):
         ),
     )
     config: str | None = field_doc(
-        "which cluster that is, for kubectl: context/namespace; none: as usual", default=None
+        "how to reach that scheduler: SLURM_CONF, or a context; none: as usual", default=None
     )
 
 

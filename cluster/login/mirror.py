@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.files import append_lines, appending, is_locked, other_owner, write_atomic
-from cluster.login.connection import NoConnectionError, copy, ssh
+from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, ssh
 from cluster.record import Record, config_folder, field_doc
 from cluster.state import JobError, find_log, rank_logs, read_record
 
 MIRROR, SEEN, LOCK = "login.json", "login_seen.json", ".login.lock"
 INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
+SUBMIT_WAIT_S = 300.0  # longer than the scheduler may take there, twice where it compiles first
 SYNCED = "/kit-source-"
 """In the path of source that was sent there, which must be its user's own; one that a site file
 names need not be."""
@@ -95,11 +96,9 @@ class Mirror(Record):
             NoConnectionError: it cannot be reached.
             JobError: it refuses, with its words, or the mirror is somebody else's.
         """
-        answer = ssh(
-            self.login,
-            self.command("cluster.login.answer"),
-            json.dumps({"run": self.directory, **request}).encode(),
-        )
+        data = json.dumps({"run": self.directory, **request}).encode()
+        timeout_s = SUBMIT_WAIT_S if request["do"] in ("submit", "requeue") else TIMEOUT_S
+        answer = ssh(self.login, self.command("cluster.login.answer"), data, timeout_s)
         try:  # what a login shell prints by itself comes first
             found = json.loads(answer[answer.rstrip().rfind(b"\n") + 1 :])
         except ValueError as error:  # the connection broke in the middle of it

@@ -225,7 +225,10 @@ def can_isolate() -> bool:
 
 
 def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
-    """Ends a sandbox, whatever is left of it, and removes its files; returns whether it ran."""
+    """Ends a sandbox, whatever is left of it, and removes its files; returns whether it ran.
+
+    Without namespaces, jobs of one whose keeper was killed by SIGKILL have to be ended by hand.
+    """
     directory = Path(root or default_root()).absolute()
     if (found := left_in(directory)) is None:
         return False

@@ -60,7 +60,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
                 with contextlib.suppress(JobError):
                     slurm_command(["scancel", job_id])
             raise
-    hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id))
+    config = os.environ.get("SLURM_CONF")
+    hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=config))
     return Job.attach(run_dir)
 
 
@@ -110,7 +111,7 @@ def cancel(job: SchedulerJob, run_dir: Path) -> None:
         JobError: Slurm refuses or does not answer, or the job is not this run's.
     """
     _refuse_another(job, run_dir)
-    slurm_command(["scancel", job.id])
+    slurm_command(["scancel", job.id], job.config)
 
 
 def requeue(job: Job, slurm_job: SchedulerJob) -> None:
@@ -132,7 +133,7 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
     are.
     """
     words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%Z"]
-    places = slurm_command(words).splitlines()
+    places = slurm_command(words, job.config).splitlines()
     if places and not any(
         os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places
     ):
@@ -148,7 +149,7 @@ def requeue_this(job: SchedulerJob) -> None:
         JobError: Slurm refuses or does not answer.
     """
     try:
-        slurm_command(["scontrol", "requeue", job.id])
+        slurm_command(["scontrol", "requeue", job.id], job.config)
     except JobError as error:
         if "pending" not in str(error):  # then somebody else was quicker
             raise
@@ -187,11 +188,24 @@ def lost_nodes(run_dir: Path) -> list[str]:
 
 
 def _sbatch(run_dir: Path, script: str, *options: str) -> str:
-    """Returns the number of a new job, which keeps off the nodes that `lost_nodes` names."""
+    """Returns the number of a new job, which keeps off the nodes that `lost_nodes` names.
+
+    Raises:
+        JobError: Slurm refuses, or does not answer, and has the job perhaps; should it start, it
+            takes the run directory only if no other job has it.
+    """
     words = ["sbatch", "--parsable", *options]
     if nodes := lost_nodes(run_dir):
         words.append(f"--exclude={','.join(nodes)}")
-    answer = slurm_command([*words, script], cwd=run_dir, timeout_s=SUBMIT_TIMEOUT_S)
+    try:
+        answer = slurm_command([*words, script], cwd=run_dir, timeout_s=SUBMIT_TIMEOUT_S)
+    except JobError as error:
+        if "timed out" not in str(error):  # as sbatch says itself, too
+            raise
+        raise JobError(
+            f"{error}. The job may have been accepted all the same: look with `squeue --me"
+            f" --format='%i %Z'` for {run_dir}, and `scancel` it before you launch again."
+        ) from error
     job_id = answer.strip().partition(";")[0]
     if not job_id.isdigit():
         raise JobError(

@@ -9,12 +9,15 @@ Source of states and reasons: https://slurm.schedmd.com/squeue.html
 
 import os
 import re
+import shlex
+import stat
 from pathlib import Path
 
 from cluster.poll import Look, answer_of
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
+FIRST_USER = 1000  # lower numbers are root and services, such as slurm
 STATES = {
     "PENDING": JobState.QUEUED,
     "CONFIGURING": JobState.CONFIGURING,
@@ -69,18 +72,19 @@ HOPELESS = {
 
 
 def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
-    """Returns what the Slurm of this environment says about jobs, by job id.
+    """Returns what Slurm says about jobs of one cluster, by job id.
 
     Raises:
         JobError: Slurm does not answer.
     """
-    wanted = [job.id for job in jobs]
-    looks = _squeue(wanted)
+    wanted, config = [job.id for job in jobs], jobs[0].config
+    looks = _squeue(wanted, config)
     for job_id in wanted:
         seen = looks.get(job_id)
         if seen is None or (seen.state and seen.state.is_final):
             forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
-            looks[job_id] = _ended(job_id) or seen or Look(state=JobState.LOST, reason=forgotten)
+            lost = Look(state=JobState.LOST, reason=forgotten)
+            looks[job_id] = _ended(job_id, config) or seen or lost
     return looks
 
 
@@ -94,7 +98,7 @@ def native_state(job: SchedulerJob) -> str:
     Raises:
         JobError: Slurm does not answer.
     """
-    found = _show(job.id)
+    found = _show(job.id, job.config)
     state = found.get("JobState", "")
     if state == "COMPLETING":
         if int(found.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
@@ -106,7 +110,7 @@ def native_state(job: SchedulerJob) -> str:
     return state
 
 
-def _squeue(job_ids: list[str]) -> dict[str, Look]:
+def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
     """Returns the jobs that squeue still shows; columns: number, state, nodes, reason."""
     words = [
         "squeue",
@@ -116,7 +120,7 @@ def _squeue(job_ids: list[str]) -> dict[str, Look]:
         "--format=%i|%T|%N|%r",
     ]
     try:
-        lines = slurm_command(words).splitlines()
+        lines = slurm_command(words, config).splitlines()
     except JobError as error:
         if "Invalid job id" in str(error):
             return {}
@@ -147,14 +151,14 @@ def _words(native: str, nodes: str, reason: str) -> str:
     )
 
 
-def _ended(job_id: str) -> Look | None:
+def _ended(job_id: str, config: str | None) -> Look | None:
     """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one).
 
     Raises:
         JobError: scontrol does not answer; a job that nobody could be asked about is not taken for
             a lost one.
     """
-    if found := _show(job_id):
+    if found := _show(job_id, config):
         return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
     words = [
         "sacct",
@@ -165,7 +169,7 @@ def _ended(job_id: str) -> Look | None:
         "--format=State,ExitCode,End",
     ]
     try:
-        lines = slurm_command(words).splitlines()
+        lines = slurm_command(words, config).splitlines()
     except JobError:  # no accounting here
         return None
     if not lines:
@@ -194,14 +198,14 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
     return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
 
 
-def _show(job_id: str) -> dict[str, str]:
+def _show(job_id: str, config: str | None) -> dict[str, str]:
     """Returns some fields of `scontrol show job`, or nothing when it no longer knows the job.
 
     Only fields at fixed places are taken: the job's name and paths are in there too, and may hold
     anything.
     """
     try:
-        text = slurm_command(["scontrol", "show", "job", job_id])
+        text = slurm_command(["scontrol", "show", "job", job_id], config)
     except JobError as error:
         if "Invalid job id" in str(error):
             return {}
@@ -225,20 +229,44 @@ def slurm_command(
     cwd: Path | None = None,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
-    """Returns what a Slurm command prints; `config` is a slurm.conf other than that of the
-    environment.
+    """Returns what a Slurm command prints; `config` names the slurm.conf of a cluster other than
+    that of the environment.
 
     Raises:
-        JobError: as `answer_of`.
+        JobError: as `answer_of`, or somebody else may have written that file.
     """
-    environment = client_environment() | ({"SLURM_CONF": config} if config else {})
+    environment = client_environment(config)
     advice = "Submit from a login node of the cluster."
     return answer_of(words, advice, timeout_s, environment=environment, cwd=cwd)
 
 
-def client_environment() -> dict[str, str]:
+def client_environment(config: str | None = None) -> dict[str, str]:
     """Returns the environment for a Slurm command: without what a surrounding job or habits
     would change.
     """
     habits = re.compile("(SLURM|SBATCH|SQUEUE|SINFO|SACCT|SCANCEL|SCONTROL|SRUN)_(?!CONF$)")
-    return {key: value for key, value in os.environ.items() if not habits.match(key)}
+    kept = {key: value for key, value in os.environ.items() if not habits.match(key)}
+    if config and config != kept.get("SLURM_CONF"):
+        _refuse_strange_config(Path(config))
+        kept["SLURM_CONF"] = config
+    return kept
+
+
+def _refuse_strange_config(config: Path) -> None:
+    """Raises JobError for a configuration that a stranger may have written: it names libraries that
+    Slurm then loads.
+
+    A run directory says how its scheduler was reached, and run directories are passed on.
+    """
+    try:
+        about = config.resolve().stat()
+    except OSError:
+        return  # Slurm says so itself
+    came_along = any((folder / "job.json").exists() for folder in config.resolve().parents)
+    ours = about.st_uid == os.geteuid() or about.st_uid < FIRST_USER
+    if came_along or not ours or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise JobError(
+            f"the run directory names {config} as Slurm's configuration, which somebody else may"
+            f" have written. If it is yours, export SLURM_CONF={shlex.quote(str(config))} and look"
+            " again"
+        )

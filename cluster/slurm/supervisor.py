@@ -339,7 +339,8 @@ def main() -> int:
         return 2
     run_dir, _, *command = sys.argv[1:]
     try:
-        job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"])
+        config = os.environ.get("SLURM_CONF")
+        job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=config)
         outlive_full_log()
         become_subreaper()
         return Supervisor(Path(run_dir).absolute(), command, job).run()

@@ -246,7 +246,7 @@ def _ask(login: str | None, words: Sequence[str]) -> str:
     if login is not None:
         return ssh(login, f"bash -lc {shlex.quote(shlex.join(words))}").decode()
     try:
-        return slurm_command([*words], os.environ.get("SLURM_CONF"))
+        return slurm_command([*words])
     except JobError as error:
         raise JobError(
             f"{str(error).rstrip('.')}. Or give --login NAME; this machine alone is site laptop,"

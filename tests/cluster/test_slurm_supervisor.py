@@ -173,7 +173,7 @@ def asked(monkeypatch):
     commands = []
     answers = {"sbatch": "8\n"}
 
-    def command(words, **_):
+    def command(words, *_, **__):
         commands.append(words)
         answer = answers.get(words[0], "")
         if isinstance(answer, JobError):
@@ -221,7 +221,7 @@ def test_nodes_that_answer_are_known_though_another_does_not(monkeypatch, tmp_pa
 def test_a_job_that_is_being_told_of_its_preemption_is_preempted(monkeypatch, state):
     found = f"JobState={state} Reason=None Dependency=(null)\n"
     text = f"JobId=7\n   {found}   PreemptEligibleTime=now PreemptTime=now\n"
-    monkeypatch.setattr("cluster.slurm.queries.slurm_command", lambda words: text)
+    monkeypatch.setattr("cluster.slurm.queries.slurm_command", lambda words, config: text)
     assert native_state(SchedulerJob(scheduler="slurm", id="7")) == "PREEMPTED"
 
 

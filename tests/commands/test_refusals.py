@@ -140,7 +140,7 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """A Slurm that refuses every job; returns what it was told."""
     told: list[list[str]] = []
 
-    def refuse(words: list[str], **_: object) -> str:
+    def refuse(words: list[str], *_: object, **__: object) -> str:
         told.append(words)
         if words[0] != "sbatch" or words[-1] == "submit.sh":
             raise JobError(

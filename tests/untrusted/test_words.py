@@ -16,7 +16,8 @@ from cluster.record import ConfigError
 from cluster.render import scripts
 from cluster.scheduler import Compilation, Kubernetes, Slurm
 from cluster.site import Fact, Site
-from cluster.state import ExitReport, JobState, RunState, log_path, read_state, write_exit
+from cluster.slurm.queries import client_environment
+from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
 from kit.launcher import launch
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
@@ -62,6 +63,35 @@ def test_a_job_number_is_no_option_of_a_command(tmp_path: Path, job_id: str) -> 
     }
     (tmp_path / "state.json").write_text(json.dumps(state))
     assert read_state(tmp_path) is None
+
+
+def test_a_run_directory_cannot_bring_its_own_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's configuration names libraries that its commands load: a stranger's must not be
+    used by a mere look.
+    """
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    (tmp_path / "job.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "etc"):
+        folder.mkdir(exist_ok=True)
+        config = folder / "slurm.conf"
+        config.write_text("PluginDir=/tmp/evil\n")
+        with pytest.raises(
+            JobError,
+            match="which somebody else may have written. If it is yours, export SLURM_CONF=",
+        ):
+            client_environment(str(config))
+    (tmp_path / "job.json").unlink()
+    config = tmp_path / "slurm.conf"
+    assert client_environment(str(config))["SLURM_CONF"] == str(config)
+    config.chmod(0o666)
+    with pytest.raises(JobError, match="somebody else may have written"):
+        client_environment(str(config))
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    assert client_environment(str(config))["SLURM_CONF"] == str(config), (
+        "what the user exports is the user's"
+    )
 
 
 @pytest.mark.parametrize(
