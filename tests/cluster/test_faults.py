@@ -15,14 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kit
 from cluster import slurm
-from cluster.job import Job, JobSpec
+from cluster.job import Job
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
 from kit import launcher
 from kit.convert import load_model
@@ -32,11 +31,11 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
+from tests.cluster.jobs import STANDIN, job_spec, scheduler_job, standin
 from tests.cluster.recovery import recover
 from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STANDIN = str(Path(__file__).parent / "standin.py")
 ROWS: list[Row] = []
 DP4 = Plan(data_parallel=4, zero_stage=1, micro_batch_size=1, global_batch_size=8)
 
@@ -57,23 +56,6 @@ def nodes(sandbox):
     if not sandbox.layout.isolated:
         pytest.skip("nodes that can be cut off need network namespaces: run as root")
     return sandbox
-
-
-def standin(
-    run_dir, site, *, num_steps=300, step_time_s=0.2, num_processes=4, num_nodes=4, **changes
-):
-    argv = (sys.executable, STANDIN, str(run_dir), str(num_steps), str(step_time_s))
-    return slurm.submit(
-        JobSpec(
-            name=run_dir.name,
-            run_dir=str(run_dir),
-            argv=argv,
-            num_processes=num_processes,
-            num_nodes=num_nodes,
-            **changes,
-        ),
-        site,
-    )
 
 
 def running(job: Job) -> bool:
@@ -116,7 +98,7 @@ def measured(name: str, seconds: float, *, at_most: float | None = None, note: s
 
 
 def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tmp_path):
-    job = standin(tmp_path / "killed", site, num_steps=150)
+    job = slurm.submit(standin(tmp_path / "killed", 150, 0.2), site)
     at_step(job, 20)
     start = time.time()
     os.kill(rank_process(job, 2), signal.SIGKILL)
@@ -134,12 +116,7 @@ def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tm
 
 def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
     code = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
-    spec = JobSpec(
-        name="crash",
-        run_dir=str(tmp_path / "crash"),
-        argv=(sys.executable, "-c", code),
-        num_processes=1,
-    )
+    spec = job_spec(tmp_path / "crash", sys.executable, "-c", code, num_processes=1)
     start = time.time()
     status = slurm.submit(spec, site).wait(120)
     measured(
@@ -189,12 +166,8 @@ def hanging_job(request, site, tmp_path, is_full):
 
     def start(limit_s, num_nodes):
         if not is_full:
-            run_dir = tmp_path / "standin"
-            argv = (sys.executable, STANDIN, str(run_dir), "100000", "0.2", str(limit_s))
-            size = {"num_processes": num_nodes, "num_nodes": num_nodes}
-            return slurm.submit(
-                JobSpec(name="standin", run_dir=str(run_dir), argv=argv, **size), site
-            )
+            spec = standin(tmp_path / "run", 100_000, 0.2, limit_s, num_processes=num_nodes)
+            return slurm.submit(spec, site)
         spec, recipe = request.getfixturevalue("spec"), request.getfixturevalue("recipe")
         recipe = recipe.replace(num_steps=10**6, checkpoint_every=100, hung_after_s=limit_s)
         plan = Plan(data_parallel=num_nodes, micro_batch_size=1, global_batch_size=num_nodes)
@@ -204,16 +177,9 @@ def hanging_job(request, site, tmp_path, is_full):
     return start
 
 
-def number_of(job: Job) -> str:
-    """Returns Slurm's number of a job, which may change."""
-    state = read_state(job.run_dir)
-    assert state and state.scheduler_job
-    return state.scheduler_job.id
-
-
 def nodes_of(nodes, job: Job) -> list[str]:
     """Returns the nodes on which a job runs now."""
-    shown = nodes.run("squeue", "--noheader", f"--jobs={number_of(job)}", "--format=%N")
+    shown = nodes.run("squeue", "--noheader", f"--jobs={scheduler_job(job).id}", "--format=%N")
     return nodes.run("scontrol", "show", "hostnames", shown.strip()).split()
 
 
@@ -234,7 +200,7 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     limit_s = limit_s if is_full else 5.0
     job = hanging_job(limit_s, num_nodes=3)
     at_step(job, 10)
-    number, start = number_of(job), time.time()
+    number, start = scheduler_job(job).id, time.time()
     lose[how]("node2")
     requeued = event(job, "requeued", start, limit_s + 100)
     assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
@@ -242,7 +208,7 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     what = f"node {how}, hung_after_s {limit_s:g}"
     measured(f"{what}: noticed", requeued.time - start, note=requeued.reason)
     measured(f"{what}: first step without it", resumed.time - start, at_most=limit_s + 80)
-    assert number_of(job) != number and "node2" not in nodes_of(nodes, job)
+    assert scheduler_job(job).id != number and "node2" not in nodes_of(nodes, job)
     assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
     stops(job)
 
@@ -271,7 +237,7 @@ def forbid_sbatch_on_nodes(nodes):
     """A function: from where a job came, others may be submitted, and from nowhere else."""
 
     def forbid(job):
-        shown = nodes.run("scontrol", "show", "job", number_of(job))
+        shown = nodes.run("scontrol", "show", "job", scheduler_job(job).id)
         (host,) = re.findall(r" AllocNode:Sid=(\S+):", shown)
         nodes.run("scontrol", "update", "PartitionName=batch", f"AllocNodes={host}")
 
@@ -286,7 +252,7 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     at_step(job, 10)
     if not submits:
         forbid_sbatch_on_nodes(job)
-    number, start = number_of(job), time.time()
+    number, start = scheduler_job(job).id, time.time()
     nodes.cut("node2")
     nodes.cut("node3")
     requeued = event(job, "requeued", start, 150)
@@ -296,7 +262,7 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     gone = eventually(lambda: not processes(str(job.run_dir)), 60)
     assert gone, "a node that is cut off still runs a rank"
     assert eventually(lambda: "CG" in nodes.run("squeue", "--noheader", "--format=%t"), 30)
-    assert job.state is JobState.REQUEUED and (number_of(job) != number) == submits
+    assert job.state is JobState.REQUEUED and (scheduler_job(job).id != number) == submits
     for node in ("node2", "node3"):
         if not submits:
             # A reboot: under the old number, its old step would be taken for the new one.
@@ -358,12 +324,12 @@ def test_job_that_was_submitted_just_before_its_supervisor_died_goes_on(
     """Nobody has written down that it follows, and it waits for nobody."""
     job = hanging_job(5.0, num_nodes=4)
     at_step(job, 10)
-    monkeypatch.setenv("KIT_FOLLOWS", f"{number_of(job)}/1")
+    monkeypatch.setenv("KIT_FOLLOWS", f"{scheduler_job(job).id}/1")
     follower, start = slurm._sbatch(job.run_dir, "submit.sh"), time.time()
     (supervisor,) = supervisors(job)
     os.kill(supervisor, signal.SIGKILL)
     event(job, "running", start)
-    assert number_of(job) == follower
+    assert scheduler_job(job).id == follower
     stops(job)
 
 
@@ -399,7 +365,7 @@ def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
     # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when
     # no shell is there.
     soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=10))
-    job = standin(tmp_path / "limit", soon, num_steps=350, time_limit_s=60)
+    job = slurm.submit(standin(tmp_path / "limit", 350, 0.2, time_limit_s=60), soon)
     start = time.time()
     stopped = event(job, "requeued", start, 90)
     assert "time limit is near" in stopped.reason
@@ -414,7 +380,7 @@ def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
 
 
 def test_scancel(sandbox, site, tmp_path):
-    job = standin(tmp_path / "cancelled", site)
+    job = slurm.submit(standin(tmp_path / "cancelled", 300), site)
     at_step(job, 10)
     start = time.time()
     job.cancel()
@@ -430,7 +396,7 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
         slurm=site.slurm.replace(sbatch_options=(f"--dependency=afterok:{failed}",))
     )
     start = time.time()
-    job = standin(tmp_path / "hopeless", after)
+    job = slurm.submit(standin(tmp_path / "hopeless"), after)
     reason = eventually(
         lambda: (found := job.status().reason).count("will not start") and found, 20
     )
@@ -446,7 +412,7 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
 
 
 def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
-    job = standin(tmp_path / "beheaded", site)
+    job = slurm.submit(standin(tmp_path / "beheaded", 300), site)
     at_step(job, 10)
     start = time.time()
     (supervisor,) = supervisors(job)
@@ -463,7 +429,7 @@ def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
 
 
 def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
-    job = standin(tmp_path / "restart", site, num_steps=100)
+    job = slurm.submit(standin(tmp_path / "restart", 100, 0.2), site)
     at_step(job, 10)
     off = sandbox.layout.path("run", "controller.off")
     off.touch()
@@ -490,7 +456,7 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
     run_dir.mkdir()
     (run_dir / "checkpoints").symlink_to(nodes.layout.path("scratch"))
     start = time.time()
-    status = standin(run_dir, site).wait(60)
+    status = slurm.submit(standin(run_dir), site).wait(60)
     measured(
         "node-local checkpoint directory: refused",
         time.time() - start,
@@ -504,7 +470,7 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
 def test_launches_leave_nothing_behind(request, sandbox, site, tmp_path):
     start, count = time.time(), 20 if request.config.getoption("--real-limits") else 5
     for number in range(count):
-        job = standin(tmp_path / f"run{number}", site, num_steps=1, step_time_s=0.01)
+        job = slurm.submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
         assert job.wait(60).state is JobState.DONE
     measured(f"{count} launches of 4 ranks on 4 nodes", time.time() - start, note="no process left")
     assert eventually(lambda: not processes(str(tmp_path)), 10)

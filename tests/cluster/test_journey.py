@@ -17,7 +17,8 @@ from cluster.site import Site
 from kit.run import Run
 from tests.browser.conftest import browser  # noqa: F401
 from tests.browser.lab import Lab, Notebook
-from tests.cluster.throttle import PLAN, SPEC, as_it_runs, ranks_on, slow_core
+from tests.cluster.throttle import PLAN, SPEC, as_it_runs, slow_core
+from tests.cluster.waiting import processes
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 SITE = """\
@@ -157,7 +158,7 @@ def test_the_journey(notebook, login_node, tmp_path) -> None:
     notebook.until(lambda: notebook.text(".kit-verdict"), 120)
     notebook.photograph("journey-1-live")
 
-    with slow_core("journey", ranks_on("node2", there), 0.2):
+    with slow_core("journey", processes(str(there), "RANK=1"), 0.2):
         notebook.until(lambda: "rank 1 on node2" in notebook.text(".kit-monitor"), 240)
         notebook.until(lambda: notebook.text(".kit-verdict").startswith("slower than expected"), 60)
         picture(notebook, "journey-2-slow")

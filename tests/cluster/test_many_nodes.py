@@ -8,24 +8,22 @@ go to results/many_nodes.json.
 import contextlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from cluster import poll, slurm
-from cluster.job import JobSpec
 from cluster.sandbox import Sandbox, stop, why_not
 from cluster.site import Site
 from cluster.state import log_path
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
+from tests.cluster.jobs import STANDIN, standin
 from tests.cluster.test_faults import at_step, event, supervisors
 from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-STANDIN = str(Path(__file__).parent / "standin.py")
 PER_NODE, LIMIT_S = 8, 40
 # Only rank 0 costs a Python, beside the keepers.
 LIGHT = (
@@ -61,27 +59,9 @@ def seconds_used(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def of_node(node: str) -> list[int]:
+def of_node(node: str) -> set[int]:
     """Returns all processes of a node: its daemons, keepers and ranks."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            variables = (
-                (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            )
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-        except OSError:
-            continue
-        if f"SLURMD_NODENAME={node}".encode() in variables or (
-            words[:1] and node.encode() in words[1:]
-        ):
-            found.append(int(entry.name))
-    return found
-
-
-def supervisor_of(job) -> int:
-    (pid,) = supervisors(job)
-    return pid
+    return {*processes("", f"SLURMD_NODENAME={node}"), *processes(f"\0{node}\0")}
 
 
 def survives_a_frozen_node(job, node, rows) -> int:
@@ -115,16 +95,13 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     rows: list[Row] = []
     load, num_nodes = load_average(), len(many.layout.nodes)
     ranks = PER_NODE * num_nodes
-    command = (sys.executable, STANDIN, str(tmp_path / "run"), "100000", "1")
-    argv = (*command, str(LIMIT_S)) if is_full else ("bash", "-c", LIGHT, "rank", *command)
     site = Site.load(many.site_file).replace(devices_per_node=PER_NODE)
-    spec = JobSpec(
-        name="many",
-        run_dir=str(tmp_path / "run"),
-        argv=argv,
-        num_processes=ranks,
-        num_nodes=num_nodes,
-    )
+    size = {"num_processes": ranks, "num_nodes": num_nodes}
+    if is_full:
+        spec = standin(tmp_path / "run", 100_000, 1, LIMIT_S, **size)
+    else:
+        spec = standin(tmp_path / "run", 100_000, 1, **size)
+        spec = spec.replace(argv=("bash", "-c", LIGHT, "rank", *spec.argv))
     start = time.time()
     job = slurm.submit(spec, site)
     at_step(job, 3, 300)
@@ -141,7 +118,7 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
         ranks - 1
     )
 
-    pid = supervisor_of(job)
+    (pid,) = supervisors(job)
     before, begun = seconds_used(pid), time.monotonic()
     time.sleep(60 if is_full else 3)
     share = (seconds_used(pid) - before) / (time.monotonic() - begun)
@@ -155,10 +132,8 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
 
     attempt = survives_a_frozen_node(job, many.layout.nodes[39], rows) if is_full else 1
     start = time.time()
-    victims = [
-        p for p in processes(STANDIN if is_full else "sleep\x001000") if rank_of(p) == ranks - 1
-    ]
-    os.kill(victims[0], signal.SIGKILL)
+    (victim,) = processes(STANDIN if is_full else "sleep\x001000", f"RANK={ranks - 1}")
+    os.kill(victim, signal.SIGKILL)
     again = event(job, "requeued", start)
     assert f"rank {ranks - 1} on" in again.reason and "SIGKILL" in again.reason
     own = log_path(job.run_dir, attempt, ranks - 1).read_text()
@@ -179,8 +154,3 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
             command="pytest tests/cluster/test_many_nodes.py --real-limits",
             load_before=load,
         )
-
-
-def rank_of(pid: int) -> int:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(int(v.partition(b"=")[2]) for v in variables if v.startswith(b"RANK="))

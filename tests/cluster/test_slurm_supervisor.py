@@ -1,21 +1,16 @@
 """What follows the end of an attempt, without a Slurm."""
 
-import dataclasses
 import errno
-import os
 import signal
 import sys
 from unittest.mock import Mock
 
 import pytest
 
-from cluster import slurm
 from cluster.attempts import take_over
 from cluster.job import JobSpec
 from cluster.outcome import Outcome
-from cluster.slurm import preflight
 from cluster.slurm import supervisor as module
-from cluster.slurm.preflight import answering_nodes
 from cluster.slurm.queries import native_state
 from cluster.slurm.rank import Failure, failures_of
 from cluster.slurm.supervisor import Supervisor
@@ -27,8 +22,6 @@ from cluster.state import (
     ask,
     read_asked,
     read_exit,
-    read_history,
-    read_state,
     take_request,
     update_state,
 )
@@ -129,92 +122,22 @@ def test_trouble_with_the_disk_or_with_slurm_is_recorded_as_the_end(
     assert report and (report.attempt, report.rc, report.reason) == (2, 1, str(trouble))
 
 
-@pytest.fixture
-def answers(monkeypatch):
-    """What the nodes of an allocation of three answer, one list after the other."""
-    said: list[str] = []
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\nnode3\n")
-    monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: {*said.pop(0).split()})
-    monkeypatch.setattr(module, "CUT_OFF_WAIT_S", 0.0)
-    return said
-
-
-def test_a_start_elsewhere_names_all_nodes_that_no_longer_answer(supervisor, answers):
-    answers[:] = ["node3 node1 node2", "node3 node1", "node1"]
-    assert supervisor._without_lost(KILLED) == KILLED
-    lost = supervisor._without_lost(KILLED)
-    assert (lost.fate, lost.rc, lost.lost_node) == ("requeue", 137, "node2")
-    assert lost.reason == f"node2 no longer answers ({KILLED.reason})"
-    lost = supervisor._without_lost(KILLED)
-    assert lost.lost_node == "node2,node3" and lost.reason.startswith(
-        "node2, node3 no longer answer ("
-    )
-    assert supervisor._without_lost(LOST) == LOST, "nobody is asked where no start follows"
-
-
 def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_on(
-    supervisor, answers
+    supervisor, monkeypatch
 ):
     """It may be cut off, or the controller away: its restarts are not used up meanwhile."""
-    answers[:] = ["", "", "node1 node2 node3"]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
+    monkeypatch.setattr(module, "CUT_OFF_WAIT_S", 0.0)
+    answers = [{"node1", "node2"}, set(), set()]
+    monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: answers.pop())
     assert supervisor._without_lost(KILLED) == KILLED and not answers
-    answers[:] = ["", "", "node1 node2 node3"]
+    answers[:] = [set(), set()]
     assert take_over(supervisor.run_dir, supervisor.job) == 2
     with pytest.raises(StaleAttemptError):
         supervisor._without_lost(KILLED)
-    assert len(answers) == 2
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The commands that go to Slurm, and its answers: it takes a new job as 8."""
-    commands = []
-    answers = {"sbatch": "8\n"}
-
-    def command(words, *_, **__):
-        commands.append(words)
-        answer = answers.get(words[0], "")
-        if isinstance(answer, JobError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(slurm, "slurm_command", command)
-    return commands, answers
-
-
-def test_a_job_that_has_lost_a_node_begins_elsewhere_under_another_number(supervisor, asked):
-    commands, _ = asked
-    assert supervisor._finish(LOST) == 1
-    assert commands == [["sbatch", "--parsable", "submit.sh"]], (
-        "Slurm gives no node away that this job holds"
-    )
-    state = read_state(supervisor.run_dir)
-    assert state and (state.state, state.attempt, state.reason) == ("requeued", 1, LOST.reason)
-    new = SchedulerJob(scheduler="slurm", id="8")
-    assert state.scheduler_job == new
-    assert read_history(supervisor.run_dir)[-1].lost_node == "node2"
-    supervisor.attempt = take_over(supervisor.run_dir, new)
-    supervisor._finish(dataclasses.replace(LOST, lost_node="node2,node3"))
-    assert commands[1:] == [["sbatch", "--parsable", "--exclude=node2", "submit.sh"]], "lost twice"
-
-
-def test_a_job_that_may_submit_none_goes_back_to_the_queue(supervisor, asked):
-    commands, answers = asked
-    answers["sbatch"] = JobError("sbatch: access denied")
-    assert supervisor._finish(LOST) == 1
-    assert commands[-1] == ["scontrol", "requeue", "7"]
-    state = read_state(supervisor.run_dir)
-    assert state and (state.state, state.scheduler_job) == ("requeued", supervisor.job)
-
-
-def test_nodes_that_answer_are_known_though_another_does_not(monkeypatch, tmp_path):
-    (tmp_path / "srun").write_text("#!/bin/sh\necho node1\necho node3\nexec sleep 1000\n")
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(preflight, "ANSWER_WAIT_S", 0.5)
-    assert answering_nodes(0) == {"node1", "node3"}
+    assert len(answers) == 1
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])

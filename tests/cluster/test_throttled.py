@@ -11,8 +11,8 @@ import kit
 from cluster.site import Site
 from kit.monitor.expected import PASSES, WAITS, Pace, pace
 from kit.run import Run
-from tests.cluster.throttle import PLAN, SPEC, as_it_runs, ranks_on, slow_core, slow_links
-from tests.cluster.waiting import eventually
+from tests.cluster.throttle import PLAN, SPEC, as_it_runs, slow_core, slow_links
+from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 NODES, STEPS = ["node1", "node2"], 24
@@ -76,14 +76,13 @@ def test_a_slow_core_is_named(train, capsys) -> None:
     """Of rank 0, which tells its parts; of the other, for which rank 0 waits; and of both."""
     site, found = as_it_runs(train("normal")), {}
     normal = pace(train("again", site))
-    cases = (("rank 1", ["node2"], WAITS), ("rank 0", ["node1"], PASSES))
-    for name, nodes, part in (*cases, ("both", NODES, PASSES)):
+    for ranks, part in (((1,), WAITS), ((0,), PASSES), ((0, 1), PASSES)):
 
-        def slowness(run: Run, nodes: list[str] = nodes):
-            return slow_core(
-                "core", [pid for node in nodes for pid in ranks_on(node, run.directory)], 0.2
-            )
+        def slowness(run: Run, ranks: tuple[int, ...] = ranks):
+            each = (processes(str(run.directory), f"RANK={rank}") for rank in ranks)
+            return slow_core("core", [pid for pids in each for pid in pids], 0.2)
 
+        name = f"rank {' and '.join(map(str, ranks))}"
         found[name] = pace(train(name.replace(" ", "-"), site, slowness)), part
     check(found, normal, capsys)
 

@@ -75,25 +75,6 @@ def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
                 group.rmdir()
 
 
-def ranks_on(node: str, run_dir: Path) -> list[int]:
-    """Returns the processes that train in a run directory on a node."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            variables = (
-                (entry / "environ").read_bytes().split(b"\0") if b"kit.train" in words else []
-            )
-            is_rank = any(variable.startswith(b"RANK=") for variable in variables)
-            if (
-                is_rank
-                and f"SLURMD_NODENAME={node}".encode() in variables
-                and str(run_dir).encode() in words
-            ):
-                found.append(int(entry.name))
-    return found
-
-
 def as_it_runs(run: Run) -> Site:
     """Returns a run's site with the numbers at which its own steps are as expected: what is normal
     on this machine now.

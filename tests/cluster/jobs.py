@@ -1,0 +1,28 @@
+"""Jobs for the tests of schedulers."""
+
+import sys
+from pathlib import Path
+
+from cluster.job import Job, JobSpec
+from cluster.state import SchedulerJob, read_state
+
+STANDIN = str(Path(__file__).parent / "standin.py")
+
+
+def job_spec(run_dir: Path, *argv: str, num_processes: int = 4, **changes) -> JobSpec:
+    """Returns a job of a rank a node, unless another number of nodes is given."""
+    fields = {"name": run_dir.name, "num_nodes": num_processes, **changes}
+    return JobSpec(run_dir=str(run_dir), argv=argv, num_processes=num_processes, **fields)
+
+
+def standin(run_dir: Path, steps: float = 10, step_s: float = 0.1, *more: float, **changes):
+    """Returns such a job of the stand-in for a trainer, whose words these are."""
+    words = (str(word) for word in (run_dir, steps, step_s, *more))
+    return job_spec(run_dir, sys.executable, STANDIN, *words, **changes)
+
+
+def scheduler_job(job: Job) -> SchedulerJob:
+    """Returns the name under which the scheduler knows a job now."""
+    state = read_state(job.run_dir)
+    assert state is not None and state.scheduler_job is not None
+    return state.scheduler_job
