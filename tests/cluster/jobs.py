@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 from cluster.job import Job, JobSpec
+from cluster.process import Process
+from cluster.sandbox import Sandbox
 from cluster.state import SchedulerJob, read_state
 
 STANDIN = str(Path(__file__).parent / "standin.py")
@@ -26,3 +28,16 @@ def scheduler_job(job: Job) -> SchedulerJob:
     state = read_state(job.run_dir)
     assert state is not None and state.scheduler_job is not None
     return state.scheduler_job
+
+
+def occupy(sandbox: Sandbox, seconds: float, num_nodes: int = 4, partition: str = "batch") -> str:
+    """Sends a job that wants whole nodes for itself, and returns its number."""
+    words = ("--parsable", "--exclusive", "--output=/dev/null", f"--wrap=sleep {seconds}")
+    return sandbox.run("sbatch", f"--partition={partition}", f"--nodes={num_nodes}", *words).strip()
+
+
+def supervisor(job: Job) -> Process:
+    """Returns the process that answers for a job."""
+    state = read_state(job.run_dir)
+    assert state is not None and state.process is not None
+    return state.process

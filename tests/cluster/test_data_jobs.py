@@ -9,6 +9,7 @@ from cluster.state import JobError
 from kit.commands.app import app
 from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
+from tests.cluster.jobs import occupy
 from tests.cluster.waiting import eventually
 
 
@@ -56,8 +57,7 @@ def test_a_site_builds_the_parts_and_what_was_lost_again(
     data, told = tmp_path / "data", f"--site={sandbox.site_file}"
     whole = (text / "5.jsonl").read_text()
     (text / "5.jsonl").write_text(whole + '\n{"text"')
-    everything = ("--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
-    other = sandbox.run("sbatch", "--parsable", *everything).strip()
+    other = occupy(sandbox, 600)
     build(data, text, tokenizer, "--part=all/3", told)
     array = capsys.readouterr().out.split("3 parts of 3 sent as job ")[1].split(";")[0]
     with pytest.raises(JobError, match=f"job {array} of this folder is still in the queue"):

@@ -31,7 +31,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
-from tests.cluster.jobs import STANDIN, job_spec, scheduler_job, standin
+from tests.cluster.jobs import STANDIN, job_spec, occupy, scheduler_job, standin
 from tests.cluster.recovery import recover
 from tests.cluster.waiting import eventually, processes
 
@@ -501,14 +501,7 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     )
     at_step(run.job, 30)
     start = time.time()
-    sandbox.run(
-        "sbatch",
-        "--partition=urgent",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 2",
-    )
+    occupy(sandbox, 2, partition="urgent")
     preempted = event(run.job, "preempted", start)
     measured(
         "training, preempted: checkpoint written",

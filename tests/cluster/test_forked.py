@@ -13,7 +13,8 @@ import pytest
 from cluster import local
 from cluster.job import JobSpec
 from cluster.process import child_pids
-from cluster.state import JobState, read_state
+from cluster.state import JobState
+from tests.cluster.jobs import supervisor
 from tests.cluster.waiting import eventually
 
 HEAVY = """
@@ -137,13 +138,11 @@ def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
 def test_forked_ranks_die_with_their_supervisor(modules):
     handle = local.submit(job(modules, "import time; time.sleep(60)", forks=True))
     assert eventually(lambda: handle.logs(1))
-    state = read_state(handle.run_dir)
-    assert state is not None and state.process is not None
-    ranks = child_pids(state.process.pid)
+    ranks = child_pids(supervisor(handle).pid)
     assert {Path(f"/proc/{rank}/comm").read_text().strip() for rank in ranks} == {
         "rank 0",
         "rank 1",
     }
-    os.kill(state.process.pid, signal.SIGKILL)
+    os.kill(supervisor(handle).pid, signal.SIGKILL)
     assert eventually(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
     assert eventually(lambda: handle.state is JobState.LOST)

@@ -153,11 +153,6 @@ def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
     assert site.device.memory_bytes.value == pytest.approx(84929347584, rel=1e-5)
 
 
-def test_an_account_that_is_given_is_named(tmp_path):
-    site, text = write(tmp_path, account="abc123")
-    assert site.slurm.account == "abc123" and 'account = "EDIT"' not in text
-
-
 def test_other_partitions(tmp_path):
     site, _ = write(tmp_path, "debug")
     assert site.devices_per_node == 4 and site.device.is_gpu and site.slurm.gpus_per_node == "4"
@@ -168,7 +163,8 @@ def test_other_partitions(tmp_path):
         and not site.device.is_gpu
         and site.slurm.max_seconds(9) is None
     )
-    site, text = write(tmp_path, login="frontier")
+    site, text = write(tmp_path, login="frontier", account="abc123")
+    assert site.slurm.account == "abc123" and 'account = "EDIT"' not in text
     assert (
         site.login == "frontier"
         and site.there is not None

@@ -19,8 +19,9 @@ from cluster import kubernetes
 from cluster.poll import POLLER
 from cluster.record import ConfigError
 from cluster.render import render
-from cluster.state import JobError, JobState, read_state
+from cluster.state import JobError, JobState
 from tests.cluster.eks import eks, training_job
+from tests.cluster.jobs import scheduler_job
 
 KINDS = {
     "v1": ("Service", "ConfigMap"),
@@ -152,10 +153,9 @@ def api(tmp_path, monkeypatch):
     server.server_close()
 
 
-def scheduler_job(job):
-    state = read_state(job.run_dir)
-    assert state is not None and state.scheduler_job is not None
-    return state.scheduler_job
+def look(job):
+    ours = scheduler_job(job)
+    return kubernetes.look([ours])[ours.id]
 
 
 def test_submit_look_and_cancel(api, tmp_path):
@@ -184,37 +184,36 @@ def condition(kind, status="True", **more):
 
 def test_states_in_our_words(api, tmp_path):
     job = kubernetes.submit(training_job(tmp_path), eks(tmp_path, queue="trn1"))
-    ours = scheduler_job(job)
     (made,) = api.of_kind("jobs")
 
-    def look(**status):
+    def having(**status):
         made["status"] = status
-        return kubernetes.look([ours])[ours.id]
+        return look(job)
 
-    suspended = look(conditions=[condition("Suspended")])
+    suspended = having(conditions=[condition("Suspended")])
     assert suspended.state is JobState.QUEUED and "admitted by its queue" in suspended.reason
     made["spec"]["suspend"] = False
     for status in ({}, {"active": 64}, {"active": 64, "ready": 63}):
-        waiting = look(**status, conditions=[condition("Suspended", "False")])
+        waiting = having(**status, conditions=[condition("Suspended", "False")])
         assert waiting.state is JobState.QUEUED
-        assert (
-            f"kubectl describe pods --selector=app.kubernetes.io/instance={ours.id[4:]}`"
-            in waiting.reason
-        )
-    ready = look(active=64, ready=64, failed=1)
+        instance = f"app.kubernetes.io/instance={scheduler_job(job).id[4:]}"
+        assert f"kubectl describe pods --selector={instance}`" in waiting.reason
+    ready = having(active=64, ready=64, failed=1)
     assert (ready.state, ready.reason) == (JobState.RUNNING, "all pods are ready (restart 1)")
-    assert look(active=3, ready=3, succeeded=61).state is JobState.RUNNING, "the others have ended"
+    assert having(active=3, ready=3, succeeded=61).state is JobState.RUNNING, (
+        "the others have ended"
+    )
     message = (
         "Container node for pod default/a failed with exit code 78 matching FailJob rule at index 0"
     )
-    failed = look(conditions=[condition("Failed", reason="PodFailurePolicy", message=message)])
+    failed = having(conditions=[condition("Failed", reason="PodFailurePolicy", message=message)])
     assert failed.state is JobState.FAILED and failed.exit_code == 1
     assert failed.reason == f"Kubernetes: PodFailurePolicy: {message}. `kit resume` starts it again"
-    assert look(conditions=[condition("Complete")]).state is JobState.DONE
+    assert having(conditions=[condition("Complete")]).state is JobState.DONE
     made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
-    assert look(active=64, ready=64).state is JobState.STOPPING
+    assert having(active=64, ready=64).state is JobState.STOPPING
     api.objects.clear()
-    assert kubernetes.look([ours])[ours.id].state is JobState.LOST
+    assert look(job).state is JobState.LOST
 
 
 def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
@@ -248,12 +247,9 @@ def test_job_set_goes_through_its_own_path(api, tmp_path):
         "restarts": 2,
         "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}],
     }
-    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].state is JobState.QUEUED
+    assert look(job).state is JobState.QUEUED
     made["status"]["replicatedJobsStatus"][0]["ready"] = 1
-    assert (
-        kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason
-        == "all pods are ready (restart 2)"
-    )
+    assert look(job).reason == "all pods are ready (restart 2)"
     job.cancel()
     assert not api.objects
 
@@ -273,7 +269,7 @@ def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch)
     api.shutdown()
     api.server_close()
     with pytest.raises(JobError, match="kubectl get: .*refused"):
-        kubernetes.look([scheduler_job(job)])
+        look(job)
     slow = tmp_path / "bin" / "kubectl"
     slow.parent.mkdir()
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
@@ -284,7 +280,7 @@ def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch)
         kubernetes.cancel(scheduler_job(job), job.run_dir)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(JobError, match="kubectl is not installed here"):
-        kubernetes.look([scheduler_job(job)])
+        look(job)
 
 
 def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import uuid
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from cluster import local
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
+from tests.cluster.jobs import supervisor
 from tests.cluster.waiting import eventually, processes
 
 ROOT = Path(local.__file__).parents[2]
@@ -48,12 +48,6 @@ def spec(run_dir, code, num_processes=2, **changes):
 def until(file):
     """Returns the code of a rank that waits for a file."""
     return f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)\n"
-
-
-def supervisor(job):
-    state = read_state(job.run_dir)
-    assert state is not None and state.process is not None
-    return state.process
 
 
 def printed(job, rank=0):
@@ -206,16 +200,6 @@ def test_job_does_not_need_its_guard(tmp_path, mark):
     assert eventually(lambda: guard[0] not in processes("", mark))
     (tmp_path / "go").touch()
     assert job.wait(20).state is JobState.DONE
-
-
-def test_sigkill_of_a_rank_is_named(tmp_path):
-    job = local.submit(spec(tmp_path, f"import os; print(os.getpid())\n{SLEEP}", 3, max_restarts=0))
-    os.kill(int(printed(job, 2)), signal.SIGKILL)
-    status = job.wait(20)
-    assert status.state is JobState.FAILED and status.exit_code == 137
-    assert status.reason.startswith("rank 2 was killed by SIGKILL")
-    report = read_exit(job.run_dir)
-    assert report is not None and report.failing_rank == 2
 
 
 STEPPING = f"""
@@ -504,16 +488,3 @@ def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(tmp_path):
     assert used_s() - start - bare_s < 10 * bare_s, (
         "CPU time of a submission, in starts of a bare Python"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
-def test_torch_ranks_find_each_other_on_the_reserved_port(tmp_path):
-    code = (
-        "import torch, torch.distributed as dist; dist.init_process_group('gloo'); x ="
-        " torch.ones(1)\ndist.all_reduce(x); print(int(x), flush=True);"
-        " dist.destroy_process_group()"
-    )
-    job = local.submit(spec(tmp_path, "").replace(argv=[sys.executable, "-c", code]))
-    assert job.wait(60).state is JobState.DONE, job.logs()
-    assert job.logs(0) == job.logs(1) == "2\n"

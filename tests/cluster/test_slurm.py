@@ -22,7 +22,7 @@ from cluster.site import Site
 from cluster.slurm import preflight
 from cluster.slurm import queries as slurm_queries
 from cluster.state import JobError, JobState, SchedulerJob, read_exit
-from tests.cluster.jobs import job_spec, scheduler_job, standin
+from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin
 from tests.cluster.shell import WORDS
 from tests.cluster.waiting import eventually
 
@@ -368,23 +368,17 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
     over.set()
 
 
-def test_scheduler_that_does_not_answer_leaves_what_the_files_say():
-    def ask(jobs):
-        raise JobError("Unable to contact slurm controller")
-
-    look = Poller(ask).look(SchedulerJob(scheduler="slurm", id="1"))
-    assert look.state is None and "slurm does not answer: Unable to contact" in look.reason
-
-
-def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch):
+@pytest.mark.parametrize("deaf", [("squeue", "scontrol", "sacct"), ("scontrol", "sacct")])
+def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch, deaf):
     def answer(words, *_, **__):
-        if words[0] == "squeue":
-            return ""
-        raise JobError(f"{words[0]}: Unable to contact slurm controller")
+        if words[0] in deaf:
+            raise JobError(f"{words[0]}: Unable to contact slurm controller")
+        return ""
 
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
-    job = SchedulerJob(scheduler="slurm", id="1")
-    assert Poller(slurm.look).look(job).state is None, "else it would be sent a second time"
+    look = Poller(slurm.look).look(SchedulerJob(scheduler="slurm", id="1"))
+    assert look.state is None, "else it would be sent a second time"
+    assert f"slurm does not answer: {deaf[0]}: Unable to contact" in look.reason
 
 
 def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch):
@@ -455,30 +449,16 @@ def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypa
     cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells}
     names: dict = {}
     try:
-        job = mine.run(
-            "sbatch",
-            "--parsable",
-            "--nodes=2",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=sleep 600",
-        )
+        job = occupy(mine, 600, num_nodes=2)
         eventually(lambda: mine.run("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
         for cell in ("parameters", "imports", "start-sandbox"):
             exec(cells[cell], names)
-        names["sandbox"].run(
-            "sbatch",
-            "--partition=urgent",
-            "--nodes=4",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=:",
-        )
+        occupy(names["sandbox"], 0, partition="urgent")
         exec(cells["stop-sandbox"], names)
         left = Sandbox.find()
         assert left, "the user's sandbox has ended"
         assert left.run("squeue", "--noheader", "--format=%i %T").split() == [
-            job.strip(),
+            job,
             "RUNNING",
         ]
         assert [path.name for path in tmp_path.iterdir()] == ["mine"], "the notebook's own has gone"

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.job import JobSpec
-from cluster.record import ConfigError
 from cluster.render import scripts
 from cluster.scheduler import Broadcast
 from cluster.site import Site
@@ -481,30 +480,14 @@ def test_hostile_names_paths_and_values_reach_the_ranks_inert(
     }
 
 
-@pytest.mark.parametrize("name", ["A-B", "A;B", "1A", "", "A B", "Ä", "A\n"])
-def test_names_that_no_shell_exports_are_refused(bench, name):
-    with pytest.raises(ConfigError):
-        scripts(small_job(bench, environment={name: "1"}), Site.load("perlmutter"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    "HF_TOKEN HF_TOKENS HF_TOKEN_FILE WANDB_API_KEY WANDBKEY wandbApiKey AWS_SECRET_ACCESS_KEY"
-    " AWSSECRETACCESSKEY password DB_PASSWD DB_PASS dbPass PASS DB_PWD GITHUB_PAT HTTP_AUTH AUTH"
-    " SECRETS".split(),
-)
-def test_secrets_are_never_written(bench, name):
-    with pytest.raises(ConfigError, match=f"{name}: looks like a secret.*[Ll]eave it out"):
-        scripts(small_job(bench, environment={name: "hunter2"}), Site.load("perlmutter"))
-
-
-@pytest.mark.parametrize(
-    "name",
+RESEMBLING = (
     "TOKENIZERS_PARALLELISM MAX_TOKENS MONKEY_BARS KEYBOARD SECRETARY LD_LIBRARY_PATH PYTHONPATH"
-    " OLDPWD AUTHOR SSH_AUTH_SOCK XAUTHORITY CUDA_COMPAT_PATH CUDA_COMPAT COMPASS BYPASS NCCL_DEBUG".split(),  # noqa: E501
-)
-def test_names_that_only_resemble_secrets_are_written(bench, name):
-    assert (
-        f"export {name}=1"
-        in scripts(small_job(bench, environment={name: "1"}), Site.load("perlmutter"))["submit.sh"]
-    )
+    " OLDPWD AUTHOR SSH_AUTH_SOCK XAUTHORITY CUDA_COMPAT_PATH CUDA_COMPAT COMPASS BYPASS NCCL_DEBUG"
+).split()
+
+
+def test_names_that_only_resemble_secrets_are_written():
+    job = training_job("run", tensor=4, pipeline=1, data=1, num_nodes=1)
+    job = job.replace(environment=dict.fromkeys(RESEMBLING, "1"))
+    script = scripts(job, Site.load("perlmutter"))["submit.sh"]
+    assert all(f"export {name}=1" in script for name in RESEMBLING)
