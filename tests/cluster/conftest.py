@@ -32,6 +32,12 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+@pytest.fixture
+def is_full(request):
+    """Whether limits are those of users, not those of an impatient test."""
+    return request.config.getoption("--real-limits")
+
+
 @pytest.fixture(scope="session")
 def small_disk(tmp_path_factory):
     """A file system of 48 MB, to be filled up; isolated nodes, which start later, share it."""
@@ -57,13 +63,18 @@ def slurm_cluster(tmp_path_factory, small_disk):
     sandbox.stop()
 
 
+def be_client(cluster: Sandbox, monkeypatch: pytest.MonkeyPatch, poll_s: float = 0.5) -> None:
+    """Has this process ask a cluster, and nothing else, every so many seconds."""
+    for key in [key for key in os.environ if key.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    monkeypatch.setattr(poll.POLLER, "interval_s", poll_s)
+
+
 @pytest.fixture
 def sandbox(slurm_cluster, monkeypatch):
     """The cluster with its clients set up; afterwards its queue is empty and its nodes are idle."""
-    for key in [key for key in os.environ if key.startswith(("SLURM_", "SBATCH_"))]:
-        monkeypatch.delenv(key)
-    monkeypatch.setenv("SLURM_CONF", slurm_cluster.environment["SLURM_CONF"])
-    monkeypatch.setattr(poll.POLLER, "interval_s", 0.5)
+    be_client(slurm_cluster, monkeypatch)
     yield slurm_cluster
     reset(slurm_cluster)
 

@@ -126,11 +126,6 @@ def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
     assert "given up after 3 starts without a new step" in status.reason
 
 
-@pytest.fixture
-def is_full(request):
-    return request.config.getoption("--real-limits")
-
-
 @contextlib.contextmanager
 def frozen(nodes, node):
     """Stops all processes of a node, and has those that are left go on."""

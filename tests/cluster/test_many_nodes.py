@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import poll, slurm
+from cluster import slurm
 from cluster.sandbox import Sandbox, stop, why_not
 from cluster.site import Site
 from cluster.state import log_path
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
+from tests.cluster.conftest import be_client
 from tests.cluster.jobs import STANDIN, standin
 from tests.cluster.test_faults import at_step, event, supervisors
 from tests.cluster.waiting import eventually, processes
@@ -33,21 +34,13 @@ LIGHT = (
 
 
 @pytest.fixture
-def is_full(request):
-    return request.config.getoption("--real-limits")
-
-
-@pytest.fixture
 def many(tmp_path_factory, monkeypatch, is_full):
     if reason := why_not():
         pytest.skip(reason)
     root = tmp_path_factory.mktemp("many")
-    for key in [key for key in os.environ if key.startswith(("SLURM_", "SBATCH_"))]:
-        monkeypatch.delenv(key)
     try:
         sandbox = Sandbox.start(root, num_nodes=64 if is_full else 9, isolated=False)
-        monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
-        monkeypatch.setattr(poll.POLLER, "interval_s", 2.0)
+        be_client(sandbox, monkeypatch, 2.0)
         yield sandbox
     finally:
         stop(root)

@@ -22,6 +22,7 @@ from cluster.site import Site
 from cluster.slurm import preflight
 from cluster.slurm import queries as slurm_queries
 from cluster.state import JobError, JobState, SchedulerJob, read_exit
+from tests.cluster.conftest import be_client
 from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin
 from tests.cluster.shell import WORDS
 from tests.cluster.waiting import eventually
@@ -432,7 +433,7 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch
         again = Sandbox.start(root)
         assert again.layout == sandbox.layout, "a second start finds the first"
         assert again.was_running and not sandbox.was_running
-        monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
+        be_client(sandbox, monkeypatch)
         job = slurm.submit(standin(tmp_path / "run", num_nodes=2), Site.load(sandbox.site_file))
         assert job.wait(60).state is JobState.DONE
     finally:
@@ -474,8 +475,7 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeyp
         pytest.skip(reason)
     sandbox = Sandbox.start(tmp_path / "sandbox", num_nodes=1, accounting=True)
     try:
-        monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
-        monkeypatch.setattr(poll.POLLER, "interval_s", 0.5)
+        be_client(sandbox, monkeypatch)
         code = "import sys; sys.exit(3)"
         spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=1)
         job = slurm.submit(spec, Site.load(sandbox.site_file))

@@ -2,13 +2,11 @@
 
 import errno
 import signal
-import sys
 from unittest.mock import Mock
 
 import pytest
 
 from cluster.attempts import take_over
-from cluster.job import JobSpec
 from cluster.outcome import Outcome
 from cluster.slurm import supervisor as module
 from cluster.slurm.queries import native_state
@@ -25,15 +23,14 @@ from cluster.state import (
     take_request,
     update_state,
 )
+from tests.cluster.jobs import standin
 
 
 @pytest.fixture
 def supervisor(tmp_path, monkeypatch):
     """A supervisor whose trainer has taken two steps; signals stay as they are."""
     monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
-    JobSpec(name="test", run_dir=str(tmp_path), argv=(sys.executable,), num_processes=4).write(
-        tmp_path / "job.json"
-    )
+    standin(tmp_path).write(tmp_path / "job.json")
     supervisor = Supervisor(tmp_path, [], SchedulerJob(scheduler="slurm", id="7"))
     supervisor.attempt = take_over(tmp_path, supervisor.job)
     update_state(tmp_path, attempt=1, state=JobState.RUNNING, step=2)
@@ -50,62 +47,51 @@ LOST = Outcome(
 STOPPED = Outcome(0, "stopped on request at step 2")
 
 
+def happen(supervisor, *events):
+    """Lets a person or the scheduler ask for a stop, and the trainer take that, save and stop."""
+    for event in events:
+        if event == "person":
+            ask(supervisor.run_dir, "stop")
+        elif event == "scheduler":
+            supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
+        elif event == "taken":
+            assert take_request(supervisor.run_dir, "stop", step=2)
+        else:
+            update_state(supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped")
+
+
 @pytest.mark.parametrize("outcome", [KILLED, LOST], ids=["killed", "lost"])
-@pytest.mark.parametrize("is_taken", [False, True], ids=["not taken", "taken"])
-def test_a_request_to_stop_outlives_the_attempt(supervisor, outcome, is_taken):
-    assert supervisor._judge(outcome) == outcome
-    ask(supervisor.run_dir, "stop")
-    if is_taken:
-        assert take_request(supervisor.run_dir, "stop", step=2)
+@pytest.mark.parametrize(
+    ("events", "fate", "reason"),
+    [
+        ("", None, "{}"),
+        ("person", "end", "{}, after a request to stop"),
+        ("person taken", "end", "{}, after a request to stop"),
+        ("person taken stopped", "end", STOPPED.reason),
+        ("scheduler taken stopped", "requeue", "{}"),
+        ("scheduler person", "end", "{}, after a request to stop"),
+        ("scheduler person taken stopped", "end", STOPPED.reason),
+        ("scheduler taken person taken stopped", "end", STOPPED.reason),
+    ],
+)
+def test_who_asked_for_a_stop_decides_whether_a_lost_attempt_is_followed(
+    supervisor, outcome, events, fate, reason
+):
+    """What is lost after the last checkpoint changes nothing."""
+    happen(supervisor, *events.split())
     judged = supervisor._judge(outcome)
-    assert (judged.fate, judged.reason) == ("end", f"{outcome.reason}, after a request to stop")
-
-
-@pytest.mark.parametrize("outcome", [KILLED, LOST], ids=["killed", "lost"])
-def test_what_is_lost_after_the_last_checkpoint_changes_nothing(supervisor, outcome):
-    ask(supervisor.run_dir, "stop")
-    take_request(supervisor.run_dir, "stop", step=2)
-    update_state(
-        supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
-    )
-    assert supervisor._judge(outcome) == STOPPED
-
-
-def test_a_stop_that_the_scheduler_wanted_is_followed_by_another_start(supervisor):
-    supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
-    assert take_request(supervisor.run_dir, "stop", step=2)
-    update_state(
-        supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
-    )
-    assert supervisor._judge(KILLED).fate == "requeue"
-
-
-@pytest.mark.parametrize("taken_first", [False, True], ids=["before it is taken", "after"])
-def test_a_person_who_asks_while_the_scheduler_does_is_heard(supervisor, taken_first):
-    supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
-    if taken_first:
-        take_request(supervisor.run_dir, "stop", step=2)
-    ask(supervisor.run_dir, "stop")
-    assert supervisor._judge(KILLED).fate == "end"
-    take_request(supervisor.run_dir, "stop", step=2)
-    update_state(
-        supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2"
-    )
-    assert supervisor._judge(LOST) == supervisor._after(0) == STOPPED
+    assert (judged.fate, judged.reason) == (fate or outcome.fate, reason.format(outcome.reason))
+    if judged.reason == STOPPED.reason:
+        assert judged == supervisor._after(0) == STOPPED
 
 
 def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
-    supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
-    assert (
-        take_over(supervisor.run_dir, supervisor.job) == 2
-        and read_asked(supervisor.run_dir, "stop") is None
-    )
-    ask(supervisor.run_dir, "stop")
-    take_request(supervisor.run_dir, "stop", step=2)
-    assert (
-        take_over(supervisor.run_dir, supervisor.job) == 3
-        and read_asked(supervisor.run_dir, "stop") is not None
-    )
+    happen(supervisor, "scheduler")
+    assert take_over(supervisor.run_dir, supervisor.job) == 2
+    assert read_asked(supervisor.run_dir, "stop") is None
+    happen(supervisor, "person", "taken")
+    assert take_over(supervisor.run_dir, supervisor.job) == 3
+    assert read_asked(supervisor.run_dir, "stop") is not None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.cluster.throttle import PLAN, SPEC, as_it_runs, slow_core, slow_links
 from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
-NODES, STEPS = ["node1", "node2"], 24
+NODES, STEPS = [f"node{number}" for number in range(1, 5)], 24
 NORMAL, SLOW = 400, 80
 """Megabits/s of a node's link: at which it counts as well, and throttled."""
 
