@@ -75,17 +75,19 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
     assert len(refused) == 1, "nothing was started by the other"
 
 
-def test_reattach_from_another_process_and_stop(sandbox, site, tmp_path):
+def test_reattach_from_another_shell_and_stop(sandbox, site, tmp_path, monkeypatch):
+    """Which does not know of this Slurm: the run does."""
     job = slurm.submit(standin(tmp_path / "run", 500), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
     code = (
-        f"from cluster.job import Job; job = Job.attach({str(job.run_dir)!r}); print(job.state);"
-        " job.stop()"
+        f"from cluster.job import Job; job = Job.attach({str(job.run_dir)!r}); now = job.status();"
+        " print(now.state, 'does not answer' in now.reason); job.stop()"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert said == "running\n"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.delenv("SLURM_CONF")
+        words = [sys.executable, "-c", code]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert said == "running False\n"
     status = job.wait(30)
     assert status.state is JobState.DONE and "stopped on request at step" in status.reason
 
