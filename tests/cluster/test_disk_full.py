@@ -14,7 +14,7 @@ import pytest
 from cluster import local
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.files import RESERVE, RESERVE_BYTES, append_lines, unless_full
-from cluster.job import JobSpec, read_status
+from cluster.job import read_status
 from cluster.outcome import Home, Outcome, record_end, write_end
 from cluster.process import Process
 from cluster.state import (
@@ -30,6 +30,7 @@ from cluster.state import (
     take_request,
     update_state,
 )
+from tests.cluster.jobs import job_spec
 from tests.disks import fill
 
 ROOT = Path(local.__file__).parents[2]
@@ -129,9 +130,7 @@ def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
         " pathlib import Path\n"
     )
     code += f"fill(Path({str(filler(run_dir))!r})); os.kill(os.getpid(), 9)"
-    job = JobSpec(
-        name="a", run_dir=str(run_dir), argv=(sys.executable, "-S", "-c", code), num_processes=1
-    )
+    job = job_spec(run_dir, sys.executable, "-S", "-c", code, num_processes=1)
     status = local.submit(job).wait(60)
     assert status.state is JobState.FAILED and status.attempt == 1
     assert status.reason.startswith(

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster import local
-from cluster.job import JobSpec
 from cluster.process import child_pids
 from cluster.state import JobState
-from tests.cluster.jobs import supervisor
+from tests.cluster.jobs import job_spec, supervisor
 from tests.cluster.waiting import eventually
 
 HEAVY = """
@@ -53,15 +52,8 @@ def modules(tmp_path, monkeypatch):
 def job(folder, code, forks, run="run", **changes):
     environment = {"WORD": "two words", "IMPORTED": str(folder / run)}
     given = {"environment": environment, "working_directory": str(folder), "grace_s": 2.0} | changes
-    argv = (sys.executable, "-m", "tells_of_test", code)
-    return JobSpec(
-        name="t",
-        run_dir=str(folder / f"{run}-dir"),
-        argv=argv,
-        num_processes=2,
-        forks=forks,
-        **given,
-    )
+    argv, size = (sys.executable, "-m", "tells_of_test", code), {"num_processes": 2, "num_nodes": 1}
+    return job_spec(folder / f"{run}-dir", *argv, forks=forks, **size, **given)
 
 
 def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_again(modules):

@@ -19,7 +19,7 @@ from cluster import local
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
-from tests.cluster.jobs import supervisor
+from tests.cluster.jobs import job_spec, supervisor
 from tests.cluster.waiting import eventually, processes
 
 ROOT = Path(local.__file__).parents[2]
@@ -390,15 +390,9 @@ def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
         "import os, sys; found = [os.environ['WORD'], sys.argv[1], os.path.basename(os.getcwd())]\n"
     )
     code += "print(found == 3 * [eval(sys.argv[2])])"
-    job = JobSpec(
-        name="odd",
-        run_dir=str(directory / "run"),
-        argv=(*FAST, code, word, ascii(word)),
-        num_processes=1,
-        environment={"WORD": word},
-        working_directory=str(directory),
-    )
-    handle = local.submit(job)
+    given = {"environment": {"WORD": word}, "working_directory": str(directory)}
+    argv = (*FAST, code, word, ascii(word))
+    handle = local.submit(job_spec(directory / "run", *argv, num_processes=1, **given))
     assert handle.wait(20).state is JobState.DONE and handle.logs() == "True\n"
     script = directory / "run" / "submit.sh"
     # By hand: the next attempt.
