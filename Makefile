@@ -23,7 +23,7 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 
 # Five at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
-VIEWS := tests/browser tests/monitor tests/evaluate tests/papers
+VIEWS := tests/browser tests/foreign tests/monitor tests/evaluate tests/papers
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j5 \
 	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-views pytest-launching check

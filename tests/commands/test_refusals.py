@@ -38,8 +38,8 @@ from kit.run import HOOK, Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.cluster.eks import eks
+from tests.foreign.logs import ARGUMENTS, head, line
 from tests.monitor.recorded import rows
-from tests.monitor.test_importers import ARGUMENTS, head, line
 
 PLAN = Plan(global_batch_size=8)
 STEPS = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.monitor.test_importers import frontier
+from tests.foreign.logs import frontier
 from tests.monitor.test_runs import make
 
 

@@ -41,7 +41,7 @@ from kit.monitor.sinks import copy_metrics
 from kit.monitor.text import recorded_alerts, status_row, status_table
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
-from tests.monitor.test_importers import ARGUMENTS, head, line
+from tests.foreign.logs import ARGUMENTS, head, line
 from tests.untrusted import hostile
 from tests.untrusted.hostile import (
     STRANGER,
