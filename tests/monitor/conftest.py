@@ -5,26 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.site import Site
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
-from tests.monitor.steps import STEPS, lines, row
+from tests.monitor.steps import STEPS, lines, made, row
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run of two attempts, with a NaN and an infinite value, a torn and a foreign line."""
-    run = Run.create(
-        tmp_path / "a run",
-        spec=ModelSpec.preset("demo"),
-        plan=Plan(global_batch_size=8),
-        recipe=Recipe(data="data", num_steps=80),
-        site=Site.load("laptop").with_measured_peak("fp32", 1e11, "test"),
-    )
-    for attempt in STEPS:
-        run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    run = made(tmp_path / "a run", [], *[Plan(global_batch_size=8) for _ in STEPS])
     rows = [row(step, attempt) for attempt, steps in STEPS.items() for step in steps]
     rows[4]["loss"], rows[5]["grad_norm"] = math.nan, math.inf
     text = (

@@ -19,6 +19,7 @@ from kit.monitor.dashboard import Dashboard
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.alerts import Alert
 from kit.spec import ModelSpec
 
 TOKENS = 4096
@@ -51,13 +52,11 @@ def recorded_run(
         plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
     job = JobSpec(name=run.name, run_dir=str(run.directory), argv=("true",), num_processes=ranks)
     job.write(run.directory / "job.json")
-    with (run.directory / "metrics.jsonl").open("w") as stream:
-        stream.writelines(rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at))
+    recorded = rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at)
+    (run.directory / "metrics.jsonl").write_text("".join(recorded))
     log = log_path(run.directory, attempts, 0)
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(
-        "".join(f"step {step} of {planned}: all is well\n" for step in range(1, steps + 1))
-    )
+    log.write_text("".join(f"step {i} of {planned}: all is well\n" for i in range(1, steps + 1)))
     (run.directory / "ranks").mkdir(exist_ok=True)
     say(run, state, attempts, steps)
     return run
@@ -67,41 +66,47 @@ def rows(
     first: int, last: int, *, spike_at: int | None = None, second_attempt_at: int | None = None
 ) -> list[str]:
     """Returns lines of metrics.jsonl for steps `first` to `last`."""
-    random = np.random.default_rng(first)
-    noise = random.normal(size=(last - first + 1, 3))
-    return [
-        json.dumps(
-            {
-                "step": step,
-                "attempt": 1 + (second_attempt_at is not None and step >= second_attempt_at),
-                "time": 1.7e9 + 1.02 * step,
-                "step_time_s": 1 + 0.02 * abs(noise[step - first, 0]),
-                "tokens": TOKENS,
-                "loss": 1.9
-                + 9 * (1 + step / 30) ** -0.45
-                + 0.04 * noise[step - first, 1]
-                + 4 * (step == spike_at),
-                "grad_norm": 0.35
-                + 1.5 * (1 + step / 300) ** -0.6
-                + 0.05 * abs(noise[step - first, 2]),
-                "learning_rate": 1.5e-4 * (1 + math.cos(3 * step / max(last, 1000))),
-                "memory_bytes": 6 * 2**30,
-                **(
-                    {"validation_loss": 2.0 + 9 * (1 + step / 30) ** -0.45}
-                    if step % 50 == 0
-                    else {}
-                ),
-            }
-        )
-        + "\n"
-        for step in range(first, last + 1)
-    ]
+    told = []
+    for step, noise in enumerate(
+        np.random.default_rng(first).normal(size=(last + 1 - first, 3)), first
+    ):
+        loss, norm = 9 * (1 + step / 30) ** -0.45, 1.5 * (1 + step / 300) ** -0.6
+        row = {
+            "step": step,
+            "attempt": 1 + (second_attempt_at is not None and step >= second_attempt_at),
+            "time": 1.7e9 + 1.02 * step,
+            "step_time_s": 1 + 0.02 * abs(noise[0]),
+            "tokens": TOKENS,
+            "loss": 1.9 + loss + 0.04 * noise[1] + 4 * (step == spike_at),
+            "grad_norm": 0.35 + norm + 0.05 * abs(noise[2]),
+            "learning_rate": 1.5e-4 * (1 + math.cos(3 * step / max(last, 1000))),
+            "memory_bytes": 6 * 2**30,
+        }
+        row |= {"validation_loss": 2.0 + loss} if step % 50 == 0 else {}
+        told.append(json.dumps(row) + "\n")
+    return told
 
 
 def add_rows(run: Run, first: int, last: int) -> None:
     """Appends steps to the run's metrics."""
+    write(run, rows(first, last))
+
+
+def add_row(run: Run, step: int, **values: object) -> None:
+    """Appends one step with other values."""
+    write(run, [json.dumps(json.loads(rows(step, step)[0]) | values) + "\n"])
+
+
+def write(run: Run, lines: list[str]) -> None:
+    """Appends lines to the run's metrics."""
     with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.writelines(rows(first, last))
+        stream.writelines(lines)
+
+
+def alert(message: str, step: int, kind: str = "spike", **values: Any) -> Alert:
+    """Returns a warning of the first attempt."""
+    told = {"kind": kind, "level": "warning", "attempt": 1, "time": 1.0} | values
+    return Alert(message=message, step=step, **told)
 
 
 def looked_at(run: Run, **options) -> Dashboard:

@@ -1,6 +1,13 @@
 """Lines of metrics.jsonl as the trainer writes them, with round numbers."""
 
 import json
+from pathlib import Path
+
+from cluster.site import Site
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
 
 STEPS = {1: range(1, 31), 2: range(21, 41)}
 """Of the attempts of the run in conftest.py; attempt 2 repeats steps 21 to 30."""
@@ -24,3 +31,27 @@ def row(step: int, attempt: int = 1, **values: object) -> dict:
 
 def lines(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def made(
+    directory: Path,
+    rows: list[dict],
+    *plans: Plan,
+    spec: str | ModelSpec = "demo",
+    site: str = "laptop",
+    planned: int = 80,
+) -> Run:
+    """Returns a run of these steps and of an attempt for each plan, without a job."""
+    plans = plans or (Plan(global_batch_size=8),)
+    where = Site.load(site)
+    run = Run.create(
+        directory,
+        spec=ModelSpec.preset(spec) if isinstance(spec, str) else spec,
+        plan=plans[-1],
+        recipe=Recipe(data="data", num_steps=planned),
+        site=where.with_measured_peak("fp32", 1e11, "test") if site == "laptop" else where,
+    )
+    for attempt, plan in enumerate(plans, 1):
+        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
+    return run

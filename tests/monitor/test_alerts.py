@@ -17,18 +17,12 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.ranks import MIN_SAMPLES
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
-from kit.run.alerts import Alert, AlertLog
-from tests.monitor.recorded import add_rows, beat, look, recorded_run, rows
+from kit.run.alerts import AlertLog
+from tests.monitor.recorded import add_row, add_rows, alert, beat, look, recorded_run
 
 
 def kinds(dashboard: Dashboard) -> list[str]:
     return [alert.kind for alert in look(dashboard).watchman.log.alerts]
-
-
-def append(run: Run, step: int, **values: object) -> None:
-    row = json.loads(rows(step, step)[0]) | values
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps(row) + "\n")
 
 
 def test_a_quiet_run_raises_no_alert(tmp_path: Path) -> None:
@@ -39,13 +33,13 @@ def test_nan_at_once_and_each_stretch_once(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=100)
     dashboard = Dashboard(run)
     assert kinds(dashboard) == []
-    append(run, 101, loss=float("nan"))
+    add_row(run, 101, loss=float("nan"))
     assert kinds(dashboard) == ["nan"]
-    append(run, 102, loss=float("nan"))
-    append(run, 103, grad_norm=float("inf"))
+    add_row(run, 102, loss=float("nan"))
+    add_row(run, 103, grad_norm=float("inf"))
     assert kinds(dashboard) == ["nan"]
     add_rows(run, 104, 199)
-    append(run, 200, grad_norm=float("nan"))
+    add_row(run, 200, grad_norm=float("nan"))
     assert kinds(dashboard) == ["nan", "nan"]
     assert [alert.step for alert in dashboard.watchman.log.alerts] == [101, 200]
 
@@ -54,28 +48,20 @@ def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_pat
     run = recorded_run(tmp_path / "run", steps=30)
     for step in range(31, 40):
         skipped = min(step - 30, 5)
-        append(
-            run,
-            step,
-            skipped_steps=skipped,
-            loss_scale=2.0 ** (16 - skipped),
-            grad_norm=[0.4, math.inf][step < 36],
-        )
+        scale, norm = 2.0 ** (16 - skipped), math.inf if step < 36 else 0.4
+        add_row(run, step, skipped_steps=skipped, loss_scale=scale, grad_norm=norm)
     assert kinds(Dashboard(run)) == []
-    append(run, 40, skipped_steps=5, loss_scale=1.0, grad_norm=math.inf)
+    add_row(run, 40, skipped_steps=5, loss_scale=1.0, grad_norm=math.inf)
     assert kinds(Dashboard(run)) == ["loss_scale", "nan"], "which was not skipped"
-    append(run, 41, skipped_steps=6, loss_scale=1.0, loss=math.nan)
+    add_row(run, 41, skipped_steps=6, loss_scale=1.0, loss=math.nan)
     assert kinds(Dashboard(run)) == ["loss_scale", "nan"]
 
 
 def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "run", steps=0)
-    dashboard, losses = (
-        Dashboard(run),
-        [8.3, 9.1, *(9.5 + 0.5 * i for i in range(12)), *(8.0 - 0.1 * i for i in range(20))],
-    )
-    for step, loss in enumerate(losses, 1):
-        append(run, step, loss=loss)
+    dashboard = Dashboard(run := recorded_run(tmp_path / "run", steps=0))
+    wrong, back = [9.5 + 0.5 * i for i in range(12)], [8.0 - 0.1 * i for i in range(20)]
+    for step, loss in enumerate([8.3, 9.1, *wrong, *back], 1):
+        add_row(run, step, loss=loss)
         assert kinds(dashboard) == ["start"] * (step >= 12)
     (live,) = dashboard.watchman.log.alerts
     (run.directory / "alerts.jsonl").unlink()
@@ -86,7 +72,7 @@ def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path: Pat
 def test_a_series_that_was_never_logged_is_no_alert(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=0)
     for step in range(1, 30):
-        append(run, step, grad_norm=None)
+        add_row(run, step, grad_norm=None)
     assert kinds(Dashboard(run)) == []
 
 
@@ -96,23 +82,19 @@ def test_alerts_are_kept_once_whoever_watches(tmp_path: Path) -> None:
     assert kinds(first) == ["spike"] and kinds(second) == ["spike"]
     assert kinds(Dashboard(run)) == ["spike"], "a kernel that comes later"
     assert len((run.directory / "alerts.jsonl").read_text().splitlines()) == 1
-    alert = first.watchman.log.alerts[0]
-    assert (alert.step, alert.attempt, alert.level) == (
-        700,
-        1,
-        "warning",
-    ) and "median" in alert.message
+    found = first.watchman.log.alerts[0]
+    assert (found.step, found.attempt, found.level) == (700, 1, "warning")
+    assert "median" in found.message
 
 
 def test_the_log_survives_torn_lines_and_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "alerts.jsonl"
-    alert = Alert(kind="nan", level="error", message="m", attempt=1, step=5, time=1.0)
-    file.write_text('{"kind": "na\n[]\n\x00\n' + json.dumps(alert.to_dict()) + '\n{"torn')
-    assert AlertLog(file).alerts == [alert]
+    file, told = tmp_path / "alerts.jsonl", alert("m", 5)
+    file.write_text('{"kind": "na\n[]\n\x00\n' + json.dumps(told.to_dict()) + '\n{"torn')
+    assert AlertLog(file).alerts == [told]
     absent = AlertLog(tmp_path / "absent" / "alerts.jsonl")
-    assert absent.add([alert]) == [alert] and absent.alerts == [alert]
+    assert absent.add([told]) == [told] and absent.alerts == [told]
     with pytest.raises(ConfigError):
-        dataclasses.replace(alert, level="fatal")
+        dataclasses.replace(told, level="fatal")
 
 
 def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:
@@ -123,13 +105,11 @@ def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:
     seen = Seen(time=alerts.time.time() - 20, status={})
     seen.write(run.directory / SEEN)
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 20)
-    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] == "20 s", (
-        "nobody knows: a login node was lost"
-    )
+    assert kinds(dashboard) == [], "nobody knows: a login node was lost"
+    assert dashboard.facts()["as_of"] == "20 s"
     seen.replace(time=alerts.time.time()).write(run.directory / SEEN)
-    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] is None, (
-        "steps may be on their way"
-    )
+    assert kinds(dashboard) == [], "steps may be on their way"
+    assert dashboard.facts()["as_of"] is None
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 40)
     assert kinds(dashboard) == ["stall"]
 
@@ -144,22 +124,22 @@ def test_a_peak_that_cannot_be_true(
     run = recorded_run(tmp_path / "a run", steps=200, state=state)
     run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
     dashboard = Dashboard(Run.open(run.directory))
-    assert kinds(dashboard) == ["peak"] and expected in dashboard.alerts()[0]["message"]
-    assert f"kit bench --apply '{run.directory}'" in dashboard.alerts()[0]["message"]
+    assert kinds(dashboard) == ["peak"]
+    message = dashboard.alerts()[0]["message"]
+    assert expected in message and f"kit bench --apply '{run.directory}'" in message
     assert kinds(Dashboard(Run.open(run.directory))) == ["peak"], "once, however often one looks"
     run.site.write(run.directory / "site.json")
     dashboard.look()
     dashboard.read()
-    assert dashboard.facts()["mfu"] == pytest.approx(np.median(run.metrics().mfu()[-20:])), (
-        "a corrected peak is read"
-    )
+    corrected = np.median(run.metrics().mfu()[-20:])
+    assert dashboard.facts()["mfu"] == pytest.approx(corrected)
 
 
 def test_falling_mfu(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=200)
     dashboard = Dashboard(run)
     for step in range(201, 260):
-        append(run, step, step_time_s=1.6)
+        add_row(run, step, step_time_s=1.6)
     assert kinds(dashboard) == ["mfu"] and "fell to" in dashboard.alerts()[0]["message"]
 
 
@@ -171,16 +151,15 @@ def test_a_slow_rank_is_named_once_it_is_sure(tmp_path: Path) -> None:
         dashboard.look()
     assert kinds(dashboard) == []
     beat(run, 200, slow_rank=3)
-    assert kinds(dashboard) == ["straggler"] and dashboard.alerts()[0]["message"].startswith(
-        f"rank 3 on {os.uname().nodename} takes 1.4"
-    )
+    assert kinds(dashboard) == ["straggler"]
+    named = f"rank 3 on {os.uname().nodename} takes 1.4"
+    assert dashboard.alerts()[0]["message"].startswith(named)
 
 
 def test_memory_disk_and_checkpoint(tmp_path: Path, monkeypatch) -> None:
     run = recorded_run(tmp_path / "run", steps=100)
     run.recipe.replace(checkpoint_every=20).write(run.directory / "recipe.json")
-    monkeypatch.setattr(
-        alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})()
-    )
-    append(run, 101, memory_bytes=2**60)
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(alerts.shutil, "disk_usage", lambda path: usage())
+    add_row(run, 101, memory_bytes=2**60)
     assert sorted(kinds(Dashboard(Run.open(run.directory)))) == ["checkpoint", "disk", "memory"]

@@ -19,17 +19,21 @@ from tests.monitor.steps import lines, row
 
 
 def happened(run: Run, attempt: int, at: float, state: JobState, **fields) -> None:
+    event = Event(time=at, attempt=attempt, state=state, **fields)
     with (run.directory / "history.jsonl").open("a") as stream:
-        stream.write(
-            json.dumps(Event(time=at, attempt=attempt, state=state, **fields).to_dict()) + "\n"
-        )
+        stream.write(json.dumps(event.to_dict()) + "\n")
 
 
-def step(
-    run: Run, number: int, attempt: int, ended: float, took: float = 1.0, **more: float
-) -> None:
+def step(run: Run, number: int, attempt: int, ended: float, took=1.0, **more: float) -> None:
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write(lines([row(number, attempt, time=ended, step_time_s=took, **more)]))
+
+
+def why(run: Run, *options: str) -> str:
+    command = ["status", str(run.directory), "--why", *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    return result.output
 
 
 @pytest.fixture
@@ -54,18 +58,9 @@ def told(run: Run) -> Run:
 
 def test_every_second_has_its_place(told):
     found = ledger(told)
-    assert {part: value for part, value in found.seconds.items() if value} == pytest.approx(
-        {
-            "waiting": 10 + 20,
-            "start-up": 5 + 5,
-            "first step": 2,
-            "between steps": 2,
-            "lost": 7,
-            "repeated": 2,
-            "productive": 8 + 6,
-            "ending": 1,
-        }
-    )
+    told_parts = {"waiting": 10 + 20, "start-up": 5 + 5, "first step": 2, "between steps": 2}
+    told_parts |= {"lost": 7, "repeated": 2, "productive": 8 + 6, "ending": 1}
+    assert found.seconds == pytest.approx(dict.fromkeys(found.seconds, 0.0) | told_parts)
     assert found.wall_s == pytest.approx(68) and found.idle_s == 0
     assert found.goodput == pytest.approx(14 / 38), "no node is held while it waits"
 
@@ -91,12 +86,10 @@ def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
 def test_nobody_was_left_to_say_that_it_ended(told):
     """The supervisor was killed with its ranks, and the scheduler started the job again."""
     events = (told.directory / "history.jsonl").read_text().splitlines(keepends=True)
-    (told.directory / "history.jsonl").write_text(
-        "".join(line for line in events if "requeued" not in line)
-    )
-    assert ledger(told).seconds["lost"] == pytest.approx(27) and ledger(
-        told
-    ).wall_s == pytest.approx(68)
+    left = [line for line in events if "requeued" not in line]
+    (told.directory / "history.jsonl").write_text("".join(left))
+    found = ledger(told)
+    assert (found.seconds["lost"], found.wall_s) == pytest.approx((27, 68))
 
 
 def test_prices_and_devices_of_each_attempt(told):
@@ -111,42 +104,26 @@ def test_prices_and_devices_of_each_attempt(told):
     assert dashboard.facts()["cost"]["value"] == found.usd
     rows = {row["part"]: row for row in found.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
-    assert rows["productive"]["usd"] == pytest.approx((1 * 8 + 2 * 6) / 100), (
-        "a cent a second for 1 node, then for 2"
-    )
+    cents = 1 * 8 + 2 * 6  # one a second for 1 node, then for 2
+    assert rows["productive"]["usd"] == pytest.approx(cents / 100)
     assert rows["waiting"]["usd"] == 0 and found.usd == pytest.approx((1 * 26 + 2 * 12) / 100)
     assert found.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
 
 
 def test_the_command(told, run):
-    result = CliRunner().invoke(app, ["status", str(told.directory), "--why"])
-    words = " ".join(result.output.split())
-    assert result.exit_code == 0 and "36.8% of the device-hours of a run count" in words, (
-        "14 of 38 s"
-    )
+    words = " ".join(why(told).split())
+    assert "36.8% of the device-hours of a run count" in words, "14 of 38 s"
     assert "shares are of all time, waiting too" in words and "20.6%" in words, "14 of 68 s"
-    assert "30.8%" in words and "50.0%" in words, (
-        "8 of 26 s and 6 of 12: as the heading, attempt by attempt"
-    )
-    assert (
-        "node3 no longer answers" in result.output
-        and "first step" in result.output
-        and "in no part" not in words
-    )
+    assert "30.8%" in words and "50.0%" in words, "8 of 26 s and 6 of 12, attempt by attempt"
+    assert "node3 no longer answers" in words and "first step" in words
+    assert "in no part" not in words
     assert "has fewer than 10 steps" in words, "of its speed"
-    found = json.loads(
-        CliRunner().invoke(app, ["status", str(told.directory), "--why", "--json"]).output
-    )
+    found = json.loads(why(told, "--json"))
     assert sum(part["seconds"] for part in found["goodput"]["parts"]) == pytest.approx(68)
-    assert (
-        found["goodput"]["share"] == pytest.approx(14 / 38)
-        and "fewer than 10 steps" in found["pace"]["verdict"]
-    )
+    assert found["goodput"]["share"] == pytest.approx(14 / 38)
+    assert "fewer than 10 steps" in found["pace"]["verdict"]
     happened(told, 3, 1068.0, JobState.QUEUED)
-    assert (
-        "17 min between attempts"
-        in CliRunner().invoke(app, ["status", str(told.directory), "--why"]).output
-    )
+    assert "17 min between attempts" in why(told)
 
 
 def test_a_run_without_an_attempt_is_refused(run):

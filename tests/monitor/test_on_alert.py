@@ -15,7 +15,7 @@ from kit.monitor.on_alert import OnAlert, on_alert_command
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.show.terminal import PlainConsole
-from tests.monitor.recorded import add_rows, dead_process, look, recorded_run, rows, say
+from tests.monitor.recorded import add_row, add_rows, alert, dead_process, look, recorded_run, say
 
 
 @pytest.fixture
@@ -31,15 +31,11 @@ def run(tmp_path: Path) -> Run:
 
 
 def _alert(message: str, kind: str = "guard", step: int = 300) -> Alert:
-    return Alert(
-        kind=kind, level="error", message=message, attempt=1, step=step, time=time.time() + 1
-    )
+    return alert(message, step, kind, level="error", time=time.time() + 1)
 
 
 def _lose_a_loss(run: Run, step: int) -> None:
-    row = json.loads(rows(step, step)[0]) | {"time": time.time() + 1, "loss": float("nan")}
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps(row) + "\n")
+    add_row(run, step, time=time.time() + 1, loss=float("nan"))
 
 
 def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> None:
@@ -51,11 +47,8 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> 
     def told_now() -> list[str]:
         look(dashboard)
         on_alert.tell()
-        return (
-            [json.loads(line)["kind"] for line in told.read_text().splitlines()]
-            if told.exists()
-            else []
-        )
+        found = told.read_text().splitlines() if told.exists() else []
+        return [json.loads(line)["kind"] for line in found]
 
     assert told_now() == [], "the spike was there before"
     _lose_a_loss(run, 301)

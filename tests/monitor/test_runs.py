@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 
 from cluster import local
-from cluster.job import Job, JobSpec, JobStatus
+from cluster.job import JobSpec, JobStatus
 from cluster.login.mirror import Mirror, Seen
-from cluster.site import Site
 from cluster.state import JobState, update_state
 from kit.errors import RunError
 from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, show
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.monitor.steps import lines, row
+from tests.monitor.steps import lines, made, row
 from tests.pictures import check_figure
-
-LAPTOP = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
 
 
 def make(
@@ -29,81 +25,54 @@ def make(
     *,
     steps: int = 40,
     step_time_s: float = 0.5,
-    spec: ModelSpec | None = None,
+    spec: str | ModelSpec = "demo",
     **plan,
 ) -> Run:
     """Returns a run with recorded steps and no job."""
-    run = Run.create(
-        directory,
-        spec=spec or ModelSpec.preset("demo"),
-        plan=Plan(**{"global_batch_size": 8, **plan}),
-        recipe=Recipe(data="data", num_steps=80),
-        site=LAPTOP,
-    )
-    run.plan.write(run.directory / "plan.attempt_01.json")
     rows = [row(step, step_time_s=step_time_s) for step in range(1, steps + 1)]
-    (run.directory / "metrics.jsonl").write_text(lines(rows))
-    return run
+    return made(directory, rows, Plan(**{"global_batch_size": 8, **plan}), spec=spec)
 
 
-def submit(run: Run, *argv: str) -> Job:
-    return local.submit(
-        JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1)
-    )
+def job_spec(run: Run, *argv: str) -> JobSpec:
+    return JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1)
 
 
 def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path) -> None:
     make(tmp_path / "new", data_parallel=2)
-    submit(make(tmp_path / "group" / "done"), "true").wait(20)
-    submit(make(tmp_path / "group" / "failed"), "false").wait(20)
+    for name, command in (("done", "true"), ("failed", "false")):
+        local.submit(job_spec(make(tmp_path / "group" / name), command)).wait(20)
     remote = make(tmp_path / "remote", micro_batch_size=2)
-    (remote.directory / "job.json").write_text(
-        JobSpec(name="r", run_dir=str(remote.directory), argv=("x",), num_processes=1).to_json()
-    )
-    update_state(
-        remote.directory, attempt=1, state=JobState.RUNNING, step=40, heartbeat=time.time() - 300
-    )
+    job_spec(remote, "x").write(remote.directory / "job.json")
+    silent = {"state": JobState.RUNNING, "step": 40, "heartbeat": time.time() - 300}
+    update_state(remote.directory, attempt=1, **silent)
     table = runs_table(tmp_path)
-    states = {row["run"]: row["state"] for row in table.rows}
-    assert states == {
-        "group/done": "done",
-        "group/failed": "failed",
-        "new": "not started",
-        "remote": "stalled",
-    }
+    states = [(row["run"], row["state"]) for row in table.rows]
+    known = [("group/done", "done"), ("group/failed", "failed"), ("new", "not started")]
+    assert sorted(states) == [*known, ("remote", "stalled")]
     assert table.settings == ["plan.data_parallel", "plan.micro_batch_size"]
     new = next(row for row in table.to_dicts() if row["run"] == "new")
     assert (new["step"], new["num_steps"], new["plan.data_parallel"]) == (40, 80, 2)
-    assert (
-        new["loss"] == pytest.approx(6.0)
-        and new["tokens_per_s"] == pytest.approx(4096)
-        and 0 < new["mfu"] < 1
-    )
+    assert (new["loss"], new["tokens_per_s"]) == pytest.approx((6.0, 4096)) and 0 < new["mfu"] < 1
 
 
 def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
     make(tmp_path / "here")
     assert "heard" not in runs_table(tmp_path).columns
-    there = make(tmp_path / "there").directory
+    job_spec(run := make(tmp_path / "there"), "x").write(run.directory / "job.json")
+    there = run.directory
     Mirror(login="far", python="python", source="/", directory="/run").write(there / "login.json")
     status = JobStatus(state=JobState.RUNNING, reason="step 40", attempt=1)
     Seen(time=time.time() - 7300, status=status.to_dict()).write(there / "login_seen.json")
-    JobSpec(name="r", run_dir=str(there), argv=("x",), num_processes=1).write(there / "job.json")
     table = runs_table(tmp_path)
     here, far = table.to_dicts()
-    assert (here["heard"], far["heard"], far["state"]) == (
-        None,
-        "2 h ago",
-        "running",
-    ) and 7300 <= far["heard_s"] < 7400
-    assert (
-        ">as of</th>" in table._repr_html_() and "somebody else made this mirror" in far["reason"]
-    )
+    assert (here["heard"], far["heard"], far["state"]) == (None, "2 h ago", "running")
+    assert 7300 <= far["heard_s"] < 7400 and ">as of</th>" in table._repr_html_()
+    assert "somebody else made this mirror" in far["reason"]
 
 
 def test_name_of_a_model_stands_for_its_shapes(tmp_path: Path) -> None:
     make(tmp_path / "a")
-    make(tmp_path / "b", spec=ModelSpec.preset("gpt2-xl"))
+    make(tmp_path / "b", spec="gpt2-xl")
     assert runs_table(tmp_path).settings == ["spec.name"]
     # The same name, another shape.
     make(tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2))
@@ -115,17 +84,15 @@ def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(
 ) -> None:
     make(tmp_path / "good")
     make(tmp_path / "damaged").directory.joinpath("plan.json").write_text('{"tensor_par')
-    make(tmp_path / "metrics").directory.joinpath("metrics.jsonl").write_bytes(
-        b'\xff\x00{"step": 1}\n[1]\n{"step": Infi'
-    )
+    foreign = b'\xff\x00{"step": 1}\n[1]\n{"step": Infi'
+    make(tmp_path / "metrics").directory.joinpath("metrics.jsonl").write_bytes(foreign)
     make(tmp_path / "half").directory.joinpath("recipe.json").unlink()
     gone = tmp_path / "gone"
     monkeypatch.setattr("kit.monitor.runs.find_runs", lambda folder: [*find_runs(folder), gone])
     rows = {row["run"]: row for row in runs_table(tmp_path).rows}
-    assert (
-        rows["damaged"]["state"] == "unreadable" and "not valid JSON" in rows["damaged"]["reason"]
-    )
-    assert rows["half"]["state"] == "unreadable" and "recipe.json" in rows["half"]["reason"]
+    assert rows["damaged"]["state"] == rows["half"]["state"] == "unreadable"
+    assert "not valid JSON" in rows["damaged"]["reason"]
+    assert "recipe.json" in rows["half"]["reason"]
     assert rows["gone"]["reason"] == "deleted while it was looked at"
     assert rows["metrics"]["step"] == 0 and rows["good"]["step"] == 40
     assert "unreadable" in runs_table(tmp_path)._repr_html_()
@@ -149,12 +116,10 @@ def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(
     file = run.directory / "metrics.jsonl"
     assert file.stat().st_size > 5 * TAIL_BYTES
     with file.open("a") as stream:
-        stream.write(
-            '{"step": 4001, "attempt": 2, "loss": 1.5, "tokens": 2048, "step_time_s":'
-            ' 1.0}\n{"step": 4002, "a'
-        )
-    row = runs_table(tmp_path).rows[0]
-    assert (row["step"], row["attempt"], row["loss"], row["tokens_per_s"]) == (4001, 2, 1.5, 2048)
+        stream.write(lines([row(4001, 2, loss=1.5, step_time_s=1.0)]) + '{"step": 4002, "a')
+    (found,) = runs_table(tmp_path).rows
+    told = [found[name] for name in ("step", "attempt", "loss", "tokens_per_s")]
+    assert told == [4001, 2, 1.5, 2048]
 
 
 def test_page_escapes_names(tmp_path: Path) -> None:
@@ -188,6 +153,5 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
 
 
 def test_a_lost_loss_is_told_in_words() -> None:
-    assert [show("loss", value) for value in (math.nan, math.inf, None, 2.0)] == [
-        "not finite"
-    ] * 2 + ["–", "2.0000"]
+    shown = [show("loss", value) for value in (math.nan, math.inf, None, 2.0)]
+    assert shown == ["not finite", "not finite", "–", "2.0000"]

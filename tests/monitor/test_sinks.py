@@ -26,25 +26,18 @@ from tests.monitor.steps import STEPS, lines, row
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:
     """Returns the rows of each wandb run, read from its offline file with wandb's own protocol."""
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    # wandb says that a run is finished a moment before the last block of its file is written.
-    assert eventually(
-        lambda: all(
-            any(record.HasField("exit") for record in _wandb_records(file)) for file in files
-        ),
-        20,
-    )
-    return {
-        file.stem: [
-            {
-                item.key or item.nested_key[0]: json.loads(item.value_json)
-                for item in record.history.item
-            }
-            for record in _wandb_records(file)
-            if record.HasField("history")
+    found = {}
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        # wandb says that it is finished a moment before the last block of its file is written.
+        assert eventually(
+            lambda file=file: any(r.HasField("exit") for r in _wandb_records(file)), 20
+        )
+        rows = [r.history.item for r in _wandb_records(file) if r.HasField("history")]
+        found[file.stem] = [
+            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row}
+            for row in rows
         ]
-        for file in files
-    }
+    return found
 
 
 def _wandb_records(file: Path) -> list[Any]:
@@ -66,10 +59,8 @@ def _records(data: bytes) -> list[bytes]:
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
             continue
-        length, kind = (
-            int.from_bytes(data[position + 4 : position + 6], "little"),
-            data[position + 6],
-        )
+        length = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
         if position + 7 + length > len(data):  # not yet written to its end
             break
         part += data[position + 7 : position + 7 + length]
@@ -100,17 +91,12 @@ def test_wandb_keeps_every_step_of_every_attempt(run: Run, offline: None) -> Non
     report = copy_metrics(run, "wandb", follow=False)
     assert (report.rows, report.attempts, report.skipped_lines) == (50, (1, 2), 3)
     first, second = _wandb_history(run.directory / "wandb").values()
-    assert [row["step"] for row in first] == list(STEPS[1]) and [
-        row["step"] for row in second
-    ] == list(STEPS[2])
-    assert [row["_step"] for row in second] == list(range(20)), (
-        "wandb's own step only counts, so it drops nothing"
-    )
+    for rows, steps in ((first, STEPS[1]), (second, STEPS[2])):
+        assert [row["step"] for row in rows] == list(steps)
+    assert [row["_step"] for row in second] == list(range(20)), "it only counts, and drops nothing"
     assert math.isnan(first[4]["loss"]) and first[5]["grad_norm"] == math.inf
-    assert (
-        first[0]["tokens_per_s"] == pytest.approx(4096)
-        and first[0]["mfu"] < first[0]["hfu"] + 1e-12
-    )
+    assert first[0]["tokens_per_s"] == pytest.approx(4096)
+    assert first[0]["mfu"] < first[0]["hfu"] + 1e-12
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write(lines([row(41, 2), row(42, 2)]) + '{"step": 43')
     assert copy_metrics(run, "wandb", follow=False).rows == 2
@@ -124,20 +110,11 @@ def test_wandb_gets_the_scores_of_checkpoints_once(run: Run, offline: None) -> N
     copy_metrics(run, "wandb", follow=False)
     first, _ = _wandb_history(run.directory / "wandb").values()
     (scores,) = [row for row in first if "eval/piqa/acc" in row]
-    assert (scores["step"], scores["eval/piqa/acc"], scores["eval/piqa/acc_stderr"]) == (
-        20,
-        0.5,
-        0.01,
-    )
+    assert (scores["step"], scores["eval/piqa/acc_stderr"]) == (20, 0.01)
     _write_scores(run, step=30, value=0.6)
     copy_metrics(run, "wandb", follow=False)
-    history = _wandb_history(run.directory / "wandb")
-    found = [
-        (row["step"], row["eval/piqa/acc"])
-        for rows in history.values()
-        for row in rows
-        if "eval/piqa/acc" in row
-    ]
+    rows = [row for rows in _wandb_history(run.directory / "wandb").values() for row in rows]
+    found = [(row["step"], row["eval/piqa/acc"]) for row in rows if "eval/piqa/acc" in row]
     assert sorted(found) == [(20, 0.5), (30, 0.6)]
 
 
@@ -175,19 +152,15 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
         stream.write(lines([row(41, 2, validation_loss=6.0)]))
     assert copy_metrics(run, "tensorboard", follow=False).rows == 1
     for attempt, steps in STEPS.items():
-        events = EventAccumulator(
-            str(run.directory / "tensorboard" / f"attempt_{attempt:02d}"), {"scalars": 0}
-        )
+        folder = run.directory / "tensorboard" / f"attempt_{attempt:02d}"
+        events = EventAccumulator(str(folder), {"scalars": 0})
         events.Reload()
         loss = events.Scalars("loss")
         assert [event.step for event in loss] == [*steps, *([41] if attempt == 2 else [])]
-        assert (
-            loss[0].value == pytest.approx(8 - steps[0] / 20)
-            and loss[0].wall_time == 1e9 + steps[0]
-        )
-        assert {"grad_norm", "learning_rate", "tokens_per_s", "mfu", "hfu"} <= set(
-            events.Tags()["scalars"]
-        )
+        assert loss[0].value == pytest.approx(8 - steps[0] / 20)
+        assert loss[0].wall_time == 1e9 + steps[0]
+        names = {"grad_norm", "learning_rate", "tokens_per_s", "mfu", "hfu"}
+        assert names <= set(events.Tags()["scalars"])
     assert [event.value for event in events.Scalars("validation_loss")] == [6.0]
 
 
@@ -244,9 +217,8 @@ def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(
     file.write_text(line + lines([row(2, 1)]))
     assert [row["step"] for rows in follower.parts() for row in rows] == [1, 2]
     file.write_text(lines([row(7, 2)]))
-    assert [row["step"] for rows in follower.parts() for row in rows] == [
-        7
-    ] and follower.skipped_lines == 0
+    assert [row["step"] for rows in follower.parts() for row in rows] == [7]
+    assert follower.skipped_lines == 0
 
 
 def test_line_without_end_neither_fills_memory_nor_stops_the_follower(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The views of a run: text, HTML below a cell, and the static figure."""
 
 import asyncio
-import dataclasses
 import io
 import json
 import math
@@ -14,7 +13,6 @@ from rich.console import Console
 
 from cluster import local
 from cluster.job import Job, JobSpec, JobStatus
-from cluster.site import Site
 from cluster.state import JobState
 from kit.commands.options import strict_json
 from kit.monitor import live, run_figure, status_table
@@ -22,30 +20,19 @@ from kit.monitor.figure import loss_figure, smooth
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.text import status_row
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.monitor.recorded import spoil
-from tests.monitor.steps import lines, row
+from tests.monitor.steps import lines, made, row
 from tests.pictures import check_figure
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run directory with 40 steps in two attempts, whose job has ended."""
-    plans = {1: Plan(global_batch_size=8), 2: Plan(global_batch_size=8, data_parallel=2)}
-    run = Run.create(
-        tmp_path / "a <b> run",
-        spec=ModelSpec.preset("demo"),
-        plan=plans[2],
-        recipe=Recipe(data="data", num_steps=80),
-        site=Site.load("laptop").with_measured_peak("fp32", 1e11, "test"),
-    )
-    for attempt, plan in plans.items():
-        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    plan = Plan(global_batch_size=8)
     rows = [row(step, 1 + (step > 25)) for step in range(1, 41)]
     rows[-1]["validation_loss"] = 6.1
-    (run.directory / "metrics.jsonl").write_text(lines(rows))
+    run = made(tmp_path / "a <b> run", rows, plan, plan.replace(data_parallel=2))
     job = JobSpec(name="ended", run_dir=str(run.directory), argv=("true",), num_processes=1)
     local.submit(job).wait(20)
     return run
@@ -61,11 +48,8 @@ def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run: Run) -> No
     curve = curve_html(run, {"unigram <i>": 6.62})
     page = view_html(run, curve)
     assert "a &lt;b&gt; run" in page and "<b> run" not in page
-    assert (
-        curve in page
-        and page.count("<img ") == 2
-        and "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
-    )
+    assert curve in page and page.count("<img ") == 2
+    assert "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
     figure = loss_figure(run.metrics(), 80, baselines={"unigram <i>": 6.62})
     [axis] = figure.axes
     assert axis.get_xlim() == (0, 80), "the whole planned length"
@@ -87,9 +71,7 @@ def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
     figure = loss_figure(run.metrics(), 80)
     raw = np.asarray(figure.axes[0].get_lines()[0].get_ydata(), dtype=float)
     assert raw[np.isfinite(raw)].tolist() == [loss for loss in losses if math.isfinite(loss)]
-    assert np.isfinite(figure.axes[0].get_ylim()).all(), (
-        "steps before the divergence keep their scale"
-    )
+    assert np.isfinite(figure.axes[0].get_ylim()).all(), "steps before it keep their scale"
 
 
 def test_following_draws_at_the_end_and_not_at_every_look(
@@ -97,23 +79,17 @@ def test_following_draws_at_the_end_and_not_at_every_look(
 ) -> None:
     drawn, shown, looks, ended = [], [], [], run.job.status()
     monkeypatch.setattr(live, "curve_html", lambda *_: drawn.append(1) or f"curve {len(drawn)}")
-    monkeypatch.setattr(
-        "IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data)
-    )
-    monkeypatch.setattr(
-        "IPython.display.DisplayHandle.update", lambda _, data, **__: shown.append(data)
-    )
+    for name in ("display", "update"):
+        show = f"IPython.display.DisplayHandle.{name}"
+        monkeypatch.setattr(show, lambda _, data, **__: shown.append(data))
 
     def status(_: Job) -> JobStatus:
         looks.append(1)
-        return dataclasses.replace(
-            ended, state=JobState.RUNNING if len(looks) < 20 else JobState.DONE
-        )
+        return ended.replace(state=JobState.RUNNING if len(looks) < 20 else JobState.DONE)
 
     monkeypatch.setattr(Job, "status", status)
-    with ThreadPoolExecutor(
-        1
-    ) as own_thread:  # a browser test before this one leaves a loop running in the main thread
+    # A browser test before this one leaves a loop running in the main thread.
+    with ThreadPoolExecutor(1) as own_thread:
         followed = own_thread.submit(asyncio.run, live.follow(run, refresh_s=0.0)).result(60)
     assert followed.state is JobState.DONE
     assert len(drawn) == 2 and len(shown) > 3
@@ -140,10 +116,7 @@ def test_average_skips_what_is_not_finite_and_goes_on(bad: float) -> None:
 
 
 def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run: Run) -> None:
-    spoil(
-        run,
-        {10: {"loss": float("nan")}, 11: {"loss": float("inf")}, 30: {"step_time_s": float("nan")}},
-    )
+    spoil(run, {10: {"loss": math.nan}, 11: {"loss": math.inf}, 30: {"step_time_s": math.nan}})
     figure, table = run_figure(run)
     assert np.isfinite(table["loss_ema"]).sum() == 38 and np.isfinite(table["loss_ema"][-1])
     loss, speed = figure.axes

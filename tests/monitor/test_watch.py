@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,9 +27,9 @@ from kit.monitor.runs import compare_figure, live_row
 from kit.monitor.sinks import scalars
 from kit.monitor.text import bars
 from kit.run import Run
-from kit.run.alerts import Alert, AlertLog
+from kit.run.alerts import AlertLog
 from kit.show import terminal
-from tests.monitor.recorded import dead_process, recorded_run, say, spoil
+from tests.monitor.recorded import alert, dead_process, recorded_run, say, spoil
 
 
 @pytest.fixture
@@ -43,9 +44,7 @@ def _screen(run: Run, width: int) -> list[str]:
 
 
 def _command(*arguments: object):
-    return CliRunner().invoke(
-        app, [str(argument) for argument in arguments], catch_exceptions=False
-    )
+    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
 def test_bars_fall_and_mark_what_is_not_finite() -> None:
@@ -55,6 +54,9 @@ def test_bars_fall_and_mark_what_is_not_finite() -> None:
     assert bars(np.full(3, np.inf), 40) == "???" and bars(np.array([2.0, 2.0]), 40) == "▁▁"
 
 
+NEWEST = ("nan: loss is not finite", "checkpoint: asked")
+
+
 @pytest.mark.parametrize("width", [80, 60, 44, 200])
 def test_fits_the_terminal(run: Run, width: int) -> None:
     spoil(run, {390: {"loss": float("nan")}})
@@ -62,15 +64,7 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
     lines = _screen(run, width)
     words = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= width
-    for wanted in (
-        "● running",
-        "400 / 1,000",
-        "MFU",
-        "HFU",
-        "?",
-        "nan: loss is not finite",
-        "checkpoint: asked",
-    ):
+    for wanted in ("● running", "400 / 1,000", "MFU", "HFU", "?", *NEWEST):
         assert wanted in words
     if width == 80:
         assert len(lines) <= 20, "one look, no scrolling"
@@ -80,36 +74,19 @@ def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run: Run) ->
     spoil(run, {390: {"loss": float("nan")}})
     ask(run.directory, "checkpoint")
     for step in range(10, 200, 20):
-        AlertLog(run.directory / "alerts.jsonl").add(
-            [
-                Alert(
-                    kind="spike",
-                    level="warning",
-                    message="loss spike 9 " * 9,
-                    attempt=1,
-                    step=step * 60,
-                    time=1.0,
-                )
-            ]
-        )
+        AlertLog(run.directory / "alerts.jsonl").add([alert("loss spike 9 " * 9, step * 60)])
     words = "\n".join(_screen(run, 80)[:14])
-    for wanted in ("● running", "loss", "MFU", "checkpoint: asked", "nan: loss is not finite"):
+    for wanted in ("● running", "loss", "MFU", *NEWEST):
         assert wanted in words
 
 
-def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch) -> None:
     """Not a word for hours would look like a hang."""
     now, screen = [0.0], io.StringIO()
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
-    )
-    monkeypatch.setattr(terminal, "time", clock)
-    console = terminal.PlainConsole(file=screen)
-    terminal.keep_drawing(
-        lambda: f"{now[0]:.0f} s", console, every_s=10.0, over=lambda: now[0] >= 40
-    )
+    sleep = lambda seconds: now.append(now.pop() + seconds)  # noqa: E731
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    console, over = terminal.PlainConsole(file=screen), lambda: now[0] >= 40
+    terminal.keep_drawing(lambda: f"{now[0]:.0f} s", console, every_s=10.0, over=over)
     assert screen.getvalue() == "0 s\n30 s\n40 s\n"
 
 
@@ -126,9 +103,8 @@ def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
     folder = run.checkpoints.path(400)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-    assert any(
-        "checkpoint: asked" in line and "saved at step 400" in line for line in _screen(run, 80)
-    )
+    (told,) = [line for line in _screen(run, 80) if "checkpoint: asked" in line]
+    assert "saved at step 400" in told
 
 
 @pytest.fixture
@@ -141,15 +117,14 @@ def too_fast(run: Run) -> Run:
     return Run.open(run.directory)
 
 
+STEP = {"tokens": 4096, "step_time_s": 1, "loss": 1}
 READERS = {
     "status": lambda run: status_row(run),
     "runs": lambda run: live_row(run),
     "figure": lambda run: run_figure(run)[1],
     "compare": lambda run: next(iter(compare_figure([run])[1].values())),
     "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
-    "sink": lambda run: scalars(
-        run, [{"step": 1, "attempt": 1, "tokens": 4096, "step_time_s": 1, "loss": 1}]
-    )[0],
+    "sink": lambda run: scalars(run, [{"step": 1, "attempt": 1} | STEP])[0],
     "dashboard": lambda run: (dashboard := Dashboard(run)).read() or dashboard.facts(),
     "notebook": lambda run: {"loss": 1, "text": view_html(run, curve_html(run))},
 }
@@ -166,41 +141,32 @@ def test_a_speed_above_the_peak_is_not_printed(too_fast: Run) -> None:
     assert "MFU above the peak" in words and "cannot be true" in words
 
 
-def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
+def watched(run: Run, end: Callable[[], object], **console: object) -> str:
+    """Returns what watch has shown of a run until it ends."""
     screen = io.StringIO()
-    thread = threading.Thread(
-        target=watch,
-        args=(run,),
-        kwargs={"console": Console(file=screen, width=80, force_terminal=True)},
-    )
+    shown = {"console": Console(file=screen, **console)}  # type: ignore[arg-type]
+    thread = threading.Thread(target=watch, args=(run,), kwargs=shown)
     thread.start()
     time.sleep(0.5)
     assert thread.is_alive(), "as long as the job runs"
-    write_exit(
-        run.directory,
-        ExitReport(attempt=2, rc=3, reason="rank 0 ended with code 3", host="h", time=time.time()),
-    )
+    end()
     thread.join(20)
     assert not thread.is_alive()
-    last = screen.getvalue().rpartition("run  ")[2]
-    assert "rank 0 ended with code 3" in last and "step 400 of 1000: all is well" in last, (
-        "with the end of its log"
-    )
+    return screen.getvalue()
+
+
+def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
+    reason = "rank 0 ended with code 3"
+    report = ExitReport(attempt=2, rc=3, reason=reason, host="h", time=time.time())
+    screen = watched(run, lambda: write_exit(run.directory, report), width=80, force_terminal=True)
+    last = screen.rpartition("run  ")[2]
+    assert reason in last
+    assert "step 400 of 1000: all is well" in last, "with the end of its log"
 
 
 def test_watch_outlives_the_directory(run: Run) -> None:
-    screen = io.StringIO()
-    thread = threading.Thread(
-        target=watch, args=(run,), kwargs={"console": Console(file=screen, width=120)}
-    )
-    thread.start()
-    time.sleep(0.5)
-    shutil.rmtree(run.directory)
-    thread.join(20)
-    assert not thread.is_alive()
-    assert "was removed" in screen.getvalue() and "400 / 1,000" in screen.getvalue(), (
-        "with what was read before"
-    )
+    screen = watched(run, lambda: shutil.rmtree(run.directory), width=120)
+    assert "was removed" in screen and "400 / 1,000" in screen, "with what was read before"
 
 
 def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
@@ -215,12 +181,7 @@ def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
 
 def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) -> None:
     log = AlertLog(run.directory / "alerts.jsonl")
-    told = [
-        Alert(
-            kind="spike", level="warning", message=f"jump {step}", attempt=1, step=step, time=step
-        )
-        for step in range(0, 13 * 60, 60)
-    ]
+    told = [alert(f"jump {step}", step, time=step) for step in range(0, 13 * 60, 60)]
     log.add(told)
     lines = _command("status", run.directory).stdout.splitlines()
     shown = [line.rpartition(" ")[2] for line in lines if "spike: jump" in line]
@@ -231,7 +192,7 @@ def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) 
 
 
 def test_a_job_fails_once_however_late_one_looks() -> None:
-    first = Alert(kind="job", level="error", message="job lost: gone", attempt=1, step=4, time=0.0)
+    first = alert("job lost: gone", 4, "job", level="error", time=0.0)
     assert first.is_same(first.replace(time=1e6, message="job lost: gone for 9 days"))
     assert not first.is_same(first.replace(message="job failed: code 1"))
     assert not first.is_same(first.replace(attempt=2))
@@ -239,21 +200,12 @@ def test_a_job_fails_once_however_late_one_looks() -> None:
 
 def test_buttons_as_commands(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
-    job = JobSpec(
-        name="sleeper",
-        run_dir=str(run.directory),
-        argv=("sleep", "60"),
-        num_processes=1,
-        grace_s=2.0,
-    )
+    sleep = {"argv": ("sleep", "60"), "num_processes": 1, "grace_s": 2.0}
     say(run, JobState.DONE, process=dead_process())
-    local.submit(job)
-    assert "Asked at" in _command("checkpoint", run.directory).stdout and read_asked(
-        run.directory, "checkpoint"
-    )
-    assert "Asked at" in _command("stop", run.directory).stdout and read_asked(
-        run.directory, "stop"
-    )
+    local.submit(JobSpec(name="sleeper", run_dir=str(run.directory), **sleep))
+    for command in ("checkpoint", "stop"):
+        assert "Asked at" in _command(command, run.directory).stdout
+        assert read_asked(run.directory, command)
     assert "kit resume" in _command("stop", "--now", run.directory).stdout
     assert run.job.wait(20).state is JobState.FAILED
     for command in ("stop", "checkpoint"):

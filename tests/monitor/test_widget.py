@@ -15,6 +15,7 @@ from cluster.state import JobState, read_asked, take_request
 from kit.data.wheels import file_sha256
 from kit.monitor.dashboard import View
 from kit.monitor.text import status_row
+from tests.cluster.waiting import eventually
 from tests.monitor.recorded import add_rows, dead_process, looked_at, recorded_run, rows, say
 
 anywidget = pytest.importorskip("anywidget")
@@ -36,17 +37,13 @@ def show():
 
 
 def until(condition, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
+    assert eventually(condition, limit_s), "it did not come about"
 
 
 def unpack(widget: Monitor) -> tuple[np.ndarray, np.ndarray]:
     n = widget.frame["n"]
-    return np.frombuffer(widget.window, "<f8", n), np.frombuffer(
-        widget.window, "<f4", offset=8 * n
-    ).reshape(-1, n)
+    values = np.frombuffer(widget.window, "<f4", offset=8 * n).reshape(-1, n)
+    return np.frombuffer(widget.window, "<f8", n), values
 
 
 # Of uPlot 1.6.32, whose npm package has the integrity
@@ -75,29 +72,28 @@ def test_new_steps_reach_the_view_within_half_a_second(show, tmp_path: Path) -> 
     assert x[-1] == 60 and values.shape == (3 * 6 + 1, 60)
 
 
+NONSENSE = [
+    None,
+    3,
+    {},
+    {"type": "view", "start": "a", "end": [], "width": 1e99, "axis": 7},
+    {"type": "view", "start": 5, "end": 2},
+    {"type": "view", "width": float("inf")},
+    *({"type": "smoothing"} | given for given in ({}, {"value": 1.0}, {"value": float("nan")})),
+    {"type": "log", "rank": "x"},
+    {"type": "action", "name": "rm"},
+]
+
+
 def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
-    widget._on_message(
-        widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}, []
-    )
+    view = {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}
+    widget._on_message(widget, view, [])
     assert widget.frame["heard"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
     widget._on_message(widget, {"type": "smoothing", "value": 0.0}, [])
     _, values = unpack(widget)
     np.testing.assert_array_equal(values[0], values[2])
-    nonsense = [
-        None,
-        3,
-        {},
-        {"type": "view", "start": "a", "end": [], "width": 1e99, "axis": 7},
-        {"type": "smoothing"},
-        {"type": "smoothing", "value": 1.0},
-        {"type": "smoothing", "value": float("nan")},
-        {"type": "log", "rank": "x"},
-        {"type": "action", "name": "rm"},
-        {"type": "view", "start": 5, "end": 2},
-        {"type": "view", "width": float("inf")},
-    ]
-    for message in nonsense:
+    for message in NONSENSE:
         widget._on_message(widget, message, [])
         assert widget.failure == ""
     assert widget.dashboard.curves.smoothing == 0.0 and widget.frame["axis"] == "step"
@@ -119,32 +115,25 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     assert "refused" in widget.facts["actions"]["resume"]["note"], "there are no data to train on"
 
 
-def test_the_picture_rides_along_and_what_is_sent_is_json(
-    show, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path, monkeypatch) -> None:
     run = recorded_run(tmp_path / "run", steps=300)
     widget = show(run, baselines={"published": 2.0})
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
-    monkeypatch.setattr(
-        "IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data)
-    )
+    keep = shown.append
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: keep(data))
+    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda _, data, **__: keep(data))
     widget._ipython_display_()
     view, picture = shown
     assert view["text/plain"] == "run: running, step 300 of 1000"
     assert "application/vnd.jupyter.widget-view+json" in view and "image/png" not in view
-    assert (
-        base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
-        and widget.model_id in picture["text/html"]
-    )
+    assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
+    assert widget.model_id in picture["text/html"]
     assert len(json.dumps([view, picture])) < 260_000, "two drawings and a picture"
     for value in (widget.frame, widget.facts, widget.alerts):
         json.dumps(value, allow_nan=False)
 
 
-def test_a_fault_of_the_view_is_said_in_the_view_and_ends_nothing(
-    show, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monkeypatch) -> None:
     run = recorded_run(tmp_path / "run", steps=20)
     widget = show(run)
 
@@ -175,16 +164,12 @@ def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
     until(lambda: not any(thread.is_alive() for thread in before[-2:]))
 
 
-def test_a_cell_that_runs_again_replaces_its_view_and_no_other(
-    show, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch) -> None:
     run, parent = recorded_run(tmp_path / "run"), {}
-    monkeypatch.setattr(
-        "IPython.core.getipython.get_ipython",
-        lambda: types.SimpleNamespace(get_parent=lambda: parent),
-    )
-    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
-    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda *_, **__: None)
+    kernel = types.SimpleNamespace(get_parent=lambda: parent)
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: kernel)
+    for name in ("display", "DisplayHandle.display"):
+        monkeypatch.setattr(f"IPython.display.{name}", lambda *_, **__: None)
 
     def execute(cell: str, message: str, *widgets: Monitor) -> None:
         parent.update(metadata={"cellId": cell}, header={"msg_id": message})
@@ -217,9 +202,7 @@ def test_facts_of_the_last_step(tmp_path: Path) -> None:
     assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
     assert facts["hfu"] == pytest.approx(float(np.median(metrics.hfu()[-20:])))
     assert facts["tokens"] == metrics.total_tokens[-1] and facts["tokens_left"] == 900 * 4096
-    assert facts["eta_s"] == pytest.approx(900 * 1.02), (
-        "from the end of one step to that of the next"
-    )
+    assert facts["eta_s"] == pytest.approx(900 * 1.02), "from one step's end to that of the next"
 
 
 def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
@@ -227,32 +210,22 @@ def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
     left: 4 hours.
     """
     run = recorded_run(tmp_path / "run", steps=200, planned=400)
-    taken = [
-        json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    file = run.directory / "metrics.jsonl"
+    taken = [json.loads(line) for line in file.read_text().splitlines()]
 
     def told(attempt: int, set_back_s: float = 0.0) -> list[float]:
         for row in taken:
             step = row["step"]
             wall = 36 * step + 360 * ((step - 1) // 10) - set_back_s * (step > 100)
-            row |= {
-                "attempt": 1 if step < attempt else 2,
-                "time": 1.7e9 + wall,
-                "step_time_s": 36.0,
-            }
-            row["time"] += 1e5 * (row["attempt"] == 2)  # a day between the two attempts
-        (run.directory / "metrics.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in taken)
-        )
+            later = 1e5 * (step >= attempt)  # a day between the two attempts
+            row |= {"attempt": 1 + (step >= attempt), "step_time_s": 36.0}
+            row["time"] = 1.7e9 + wall + later
+        file.write_text("".join(json.dumps(row) + "\n" for row in taken))
         return [looked_at(run).facts()["eta_s"], status_row(run)["eta_s"]]
 
-    assert told(attempt=1000) == pytest.approx([4 * 3600] * 2, rel=0.03)
-    assert told(attempt=41) == pytest.approx([4 * 3600] * 2, rel=0.03), (
-        "of the newest attempt alone"
-    )
-    assert told(attempt=200) == [200 * 36] * 2, (
-        "one step of an attempt says nothing of what comes between two"
-    )
+    for attempt in (1000, 41):  # of the newest attempt alone
+        assert told(attempt) == pytest.approx([4 * 3600] * 2, rel=0.03)
+    assert told(attempt=200) == [200 * 36] * 2, "one step says nothing of what is between two"
     assert told(attempt=1000, set_back_s=1e6) == [200 * 36] * 2
 
 
@@ -262,8 +235,6 @@ def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None
     assert kit.monitor.Monitor is Monitor
     with pytest.raises(AttributeError, match="no attribute 'Montor'"):
         kit.monitor.Montor  # noqa: B018
-    code = (
-        "import sys, kit.monitor; sys.exit(bool({'anywidget', 'rich', 'numpy', 'torch'} &"
-        " set(sys.modules)))"
-    )
+    late = "{'anywidget', 'rich', 'numpy', 'torch'}"
+    code = f"import sys, kit.monitor; sys.exit(bool({late} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
