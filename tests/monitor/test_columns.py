@@ -11,24 +11,20 @@ from hypothesis import strategies as st
 from cluster.site import Site
 from kit.monitor.curves import Average, Curves, discounted_sum, envelope, pixel_edges
 from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.run import Run
 from kit.run import columns as columns_module
 from kit.run.columns import NAMES, Columns
 from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
+from tests.monitor.steps import lines, made, row
 
 
 def line(step: int, attempt: int = 1, **values: object) -> str:
-    row = {
-        "step": step,
-        "attempt": attempt,
-        "time": 1e9 + step,
-        "step_time_s": 0.5,
-        "tokens": 1024,
-        "loss": 8 - step / 99,
-    }
-    return json.dumps(row | values) + "\n"
+    return lines([row(step, attempt, tokens=1024, **values)])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
 
 
 def plainly(file: Path) -> tuple[list[dict], int]:
@@ -54,9 +50,8 @@ def plainly(file: Path) -> tuple[list[dict], int]:
 
 def same_as_metrics(columns: Columns) -> None:
     rows, skipped = plainly(columns.file)
-    metrics = Metrics.read(
-        columns.file, spec=ModelSpec.preset("demo"), plans={}, site=Site.load("laptop")
-    )
+    spec, site = ModelSpec.preset("demo"), Site.load("laptop")
+    metrics = Metrics.read(columns.file, spec=spec, plans={}, site=site)
     for name in ("step", "attempt", "loss", "time"):
         expected = np.array([float(row.get(name, np.nan)) for row in rows])
         np.testing.assert_array_equal(columns[name], expected, err_msg=name)
@@ -64,17 +59,17 @@ def same_as_metrics(columns: Columns) -> None:
     assert columns.skipped_lines == metrics.skipped_lines == skipped
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+ONE_FILE = [HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=ONE_FILE)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=40),
     cuts=st.lists(st.integers(1, 400), max_size=6),
 )
-def test_any_order_of_attempts_and_steps_read_in_any_pieces_gives_what_metrics_reads(
-    tmp_path, rows, cuts
+def test_any_order_of_attempts_and_steps_in_any_pieces_is_what_metrics_reads(
+    file, rows, cuts
 ) -> None:
-    file = tmp_path / "metrics.jsonl"
     text = "".join(line(step, attempt, loss=i) for i, (step, attempt) in enumerate(rows)).encode()
     file.write_bytes(b"")
     columns = Columns(file)
@@ -89,8 +84,7 @@ def test_any_order_of_attempts_and_steps_read_in_any_pieces_gives_what_metrics_r
     same_as_metrics(columns.read_all())
 
 
-def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+def test_foreign_lines_are_skipped_and_counted(file: Path) -> None:
     foreign = [
         '{"step": 3, "att\n',
         "[1, 2]\n",
@@ -102,25 +96,22 @@ def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         '{"attempt": 1}\n',
         '{"step": 5, "attempt": 1}{"step": 6, "attempt": 1}\n',
     ]
-    file.write_text(
-        line(1) + "".join(foreign) + line(2, loss="high") + line(3, loss=float("nan")) + line(4)
-    )
+    strange = line(2, loss="high") + line(3, loss=float("nan"))
+    file.write_text(line(1) + "".join(foreign) + strange + line(4))
     columns = Columns(file).read_all()
     assert columns["step"].tolist() == [1, 2, 3, 4]
     assert columns.skipped_lines == len(foreign)
     assert np.isnan(columns["loss"][1:3]).all() and np.isfinite(columns["loss"][[0, 3]]).all()
 
 
-def test_a_chunk_with_nan_is_still_read_fast_and_infinity_stays(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+def test_a_chunk_with_nan_is_still_read_fast_and_infinity_stays(file: Path) -> None:
     file.write_text(line(1, loss=float("nan")))
     assert columns_module._parse_fast(file.read_bytes().replace(b": NaN", b": null")) is not None
     file.write_text(line(1, loss=float("nan")) + line(2, loss=float("inf")))
     assert str(Columns(file).read_all()["loss"].tolist()) == "[nan, inf]"
 
 
-def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+def test_a_torn_last_line_waits_for_its_end(file: Path) -> None:
     file.write_text(line(1) + line(2)[:20])
     columns = Columns(file).read_all()
     assert len(columns) == 1 and columns.skipped_lines == 0
@@ -129,8 +120,7 @@ def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
     assert columns.read_all()["step"].tolist() == [1, 2]
 
 
-def test_a_cut_replaced_or_removed_file(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+def test_a_cut_replaced_or_removed_file(file: Path) -> None:
     file.write_text("".join(line(step) for step in range(1, 50)))
     columns = Columns(file).read_all()
     revision = columns.revision
@@ -143,8 +133,7 @@ def test_a_cut_replaced_or_removed_file(tmp_path: Path) -> None:
     assert len(columns.read_all()) == 98 and (columns["loss"] == 1).all()
 
 
-def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+def test_a_line_without_end_is_not_held_in_memory(file: Path) -> None:
     file.write_text(line(1) + "x" * 5000 + "\n" + line(2))
     columns = Columns(file)
     while columns.poll(1000) or columns.position < file.stat().st_size:
@@ -152,14 +141,10 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path) -> None:
     assert columns["step"].tolist() == [1, 2] and columns.skipped_lines >= 1
 
 
-def test_many_rows_take_the_fast_way(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        columns_module, "_parse_slowly", lambda text: pytest.fail("the slow parser was used")
-    )
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        "".join(f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000))
-    )
+def test_many_rows_take_the_fast_way(file: Path, monkeypatch) -> None:
+    monkeypatch.delattr(columns_module, "_parse_slowly")
+    rows = [f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000)]
+    file.write_text("".join(rows))
     assert len(Columns(file).read_all()) == 200_000
 
 
@@ -179,11 +164,8 @@ def test_the_average_is_exact_however_it_was_fed(values, decay, cut) -> None:
     for got, value in zip(result, values, strict=True):
         if np.isfinite(value):
             total, weight = decay * total + value, decay * weight + 1
-        assert (
-            np.isnan(got)
-            if not weight
-            else got == pytest.approx(total / weight, rel=1e-9, abs=1e-9)
-        )
+        mean = total / weight if weight else np.nan
+        assert got == pytest.approx(mean, rel=1e-9, abs=1e-9, nan_ok=True)
 
 
 def test_the_recurrence_over_many_blocks() -> None:
@@ -210,35 +192,26 @@ def test_no_spike_is_lost_in_a_window(log: bool) -> None:
 
 
 def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        "".join(line(step, time=1e9 + step - 100 * (step > 20)) for step in range(1, 31))
-    )
+    rows = [row(i, tokens=1024, time=1e9 + i - 100 * (i > 20)) for i in range(1, 31)]
+    one = Plan(global_batch_size=2)
+    run = made(tmp_path / "run", rows, one.replace(data_parallel=2), one)
+    file = run.directory / "metrics.jsonl"
     columns = Columns(file).read_all()
-    spec = ModelSpec.preset("demo")
-    site = Site.load("laptop").with_measured_peak("fp32", spec.flops_per_token() / 2e-4, "test")
-    plans = {
-        1: Plan(data_parallel=2, global_batch_size=2),
-        2: Plan(global_batch_size=2),
-    }
-    run = Run(tmp_path, spec=spec, plan=plans[2], recipe=Recipe(data="x", num_steps=9), site=site)
-    for attempt, plan in plans.items():
-        plan.write(tmp_path / f"plan.attempt_{attempt:02d}.json")
     curves = Curves(columns, lambda: run, smoothing=0.5)
     curves.update()
     assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
-    curves.window(("loss",), axis="step", width=100, start=None, end=None, log=False)
+    whole = {"start": None, "end": None, "log": False}
+    curves.window(("loss",), axis="step", width=100, **whole)
     with file.open("a") as stream:
         stream.write(line(11, attempt=2, loss=1.0))
     columns.read_all()
     curves.update()
-    x, values = curves.window(
-        ("loss", "mfu"), axis="tokens", width=100, start=None, end=None, log=False
-    )
+    x, values = curves.window(("loss", "mfu"), axis="tokens", width=100, **whole)
     assert len(x) == 11 and x[-1] == 11 * 1024
     assert values.shape == (6, 11) and values[0, -1] == 1.0
-    assert values[4].tolist() == pytest.approx([0.2048] * 10 + [0.4096])
-    coarse, _ = curves.window(("loss",), axis="step", width=3, start=None, end=None, log=False)
+    mfu = 2048 * run.spec.flops_per_token() / 1e11
+    assert values[4].tolist() == pytest.approx([mfu / 2] * 10 + [mfu])
+    coarse, _ = curves.window(("loss",), axis="step", width=3, **whole)
     assert (coarse[0], coarse[-1], len(coarse)) == (1, 11, 3), "from the first step to the last"
     fresh = Average(0.5).update(columns["loss"])
     np.testing.assert_allclose(values[2], fresh)
@@ -247,7 +220,6 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
 def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
     curves = Curves(Columns(tmp_path / "absent").read_all(), lambda: pytest.fail("not asked for"))
     curves.update()
-    x, values = curves.window(
-        ("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True
-    )
+    all_of_it = {"start": None, "end": None, "log": True}
+    x, values = curves.window(("loss", "mfu"), axis="time", width=10, **all_of_it)
     assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 22

@@ -18,30 +18,19 @@ def kit(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess:
 
 def test_import_then_runs_then_export_and_compare(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(frontier())
-    options = (
-        "--format",
-        "megatron",
-        "--site",
-        "frontier",
-        "--out",
-        tmp_path / "runs" / "old",
-        "--json",
-    )
-    answer = kit("import", "train.log", *options, folder=tmp_path)
+    options = ["--format", "megatron", "--site", "frontier", "--json", "--out"]
+    answer = kit("import", "train.log", *options, tmp_path / "runs" / "old", folder=tmp_path)
     assert answer.returncode == 0 and json.loads(answer.stdout)["steps"] == 5
     make(tmp_path / "runs" / "new")
     rows = json.loads(kit("runs", "runs", "--json", folder=tmp_path).stdout)
-    assert [(row["run"], row["state"]) for row in rows] == [
-        ("new", "not started"),
-        ("old", "imported"),
-    ]
+    states = [(row["run"], row["state"]) for row in rows]
+    assert states == [("new", "not started"), ("old", "imported")]
     shown = kit("runs", "runs", folder=tmp_path).stdout
     assert "not started" in shown and "imported" in shown
     answer = kit("export", "runs/old", "--format", "csv", "--json", folder=tmp_path)
     assert json.loads(answer.stdout)["rows"] == 5 and (tmp_path / "runs/old/export.csv").is_file()
-    answer = kit(
-        "runs", "runs", "--compare", "old", "--compare", "new", "--out", "both.png", folder=tmp_path
-    )
+    both = ["--compare", "old", "--compare", "new", "--out", "both.png"]
+    answer = kit("runs", "runs", *both, folder=tmp_path)
     assert answer.returncode == 0 and (tmp_path / "both.png").stat().st_size > 10_000
 
 

@@ -34,11 +34,8 @@ def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> N
     assert take_request(run.directory, "checkpoint", step=120)
     for viewer in (first, Actions(run)):
         told = viewer.report(run.job.status())["checkpoint"]
-        assert (
-            told["asked_at"] == pytest.approx(time.time(), abs=5)
-            and told["taken_at"]
-            and not told["done_at"]
-        )
+        assert told["asked_at"] == pytest.approx(time.time(), abs=5)
+        assert told["taken_at"] and not told["done_at"]
     _checkpoint(run, 120)
     told = first.report(run.job.status())["checkpoint"]
     assert told["done_at"] and told["note"] == "saved at step 120"
@@ -50,23 +47,17 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None
     asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
     _checkpoint(run, 120)
     (run.checkpoints.path(120) / "manifest.json").write_text(json.dumps({"time": asked + 25}))
-    assert [Actions(run).report(run.job.status())["checkpoint"]["done_at"] for _ in range(3)] == [
-        asked + 25
-    ] * 3
+    for _ in range(3):
+        assert Actions(run).report(run.job.status())["checkpoint"]["done_at"] == asked + 25
     ask(run.directory, "stop")
     take_request(run.directory, "stop", step=121)
-    (run.directory / "history.jsonl").write_text(
-        "".join(
-            json.dumps(Event(time=asked + more, attempt=1, state=state).to_dict()) + "\n"
-            for more, state in (
-                (-9, JobState.RUNNING),
-                (30, JobState.STOPPING),
-                (40, JobState.DONE),
-            )
-        )
-    )
+    states = {-9: JobState.RUNNING, 30: JobState.STOPPING, 40: JobState.DONE}
+    events = [Event(time=asked + more, attempt=1, state=state) for more, state in states.items()]
+    history = "".join(json.dumps(event.to_dict()) + "\n" for event in events)
+    (run.directory / "history.jsonl").write_text(history)
     status = run.job.status().replace(state=JobState.DONE)
-    assert [Actions(run).report(status)["stop"]["done_at"] for _ in range(3)] == [asked + 40] * 3
+    for _ in range(3):
+        assert Actions(run).report(status)["stop"]["done_at"] == asked + 40
 
 
 def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
@@ -79,9 +70,8 @@ def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
     _checkpoint(run, 120)
     assert viewer.report(run.job.status())["checkpoint"]["note"] == "saved at step 120"
     ask(run.directory, "checkpoint")
-    assert viewer.report(run.job.status())["checkpoint"]["done_at"] is None, (
-        "a second request is a new one"
-    )
+    told = viewer.report(run.job.status())["checkpoint"]
+    assert told["done_at"] is None, "a second request is a new one"
 
 
 def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
@@ -90,10 +80,8 @@ def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
     take_request(run.directory, "stop", step=120)
     assert viewer.report(run.job.status())["stop"]["done_at"] is None
     say(run, JobState.DONE, step=120)
-    assert (
-        viewer.report(run.job.status().replace(state=JobState.DONE))["stop"]["note"]
-        == "the job has ended"
-    )
+    ended = run.job.status().replace(state=JobState.DONE)
+    assert viewer.report(ended)["stop"]["note"] == "the job has ended"
 
 
 def test_a_request_of_an_attempt_that_is_over_is_told_no_more(run: Run) -> None:

@@ -2,8 +2,6 @@
 healthy run looks so.
 """
 
-import json
-
 import numpy as np
 import pytest
 
@@ -14,21 +12,18 @@ from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.trainer.spikes import bad_start, spikes
-from tests.monitor.recorded import TOKENS, look, recorded_run
+from tests.monitor.recorded import TOKENS, add_row, look, recorded_run
 
 STEPS = np.arange(6000)
 HEALTHY = 1.9 + 9 * (1 + STEPS / 30) ** -0.45
 LATER = np.maximum(0, STEPS - 3000)
-WARMED_AGAIN = np.where(
-    LATER > 0, np.minimum(1e-4 + 2e-4 * LATER / 300, 3e-4), 3e-4 - 2e-4 * STEPS / 3000
-)
+AGAIN = np.minimum(1e-4 + 2e-4 * LATER / 300, 3e-4)
+WARMED_AGAIN = np.where(LATER > 0, AGAIN, 3e-4 - 2e-4 * STEPS / 3000)
 PLATEAU = np.full(len(STEPS), 2.5)
 
 
-def rises(
-    losses: np.ndarray, rates: np.ndarray | None = None, new_data: tuple[int, ...] = ()
-) -> list[Rise]:
-    return Rises().look(losses, np.full(len(losses), np.nan) if rates is None else rates, new_data)
+def rises(losses: np.ndarray, rates: np.ndarray | float = np.nan, new_data=()) -> list[Rise]:
+    return Rises().look(losses, np.broadcast_to(rates, losses.shape), new_data)
 
 
 def as_logged(losses: np.ndarray, every: int, *, means: bool) -> np.ndarray:
@@ -41,25 +36,18 @@ def noisy(losses: np.ndarray, deviation: float, seed: int) -> np.ndarray:
     return losses * (1 + deviation * np.random.default_rng(seed).normal(size=len(losses)))
 
 
-@pytest.mark.parametrize(
-    ("slope", "deviation", "within"),
-    [
-        (0.03, 0.01, 550),
-        (0.01, 0.002, 650),
-        (0.01, 0.01, 750),
-        (0.01, 0.03, 1100),
-        (0.005, 0.01, 1000),
-    ],
-)
+CREEPING = [(0.03, 0.01, 550), (0.01, 0.002, 650), (0.01, 0.01, 750), (0.01, 0.03, 1100)]
+
+
+@pytest.mark.parametrize(("slope", "deviation", "within"), [*CREEPING, (0.005, 0.01, 1000)])
 def test_a_creeping_rise_is_found_once(slope: float, deviation: float, within: int) -> None:
     """Slopes in 100 steps and deviations of a step, both relative to the loss."""
     risen = np.where(LATER > 0, HEALTHY[3000] * (1 + slope * LATER / 100), HEALTHY)
     for seed in range(10):
         (found,) = rises(noisy(risen, deviation, seed))
         assert 3400 <= found.row <= 3000 + within and found.low_row < 3100
-        assert (
-            found.low == pytest.approx(HEALTHY[3000], rel=0.015) and found.level > 1.015 * found.low
-        )
+        assert found.low == pytest.approx(HEALTHY[3000], rel=0.015)
+        assert found.level > 1.015 * found.low
 
 
 @pytest.mark.parametrize(
@@ -87,9 +75,7 @@ def test_a_jump_that_stays_is_found_within_400_steps(every: int, means: bool, wi
         np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),  # a decay at the end
     ],
 )
-def test_healthy_curves_and_what_comes_back_are_no_rise(
-    losses: np.ndarray, deviation: float
-) -> None:
+def test_healthy_curves_and_what_comes_back_are_no_rise(losses, deviation: float) -> None:
     assert not [rise for seed in range(5) for rise in rises(noisy(losses, deviation, seed))]
 
 
@@ -100,9 +86,8 @@ def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
     assert rises(warmed) and not rises(warmed, WARMED_AGAIN)
     blown = noisy(np.where(LATER > 0, HEALTHY + 0.001 * LATER, HEALTHY), 0.01, 0)
     assert rises(blown, np.minimum(STEPS, 5000) * 1e-7), "the first warm-up explains nothing"
-    second = np.where(
-        STEPS < 500, 3e-4 * (1 - STEPS / 500), np.minimum((STEPS - 499) / 300, 1) * 1e-4
-    )
+    over = np.minimum((STEPS - 499) / 300, 1) * 1e-4
+    second = np.where(STEPS < 500, 3e-4 * (1 - STEPS / 500), over)
     assert rises(blown, second), "nor one that was over long before"
 
 
@@ -139,12 +124,9 @@ def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same() -> No
 def test_it_is_an_alert_that_is_said_once(tmp_path) -> None:
     run = recorded_run(tmp_path / "run", steps=2000, planned=9000)
     dashboard = Dashboard(run)
-    row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
     noise = np.random.default_rng(0).normal(size=3000)
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        for step in range(2001, 2800):
-            row |= {"step": step, "loss": 3.25 + 0.03 * noise[step] + 0.0005 * (step - 2000)}
-            stream.write(json.dumps(row) + "\n")
+    for step in range(2001, 2800):
+        add_row(run, step, loss=3.25 + 0.03 * noise[step] + 0.0005 * (step - 2000))
     for _ in range(3):
         look(dashboard)
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
@@ -159,11 +141,7 @@ def test_a_new_mix_that_the_recipe_tells_of_is_no_alert(tmp_path) -> None:
         phases = (DataPhase(until_tokens=2000 * TOKENS, weights=(1.0, 0.0)),) if known else ()
         run.recipe.replace(sources=sources, phases=phases).write(run.directory / "recipe.json")
         losses = 3.7 + 0.03 * np.random.default_rng(0).normal(size=800)
-        with (run.directory / "metrics.jsonl").open("a") as stream:
-            row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
-            stream.writelines(
-                json.dumps(row | {"step": 2001 + i, "loss": loss}) + "\n"
-                for i, loss in enumerate(losses)
-            )
+        for step, loss in enumerate(losses, 2001):
+            add_row(run, step, loss=loss)
         kinds = [alert.kind for alert in recorded_alerts(Run.open(run.directory))]
         assert ("rise" in kinds) != known

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.process import Process
-from cluster.state import JobState, RunState, log_path
+from cluster.state import JobState, log_path, update_state
 from kit.monitor.dashboard import Dashboard, View, log_lines
-from tests.monitor.recorded import beat, look, recorded_run, rows, say
+from tests.monitor.recorded import beat, look, recorded_run, rows, say, spoil
 
 HOURS, TICK_STEPS, LOOK_TICKS = 24, 50, 4
 """A step takes a second; 50 of them come between two ticks, 200 between two looks."""
@@ -84,9 +83,8 @@ def test_a_day_costs_no_more_at_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert resident[-1] - resident[4] < 30 * 8 * 2 * steps + 20e6, resident
     assert files[-1] <= files[1] + 1, "no file stays open"
     hour = 3600 // TICK_STEPS
-    assert max(sizes[-hour:]) < 1.3 * max(sizes[hour : 2 * hour]), (
-        "a late picture is no larger than an early one"
-    )
+    late, early = max(sizes[-hour:]), max(sizes[hour : 2 * hour])
+    assert late < 1.3 * early, "a late picture is no larger than an early one"
     assert max(sizes) < 300e3
 
 
@@ -157,33 +155,17 @@ def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path: Path) ->
 
 def _everything(dashboard: Dashboard) -> dict:
     """Asks for all that a view shows, as it does in one second."""
-    look(dashboard)
-    (
-        dashboard.frame(View(axis="time", log_x=True)),
-        dashboard.heat(),
-        dashboard.alerts(),
-        dashboard.log(),
-    )
+    look(dashboard).frame(View(axis="time", log_x=True))
+    for ask in (dashboard.heat, dashboard.alerts, dashboard.log):
+        ask()
     return json.loads(json.dumps(dashboard.facts(), allow_nan=False))
 
 
 def test_clocks_that_jump_neither_hide_steps_nor_turn_time_around(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=100)
-    file = run.directory / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        row["time"] += {30: 1e9, 31: -1e9, 32: float("nan")}.get(
-            row["step"], -7200 if row["step"] > 60 else 0
-        )
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    state = RunState(
-        state=JobState.RUNNING,
-        attempt=1,
-        step=100,
-        heartbeat=time.time() + 3600,
-        process=Process.current(),
-    )
-    state.write(run.directory / "state.json")
+    jumps = {30: 1e9, 31: -1e9, 32: float("nan")} | dict.fromkeys(range(61, 101), -7200)
+    spoil(run, {step: {"time": 1.7e9 + 1.02 * step + jump} for step, jump in jumps.items()})
+    update_state(run.directory, attempt=1, heartbeat=time.time() + 3600)
     dashboard = Dashboard(run)
     facts = _everything(dashboard)
     assert facts["state"] == "running" and facts["eta_s"] == pytest.approx(900, rel=0.1)

@@ -83,7 +83,10 @@ def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run: Run) ->
 def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch) -> None:
     """Not a word for hours would look like a hang."""
     now, screen = [0.0], io.StringIO()
-    sleep = lambda seconds: now.append(now.pop() + seconds)  # noqa: E731
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     console, over = terminal.PlainConsole(file=screen), lambda: now[0] >= 40
     terminal.keep_drawing(lambda: f"{now[0]:.0f} s", console, every_s=10.0, over=over)
