@@ -7,7 +7,7 @@ import pytest
 
 from kit.plan import Plan
 from kit.run import Run
-from tests.monitor.steps import STEPS, lines, made, row
+from tests.monitor.recorded import STEPS, lines, made, row
 
 
 @pytest.fixture

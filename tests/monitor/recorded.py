@@ -23,6 +23,52 @@ from kit.run.alerts import Alert
 from kit.spec import ModelSpec
 
 TOKENS = 4096
+STEPS = {1: range(1, 31), 2: range(21, 41)}
+"""Of the attempts of the run in conftest.py; attempt 2 repeats steps 21 to 30."""
+
+
+def row(step: int, attempt: int = 1, **values: object) -> dict:
+    """Returns one step of 0.5 s and 2,048 tokens; the loss falls by 0.05 a step."""
+    return {
+        "step": step,
+        "attempt": attempt,
+        "time": 1e9 + step,
+        "step_time_s": 0.5,
+        "tokens": 2048,
+        "loss": 8 - step / 20,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "memory_bytes": 10**8,
+        **values,
+    }
+
+
+def lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def made(
+    directory: Path,
+    rows: list[dict],
+    *plans: Plan,
+    spec: str | ModelSpec = "demo",
+    site: str = "laptop",
+    planned: int = 80,
+    peak: float = 1e11,
+) -> Run:
+    """Returns a run of these steps and of an attempt for each plan, without a job."""
+    where = Site.load(site)
+    run = Run.create(
+        directory,
+        spec=ModelSpec.preset(spec) if isinstance(spec, str) else spec,
+        plan=plans[-1],
+        recipe=Recipe(data="data", num_steps=planned),
+        site=where.with_measured_peak("fp32", peak, "test") if site == "laptop" else where,
+    )
+    for attempt, plan in enumerate(plans, 1):
+        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
+    return run
 
 
 def recorded_run(
@@ -40,16 +86,8 @@ def recorded_run(
     plan = Plan(
         global_batch_size=4 * ranks, data_parallel=ranks // pipeline, pipeline_parallel=pipeline
     )
-    run = Run.create(
-        directory,
-        spec=ModelSpec.preset("demo"),
-        plan=plan,
-        recipe=Recipe(data="data", num_steps=planned),
-        site=Site.load("laptop").with_measured_peak("fp32", 2e11, "test"),
-    )
     attempts = 1 if second_attempt_at is None else 2
-    for attempt in range(1, attempts + 1):
-        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    run = made(directory, [], *attempts * [plan], planned=planned, peak=2e11)
     job = JobSpec(name=run.name, run_dir=str(run.directory), argv=("true",), num_processes=ranks)
     job.write(run.directory / "job.json")
     recorded = rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at)

@@ -15,7 +15,7 @@ from kit.run import columns as columns_module
 from kit.run.columns import NAMES, Columns
 from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
-from tests.monitor.steps import lines, made, row
+from tests.monitor.recorded import lines, made, row
 
 
 def line(step: int, attempt: int = 1, **values: object) -> str:

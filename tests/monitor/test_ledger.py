@@ -14,8 +14,7 @@ from kit.commands.app import app
 from kit.errors import RunError
 from kit.monitor.goodput import ledger
 from kit.run import Run
-from tests.monitor.recorded import looked_at
-from tests.monitor.steps import lines, row
+from tests.monitor.recorded import lines, looked_at, row
 
 
 def happened(run: Run, attempt: int, at: float, state: JobState, **fields) -> None:

@@ -12,7 +12,7 @@ from cluster.state import Event, JobState, ask, read_asked, take_request
 from kit.monitor.actions import Actions
 from kit.run import Run
 from tests.cluster.waiting import eventually
-from tests.monitor.recorded import recorded_run, say
+from tests.monitor.recorded import recorded_run
 
 
 @pytest.fixture
@@ -51,13 +51,15 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None
         assert Actions(run).report(run.job.status())["checkpoint"]["done_at"] == asked + 25
     ask(run.directory, "stop")
     take_request(run.directory, "stop", step=121)
+    assert Actions(run).report(run.job.status())["stop"]["done_at"] is None, "until it has ended"
     states = {-9: JobState.RUNNING, 30: JobState.STOPPING, 40: JobState.DONE}
     events = [Event(time=asked + more, attempt=1, state=state) for more, state in states.items()]
     history = "".join(json.dumps(event.to_dict()) + "\n" for event in events)
     (run.directory / "history.jsonl").write_text(history)
     status = run.job.status().replace(state=JobState.DONE)
     for _ in range(3):
-        assert Actions(run).report(status)["stop"]["done_at"] == asked + 40
+        told = Actions(run).report(status)["stop"]
+        assert (told["done_at"], told["note"]) == (asked + 40, "the job has ended")
 
 
 def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
@@ -72,16 +74,6 @@ def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
     ask(run.directory, "checkpoint")
     told = viewer.report(run.job.status())["checkpoint"]
     assert told["done_at"] is None, "a second request is a new one"
-
-
-def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
-    viewer = Actions(run)
-    ask(run.directory, "stop")
-    take_request(run.directory, "stop", step=120)
-    assert viewer.report(run.job.status())["stop"]["done_at"] is None
-    say(run, JobState.DONE, step=120)
-    ended = run.job.status().replace(state=JobState.DONE)
-    assert viewer.report(ended)["stop"]["note"] == "the job has ended"
 
 
 def test_a_request_of_an_attempt_that_is_over_is_told_no_more(run: Run) -> None:

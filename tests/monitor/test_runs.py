@@ -16,7 +16,7 @@ from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, 
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.monitor.steps import lines, made, row
+from tests.monitor.recorded import lines, made, row
 from tests.pictures import check_figure
 
 

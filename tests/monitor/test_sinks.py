@@ -16,12 +16,13 @@ from cluster import local
 from cluster.job import JobSpec
 from cluster.state import JobState
 from kit.errors import ConfigError, MissingPackageError
-from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.evaluate.report import EvalReport, Metric
 from kit.monitor.sinks import copy_metrics
 from kit.run import Run
 from kit.run.metrics import MetricsFollower
 from tests.cluster.waiting import eventually
-from tests.monitor.steps import STEPS, lines, row
+from tests.evaluate.conftest import task_score
+from tests.monitor.recorded import STEPS, lines, row
 
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:
@@ -119,17 +120,7 @@ def test_wandb_gets_the_scores_of_checkpoints_once(run: Run, offline: None) -> N
 
 
 def _write_scores(run: Run, *, step: int, value: float) -> None:
-    score = TaskScore(
-        task="piqa",
-        metrics=(Metric(name="acc", value=value, stderr=0.01),),
-        num_items=10,
-        total_items=10,
-        num_fewshot=0,
-        task_version="1",
-        harness_version="0.4.13",
-        data=(),
-        seconds=1.0,
-    )
+    score = task_score(metrics=(Metric(name="acc", value=value, stderr=0.01),))
     report = EvalReport(name=run.name, step=step, attempt=1, tokenizer_sha256="00", scores=(score,))
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 

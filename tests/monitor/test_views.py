@@ -21,8 +21,7 @@ from kit.monitor.live import curve_html, view_html
 from kit.monitor.text import status_row
 from kit.plan import Plan
 from kit.run import Run
-from tests.monitor.recorded import spoil
-from tests.monitor.steps import lines, made, row
+from tests.monitor.recorded import lines, made, row, spoil
 from tests.pictures import check_figure
 
 

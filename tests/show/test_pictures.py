@@ -20,6 +20,7 @@ from kit.show.style import new_figure, short
 from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
 from kit.spec import ModelSpec
+from tests.evaluate.conftest import task_score
 from tests.pictures import check_figure
 
 SPECS = ("demo", "gpt-1.4b", "gpt-22b", "gpt-175b", "gpt-1t", "hlat-7b", "hlat-70b", "llama3-8b")
@@ -28,18 +29,7 @@ SPECS = ("demo", "gpt-1.4b", "gpt-22b", "gpt-175b", "gpt-1t", "hlat-7b", "hlat-7
 def report() -> EvalReport:
     def score(task: str, metric: str, value: float, chance: float | None) -> TaskScore:
         metrics = (Metric.of(metric, value, None, 50), Metric.of(ANSWER_BITS, 1.9, 0.1, 50))
-        return TaskScore(
-            task=task,
-            metrics=metrics,
-            num_items=50,
-            total_items=1838,
-            num_fewshot=0,
-            chance=chance,
-            task_version="1",
-            harness_version="0.4",
-            data=(),
-            seconds=1.0,
-        )
+        return task_score(task, metrics=metrics, num_items=50, total_items=1838, chance=chance)
 
     choices = (score("piqa", "acc", 0.5, 0.5), score("arc_easy", "acc", 0.3, 0.25))
     scores = (score("heldout", "bits_per_byte", 2.6, None), *choices)
@@ -47,13 +37,8 @@ def report() -> EvalReport:
 
 
 def stages() -> dict:
-    plan = Plan(
-        tensor_parallel=4,
-        pipeline_parallel=16,
-        data_parallel=2,
-        zero_stage=1,
-        global_batch_size=640,
-    )
+    shape = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}
+    plan = Plan(**shape, zero_stage=1, global_batch_size=640)
     spec = ModelSpec.preset("gpt-175b")
     kinds = ("full", "selective", "none")
     return {
@@ -63,10 +48,8 @@ def stages() -> dict:
 
 
 def predicted() -> dict:
-    rng, names = (
-        np.random.default_rng(0),
-        ("Selene", "KAIST multi-node", "KAIST single node", "Aleph Alpha", "MI250X"),
-    )
+    rng = np.random.default_rng(0)
+    names = ("Selene", "KAIST multi-node", "KAIST single node", "Aleph Alpha", "MI250X")
     times = {name: np.exp(rng.normal(1, 2, 30)) for name in names}
     return {
         name: (seconds, seconds * np.exp(rng.normal(0, 0.1, 30))) for name, seconds in times.items()
@@ -131,24 +114,17 @@ def test_a_page_gets_a_drawing_for_each_theme_and_one_picture_for_the_rest() -> 
     figure.notes, figure.left_out = ("Published: <i>a paper</i>.",), ("runs/x is not drawn.",)
     bundle, metadata = figure._repr_mimebundle_()
     page = bundle["text/html"]
-    assert page.count("<img ") == 2 and "kit-dark' hidden" in page, (
-        "a page without styles shows the light one"
-    )
-    assert "alt='loss &amp; &lt;b&gt;speed&lt;/b&gt;'" in page and metadata == {
-        "image/png": {"width": 600}
-    }
-    assert (
-        "<li>Published: &lt;i&gt;a paper&lt;/i&gt;.</li>" in page
-        and "⚠ runs/x is not drawn." in page
-    )
+    assert page.count("<img ") == 2
+    assert "kit-dark' hidden" in page, "a page without styles shows the light one"
+    assert "alt='loss &amp; &lt;b&gt;speed&lt;/b&gt;'" in page
+    assert metadata == {"image/png": {"width": 600}}
+    assert "<li>Published: &lt;i&gt;a paper&lt;/i&gt;.</li>" in page
+    assert "⚠ runs/x is not drawn." in page
     light, dark = figure.to_svg(), figure.to_svg(dark=True)
-    assert f"scale({TEXT / 100:g} -{TEXT / 100:g})" in light and "scale(0.015625)" in light, (
-        "glyphs keep their size"
-    )
-    for colour in (GREY, "#ffffff"):
-        assert (
-            colour.lower() in light and colour.lower() not in dark and DARK[colour.lower()] in dark
-        )
+    for glyphs in (f"scale({TEXT / 100:g} -{TEXT / 100:g})", "scale(0.015625)"):
+        assert glyphs in light, "they keep their size"
+    for colour in (GREY.lower(), "#ffffff"):
+        assert colour in light and colour not in dark and DARK[colour] in dark
 
 
 def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
@@ -158,9 +134,8 @@ def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
         ["A <note>."],
     )
     page = table._repr_html_()
-    assert (
-        "<td style='text-align:left'>&lt;a&gt;</td>" in page and "text-align:right'>12,345" in page
-    )
+    assert "<td style='text-align:left'>&lt;a&gt;</td>" in page
+    assert "text-align:right'>12,345" in page
     assert table.columns == ["x", "n", "run", "y"] and table.cells[1] == ["b", "", "", ""]
     assert "<li>A &lt;note&gt;.</li>" in page and repr(table).startswith("Caption\nx    n")
 
