@@ -5,7 +5,9 @@ Everything grows by the new rows only, so that a tick costs the same at a thousa
 million.
 """
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,41 @@ TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
 BLOCK = 32
+MAX_WIDTH = 2400
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """What a viewer looks at: the part of an axis from `start` to `end`, `width` pixels wide; with
+    `log_x` these are even steps of log x.
+    """
+
+    axis: str = "step"
+    """One of AXES."""
+    start: float = -math.inf
+    end: float = math.inf
+    width: int = 600
+    log_x: bool = False
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "View":
+        """Returns the view that a browser asks for; what it asks wrongly is left at its default."""
+
+        def number(name: str, default: float) -> float:
+            value = message.get(name)
+            if isinstance(value, int | float) and math.isfinite(value):
+                return float(value)
+            return default
+
+        axis, width = message.get("axis"), number("width", 600)
+        start, end = number("start", -math.inf), number("end", math.inf)
+        return cls(
+            axis=axis if axis in AXES else "step",
+            start=start if start < end else -math.inf,
+            end=end if start < end else math.inf,
+            width=int(min(max(width, 100), MAX_WIDTH)),
+            log_x=bool(message.get("log_x")),
+        )
 
 
 class Curves:
@@ -101,24 +138,12 @@ class Curves:
             self._averages[name] = Average(self.smoothing)
         return self._averages[name].update(self[name])
 
-    def window(
-        self,
-        names: tuple[str, ...],
-        *,
-        axis: str,
-        width: int,
-        start: float | None,
-        end: float | None,
-        log: bool,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def window(self, names: tuple[str, ...], view: View) -> tuple[np.ndarray, np.ndarray]:
         """Returns x of each pixel that has data, [n], and min, max and average of each series
         there, [3 x names, n].
-
-        `axis` is one of AXES, `width` in pixels, `start` and `end` the part of the axis that is
-        shown; with `log` pixels are even steps of log x.
         """
-        x = self[axis]
-        edges = pixel_edges(x, width, start, end, log)
+        x = self[view.axis]
+        edges = pixel_edges(x, view)
         if len(edges) < 2:
             return np.empty(0), np.empty((3 * len(names), 0))
         last = edges[1:] - 1
@@ -252,25 +277,23 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
     return result
 
 
-def pixel_edges(
-    x: np.ndarray, width: int, start: float | None, end: float | None, log: bool
-) -> np.ndarray:
+def pixel_edges(x: np.ndarray, view: View) -> np.ndarray:
     """Returns row numbers e such that rows e[i] to e[i+1] fall into the same pixel; pixels without
     rows are left out.
 
     One row on either side of the part that is shown is included, so that lines reach the border.
     """
-    first = 0 if start is None else max(0, int(np.searchsorted(x, start)) - 1)
-    if log:
+    first = max(0, int(np.searchsorted(x, view.start)) - 1)
+    if view.log_x:
         # A logarithmic axis cannot show the rest.
         first = max(first, int(np.searchsorted(x, 0, side="right")))
-    last = len(x) if end is None else min(len(x), int(np.searchsorted(x, end, side="right")) + 1)
+    last = min(len(x), int(np.searchsorted(x, view.end, side="right")) + 1)
     if first >= last:
         return np.zeros(0, dtype=np.intp)
-    if last - first <= 2 * width:
+    if last - first <= 2 * view.width:
         return np.arange(first, last + 1, dtype=np.intp)
-    space = np.geomspace if log else np.linspace
-    grid = space(x[first], x[last - 1], width + 1)
+    space = np.geomspace if view.log_x else np.linspace
+    grid = space(x[first], x[last - 1], view.width + 1)
     edges = first + np.searchsorted(x[first:last], grid[1:-1])
     return np.unique(np.concatenate([[first], edges, [last]])).astype(np.intp)
 

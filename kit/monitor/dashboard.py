@@ -5,7 +5,6 @@ Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks fo
 alerts about once a second and may wait for a scheduler. Both may be called from several threads.
 """
 
-import dataclasses
 import math
 import threading
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from kit.data import mix_words
 from kit.errors import ConfigError, RunError
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman, peak_advice
-from kit.monitor.curves import AXES, SERIES, Curves
+from kit.monitor.curves import SERIES, Curves, View
 from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
@@ -29,42 +28,11 @@ from kit.run.columns import Columns, parse_row
 from kit.run.metrics import median, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
-MAX_WIDTH = 2400
 ALERTS_SHOWN = 50
 # of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
 HEAT_ROWS = 512
 TAIL_BYTES, SEARCH_BYTES = 32 * 2**10, 16 * 2**20
 MAX_LINES = 200
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
-    """What a viewer looks at."""
-
-    axis: str = "step"
-    start: float | None = None
-    end: float | None = None
-    width: int = 600
-    log_x: bool = False
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "View":
-        """Returns the view that a browser asks for; what it asks wrongly is left at its default."""
-
-        def number(name: str) -> float | None:
-            value = message.get(name)
-            return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-        axis, start, end = message.get("axis"), number("start"), number("end")
-        if start is not None and end is not None and not start < end:
-            start = end = None
-        return cls(
-            axis=axis if axis in AXES else "step",
-            start=start,
-            end=end,
-            width=int(min(max(number("width") or 600, 100), MAX_WIDTH)),
-            log_x=bool(message.get("log_x")),
-        )
 
 
 class Dashboard:
@@ -96,8 +64,8 @@ class Dashboard:
             else:
                 self.levels[name] = float(baseline)
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
-        self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
+        self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
         self.log_rank, self.log_search = 0, ""
         self._site_time = self._site_changed()
 
@@ -116,8 +84,8 @@ class Dashboard:
         """Takes over the state of the job, its ranks and its alerts."""
         status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
         if (status.attempt, self._site_changed()) != (self.status.attempt, self._site_time):
-            self._reopen()
-        self.ranks.look(status.attempt)
+            self._reopen(status.attempt)
+        self.ranks.look()
         with self.lock:
             self.status = status
             self.watchman.look(self.columns, self.curves, status, self.ranks)
@@ -140,14 +108,7 @@ class Dashboard:
         run.
         """
         with self.lock:
-            x, rows = self.curves.window(
-                (*SERIES, "validation_loss"),
-                axis=view.axis,
-                width=view.width,
-                start=view.start,
-                end=view.end,
-                log=view.log_x,
-            )
+            x, rows = self.curves.window((*SERIES, "validation_loss"), view)
             for other in self.others.values():
                 other.smoothing = self.curves.smoothing
             # Of the held-out losses in a pixel the largest is shown.
@@ -160,7 +121,7 @@ class Dashboard:
                 "n": len(x),
                 "axis": view.axis,
                 "log_x": view.log_x,
-                "zoomed": view.start is not None,
+                "zoomed": math.isfinite(view.start),
                 "attempts": self._attempts(view.axis),
                 "rows": len(self.columns),
                 "smoothing": self.curves.smoothing,
@@ -309,7 +270,7 @@ class Dashboard:
         except OSError:
             return None
 
-    def _reopen(self) -> None:
+    def _reopen(self, attempt: int) -> None:
         """A new attempt may have another plan and more steps to do, a corrected site another
         peak.
         """
@@ -321,7 +282,7 @@ class Dashboard:
         with self.lock:
             self.run = self.actions.run = self.watchman.run = run
             self.outlook.again(run)
-            self.ranks = RankTimes(run.directory, run.plan.num_devices)
+            self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
             self.curves.restart()
 
 

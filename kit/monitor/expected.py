@@ -265,10 +265,9 @@ def draw_band(
     """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
     attempt's first on.
     """
-    speeds = band[name] if band else None
-    if band is None or speeds is None:
+    if band is None or band[name] is None:
         return
-    low, high = (100 * speed if name == "mfu" else speed for speed in speeds)
+    low, high = (100 * speed if name == "mfu" else speed for speed in band[name])
     start = first_steps.get(band["attempt"], 0)
     bottom, top = axis.get_ylim()
     axis.fill_between(

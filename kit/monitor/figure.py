@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kit.data import mix_words
-from kit.monitor.curves import Average, drawable
+from kit.monitor.curves import Average, View, drawable
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.expected import compare, draw_band
 from kit.monitor.scores import draw_scores, eval_curve
@@ -20,6 +20,11 @@ from kit.show.style import new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
+TITLES = {
+    "loss": "Loss, nats per token",
+    "mfu": "MFU, % of peak",
+    "tokens_per_s": "Tokens per second",
+}
 OFFSET = {"textcoords": "offset points", "color": GREY}
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
@@ -47,22 +52,13 @@ def run_figure(
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
         outlook = compare(run)
+        notes = [outlook["verdict"]]
         if len(metrics):
-            numbers, rows = np.unique(table["attempt"], return_index=True)
-            firsts = dict(zip(numbers.tolist(), table["step"][rows].tolist(), strict=True))
-            draw_band(
-                right,
-                outlook["band"],
-                firsts,
-                float(table["step"][-1]),
-                "mfu" if "mfu" in table else "tokens_per_s",
-            )
-        mix = (
-            mix_words(run.recipe, run.spec.sequence_length, int(metrics.total_tokens[-1]))
-            if len(metrics)
-            else ""
-        )
-        figure.notes = tuple(filter(None, (outlook["verdict"], mix)))
+            speed, firsts = "mfu" if "mfu" in table else "tokens_per_s", _first_steps(table)
+            draw_band(right, outlook["band"], firsts, float(table["step"][-1]), speed)
+            seen = int(metrics.total_tokens[-1])
+            notes.append(mix_words(run.recipe, run.spec.sequence_length, seen))
+        figure.notes = tuple(filter(None, notes))
     return figure, table
 
 
@@ -85,40 +81,21 @@ def snapshot(dashboard: Dashboard) -> Any:
     averages.
     """
     # No style of matplotlib's, which is global: this runs in a thread.
-    from kit.show.themed_figure import (
-        ThemedFigure,
-    )
+    from kit.show.themed_figure import ThemedFigure
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(
-            names, axis="step", width=300, start=None, end=None, log=False
-        )
-    titles = {
-        "loss": "Loss, nats per token",
-        "mfu": "MFU, % of peak",
-        "tokens_per_s": "Tokens per second",
-    }
-    status = dashboard.status
+        x, rows = dashboard.curves.window(names, View(width=300))
+    status, step = dashboard.status, "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
-    for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
-        _draw_pane(
-            pane,
-            titles[name],
-            x,
-            rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1),
-            number,
-        )
+    left, right = figure.subplots(1, 2)
+    _draw_pane(left, TITLES["loss"], x, rows[:3], BLUE)
+    _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
     if len(x):
-        draw_band(
-            figure.axes[1],
-            dashboard.outlook.facts["band"],
-            dashboard.columns.first_steps,
-            x[-1],
-            names[1],
-        )
-    draw_levels(figure.axes[0], dashboard.levels)
-    step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
+        band, firsts = dashboard.outlook.facts["band"], dashboard.columns.first_steps
+        draw_band(right, band, firsts, x[-1], names[1])
+        step = f"step {int(x[-1]):,}"
+    draw_levels(left, dashboard.levels)
     title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
     figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
     return figure
@@ -153,7 +130,7 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
 
 
 def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
-    axis.set_title("Loss, nats per token")
+    axis.set_title(TITLES["loss"])
     loss = drawable(table["loss"])
     finite = np.isfinite(loss)
     axis.plot(table["step"], loss, color=BLUE, alpha=0.3, linewidth=0.8)
@@ -161,19 +138,10 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
         table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps"
     )
     if not finite.all():
-        # At the top: there is no height to put it at.
-        lost, top = (
-            table["step"][~finite],
-            axis.get_xaxis_transform(),
-        )
-        style = {
-            "color": VERMILION,
-            "marker": "x",
-            "linestyle": "none",
-            "clip_on": False,
-            "transform": top,
-        }
-        axis.plot(lost, np.ones(len(lost)), label=f"not finite ({len(lost):,})", **style)
+        lost = table["step"][~finite]
+        at_top = {"transform": axis.get_xaxis_transform(), "clip_on": False}  # it has no height
+        label = f"not finite ({len(lost):,})"
+        axis.plot(lost, np.ones(len(lost)), "x", color=VERMILION, label=label, **at_top)
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
         x, y = table["step"][held_out], table["validation_loss"][held_out]
@@ -213,15 +181,19 @@ def _layout(plan: Plan) -> str:
     )
 
 
+def _first_steps(table: dict[str, np.ndarray]) -> dict[int, float]:
+    """Returns the first step of each attempt, of which newer ones come later in the table."""
+    attempts, rows = np.unique(table["attempt"], return_index=True)
+    return dict(zip(attempts.tolist(), table["step"][rows].tolist(), strict=True))
+
+
 def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
-    for attempt in np.unique(table["attempt"])[1:]:
-        first = table["step"][table["attempt"] == attempt][0]
+    for attempt, first in list(_first_steps(table).items())[1:]:
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
         axis.annotate(f"attempt {attempt}", (first - 0.5, 0), xytext=(3, 4), **AT_STEP, **OFFSET)
 
 
-def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: int) -> None:
-    colour = (BLUE, GREEN)[number]
+def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, colour: str) -> None:
     low, high, average = drawable(rows)
     pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
     pane.plot(x, average, color=colour, linewidth=1.6)

@@ -77,24 +77,21 @@ async def follow(
         await asyncio.sleep(refresh_s)
 
 
-def view_html(run: Run, curve: str, verdict: str = "") -> str:
-    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the
-    loss (`curve_html`).
-
-    `verdict` is the sentence of an `Outlook`.
-    """
-    return _page(run, status_row(run), curve, verdict)
-
-
 def _bundle(run: Run, curve: str, verdict: str = "") -> dict[str, str]:
     """Returns the same for a notebook, and in a line for pages that show no HTML."""
     row = status_row(run)
     loss = number(row.get("loss"), ".3f")
     text = f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {loss}"
-    return {"text/html": _page(run, row, curve, verdict), "text/plain": text}
+    return {"text/html": view_html(run, curve, verdict, row), "text/plain": text}
 
 
-def _page(run: Run, row: dict[str, Any], curve: str, verdict: str) -> str:
+def view_html(run: Run, curve: str, verdict: str = "", row: dict[str, Any] | None = None) -> str:
+    """Returns the view of a run: state with its reason, progress, numbers, and the loss
+    (`curve_html`).
+
+    `verdict` is the sentence of an `Outlook`, `row` that of `status_row`, by default of now.
+    """
+    row = row or status_row(run)
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
     tiles = {

@@ -54,7 +54,7 @@ class Straggler:
 
 
 class RankTimes:
-    """Samples of the ranks' step times, kept while someone looks; a new attempt starts afresh.
+    """Samples of the ranks' step times in an attempt, kept while someone looks.
 
     Attributes:
         samples: of the last looks, each step time over the median of all ranks, float32 [rank];
@@ -63,27 +63,22 @@ class RankTimes:
         slowest: rank in one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples.
     """
 
-    def __init__(self, run_dir: Path, num_ranks: int) -> None:
-        self.run_dir, self.num_ranks = run_dir, num_ranks
-        self._start(0)
-
-    def _start(self, attempt: int) -> None:
-        self.attempt, self._step, self._rest_until = attempt, -1, 0.0
+    def __init__(self, run_dir: Path, num_ranks: int, attempt: int) -> None:
+        self.run_dir, self.num_ranks, self.attempt = run_dir, num_ranks, attempt
+        self._step, self._rest_until = -1, 0.0
         self.samples: list[np.ndarray] = []
         self.hosts: dict[int, str | None] = {}
         self.beats: dict[int, RankHeartbeat] = {}
         self.slowest: Straggler | None = None
 
-    def look(self, attempt: int) -> bool:
+    def look(self) -> bool:
         """Takes a sample if any rank has finished a step since the last; returns whether one
         did.
         """
-        if attempt != self.attempt:
-            self._start(attempt)
         begun = time.monotonic()
         if begun < self._rest_until:
             return False
-        told = read_rank_heartbeats(self.run_dir, attempt)
+        told = read_rank_heartbeats(self.run_dir, self.attempt)
         took_s = time.monotonic() - begun
         self._rest_until = begun + took_s / SHARE if took_s > SHARE else 0.0
         beats = {beat.rank: beat for beat in told if beat.rank < self.num_ranks}

@@ -18,13 +18,17 @@ from kit.run import Run
 from kit.run.alerts import Alert
 from kit.show.terminal import PlainConsole, Trimmed, clock, keep_drawing, number
 
-STATES = {
-    "green": (JobState.RUNNING, JobState.DONE),
-    "cyan": (JobState.IMPORTED, JobState.STARTING, JobState.QUEUED),
-    "yellow": (JobState.STOPPING, JobState.STALLED),
-    "red": (JobState.FAILED, JobState.LOST),
+COLOURS = {
+    JobState.RUNNING: "green",
+    JobState.DONE: "green",
+    JobState.IMPORTED: "cyan",
+    JobState.STARTING: "cyan",
+    JobState.QUEUED: "cyan",
+    JobState.STOPPING: "yellow",
+    JobState.STALLED: "yellow",
+    JobState.FAILED: "red",
+    JobState.LOST: "red",
 }
-COLOURS = {state: colour for colour, states in STATES.items() for state in states}
 BARS = "▁▂▃▄▅▆▇█"
 ALERTS_SHOWN = 10
 MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}

@@ -44,11 +44,11 @@ def overworked(here: int) -> None:
 
 def test_slow_rank_is_named_though_all_wait_for_it(prepare):
     run = prepare("slow", num_steps=10_000)
-    attempt, ranks = Attempt(run, 1, overworked), RankTimes(run.directory, 2)
+    attempt, ranks = Attempt(run, 1, overworked), RankTimes(run.directory, 2, 1)
     start = None
     while (slowest := ranks.slowest) is None or not slowest.is_sure:
         assert not attempt.is_over() and time.monotonic() - attempt.started < 240, attempt.log()
-        if ranks.look(1) and start is None:
+        if ranks.look() and start is None:
             start = time.monotonic()
         time.sleep(0.02)
     attempt.kill()

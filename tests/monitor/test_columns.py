@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.site import Site
-from kit.monitor.curves import Average, Curves, discounted_sum, envelope, pixel_edges
+from kit.monitor.curves import Average, Curves, View, discounted_sum, envelope, pixel_edges
 from kit.plan import Plan
 from kit.run import columns as columns_module
 from kit.run.columns import NAMES, Columns
@@ -182,12 +182,12 @@ def test_no_spike_is_lost_in_a_window(log: bool) -> None:
     x = np.arange(1.0, 100_001)
     values = np.zeros_like(x)
     values[[17, 50_000, 99_999]] = 9, -5, 7
-    edges = pixel_edges(x, 300, None, None, log)
+    edges = pixel_edges(x, View(width=300, log_x=log))
     assert len(edges) <= 301
     low, high = envelope(values, edges)
     assert high.max() == 9 and low.min() == -5 and high[-1] == 7
     assert edges[0] == 0 and edges[-1] == len(x), "each row in one pixel"
-    part = pixel_edges(x, 300, 40_000, 40_100, log)
+    part = pixel_edges(x, View(width=300, start=40_000, end=40_100, log_x=log))
     assert x[part[0]] < 40_000 and x[part[-1] - 1] > 40_100
 
 
@@ -200,18 +200,17 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
     curves = Curves(columns, lambda: run, smoothing=0.5)
     curves.update()
     assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
-    whole = {"start": None, "end": None, "log": False}
-    curves.window(("loss",), axis="step", width=100, **whole)
+    curves.window(("loss",), View(axis="step", width=100))
     with file.open("a") as stream:
         stream.write(line(11, attempt=2, loss=1.0))
     columns.read_all()
     curves.update()
-    x, values = curves.window(("loss", "mfu"), axis="tokens", width=100, **whole)
+    x, values = curves.window(("loss", "mfu"), View(axis="tokens", width=100))
     assert len(x) == 11 and x[-1] == 11 * 1024
     assert values.shape == (6, 11) and values[0, -1] == 1.0
     mfu = 2048 * run.spec.flops_per_token() / 1e11
     assert values[4].tolist() == pytest.approx([mfu / 2] * 10 + [mfu])
-    coarse, _ = curves.window(("loss",), axis="step", width=3, **whole)
+    coarse, _ = curves.window(("loss",), View(axis="step", width=3))
     assert (coarse[0], coarse[-1], len(coarse)) == (1, 11, 3), "from the first step to the last"
     fresh = Average(0.5).update(columns["loss"])
     np.testing.assert_allclose(values[2], fresh)
@@ -220,6 +219,5 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
 def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
     curves = Curves(Columns(tmp_path / "absent").read_all(), lambda: pytest.fail("not asked for"))
     curves.update()
-    all_of_it = {"start": None, "end": None, "log": True}
-    x, values = curves.window(("loss", "mfu"), axis="time", width=10, **all_of_it)
+    x, values = curves.window(("loss", "mfu"), View(axis="time", width=10, log_x=True))
     assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 22

@@ -58,7 +58,7 @@ def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path: Path) -> No
         runs_table(folder.parent)
         found[ranks] = {
             "look": reads(run, dashboard.look),
-            "ranks": reads(run, partial(RankTimes(folder, ranks).look, 1)),
+            "ranks": reads(run, RankTimes(folder, ranks, 1).look),
             "log": reads(run, dashboard.log),
             "status": reads(run, partial(status_row, run)),
             "runs": reads(run, partial(runs_table, folder.parent)),
