@@ -34,7 +34,7 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
             heartbeat.replace(host=SCRIPT).write(
                 run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
             )
-        screen.dashboard.ranks.look(1)
+        screen.dashboard.ranks.look()
     screen.refresh()
     assert SCRIPT in screen.page.locator(".kit-heat").get_attribute("aria-label")
     assert SCRIPT in screen.text(".kit-alerts")

@@ -58,9 +58,6 @@ LOGS = {
         step=[*range(1, 31)],
         attempt=[1] * 30,
     ),
-    "torchtitan": tells(
-        logs.TORCHTITAN, step=[14, 15, 16, 17], loss=[3.24405, 3.1068, 3.05047, 3.14459]
-    ),
     "torchtitan: all that it tells": tells(
         INITIALIZED + COLOURED + OTHER_RANK + VALIDATED,
         64,

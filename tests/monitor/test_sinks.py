@@ -19,7 +19,6 @@ from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.report import EvalReport, Metric
 from kit.monitor.sinks import copy_metrics
 from kit.run import Run
-from kit.run.metrics import MetricsFollower
 from tests.cluster.waiting import eventually
 from tests.evaluate.conftest import task_score
 from tests.monitor.recorded import STEPS, lines, row
@@ -194,27 +193,3 @@ def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(
     (run.directory / "job.json").write_text("{}")
     report = copy_metrics(run, to, poll_s=0, idle=lambda _: shutil.rmtree(run.directory))
     assert report.rows == 50 and "was deleted" in report.end and not run.directory.exists()
-
-
-def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "metrics.jsonl"
-    follower = MetricsFollower(file)
-    assert list(follower.parts()) == []
-    line = lines([row(1, 1)])
-    file.write_text(line[:20])
-    assert list(follower.parts()) == [] and follower.position == 0
-    file.write_text(line + lines([row(2, 1)]))
-    assert [row["step"] for rows in follower.parts() for row in rows] == [1, 2]
-    file.write_text(lines([row(7, 2)]))
-    assert [row["step"] for rows in follower.parts() for row in rows] == [7]
-    assert follower.skipped_lines == 0
-
-
-def test_line_without_end_neither_fills_memory_nor_stops_the_follower(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_bytes(b"x" * (9 << 20) + b"\n" + lines([row(1, 1)]).encode())
-    follower = MetricsFollower(file)
-    rows = [row for part in follower.parts() for row in part]
-    assert [row["step"] for row in rows] == [1] and follower.skipped_lines >= 1
