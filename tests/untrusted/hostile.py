@@ -5,14 +5,13 @@ obey, whole runs.
 import contextlib
 import hashlib
 import io
-import json
 import math
+import multiprocessing
 import os
 import signal
-import stat
 import sys
-import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ from cluster.attempts import claim_attempt
 from cluster.outcome import write_end
 from cluster.process import Process
 from cluster.site import Site
-from cluster.state import log_path
+from cluster.state import JobState, RunState, log_path
 from kit import launcher
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
-from tests.monitor.recorded import beat, rows
+from tests.monitor.recorded import beat, rows, spoil
 
 SCRIPT = (
     "<img src=x"
@@ -38,16 +38,6 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]8;;http://evil\x1b\\click\u202e"
 MARKUP = "[link=http://evil]click[/link][bold red]x[/]"
 STRANGER = 65534
 """Owns nothing, and is called nobody."""
-
-
-class Payload:
-    """Unpickled by an ordinary reader, it makes the file `canary`."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = str(canary)
-
-    def __reduce__(self):
-        return os.mkdir, (self.canary,)
 
 
 class Reduced:
@@ -60,30 +50,40 @@ class Reduced:
         return self.parts
 
 
-def finished_run(
-    directory: Path, spec: ModelSpec | None = None, recipe: Recipe | None = None, steps: int = 40
-) -> Run:
-    """Returns a run that has done all its steps, as a job would have left it, with one loss that
+class Payload(Reduced):
+    """Unpickled by an ordinary reader, it makes the folder `canary`."""
+
+    def __init__(self, canary: Path) -> None:
+        super().__init__((os.mkdir, (str(canary),)))
+
+
+def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "data") -> Run:
+    """Returns a run that has done its 40 steps, as a job would have left it, with one loss that
     deserves an alert.
     """
-    plan, recipe = Plan(global_batch_size=8), recipe or Recipe(data="data", num_steps=steps)
+    plan, recipe = Plan(global_batch_size=8), Recipe(data=data, num_steps=40)
     site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
-    run = Run.create(
-        directory, spec=spec or ModelSpec.preset("demo"), plan=plan, recipe=recipe, site=site
-    )
+    spec = spec or ModelSpec.preset("demo")
+    run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     attempt = claim_attempt(run.directory)
     job = launcher.job_spec(run).replace(argv=("true",))
     for name, record in (("job", job), ("plan.attempt_01", plan), ("site.attempt_01", site)):
         record.write(run.directory / f"{name}.json")
-    lines = rows(1, steps)
-    lines[steps // 2] = json.dumps({**json.loads(lines[steps // 2]), "loss": math.nan}) + "\n"
-    (run.directory / "metrics.jsonl").write_text("".join(lines))
+    (run.directory / "metrics.jsonl").write_text("".join(rows(1, 40)))
+    spoil(run, {21: {"loss": math.nan}})
     log = log_path(run.directory, attempt, 0)
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(f"step {steps} of {steps}\n")
-    beat(run, steps)
+    log.write_text("step 40 of 40\n")
+    beat(run, 40)
     write_end(run.directory, attempt=attempt, rc=0, reason="the one rank ended with code 0")
     return run
+
+
+def running(run: Path, **changes: Any) -> None:
+    """Makes the job of a finished run one that goes on, as far as its heartbeat tells."""
+    (run / "exit.json").unlink(missing_ok=True)
+    state = {"attempt": 1, "step": 40, "heartbeat": time.time(), "step_time_s": 1.0, **changes}
+    RunState(state=JobState.RUNNING, **state).write(run / "state.json")
 
 
 def process_of(pid: int) -> Process:
@@ -92,32 +92,55 @@ def process_of(pid: int) -> Process:
     return Process.current().replace(pid=pid, start_ticks=int(fields[19]))
 
 
+def seal(run: Run) -> None:
+    """Writes the manifest that belongs to the files of the checkpoint, as an attacker would too."""
+    folder = run.checkpoints.path(40)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    manifest = Manifest(
+        step=40,
+        attempt=1,
+        samples=320,
+        tokens=320 * run.spec.sequence_length,
+        seed=1,
+        time=1.7e9,
+        spec=run.spec,
+        plan=run.plan,
+        files={file.name: file.stat().st_size for file in folder.iterdir()},
+    )
+    run.checkpoints.complete(folder, manifest)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Writes a whole checkpoint of the first weights, with AdamW's state, as its trainer would."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from kit.model import build_decoder
+
+    state = {}
+    for name, weight in build_decoder(run.spec).named_parameters():
+        state[f"model.{name}"] = weight.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"adamw.{moment}.{name}"] = torch.zeros_like(weight.detach())
+    save(state, checkpoint_id=run.checkpoints.path(40), no_dist=True)
+    seal(run)
+
+
 def tree(folder: Path) -> dict[str, tuple]:
-    """Returns what is in a folder: kind and mode of each thing, its size, when it was last
+    """Returns what is in a folder: of each thing its kind and mode, its size, when it was last
     written, what it holds.
     """
     found = {}
     for path in [folder, *folder.rglob("*")]:
-        about = path.lstat()
-        kind, content = stat.S_IFMT(about.st_mode), ""
-        if kind == stat.S_IFLNK:
+        about, content = path.lstat(), ""
+        if path.is_symlink():
             content = os.readlink(path)
-        elif kind == stat.S_IFREG and about.st_size < 2**24:
+        elif path.is_file() and about.st_size < 2**24:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[str(path.relative_to(folder))] = (
-            oct(about.st_mode),
-            about.st_size,
-            about.st_mtime_ns,
-            content,
-        )
+        name = str(path.relative_to(folder))
+        found[name] = oct(about.st_mode), about.st_size, about.st_mtime_ns, content
     return found
-
-
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Returns the names at which two trees differ."""
-    return sorted(
-        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-    )
 
 
 def open_to_all(folder: Path, owner: int | None = None) -> None:
@@ -130,33 +153,34 @@ def open_to_all(folder: Path, owner: int | None = None) -> None:
 
 
 def in_a_child(work: Callable[[], Any], user: int | None = None) -> Any:
-    """Returns what a function returns, as JSON carries it, in a child of this process; `user`: as
-    somebody else.
+    """Returns what a function returns, in a child of this process; `user`: as somebody else.
 
     Raises:
         AssertionError: it raises; with its traceback.
     """
-    with tempfile.TemporaryFile("w+") as told:
-        if not (child := os.fork()):
-            try:
-                if user is not None:
-                    os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
-                json.dump({"result": work()}, told)
-            except BaseException:
-                told.seek(0), told.truncate()
-                json.dump({"error": traceback.format_exc()}, told)
-            finally:
-                told.flush()
-                os._exit(0)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def tell() -> None:
         try:
-            os.waitpid(child, 0)
-        except BaseException:  # the time of the test is over
-            os.kill(child, signal.SIGKILL), os.waitpid(child, 0)
-            raise
-        told.seek(0)
-        answer = json.load(told)
-    assert "error" not in answer, answer["error"]
-    return answer["result"]
+            if user is not None:
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+            there.send((work(), None))
+        except BaseException:
+            there.send((None, traceback.format_exc()))
+
+    child = context.Process(target=tell)
+    child.start()
+    there.close()
+    try:
+        answer, error = here.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert error is None, error
+    return answer
 
 
 class Said(NamedTuple):
@@ -166,21 +190,20 @@ class Said(NamedTuple):
     text: str
 
 
-def kit(*words: str | Path, ctrl_c_after_s: float | None = None) -> Said:
+def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
     """Runs a command of the kit in this process, as a shell would."""
     from kit.commands.app import run
 
     said, code = io.StringIO(), 0
     pressed = threading.Timer(
-        ctrl_c_after_s or 0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
+        ctrl_c_after_s, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
     )
     # What a shell starts in the background ignores it from the start.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     before, sys.argv = sys.argv, ["kit", *map(str, words)]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            if ctrl_c_after_s:
-                pressed.start()
+            pressed.start()
             run()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -202,20 +225,11 @@ case "${{0##*/}} $1 $2" in
 squeue*) for word; do case $word in --format=*)
     echo "${{word#--format=}}" | sed "s|%i|777|; s|%T|RUNNING|; s|%N|node1|; s|%r|None|; s|%Z|$(cat {place})|
         s|%o|$(cat {place})/submit.sh|; s|%j|run|; s|%u|$(id -un)|" ;; esac; done ;;
-"scontrol show job") cat <<END
-JobId=777 JobName=run
-   UserId=$(id -un)($(id -u)) GroupId=root(0) MCS_label=N/A
-   JobState=RUNNING Reason=None Dependency=(null)
-   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
-   SubmitTime=now EligibleTime=now PreemptTime=None SuspendTime=None
-   Command=$(cat {place})/submit.sh
-   WorkDir=$(cat {place})
-END
-;;
 scancel*) ;;
 *) echo "${{0##*/}}: refused" >&2; exit 1 ;;
 esac
 """  # noqa: E501
+COMMANDS = "ssh scp rsync sbatch scancel srun squeue scontrol sacct sinfo".split()
 QUESTIONS = ("squeue ", "sacct ", "sinfo ", "scontrol show ", "scontrol --oneliner show ")
 
 
@@ -231,18 +245,7 @@ class Calls:
         folder.mkdir()
         self.bin, self.file, self.place = folder, folder / "calls.txt", folder / "place.txt"
         self.place.write_text(str(place))
-        for name in (
-            "ssh",
-            "scp",
-            "rsync",
-            "sbatch",
-            "scancel",
-            "srun",
-            "squeue",
-            "scontrol",
-            "sacct",
-            "sinfo",
-        ):
+        for name in COMMANDS:
             (folder / name).write_text(FAKE.format(calls=self.file, place=self.place))
             (folder / name).chmod(0o755)
 

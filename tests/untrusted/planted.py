@@ -1,8 +1,5 @@
 """A run into which a stranger has written: any file of it something else, and every view of it
 looked at.
-
-Run with numbers, `python -m tests.untrusted.planted 17 4242` says what those mutations do, with the
-tracebacks.
 """
 
 import contextlib
@@ -14,11 +11,8 @@ import random
 import resource
 import shutil
 import signal
-import sys
-import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,54 +20,35 @@ from typing import Any
 from cluster.heartbeats import read_rank_heartbeats, write_all_heartbeats
 from cluster.job import Job
 from cluster.record import ConfigError
-from cluster.state import JobError, JobState, RunState, ask, log_path, take_request
+from cluster.state import JobError, ask, log_path, take_request
 from kit.commands.options import strict_json
 from kit.errors import DataError, RunError
-from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.evaluate.report import EvalReport, Metric
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.export import export_table
-from kit.monitor.figure import run_figure
+from kit.monitor.figure import run_figure, snapshot
 from kit.monitor.goodput import ledger
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.scores import eval_curve
 from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
-from kit.run.checkpoint import Manifest
-from tests.untrusted.hostile import finished_run, kit
+from tests.evaluate.conftest import task_score
+from tests.monitor.recorded import looked_at
+from tests.untrusted.hostile import finished_run, kit, running, seal
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
 """What one view of one run may take; the wall time is for what waits."""
-RECORDS = (
-    "spec.json",
-    "plan.json",
-    "recipe.json",
-    "site.json",
-    "job.json",
-    "state.json",
-    "exit.json",
-    "metrics.jsonl",
-    "history.jsonl",
-    "plan.attempt_01.json",
-    "site.attempt_01.json",
-    "ranks/rank_00000.json",
-    "ranks/all.jsonl",
-    "eval/step_00000040.json",
-    "checkpoints/step_00000040/manifest.json",
-    "control/request_checkpoint",
-    "control/taken_checkpoint",
-    "alerts.jsonl",
-    "login_seen.json",
-)
-OTHERS = (
-    "login.json",
-    "import.json",
-    "hook.py",
-    "control/request_stop",
-    ".state.lock",
-    "logs/attempt_01/rank_00000.log",
-)
+RECORDS = """
+spec.json plan.json recipe.json site.json job.json state.json exit.json metrics.jsonl history.jsonl
+plan.attempt_01.json site.attempt_01.json ranks/rank_00000.json ranks/all.jsonl alerts.jsonl
+eval/step_00000040.json checkpoints/step_00000040/manifest.json login_seen.json
+control/request_checkpoint control/taken_checkpoint
+""".split()
+OTHERS = """
+login.json import.json hook.py control/request_stop .state.lock logs/attempt_01/rank_00000.log
+""".split()
 FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor")
 
 
@@ -82,30 +57,9 @@ def whole_run(directory: Path) -> Run:
     heartbeat tells.
     """
     run = finished_run(directory)
-    run.checkpoints.path(40).mkdir(parents=True)
-    manifest = Manifest(
-        step=40,
-        attempt=1,
-        samples=320,
-        tokens=81920,
-        seed=1,
-        time=1.7e9,
-        spec=run.spec,
-        plan=run.plan,
-        files={},
-    )
-    run.checkpoints.complete(run.checkpoints.path(40), manifest)
-    score = TaskScore(
-        task="piqa",
-        metrics=(Metric.of("acc", 0.5, 0.1, 20),),
-        num_items=20,
-        total_items=40,
-        num_fewshot=0,
-        task_version="1",
-        harness_version="0",
-        data=(),
-        seconds=1.0,
-    )
+    seal(run)
+    metrics = (Metric.of("acc", 0.5, 0.1, 20),)
+    score = task_score(metrics=metrics, num_items=20, total_items=40)
     report = EvalReport(
         name=run.name, step=40, checkpoint="x", tokenizer_sha256="x", scores=(score,), tokens_seen=9
     )
@@ -117,23 +71,11 @@ def whole_run(directory: Path) -> Run:
     write_all_heartbeats(
         run.directory, [beat.line for beat in read_rank_heartbeats(run.directory, 1)]
     )
-    state = RunState(
-        state=JobState.RUNNING, attempt=1, step=40, heartbeat=time.time(), step_time_s=1.0
-    )
-    state.write(run.directory / "state.json")
-    (run.directory / "exit.json").unlink()
+    running(run.directory)
     return run
 
 
 # What may be planted ------------------------------------------------------------------------------
-
-
-def pipe(file: Path) -> None:
-    os.mkfifo(file)
-
-
-def endless(file: Path) -> None:
-    file.symlink_to("/dev/zero")
 
 
 def huge(file: Path) -> None:
@@ -141,18 +83,15 @@ def huge(file: Path) -> None:
     os.truncate(file, 2**40)
 
 
-def looping(file: Path) -> None:
-    file.symlink_to(file.parent)
-
-
 SPECIAL: dict[str, Callable[[Path], Any]] = {
-    "a pipe": pipe,
-    "a link to /dev/zero": endless,
+    "a pipe": os.mkfifo,
+    "a link to /dev/zero": lambda file: file.symlink_to("/dev/zero"),
     "a link to /dev/tty": lambda file: file.symlink_to("/dev/tty"),
     "a link to it": lambda file: file.symlink_to("/etc/passwd"),
+    "gone": lambda file: None,
     "a terabyte of nothing": huge,
     "a folder": Path.mkdir,
-    "a link to its folder": looping,
+    "a link to its folder": lambda file: file.symlink_to(file.parent),
     "a link into nothing": lambda file: file.symlink_to("/nowhere/at/all"),
     "no text": lambda file: file.write_bytes(b"\xff\xfe\x00\x80" * 9),
     "nothing": Path.touch,
@@ -161,43 +100,12 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
     "a deep table": lambda file: file.write_text('{"a":' * 100_000 + "\n"),
     "a line of 9 MB": lambda file: file.write_text('"' + "x" * 9_000_000 + '"\n'),
 }
-VALUES: tuple[Any, ...] = (
-    2_000_000_000,
-    2**63,
-    2**31,
-    2**53,
-    10**400,
-    -(10**400),
-    0,
-    -1,
-    1,
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e308,
-    5e-324,
-    None,
-    True,
-    "",
-    "x",
-    "../../x",
-    "x" * 100_000,
-    "\x1b]0;x\x07<b>",
-    "\ud800",
-    [],
-    {},
-    [[[[1]]]],
-    {"a": {"b": 1}},
-    "running",
-    "failed",
-    "slurm",
-    "kubernetes",
-    "local",
-    "imported",
-)
-NUMBERS = tuple(
-    value for value in VALUES if isinstance(value, int | float) and not isinstance(value, bool)
-)
+WHOLE = 2_000_000_000, 2**63, 2**31, 2**53, 10**400, -(10**400), 0, -1, 1
+NUMBERS = *WHOLE, math.nan, math.inf, -math.inf, 1e308, 5e-324
+WORDS = "", "x", "../../x", "x" * 100_000, "\x1b]0;x\x07<b>", "\ud800", "running", "failed"
+SCHEDULERS = "slurm", "kubernetes", "local", "imported"
+NESTED = [], {}, [[[[1]]]], {"a": {"b": 1}}
+VALUES: tuple[Any, ...] = *NUMBERS, None, True, *WORDS, *SCHEDULERS, *NESTED
 
 
 def plant(directory: Path, name: str, kind: str) -> None:
@@ -207,36 +115,24 @@ def plant(directory: Path, name: str, kind: str) -> None:
     if kind == "a link to it" and file.exists():
         file.rename(aside)
         file.symlink_to(aside)
-    else:
-        clear(file)
-        SPECIAL[kind](file)
-
-
-def clear(file: Path) -> None:
+        return
     if file.is_dir() and not file.is_symlink():
         shutil.rmtree(file)
-    else:
-        file.unlink(missing_ok=True)
-
-
-def every_number(value: Any, new: Any) -> Any:
-    """Returns a value of JSON with all its numbers replaced."""
-    if isinstance(value, dict):
-        return {key: every_number(inner, new) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [every_number(inner, new) for inner in value]
-    return new if isinstance(value, int | float) and not isinstance(value, bool) else value
+    file.unlink(missing_ok=True)
+    SPECIAL[kind](file)
 
 
 def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
     """Changes each value of JSON in a file: the whole file's, or each line's."""
-    is_lines = file.suffix == ".jsonl"
-    texts = (
-        file.read_text(errors="replace").splitlines()
-        if is_lines
-        else [file.read_text(errors="replace")]
-    )
+    text = file.read_text(errors="replace")
+    texts = text.splitlines() if file.suffix == ".jsonl" else [text]
     file.write_text("".join(json.dumps(change(json.loads(text))) + "\n" for text in texts))
+
+
+NUMBERS_OF_A_STEP = """
+step attempt time step_time_s tokens loss consumed_tokens nan_steps loss_scale skipped_steps
+validation_loss checkpoint_s reserved_bytes
+""".split()
 
 
 def mutate(directory: Path, dice: random.Random) -> list[str]:
@@ -245,12 +141,11 @@ def mutate(directory: Path, dice: random.Random) -> list[str]:
     """
     done = []
     if dice.random() < 0.5:  # it has ended
-        (directory / "exit.json").write_text(
-            '{"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}'
-        )
+        ended = {"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}
+        (directory / "exit.json").write_text(json.dumps(ended))
     for _ in range(dice.choice((1, 1, 2, 3))):
         name = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
-        how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _gone, _swapped, _more))
+        how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _swapped, _more))
         # Of a file changed before.
         with contextlib.suppress(OSError, ValueError, RecursionError, IndexError):
             done.append(f"{how.__name__} {name}: {how(directory, name, dice)}")
@@ -297,11 +192,6 @@ def _special(directory: Path, name: str, dice: random.Random) -> str:
     return f"{name} is {kind}"
 
 
-def _gone(directory: Path, name: str, dice: random.Random) -> str:
-    clear(directory / name)
-    return "gone"
-
-
 def _swapped(directory: Path, name: str, dice: random.Random) -> str:
     other = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
     (directory / name).write_bytes((directory / other).read_bytes())
@@ -312,29 +202,11 @@ def _more(directory: Path, name: str, dice: random.Random) -> str:
     """Adds steps of other attempts and in any order, each with one strange number."""
     file = directory / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if _is_plain(file) else []
-    names = (
-        "step",
-        "attempt",
-        "time",
-        "step_time_s",
-        "tokens",
-        "loss",
-        "consumed_tokens",
-        "nan_steps",
-        "loss_scale",
-        "skipped_steps",
-        "validation_loss",
-        "checkpoint_s",
-        "reserved_bytes",
-    )
-    rows = [
-        {
-            **dice.choice(lines),
-            "attempt": dice.choice((1, 2, 3)),
-            dice.choice(names): dice.choice(NUMBERS),
-        }
-        for _ in range(dice.choice((1, 20)))
-    ]
+    rows = []
+    for _ in range(dice.choice((1, 20))):
+        attempt = {"attempt": dice.choice((1, 2, 3))}
+        strange = {dice.choice(NUMBERS_OF_A_STEP): dice.choice(NUMBERS)}
+        rows.append({**dice.choice(lines), **attempt, **strange})
     with file.open("a") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows)
     return "more steps"
@@ -343,11 +215,11 @@ def _more(directory: Path, name: str, dice: random.Random) -> str:
 # Who looks ----------------------------------------------------------------------------------------
 
 
-def command(*words: str) -> Callable[[Run], None]:
+def command(words: str) -> Callable[[Run], None]:
     """Returns a view: the command says what it has to say, without a traceback."""
 
     def view(run: Run) -> None:
-        said = kit(*(str(run.directory) if word == "RUN" else word for word in words))
+        said = kit(*words.replace("RUN", str(run.directory)).split())
         assert "Traceback" not in said.text and said.code in (0, 1), said.text
 
     return view
@@ -362,15 +234,13 @@ def job_of(run: Run) -> None:
         job.logs()
 
 
-def dashboard_of(run: Run) -> None:
-    shown = Dashboard(run)
-    while shown.read():
-        pass
-    shown.look()
+def dashboard_of(run: Run) -> Dashboard:
+    shown = looked_at(run)
     for view in (View(), View(axis="tokens", log_x=True), View(axis="time", start=1.0, end=1e12)):
         shown.frame(view)
     json.dumps([shown.facts(), shown.alerts()])
     shown.heat(), shown.log()
+    return shown
 
 
 def records_of(run: Run) -> None:
@@ -379,7 +249,8 @@ def records_of(run: Run) -> None:
         run.checkpoints.manifest(step)
 
 
-VIEWS: dict[str, Callable[[Run], Any]] = {
+Views = dict[str, Callable[[Run], Any]]
+VIEWS: Views = {
     "job": job_of,
     "row": lambda run: strict_json(status_row(run)),
     "alerts": recorded_alerts,
@@ -388,17 +259,14 @@ VIEWS: dict[str, Callable[[Run], Any]] = {
     "notebook": lambda run: view_html(run, ""),
     "records": records_of,
 }
-SLOW: dict[str, Callable[[Run], Any]] = {
-    "kit status": command("status", "RUN"),
-    "kit status --json": command("status", "RUN", "--json"),
-    "kit status --why": command("status", "RUN", "--why"),
-}
+COMMANDS = "status RUN", "status RUN --json", "status RUN --why"
+SLOW: Views = {f"kit {words}": command(words) for words in COMMANDS}
 """Of these each case has one, in turn."""
-DRAWN: dict[str, Callable[[Run], Any]] = {
+DRAWN: Views = {
     "curve": curve_html,
     "figure": lambda run: drawn(run_figure(run)[0]),
     "compared": lambda run: drawn(compare_figure([run])[0]),
-    "widget": lambda run: drawn(widget_of(run)),
+    "widget": lambda run: drawn(snapshot(looked_at(run))),
 }
 
 
@@ -406,29 +274,20 @@ def drawn(figure: Any) -> None:
     figure.savefig(io.BytesIO(), format="png")
 
 
-def widget_of(run: Run) -> Any:
-    from kit.monitor.figure import snapshot
-
-    shown = Dashboard(run)
-    shown.read(), shown.look()
-    return snapshot(shown)
-
-
 class TooLong(BaseException):
     """A view waits."""
 
 
-def faults(directory: Path, views: dict[str, Callable[[Run], Any]]) -> list[str]:
+def faults(directory: Path, views: Views) -> list[str]:
     """Returns what is wrong with the views of a run: errors but the kit's own, too much time,
     too much memory.
     """
-
     names = [each.name for each in directory.iterdir() if not each.is_dir()]
 
     def table() -> None:
         found = runs_table(directory.parent)
         strict_json(found.to_dicts()), found._repr_html_()
-        is_listed = all(name in names for name in ("spec.json", "plan.json"))
+        is_listed = "spec.json" in names and "plan.json" in names
         assert len(found.rows) == is_listed, "a run that cannot be read is a row that says why"
 
     opened: list[Run] = []
@@ -454,58 +313,9 @@ def _fault(name: str, look: Callable[[], Any]) -> list[str]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     took, more = time.process_time() - before, _peak_bytes() - memory
-    return ([f"{name}: {took:.1f} s"] if took > CPU_S else []) + (
-        [f"{name}: {more >> 20} MB more"] if more > MORE_BYTES else []
-    )
+    slow = [f"{name}: {took:.1f} s"] if took > CPU_S else []
+    return slow + ([f"{name}: {more >> 20} MB more"] if more > MORE_BYTES else [])
 
 
 def _peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def limit_memory() -> None:
-    """Makes whoever reads without end fail, and not this machine."""
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
-
-
-Views = dict[str, Callable[[Run], Any]]
-
-
-def all_faults(
-    template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, others: Views
-) -> list[str]:
-    """Returns the faults of many changed copies of a run, each by the name of its case. For a child
-    process.
-
-    Each case is seen by the quick views and by one of the others, in turn; one that is alone by all
-    of them.
-    """
-    limit_memory()
-    # That 1e308 twice is infinite, or a label too long for its figure, is no fault.
-    warnings.simplefilter("ignore")
-    every = {**VIEWS, **others}
-    found = faults(shutil.copytree(template, folder / "whole" / "run"), every)  # imports everything
-    assert not found, found
-    for number, (name, change) in enumerate(cases.items()):
-        directory = shutil.copytree(template, folder / str(number) / "run")
-        done, turn = change(directory), list(others)[number % len(others)]
-        views = every if len(cases) == 1 else {**VIEWS, turn: others[turn]}
-        found += [f"{name} {done or ''}: {fault}" for fault in faults(directory, views)]
-        shutil.rmtree(directory.parent)
-    return found
-
-
-def mutations(numbers: range | list[int]) -> dict[str, Callable[[Path], Any]]:
-    """Returns cases for `all_faults`, each told by its number alone."""
-    return {
-        f"mutation {n}": lambda directory, n=n: mutate(directory, random.Random(n)) for n in numbers
-    }
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        made = whole_run(Path(place, "template", "run")).directory
-        for word in sys.argv[1:]:
-            found = all_faults(made, mutations([int(word)]), Path(place, word), {**SLOW, **DRAWN})
-            print("\n".join(found) or f"mutation {word}: no fault")

