@@ -19,10 +19,15 @@ from cluster.process import child_pids
 from kit.data import Dataset, build_dataset
 from kit.data.build import unbuilt_parts
 from kit.errors import DataError
+from tests.data.token_files import QUIET, contents, documents
 
-QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
 FILES, EACH = 5, 40
-SMALL = {"kit.data.corpus.PIECE_BYTES": 1, "kit.data.steps.BLOCK_BYTES": 3000}
+SMALL = {
+    "corpus.PIECE_BYTES": 1,
+    "steps.BLOCK_BYTES": 3000,
+    "pieces.RUN_TOKENS": 125,
+    "pieces.CHUNK_BYTES": 300,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +37,10 @@ def text(tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("text")
     for number in range(FILES):
-        words = [
-            hashlib.sha256(f"{number if i % 10 else ''} {i}".encode()).hexdigest()[: 20 + i]
-            for i in range(EACH)
-        ]
-        rows = [
-            json.dumps({"text": f"document {word} é"}) for word in words[:1] * (number == 0) + words
-        ]
+        names = [f"{number if i % 10 else ''} {i}".encode() for i in range(EACH)]
+        words = [hashlib.sha256(name).hexdigest()[: 20 + i] for i, name in enumerate(names)]
+        words = words[:1] * (number == 0) + words
+        rows = [json.dumps({"text": f"document {word} é"}) for word in words]
         (folder / f"{number}.jsonl").write_text("\n".join(rows))
     return folder
 
@@ -46,27 +48,20 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> dict[str, bytes]:
     """The dataset from one piece."""
-    return contents(build_dataset(tmp_path_factory.mktemp("data") / "whole", text, **QUIET))
+    folder = tmp_path_factory.mktemp("data") / "whole"
+    return contents(build_dataset(folder, text, **QUIET).directory)
 
 
 @pytest.fixture
 def in_pieces(monkeypatch) -> None:
     for name, value in SMALL.items():
-        monkeypatch.setattr(name, value)
-
-
-def contents(dataset: Dataset) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in dataset.directory.iterdir()}
+        monkeypatch.setattr(f"kit.data.{name}", value)
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_pieces_and_processes_leave_no_trace(
-    whole, text, tmp_path, in_pieces, monkeypatch, workers
-):
-    monkeypatch.setattr("kit.data.pieces.RUN_TOKENS", 125)
-    monkeypatch.setattr("kit.data.pieces.CHUNK_BYTES", 300)
+def test_pieces_and_processes_leave_no_trace(whole, text, tmp_path, in_pieces, workers):
     built = build_dataset(tmp_path / "data", text, **QUIET, workers=workers)
-    assert contents(built) == whole and built.info.duplicates == 4 * (FILES - 1) + 1
+    assert contents(built.directory) == whole and built.info.duplicates == 4 * (FILES - 1) + 1
     assert [path.name for path in tmp_path.iterdir()] == ["data"], "nothing is left over"
 
 
@@ -98,16 +93,13 @@ def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path,
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (left,) = tmp_path.iterdir()
-    built = build_dataset(tmp_path / "data", text, **{**QUIET, "progress": True}, workers=1)
-    assert contents(built) == whole
+    built = build_dataset(tmp_path / "data", text, **QUIET | {"progress": True}, workers=1)
+    assert contents(built.directory) == whole
     assert f"{left}: of a build that runs now, or of one that was killed" in capsys.readouterr().out
 
 
 def test_what_another_process_cannot_read_is_told(text, tmp_path, in_pieces):
-    source = tmp_path / "text"
-    source.mkdir()
-    for number in range(2):
-        (source / f"{number}.jsonl").write_bytes((text / f"{number}.jsonl").read_bytes())
+    source = Path(shutil.copytree(text, tmp_path / "text"))
     with (source / "1.jsonl").open("a") as stream:
         stream.write('\n{"text"')
     with pytest.raises(DataError, match="1.jsonl:41: not valid JSON"):
@@ -130,43 +122,42 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
 
 def test_a_log_is_told_the_time_left(text, tmp_path, in_pieces, monkeypatch, capsys):
     monkeypatch.setattr("kit.data.team.TELL_EVERY_S", 0)
-    build_dataset(tmp_path / "data", text, **{**QUIET, "progress": True}, workers=1)
-    assert re.search(
-        r"^Encoding: 0.00 of 0.00 GB, 0 min left$", capsys.readouterr().out, re.MULTILINE
-    )
+    build_dataset(tmp_path / "data", text, **QUIET | {"progress": True}, workers=1)
+    told = capsys.readouterr().out
+    assert re.search(r"^Encoding: 0.00 of 0.00 GB, 0 min left$", told, re.MULTILINE)
 
 
-def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path):
-    """On what is held out; together they hold its documents, and what is in two of them in both."""
+@pytest.fixture
+def tokenizer(whole, tmp_path) -> Path:
     (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
-    given = {"validation_fraction": 0.2, "progress": False}
-    parts = [
-        build_dataset(tmp_path / "data", text, tmp_path / "tokenizer.json", part=(i, 3), **given)
-        for i in (1, 2, 3)
-    ]
+    return tmp_path / "tokenizer.json"
+
+
+def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path, tokenizer):
+    """On what is held out; together they hold its documents, and what is in two of them in both."""
+
+    def built(name: str, part: tuple[int, int] | None) -> Dataset:
+        given = {"validation_fraction": 0.2, "progress": False, "part": part}
+        return build_dataset(tmp_path / name, text, tokenizer, **given)
+
+    def trained(part: Dataset) -> set[tuple[int, ...]]:
+        return set(map(tuple, documents(part.train)))
+
+    parts = [built("data", (i, 3)) for i in (1, 2, 3)]
     assert [part.directory.name for part in parts] == [f"part_{i}_of_3" for i in (1, 2, 3)]
     assert [part.info.settings.sources[0].files for part in parts] == [2, 2, 1]
     held_out = [{row.text for row in part.validation_documents()} for part in parts]
     expected = {row["text"] for row in map(json.loads, whole["validation.jsonl"].splitlines())}
     assert set.union(*held_out) == expected
-    trained = [
-        {tuple(part.train.document(i)) for i in range(part.train.num_documents)} for part in parts
-    ]
-    alone = build_dataset(tmp_path / "whole", text, tmp_path / "tokenizer.json", **given).train
-    assert set.union(*trained) == {tuple(alone.document(i)) for i in range(alone.num_documents)}
-    assert sum(map(len, trained)) == alone.num_documents + 2 * len(set.intersection(*trained))
-    again = build_dataset(
-        tmp_path / "again", text, tmp_path / "tokenizer.json", part=(2, 3), **given
-    )
-    assert contents(again) == contents(parts[1])
+    alone, in_parts = built("whole", None), [trained(part) for part in parts]
+    assert set.union(*in_parts) == trained(alone)
+    repeated = 2 * len(set.intersection(*in_parts))
+    assert sum(map(len, in_parts)) == alone.train.num_documents + repeated
+    assert contents(built("again", (2, 3)).directory) == contents(parts[1].directory)
 
 
-def test_parts_that_would_not_fit_together_are_refused(whole, text, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
-
-    def refused(
-        message: str, part: tuple[int, int], tokenizer: Path | None = tmp_path / "tokenizer.json"
-    ) -> None:
+def test_parts_that_would_not_fit_together_are_refused(text, tmp_path, tokenizer):
+    def refused(message: str, part: tuple[int, int], tokenizer: Path | None = tokenizer) -> None:
         with pytest.raises(DataError, match=message):
             build_dataset(tmp_path / "data", text, tokenizer, progress=False, part=part)
 
@@ -175,18 +166,15 @@ def test_parts_that_would_not_fit_together_are_refused(whole, text, tmp_path):
     refused("part: give one --tokenizer to all", (1, 3), None)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
     (tmp_path / "data" / "part_1_of_4").mkdir(parents=True)
-    refused(
-        "part_1_of_4: of another number of parts than 3, so text would stand there twice", (1, 3)
-    )
+    refused("part_1_of_4: of another number of parts than 3, so text would stand there", (1, 3))
 
 
-def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
+def test_of_parts_only_those_that_are_lacking_are_named(text, tmp_path, tokenizer):
     """By settings, names and sizes of files; other settings are refused as for any dataset."""
     source = Path(shutil.copytree(text, tmp_path / "text"))
-    (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
     asked = {
         "sources": source,
-        "tokenizer": tmp_path / "tokenizer.json",
+        "tokenizer": tokenizer,
         "vocab_size": None,
         "max_bytes": None,
         "validation_fraction": 0.2,
@@ -198,8 +186,7 @@ def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
     build_dataset(tmp_path / "data", progress=False, part=(2, 3), **asked)
     assert unbuilt_parts(tmp_path / "data", 3, False, **asked) == [1, 3]
     for changed in (asked | {"seed": 1}, asked | {"sources": [source / "0.jsonl", source]}):
-        with pytest.raises(
-            DataError, match="part_2_of_3: holds a dataset with other settings: (seed|sources)"
-        ):
+        refused = "part_2_of_3: holds a dataset with other settings: (seed|sources)"
+        with pytest.raises(DataError, match=refused):
             unbuilt_parts(tmp_path / "data", 3, False, **changed)
         assert unbuilt_parts(tmp_path / "data", 3, True, **changed) == [1, 2, 3]

@@ -28,9 +28,8 @@ def test_folder_of_every_format(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "sub" / "b.md").write_bytes(b"\xef\xbb\xbfsecond \xe6\x97\xa5")
     write_jsonl(tmp_path / "c.jsonl", [{"text": "third"}, {"text": "fourth", "url": "x"}])
-    pyarrow.parquet.write_table(
-        pyarrow.table({"id": [1, 2], "text": ["fifth", "sixth"]}), tmp_path / "d.parquet"
-    )
+    table = pyarrow.table({"id": [1, 2], "text": ["fifth", "sixth"]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     (tmp_path / "ignored.csv").write_text("not,text")
     (tmp_path / ".hidden.txt").write_text("hidden")
     documents = list(Corpus(tmp_path))
@@ -43,9 +42,8 @@ def test_folder_of_every_format(tmp_path):
         f"{root}/d.parquet:row 2": "sixth",
         f"{root}/sub/b.md": "second 日",
     }
-    assert [document.num_bytes for document in documents] == [
-        len(document.text.encode()) for document in documents
-    ]
+    for document in documents:
+        assert document.num_bytes == len(document.text.encode())
 
 
 def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
@@ -57,30 +55,23 @@ def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
 
 
 DAMAGED_LINES = {
-    "not JSON": ('{"text": "cut', ":2: not valid JSON"),
-    "no text": ('{"body": "x"}', ":2: no string under the key 'text' .found: body"),
-    "not a string": ('{"text": 7}', ":2: no string under the key 'text'"),
-    "not an object": ("[1, 2]", ":2: no string under the key 'text' .found: list"),
-    "half a surrogate pair": (
-        '{"text": "\\ud800"}',
-        ":2: not text: half a surrogate pair at character 0",
-    ),
-    "not UTF-8": (b'{"text": "\xff"}', ":2: not valid JSON"),
+    b'{"text": "cut': "not valid JSON",
+    b'{"text": "\xff"}': "not valid JSON",
+    b'{"body": "x"}': "no string under the key 'text' .found: body",
+    b'{"text": 7}': "no string under the key 'text'",
+    b"[1, 2]": "no string under the key 'text' .found: list",
+    b'{"text": "\\ud800"}': "not text: half a surrogate pair at character 0",
 }
 
 
-@pytest.mark.parametrize("line, message", DAMAGED_LINES.values(), ids=DAMAGED_LINES.keys())
+@pytest.mark.parametrize(("line", "message"), DAMAGED_LINES.items())
 def test_a_damaged_line_is_named(tmp_path, line, message):
-    line = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "also good"}\n')
-    with pytest.raises(DataError, match="a.jsonl" + message):
+    with pytest.raises(DataError, match="a.jsonl:2: " + message):
         list(Corpus(tmp_path / "a.jsonl"))
     corpus = Corpus(tmp_path / "a.jsonl", skip_corrupt=True)
     assert [document.text for document in corpus] == ["good", "also good"]
     assert len(corpus.skipped) == 1 and corpus.skipped[0].startswith("a.jsonl:2: ")
-
-
-def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good\nbad \xe9\n")
     with pytest.raises(DataError, match=r"a\.txt:2: not UTF-8 text \(byte 0xe9\)"):
         list(Corpus(tmp_path / "a.txt"))
@@ -106,50 +97,35 @@ def test_damaged_parquet_is_named(columns, lost, message, tmp_path):
         list(Corpus(file))
 
 
-@pytest.mark.parametrize(("end", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
-def test_compressed_lines_are_read_to_their_end_or_named(tmp_path, end, codec):
-    """Also where several frames follow each other, as parallel compressors write them."""
-    frames = [pyarrow.compress(b'{"text": "%d"}\n' % i * 9, codec, asbytes=True) for i in range(2)]
-    if codec == "gzip":
-        frames = [gzip.compress(b'{"text": "%d"}\n' % i * 9) for i in range(2)]
-    file = tmp_path / f"a.jsonl{end}"
-    file.write_bytes(b"".join(frames))
-    assert [document.name for document in Corpus(tmp_path)] == [
-        f"{tmp_path.name}/{file.name}:{line}" for line in (1, 10)
-    ]
-    file.write_bytes(b"".join(frames)[:-3])
-    with pytest.raises(
-        DataError, match=f"a.jsonl{end}: cannot be read .Truncated compressed stream"
-    ):
-        list(Corpus(file))
-    file.write_bytes(b"no such thing")
-    with pytest.raises(DataError, match=f"a.jsonl{end}: cannot be read"):
-        list(Corpus(file))
+def zstd(data: bytes) -> bytes:
+    return pyarrow.compress(data, "zstd", asbytes=True)
 
 
 @pytest.mark.parametrize("rows", [100, 30_000], ids=["small", "above 1 MB"])
-@pytest.mark.parametrize(("end", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
-def test_of_a_file_cut_short_what_stands_before_the_cut_is_read(tmp_path, end, codec, rows):
-    """Two frames, of which the second lacks its last bytes: gzip's check alone, or its last
-    block.
+@pytest.mark.parametrize(("end", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
+def test_compressed_lines_are_read_to_their_end_or_to_the_cut(tmp_path, end, compress, rows):
+    """Of two frames, as parallel compressors write them, the second may lack its last bytes:
+    gzip's check alone, or its last block.
     """
-    compress = (
-        gzip.compress
-        if codec == "gzip"
-        else lambda data: pyarrow.compress(data, codec, asbytes=True)
-    )
     texts = [f"document {i} {i * i}" for i in range(2 * rows)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     frames = [compress(b"".join(part)) for part in (lines[:rows], lines[rows:])]
     file = tmp_path / f"a.jsonl{end}"
+    file.write_bytes(b"".join(frames))
+    names = [f"{tmp_path.name}/{file.name}:{line}" for line in range(1, 2 * rows + 1)]
+    assert [document.name for document in Corpus(tmp_path)] == names
     file.write_bytes(b"".join(frames)[:-3])
     corpus = Corpus(file, skip_corrupt=True)
     read = [document.text for document in corpus]
-    assert read == texts[: len(read)] and len(read) >= (2 * rows if codec == "gzip" else rows)
+    assert read == texts[: len(read)] and len(read) >= (2 * rows if end == ".gz" else rows)
     assert corpus.skipped == [
         f"a.jsonl{end}: cannot be read (Truncated compressed stream) beyond line {len(read):,}:"
         " what followed is lost"
     ]
+    for damaged in (b"".join(frames)[:-3], b"no such thing"):
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"a.jsonl{end}: cannot be read"):
+            list(Corpus(file))
 
 
 def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
@@ -169,10 +145,8 @@ def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
     (tmp_path / "README.md").write_text("a card")
     found = [document.text for document in Corpus(tmp_path, text_key="body")]
     assert found == ["train one", "train two", "third"]
-    assert [document.text for document in Corpus(tmp_path / "test", text_key="body")] == [
-        "test one",
-        "test two",
-    ]
+    tested = [document.text for document in Corpus(tmp_path / "test", text_key="body")]
+    assert tested == ["test one", "test two"]
     with pytest.raises(DataError, match=r"arrow: no column 'text' \(found: id, body\)"):
         list(Corpus(tmp_path))
     file = tmp_path / "test" / "data-00000-of-00001.arrow"
@@ -219,9 +193,7 @@ def test_no_line_is_larger_than_memory(tmp_path, monkeypatch):
     tracemalloc.stop()
     assert peak < 20 << 20
     assert [line.split(":")[1] for line in corpus.skipped] == ["2", "5"]
-    assert corpus.skipped[0].endswith(
-        "a line of 3,145,728 bytes or more, longer than any document. Split it"
-    )
+    assert "a line of 3,145,728 bytes or more, longer than any document" in corpus.skipped[0]
 
 
 def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
@@ -238,25 +210,14 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
     (folder / "b.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(DataError, match=r"b\.txt: a link to .*secret, which is not in this folder"):
         Corpus(folder)
-    assert [document.text for document in Corpus(folder / "b.txt")] == ["key"], (
-        "named by its reader, it is meant"
-    )
+    named = [document.text for document in Corpus(folder / "b.txt")]
+    assert named == ["key"], "named by its reader, it is meant"
 
 
 def test_max_bytes_stops_before_it_is_exceeded(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i:010}"} for i in range(10)])
-    assert len(list(Corpus(file, max_bytes=35))) == 3
-    assert len(list(Corpus(file, max_bytes=40))) == 4
-    assert len(list(Corpus(file))) == 10
-
-
-def test_source_hash_depends_on_the_content(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("one")
-    first = Corpus(file).sources()
-    assert Corpus(file).sources() == first
-    file.write_text("two")
-    assert Corpus(file).sources() != first
+    for most, count in ((35, 3), (40, 4), (None, 10)):
+        assert len(list(Corpus(file, max_bytes=most))) == count
 
 
 def test_default_corpus_is_the_installation(tmp_path):
@@ -264,9 +225,8 @@ def test_default_corpus_is_the_installation(tmp_path):
     documents = list(corpus)
     assert [document.name for document in documents] == [document.name for document in corpus]
     assert 1_500_000 < sum(document.num_bytes for document in documents) <= 2_000_000
-    assert {"language reference", "standard library"} <= {
-        source.name for source in corpus.sources()
-    }
+    names = {source.name for source in corpus.sources()}
+    assert {"language reference", "standard library"} <= names
     assert any(document.name == "pydoc_data/topics.py:lambda" for document in documents)
 
 
@@ -275,9 +235,8 @@ def test_default_corpus_has_no_tests_and_no_evaluation_questions():
     assert sum(path.stat().st_size for path in files) <= 24_000_000
     roots = {Path(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib", "platlib")}
     for path in files:
-        inside = min(
-            (path.relative_to(root).parts for root in roots if path.is_relative_to(root)), key=len
-        )
+        relative = [path.relative_to(root).parts for root in roots if path.is_relative_to(root)]
+        inside = min(relative, key=len)
         assert not {"test", "tests", *EVALUATION_PACKAGES} & set(inside)
         assert inside[0] not in {"kit", "cluster"} and "pretraining_notebook_kit" not in inside[0]
 
@@ -285,18 +244,14 @@ def test_default_corpus_has_no_tests_and_no_evaluation_questions():
 def test_default_corpus_passes_over_links_to_what_is_gone(tmp_path, monkeypatch):
     (tmp_path / "here.py").write_text("x = 1")
     (tmp_path / "gone.py").symlink_to(tmp_path / "absent")
-    monkeypatch.setattr(
-        sysconfig,
-        "get_paths",
-        lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)),
-    )
+    paths = dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
     assert {name for _, group in installed_files() for _, name in group} == {"here.py"}
 
 
 def test_draw_is_uniform_and_depends_on_text_and_purpose(tmp_path):
-    documents = list(
-        Corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(4000)]))
-    )
+    rows = [{"text": str(i)} for i in range(4000)]
+    documents = list(Corpus(write_jsonl(tmp_path / "a.jsonl", rows)))
     draws = [document.draw("a") for document in documents]
     assert sum(draw < 0.1 for draw in draws) == pytest.approx(400, abs=80)
     assert draws == [document.draw("a") for document in documents]

@@ -64,19 +64,15 @@ def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_datas
     # Phases begin at samples 0, 50 and 201: the first that is wholly beyond.
     read = samples.batch(0, 300)[:, 0]
     assert set(read[:50]) == {1, 2} and set(read[50:201]) == {2, 3} and set(read[201:]) == {1, 3}
-    assert np.bincount(read, minlength=4)[1:].tolist() == pytest.approx(
-        [37.5 + 49.5, 12.5 + 75, 75 + 49.5], abs=2
-    )
-    assert samples.epochs(300) == [
-        pytest.approx(np.count_nonzero(read == i) / of) for i, of in ((1, 100), (2, 200), (3, 300))
-    ]
+    counts = np.bincount(read, minlength=4)[1:]
+    assert counts.tolist() == pytest.approx([37.5 + 49.5, 12.5 + 75, 75 + 49.5], abs=2)
+    assert samples.epochs(300) == pytest.approx(counts / [100, 200, 300])
 
 
 def test_sources_are_told_apart_by_the_ends_of_their_paths():
     def names(*paths: str) -> list[str]:
-        return source_names(
-            Recipe(data="d", num_steps=1, sources=[DataSource(paths=(path,)) for path in paths])
-        )
+        sources = [DataSource(paths=(path,)) for path in paths]
+        return source_names(Recipe(data="d", num_steps=1, sources=sources))
 
     assert names("/d/web", "/d/code") == ["web", "code"]
     assert names("/d/web/0", "/d/code/0") == ["web/0", "code/0"]
@@ -95,21 +91,17 @@ def test_a_small_weight_that_is_drawn_otherwise_is_told():
     """Counted over a million sequences; a phase of the whole run has weights that need no
     rounding.
     """
-    sources = [
-        DataSource(paths=(name,), weight=weight)
-        for name, weight in (("web", 1), ("code", 4e-5), ("math", 0.1))
-    ]
+    weights = {"web": 1, "code": 4e-5, "math": 0.1}
+    sources = [DataSource(paths=(name,), weight=weight) for name, weight in weights.items()]
     recipe = Recipe(data="none", num_steps=1, sources=sources)
     read = shares(recipe, 8, 0, 16 * 65_536)
     assert abs(read["web"] * 1.10004 - 1) < 0.01 and abs(read["math"] * 1.10004 / 0.1 - 1) < 0.01
-    assert rounded_weights(recipe) == {
-        "code": (pytest.approx(4e-5 / 1.10004), pytest.approx(read["code"]))
-    }
+    asked = pytest.approx(4e-5 / 1.10004), pytest.approx(read["code"])
+    assert rounded_weights(recipe) == {"code": asked}
     even = (DataPhase(until_tokens=9, weights=(1, 1, 2)),)
     assert rounded_weights(recipe.replace(phases=even)).keys() == {"code"}
-    assert not rounded_weights(recipe.replace(sources=sources[::2])) and not rounded_weights(
-        recipe.replace(sources=())
-    )
+    for other in (sources[::2], ()):
+        assert not rounded_weights(recipe.replace(sources=other))
 
 
 def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
@@ -126,74 +118,56 @@ def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
     assert training_samples(recipe, 16).epochs(windows) == [0.5] and located(recipe) == recipe
     assert mix_words(recipe, 16, 1600) == "", "nothing to compare"
     source = located(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/part_*",))))
-    assert source.sources == recipe.sources and training_samples(source, 16).epochs(windows) == [
-        0.5
-    ]
+    assert source.sources == recipe.sources
+    assert training_samples(source, 16).epochs(windows) == [0.5]
     plain = located(Recipe(data=str(tiny_dataset.directory), num_steps=10))
     assert plain.data == str(tiny_dataset.directory) and not plain.sources
 
 
 def test_another_vocabulary_is_refused(tiny_dataset, tmp_path):
-    def refused(path: Path, message: str) -> None:
-        with pytest.raises(DataError, match=message):
-            training_samples(mixed(tiny_dataset, DataSource(paths=(str(path),))), 8)
-
     other = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "other"))
     told = json.loads((other / "dataset.json").read_text())
     (other / "dataset.json").write_text(json.dumps(told | {"tokenizer_sha256": "f" * 64}))
-    refused(
-        other,
-        f"{other} has tokenizer ffffffffffff, recipe.data tokenizer .*Tokenize it with"
-        " .*tokenizer.json",
-    )
-    for name, vocab_size, token in (("wide", 70_000, 1), ("large", 1000, 999)):
+    files = {"wide": (70_000, 1, 100), "large": (1000, 999, 100), "short": (300, 1, 8)}
+    for name, (vocab_size, token, count) in files.items():
         with TokenFileWriter(tmp_path / name, vocab_size) as writer:
-            writer.add([token] * 100)
-    refused(
-        tmp_path / "wide",
-        "wide has int32 tokens, recipe.data uint16 tokens. Tokenize it with .*tokenizer.json",
-    )
-    refused(tmp_path / "large", "large has token 999, recipe.data a vocabulary of 300")
-    refused(tmp_path / "absent_*", r"absent_\*: not a dataset, but empty or absent")
-    with TokenFileWriter(tmp_path / "short", 300) as writer:
-        writer.add([1] * 8)
-    refused(tmp_path / "short", "sequence_length: 8 needs at least 9 tokens, but short.bin holds 8")
+            writer.add([token] * count)
+    tokenize = "Tokenize it with .*tokenizer.json"
+    for name, message in {
+        "other": f"other has tokenizer ffffffffffff, recipe.data tokenizer .*{tokenize}",
+        "wide": f"wide has int32 tokens, recipe.data uint16 tokens. {tokenize}",
+        "large": "large has token 999, recipe.data a vocabulary of 300",
+        "absent_*": r"absent_\*: not a dataset, but empty or absent",
+        "short": "sequence_length: 8 needs at least 9 tokens, but short.bin holds 8",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            training_samples(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/{name}",))), 8)
 
 
-def test_a_mix_that_says_nothing_true_is_refused(tiny_dataset):
-    web, code = DataSource(paths=("web",)), DataSource(paths=("code",))
+WEB, CODE = DataSource(paths=("web",)), DataSource(paths=("code",))
+NO_PATHS = DataSource(paths=())
 
-    def refused(message: str, *sources: DataSource, **phases) -> None:
-        with pytest.raises(ConfigError, match=message):
-            mixed(tiny_dataset, *sources, **phases)
 
-    refused(
-        r"recipe.sources\[1\].paths: \(\) is not allowed. Give one path or more",
-        web,
-        DataSource(paths=()),
-    )
-    for weight in (-1.0, 0.0, float("nan"), float("inf")):
-        refused(
-            r"recipe.sources: weights: .* is not allowed. Give 1 numbers",
-            web.replace(weight=weight),
-        )
-    refused(
-        "recipe.phases: 1 is not allowed. Give recipe.sources too",
-        phases=(DataPhase(until_tokens=1, weights=(1,)),),
-    )
-    refused(
-        r"phases\[0\].weights: .*Give 2 n",
-        web,
-        code,
-        phases=(DataPhase(until_tokens=1, weights=(1,)),),
-    )
-    falling = (DataPhase(until_tokens=9, weights=(1, 2)), DataPhase(until_tokens=9, weights=(1, 2)))
-    refused(
-        r"recipe.phases\[1\].until_tokens: 9.0 is not allowed. Give a number above 9",
-        web,
-        code,
-        phases=falling,
-    )
+def until(*ends: float, weights: tuple[float, ...] = (1, 2)) -> tuple[DataPhase, ...]:
+    return tuple(DataPhase(until_tokens=end, weights=weights) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("sources", "phases", "message"),
+    [
+        ([WEB, NO_PATHS], (), r"sources\[1\].paths: \(\) is not allowed. Give one path or more"),
+        *[
+            ([WEB.replace(weight=weight)], (), "sources: weights: .* is not allowed. Give 1 num")
+            for weight in (-1.0, 0.0, float("nan"), float("inf"))
+        ],
+        ([], until(1), "phases: 1 is not allowed. Give recipe.sources too"),
+        ([WEB, CODE], until(1, weights=(1,)), r"phases\[0\].weights: .*Give 2 n"),
+        ([WEB, CODE], until(9, 9), r"phases\[1\].until_tokens: 9.0 is not .* a number above 9"),
+    ],
+)
+def test_a_mix_that_says_nothing_true_is_refused(sources, phases, message):
+    with pytest.raises(ConfigError, match=rf"recipe\.{message}"):
+        Recipe(data="d", num_steps=10, sources=sources, phases=phases)
 
 
 def test_a_rank_opens_no_index_and_maps_nothing(tiny_dataset, monkeypatch):

@@ -1,4 +1,4 @@
-"""Token files whose tokens tell where they stood."""
+"""Datasets and token files to look at."""
 
 import itertools
 from pathlib import Path
@@ -6,6 +6,19 @@ from pathlib import Path
 import numpy as np
 
 from kit.data.token_file import TokenFile, TokenFileWriter
+
+QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
+"""A build of a small text."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Returns the bytes of the files in a folder, by name."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def documents(file: TokenFile) -> list[list[int]]:
+    """Returns the tokens of each document."""
+    return [file.document(i).tolist() for i in range(file.num_documents)]
 
 
 def numbered(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
