@@ -7,9 +7,10 @@ down and skipped.
 """
 
 import ast
+import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,47 +202,37 @@ def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[byt
         yield line
 
 
-def _parquet(file: Path, name: str, report: Report, text_key: str) -> Texts:
+@contextlib.contextmanager
+def _opened(file: Path, text_key: str) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Opens a .parquet file, or what `datasets` keeps on a disk: a stream of Arrow's record
+    batches. Yields its schema and batches of rows.
+    """
+    import pyarrow.ipc
     import pyarrow.parquet
 
-    def cells() -> Iterator[Any]:
+    if file.suffix == ".parquet":
         with pyarrow.parquet.ParquetFile(file) as table:
-            if _has_column(table.schema_arrow, name, report, text_key):
-                for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-                    yield from batch.column(0)
-
-    return _cells(cells(), name, report, text_key, "Parquet")
-
-
-def _arrow(file: Path, name: str, report: Report, text_key: str) -> Texts:
-    """Yields the rows of what `datasets` keeps on a disk: a stream of Arrow's record batches."""
-    import pyarrow.ipc
-
-    def cells() -> Iterator[Any]:
+            yield table.schema_arrow, table.iter_batches(1024, columns=[text_key])
+    else:
         with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_stream(stream) as batches:
-            if _has_column(batches.schema, name, report, text_key):
-                for batch in batches:
-                    yield from batch.column(text_key)
-
-    return _cells(cells(), name, report, text_key, "Arrow")
+            yield batches.schema, batches
 
 
-def _has_column(schema: Any, name: str, report: Report, text_key: str) -> bool:
-    if text_key not in schema.names:
-        report(name, f"no column {text_key!r} (found: {', '.join(schema.names)}){OTHER_KEY}")
-    return text_key in schema.names
-
-
-def _cells(cells: Iterator[Any], name: str, report: Report, text_key: str, kind: str) -> Texts:
+def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
     import pyarrow
 
     number = 0
     try:
-        for cell in cells:
-            number += 1
-            yield from _cell(cell, f"{name}:row {number}", report, text_key)
+        with _opened(file, text_key) as (schema, batches):
+            if text_key not in schema.names:
+                found = ", ".join(schema.names)
+                return report(name, f"no column {text_key!r} (found: {found}){OTHER_KEY}")
+            for cell in (cell for batch in batches for cell in batch.column(text_key)):
+                number += 1
+                yield from _cell(cell, f"{name}:row {number}", report, text_key)
     except pyarrow.ArrowException as error:
-        report(f"{name}:row {number + 1}", f"damaged {kind} file ({str(error).splitlines()[0]})")
+        kind, reason = file.suffix[1:].title(), str(error).splitlines()[0]
+        report(f"{name}:row {number + 1}", f"damaged {kind} file ({reason})")
 
 
 def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
@@ -258,6 +249,6 @@ def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 READ_BYTES = 1 << 20
-TABLES = {".parquet": _parquet, ".arrow": _arrow}
+TABLES = {".parquet": _table, ".arrow": _table}
 LINES = {".jsonl": _jsonl, ".jsonl.gz": _jsonl, ".jsonl.zst": _jsonl}
 FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, **LINES, **TABLES}

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from kit.errors import DataError, MissingPackageError
 
@@ -30,33 +29,35 @@ HUGGING_FACE_FILES = (
 """What a Hugging Face folder may hold of a tokenizer."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data`
-    is the file.
+    is the file, to be stored as `file_name`.
     """
 
     file_name: str
-    data: bytes
-    sha256: str
-    vocab_size: int
-    eos_id: int
+
+    def __init__(self, data: bytes, vocab_size: int, eos_id: int) -> None:
+        self.data = data
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self.vocab_size = vocab_size
+        self.eos_id = eos_id
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, nothing added; text that spells a special token is ordinary
         text.
         """
-        ...
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns `encode` of each text, on all cores."""
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of some ids; a character cut in half becomes U+FFFD."""
-        ...
+        raise NotImplementedError
 
 
-class BytePairTokenizer:
+class BytePairTokenizer(Tokenizer):
     """A `tokenizer.json` of the `tokenizers` library."""
 
     file_name = "tokenizer.json"
@@ -83,13 +84,8 @@ class BytePairTokenizer:
         # Source files quote special tokens; as text they must not become the real ones.
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.data = data
-        self.sha256 = hashlib.sha256(data).hexdigest()
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.eos_id = _find_eos(vocabulary, eos_token) if eos_id is None else eos_id
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        eos_id = _find_eos(vocabulary, eos_token) if eos_id is None else eos_id
+        super().__init__(data, max(vocabulary.values()) + 1, eos_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [
@@ -101,7 +97,7 @@ class BytePairTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`.
 
     It is read by sentencepiece itself: other libraries' conversions of these files give other ids
@@ -122,18 +118,12 @@ class SentencePieceTokenizer:
             self._processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
             raise DataError(f"{self.file_name}: not a sentencepiece model ({error}).") from error
-        self.data = data
-        self.sha256 = hashlib.sha256(data).hexdigest()
-        self.vocab_size = self._processor.vocab_size()
-        self.eos_id = self._processor.eos_id()
+        super().__init__(data, self._processor.vocab_size(), self._processor.eos_id())
         if self.eos_id < 0:
             raise DataError(
                 f"{self.file_name}: this sentencepiece model has no end-of-sentence token; train"
                 " one with it."
             )
-
-    def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # As for the other library.
