@@ -142,7 +142,7 @@ STATEMENTS = {
     "kit": 906,
     "kit/commands": 903,
     "kit/convert": 751,
-    "kit/data": 1285,
+    "kit/data": 1268,
     "kit/engines": 1351,
     "kit/estimate": 8,
     "kit/estimate/choose": 792,

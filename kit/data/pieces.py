@@ -1,12 +1,13 @@
-"""The pieces of a build, each done by one process: a survey of some files, their tokens, a block.
+"""The work of a build: a survey of some files, and their tokens, each done by one process; then
+all merged.
 
-Tokens of a piece are put down in runs, each sorted by the places that were drawn for its documents;
-a block holds one stretch of places from all runs. So neither the number of pieces nor that of
-processes can be seen in the dataset.
+Tokens of a piece are put down in runs, each sorted by the places that were drawn for its documents,
+and all runs are merged: an external sort. So neither the number of pieces nor that of processes can
+be seen in the dataset.
 """
 
+import heapq
 import json
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
@@ -23,10 +24,10 @@ RUN_TOKENS = 32 * 1024 * 1024
 """That a piece sorts at once."""
 CHUNK_BYTES = 2 * 1024 * 1024
 """Text encoded at a time: enough documents for all cores, few enough for their lists of tokens."""
-ROW = np.dtype(
-    [("draw", "<f8"), ("digest", "V16"), ("bytes", "<i8"), ("begin", "<i8"), ("tokens", "<i8")],
-)
-"""Of a document in a run: its place, digest and bytes of text; where its tokens begin, how many."""
+AT_ONCE = 64
+"""Documents that are read of a run at a time."""
+ROW = np.dtype([("draw", "<f8"), ("digest", "V16"), ("bytes", "<i8"), ("tokens", "<i8")])
+"""Of a document in a run: its place, digest, bytes of text and number of tokens."""
 
 Advance = Callable[[int], None]
 """Is told of so many bytes of text that are done."""
@@ -123,48 +124,42 @@ def _chunks(sides: Iterator[Side]) -> Iterator[list[Side]]:
 
 
 def _put_down(run: list[tuple[float, bytes, int, np.ndarray]], prefix: Path) -> None:
-    """Writes a run in the order of its draws: its tokens, PREFIX.bin, and rows, PREFIX.npy."""
+    """Writes a run in the order of its draws: its tokens, PREFIX.bin, and rows, PREFIX.rows."""
     run.sort(key=itemgetter(0, 1))
-    sizes = np.array([tokens.size for *_, tokens in run])
-    begins = np.cumsum(sizes) - sizes
-    known = zip(run, begins, sizes, strict=True)
-    np.save(f"{prefix}.npy", np.array([(*row[:3], begin, size) for row, begin, size in known], ROW))
+    rows = [(draw, digest, size, tokens.size) for draw, digest, size, tokens in run]
+    np.array(rows, ROW).tofile(f"{prefix}.rows")
     with open(f"{prefix}.bin", "wb") as stream:
         stream.writelines(tokens.data for *_, tokens in run)
 
 
-def write_block(
-    runs: list[Path],
-    places: tuple[float, float],
-    prefix: Path,
-    vocab_size: int,
-    advance: Advance,
-) -> Counter[str]:
-    """Writes the documents of a stretch of places as a token file, in order and each once.
+def merge(runs: list[Path], prefix: Path, vocab_size: int, advance: Advance) -> Counter[str]:
+    """Writes the documents of all runs as a token file, in the order of their draws and each once.
 
-    Returns how many documents and bytes of text it holds, and how many duplicates it does not.
+    Returns how many documents, tokens and bytes of text it holds, and how many duplicates it does
+    not.
     """
-    counts, last = Counter[str](), b""
+    counts, last, order = Counter[str](), b"", itemgetter(0, 1)
     with TokenFileWriter(prefix, vocab_size) as writer:
-        found = [document for run in runs for document in _documents(run, places)]
-        for _, digest, num_bytes, tokens in sorted(found, key=itemgetter(0, 1)):
+        for _, digest, num_bytes, tokens in heapq.merge(*map(_documents, runs), key=order):
             advance(num_bytes)
             if digest == last:
                 counts["duplicates"] += 1
                 continue
             writer.add(tokens)
-            counts.update(documents=1, text_bytes=num_bytes)
+            counts.update(documents=1, tokens=tokens.size, text_bytes=num_bytes)
             last = digest
     return counts
 
 
-def _documents(run: Path, places: tuple[float, float]) -> Iterator[tuple]:
-    """Yields place, digest, bytes and tokens of the documents of a run in a stretch of places."""
-    rows = np.load(f"{run}.npy", mmap_mode="r")
-    first, end = (bisect_left(rows["draw"], place) for place in places)
-    if first < end:
-        rows = np.array(rows[first:end])
-        begin, size = rows["begin"][0], rows["tokens"].sum()
-        tokens = np.fromfile(f"{run}.bin", np.int32, size, offset=4 * begin)
+def _documents(run: Path) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
+    """Yields draw, digest, bytes and tokens of the documents of a run; no file is held open, since
+    there may be thousands.
+    """
+    first, begin = 0, 0
+    while (rows := np.fromfile(f"{run}.rows", ROW, AT_ONCE, offset=first * ROW.itemsize)).size:
+        ends = np.cumsum(rows["tokens"])
+        tokens = np.fromfile(f"{run}.bin", np.int32, ends[-1], offset=4 * begin)
         known = (rows[name].tolist() for name in ("draw", "digest", "bytes"))
-        yield from zip(*known, np.split(tokens, rows["begin"][1:] - begin), strict=True)
+        yield from zip(*known, np.split(tokens, ends[:-1]), strict=True)
+        first += rows.size
+        begin += tokens.size

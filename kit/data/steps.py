@@ -18,8 +18,8 @@ from kit.data.dataset import (
     StoredFile,
     ValidationDocument,
 )
-from kit.data.pieces import Advance, HeldOut, Survey, encode, survey, write_block
-from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
+from kit.data.pieces import Advance, HeldOut, Survey, encode, merge, survey
+from kit.data.token_file import TokenFileWriter, token_dtype
 from kit.data.tokenizer import Tokenizer, train_tokenizer
 from kit.errors import DataError
 
@@ -29,9 +29,6 @@ LEAST_SHARE = 0.01
 """Of the text that must be left to train on."""
 TOKENIZER_BYTES = 32_000_000
 """Text that a tokenizer is trained on; of a larger corpus, a sample of about this size."""
-BLOCK_BYTES = 256 * 1024 * 1024
-"""Of text in a block, whose tokens are sorted at once."""
-
 ShareOut = Callable[..., list[Any]]
 """`team.share_out` of a build: title, function, pieces and their sizes in bytes."""
 
@@ -137,19 +134,10 @@ def write(
     whole = folder / "dataset"
     whole.mkdir()
     (folder / tokenizer.file_name).rename(whole / tokenizer.file_name)
-    size, vocab_size = text.counts["text_bytes"], tokenizer.vocab_size
-    count = 1 + size // BLOCK_BYTES
-    work = [
-        (runs, (number / count, (number + 1) / count), folder / f"block-{number}", vocab_size)
-        for number in range(count)
-    ]
-    blocks = share_out("Ordering", write_block, work, [size // count] * count)
-    with TokenFileWriter(whole / "train", vocab_size) as train:
-        for (*_, prefix, _), block in zip(work, blocks, strict=True):
-            if block["documents"]:
-                train.append(TokenFile(prefix))
-    counts = sum(blocks, Counter[str]())
-    documents, size = counts["documents"], counts["text_bytes"]
+    vocab_size = tokenizer.vocab_size
+    work = [(runs, whole / "train", vocab_size)]
+    (counts,) = share_out("Ordering", merge, work, [text.counts["text_bytes"]])
+    size = counts["text_bytes"]
     validation, repeated, cut = _held_out(text, tokenizer, folder, whole)
     _check_share(text, size, size + validation.text_bytes)
     info = DatasetInfo(
@@ -160,7 +148,7 @@ def write(
         vocab_size=vocab_size,
         eos_id=tokenizer.eos_id,
         dtype=token_dtype(vocab_size).name,
-        train=Split(documents=documents, tokens=train.num_tokens, text_bytes=size),
+        train=Split(documents=counts["documents"], tokens=counts["tokens"], text_bytes=size),
         validation=validation,
         cut=cut,
         duplicates=text.counts["duplicates"] + counts["duplicates"] + repeated,

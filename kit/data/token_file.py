@@ -13,7 +13,6 @@ byte for byte.
 import array
 import functools
 import os
-import shutil
 import struct
 import weakref
 from collections.abc import Sequence
@@ -76,13 +75,6 @@ class TokenFileWriter:
         self._lengths.append(found.size)
         self.num_tokens += found.size
 
-    def append(self, file: "TokenFile") -> None:
-        """Appends all documents of a file whose tokens are of this type."""
-        with file.prefix.with_name(f"{file.prefix.name}.bin").open("rb") as stream:
-            shutil.copyfileobj(stream, self._stream, 1 << 24)
-        self._lengths.frombytes(np.diff(file.document_starts).astype(np.intc).tobytes())
-        self.num_tokens += file.num_tokens
-
     def __enter__(self) -> Self:
         return self
 
@@ -134,11 +126,9 @@ class TokenFile:
             raise DataError(f"{idx}: holds no documents. {rebuild_hint(idx.parent)}")
         self.dtype = np.dtype(TYPE_CODES[code])
         self._num_sequences, self.num_documents = num_sequences, index_length - 1
-        with idx.open("rb") as stream:
-            stream.seek(HEADER.size + 4 * num_sequences - 4)
-            (length,) = struct.unpack("<i", stream.read(4))
-            stream.seek(HEADER.size + 12 * num_sequences - 8)
-            (offset,) = struct.unpack("<q", stream.read(8))
+        last = HEADER.size + 4 * num_sequences - 4
+        length = int(np.fromfile(idx, "<i4", 1, offset=last)[0])
+        offset = int(np.fromfile(idx, "<i8", 1, offset=last + 8 * num_sequences - 4)[0])
         expected = offset + length * self.dtype.itemsize
         if (size := _size(self._bin, at_least=1)) != expected or size % self.dtype.itemsize:
             raise _wrong_size(self._bin, f"{expected:,}", size)

@@ -24,9 +24,9 @@ from tests.data.token_files import QUIET, contents, documents
 FILES, EACH = 5, 40
 SMALL = {
     "corpus.PIECE_BYTES": 1,
-    "steps.BLOCK_BYTES": 3000,
     "pieces.RUN_TOKENS": 125,
     "pieces.CHUNK_BYTES": 300,
+    "pieces.AT_ONCE": 3,
 }
 
 
@@ -76,8 +76,8 @@ def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path,
     gone.
     """
     code = (
-        "import kit.data.corpus, kit.data.steps, sys\n"
-        "kit.data.corpus.PIECE_BYTES, kit.data.steps.BLOCK_BYTES = 1, 3000\n"
+        "import kit.data.corpus, sys\n"
+        "kit.data.corpus.PIECE_BYTES = 1\n"
         f"kit.data.build_dataset(sys.argv[1], sys.argv[2], **{QUIET}, workers=2)"
     )
     build = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "data"), str(text)])
