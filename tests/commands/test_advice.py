@@ -56,12 +56,8 @@ def texts() -> Iterator[tuple[str, str]]:
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for cell in json.loads(file.read_text())["cells"]:
             yield str(file.relative_to(ROOT)), "".join(cell["source"])
-    plain = [ROOT / "README.md", ROOT / "Makefile", ROOT / "environment.yml"]
-    for file in [
-        *plain,
-        *(ROOT / "cluster" / "sites").glob("*.toml"),
-        *(ROOT / "requirements").glob("*"),
-    ]:
+    names = "README.md", "Makefile", "environment.yml", "cluster/sites/*.toml", "requirements/*"
+    for file in (file for name in names for file in sorted(ROOT.glob(name))):
         yield str(file.relative_to(ROOT)), file.read_text()
 
 
@@ -116,53 +112,42 @@ def problem(words: list[str]) -> str | None:
 def test_every_command_that_a_text_names_can_be_given() -> None:
     found = list(advised())
     assert len(found) > 40, "the search itself has come apart"
-    wrong = [
-        f"{where}: kit {' '.join(words)}: {why}"
-        for where, words in found
-        if (why := problem(words))
-    ]
-    assert not wrong, "\n".join(wrong)
+    problems = [(where, words, problem(words)) for where, words in found]
+    assert not [each for each in problems if each[-1]]
 
 
 def test_the_check_sees_a_wrong_name_option_and_argument() -> None:
-    assert (
-        problem(["exprt", "RUN"])
-        and problem(["watch", "RUN", "--loud"])
-        and problem(["watch", "RUN", "RUN"])
-    )
-    assert not problem(["launch", "RUN", "--set", "plan.x=1", "--show"]) and not problem(
-        ["data", "build", "OUT"]
-    )
+    for words in ("exprt RUN", "watch RUN --loud", "watch RUN RUN"):
+        assert problem(words.split())
+    for words in ("launch RUN --set plan.x=1 --show", "data build OUT"):
+        assert not problem(words.split())
 
 
 def test_every_module_that_a_text_starts_is_there() -> None:
-    named = {
+    named = [
         (where, name)
         for where, text in texts()
         for name in re.findall(r"python -m ((?:kit|cluster)[\w.]*)", text)
-    }
+    ]
     assert len(named) > 5
-    for where, name in named:
-        assert find_spec(name), f"{where}: python -m {name}"
+    assert not [f"{where}: python -m {name}" for where, name in named if not find_spec(name)]
 
 
 def test_every_extra_that_is_asked_for_is_there() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    named = {
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {*project["optional-dependencies"], VALUE}
+    named = [
         (where, name)
         for where, text in texts()
         for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)
-    }
+    ]
     for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text())):
             place = EXTRAS.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
             if place is not None and len(node.args) > place:
-                named.add((f"{file.relative_to(ROOT)}:{node.lineno}", _word(node.args[place])))
+                named.append((f"{file}:{node.lineno}", _word(node.args[place])))
     assert len(named) > 3
-    for where, name in named:
-        assert set(name.split(",")) <= {*extras, VALUE}, f"{where}: [{name}]"
+    assert not [each for each in named if not {*each[1].split(",")} <= extras]
 
 
 ASKED = """
@@ -179,13 +164,10 @@ assert shlex.split(errors.install_command()) == ["pip", "install", name]
 
 
 def test_a_wheel_names_its_own_extras_and_a_checkout_itself(reader_python, tmp_path: Path) -> None:
-    assert (
-        install_command("plan") == "pip install -e '.[plan]'"
-        and install_command() == "pip install -e ."
-    )
-    done = subprocess.run(
-        [reader_python(), "-c", ASKED], cwd=tmp_path, capture_output=True, text=True
-    )
+    assert install_command("plan") == "pip install -e '.[plan]'"
+    assert install_command() == "pip install -e ."
+    asked = [reader_python(), "-c", ASKED]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -197,21 +179,18 @@ def test_every_field_that_a_message_names_is_there() -> None:
     """`recipe.checkpoint_every` and the like, in messages of errors; properties and methods of
     the records count.
     """
+    pattern = re.compile(r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?")
     named = [
         (where, *match)
         for where, text in texts()
         if not where.startswith("notebooks")
-        for match in re.findall(
-            r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?", text
-        )
+        for match in pattern.findall(text)
+        if match[1] not in ("json", "toml", "py", "preset", "attempt_", "base")
     ]
     assert len(named) > 50
     for where, record, field, below in named:
-        if field in ("json", "toml", "py", "preset", "attempt_", "base"):
-            continue
-        assert hasattr(RECORDS[record], field) or field in _fields(RECORDS[record]), (
-            f"{where}: {record}.{field}"
-        )
+        known = hasattr(RECORDS[record], field) or field in _fields(RECORDS[record])
+        assert known, f"{where}: {record}.{field}"
         if below and field in TABLES:
             assert below in _fields(TABLES[field]), f"{where}: {record}.{field}.{below}"
 

@@ -25,40 +25,9 @@ def _kit(*arguments: str, folder: Path, **environment: str) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("status", "nowhere"), "nowhere is not a run directory"),
-        (
-            ("launch", "new", "--set", "tensor_parallel=2"),
-            "--set 'tensor_parallel' is not allowed",
-        ),
-        (("launch", "new", "--set", "plan.tensr_parallel=2"), "Did you mean 'tensor_parallel'?"),
-        (("launch", "new", "--model", "dmeo"), "spec.preset: 'dmeo' is unknown"),
-        (("launch", "new", "--data", "[/red]none"), "[/red]none: not a dataset"),
-        (
-            (
-                "plan",
-                "demo",
-                "--site",
-                "frontier",
-                "--devices",
-                "8",
-                "--batch",
-                "16",
-                "--out",
-                "a.txt",
-            ),
-            "not a .json file",
-        ),
-    ],
-)
-def test_mistake_is_one_sentence_and_starts_nothing(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    answer = _kit(*arguments, folder=tmp_path)
-    words = " ".join(answer.stderr.split()).replace("/ ", "/")
-    assert answer.returncode == 1 and message in words and "Traceback" not in words
+def test_a_mistake_is_one_sentence_and_starts_nothing(tmp_path: Path) -> None:
+    answer = _kit("launch", "new", "--set", "tensor_parallel=2", folder=tmp_path)
+    assert answer.returncode == 1 and answer.stderr.startswith("ConfigError: ")
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
@@ -71,87 +40,48 @@ def test_a_command_that_went_is_answered_with_what_does_its_work(name: str, tmp_
     assert result.exit_code == 2 and f"No such command {name!r}. {GONE[name]}" in result.output
 
 
-def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
-    words = _kit("--help", folder=tmp_path).stdout
-    for command in (
-        "launch",
-        "resume",
-        "status",
-        "watch",
-        "logs",
-        "stop",
-        "checkpoint",
-        "eval",
-        "data",
-        "figure",
-    ):
-        assert f"│ {command} " in words
-
-
-def test_no_option_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
-    asked = [[name] for name in typer.main.get_command(app).commands]  # pyright: ignore[reportAttributeAccessIssue]
-    for words in [*asked, ["data", "build"], ["site", "init"]]:
+    whole = typer.main.get_command(app)
+    asked = [[name] for name in whole.commands]  # pyright: ignore[reportAttributeAccessIssue]
+    for words in [[], *asked, ["data", "build"], ["site", "init"]]:
         text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
         assert "Usage" in text and "…" not in text, text
+        assert words or all(f"│ {name} " in text for [name] in asked)
 
 
 def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
     spec.write(tmp_path / "spec.json")
-    options = (
-        "--site",
-        "frontier",
-        "--devices",
-        "8",
-        "--batch",
-        "16",
-        "--choose",
-        "2",
-    )
-    answer = _kit(
-        "plan", "spec.json", *options, "--out", "new/below/[b]second.json", folder=tmp_path
-    )
-    assert (
-        "odd [/b] name on 8 devices" in answer.stdout
-        and "Layout 2 is in new/below/[b]second.json" in answer.stdout
-    )
+    asked = "plan spec.json --site frontier --devices 8 --batch 16 --choose 2 --out".split()
+    answer = _kit(*asked, "new/below/[b]second.json", folder=tmp_path)
+    assert "odd [/b] name on 8 devices" in answer.stdout
+    assert "Layout 2 is in new/below/[b]second.json" in answer.stdout
     kept = Plan.read(tmp_path / "new" / "below" / "[b]second.json")
-    assert (
-        kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
-    )
+    assert kept.engine == "native"
+    assert f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
     kept.check(spec, 8)
     (tmp_path / "plan.json").write_text("a run's")
-    answer = _kit("plan", "spec.json", *options, "--out", "plan.json", folder=tmp_path)
-    assert (
-        "plan.json: is there already" in answer.stderr
-        and (tmp_path / "plan.json").read_text() == "a run's"
-    )
+    answer = _kit(*asked, "plan.json", folder=tmp_path)
+    assert "plan.json: is there already" in answer.stderr
+    assert (tmp_path / "plan.json").read_text() == "a run's"
     rows = FILE.read_text().splitlines()
     selene = next(line for line in rows if "Selene" in line)
-    (tmp_path / "rows.csv").write_text(
-        "\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n"
-    )
+    selene = selene.replace("Selene", "a [/b] machine")
+    (tmp_path / "rows.csv").write_text(f"{rows[0]}\n{selene}\n")
     answer = _kit("validate", "--rows", "rows.csv", folder=tmp_path)
     assert answer.returncode == 0 and "a [/b] machine:" in answer.stdout, answer.stdout
 
 
 def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path: Path) -> None:
     recorded_run(tmp_path / "run", steps=40)
-    ascii_only = {
-        "PYTHONIOENCODING": "ascii",
-        "LC_ALL": "C",
-        "PYTHONCOERCECLOCALE": "0",
-        "PYTHONUTF8": "0",
-    }
+    coding = {"PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ascii_only = {**coding, "LC_ALL": "C"}
     answer = _kit("status", "run", folder=tmp_path, **ascii_only)
-    blocks = re.findall(
-        r"MFU .*", _kit("status", "run", folder=tmp_path, PYTHONIOENCODING="utf-8").stdout
-    )[0]
-    assert (
-        answer.returncode == 0
-        and blocks.encode("ascii", "backslashreplace").decode() in answer.stdout
-    )
+    unicode = _kit("status", "run", folder=tmp_path, PYTHONIOENCODING="utf-8")
+    blocks = re.search("MFU .*", unicode.stdout)[0]  # pyright: ignore[reportOptionalSubscript]
+    assert answer.returncode == 0
+    assert blocks.encode("ascii", "backslashreplace").decode() in answer.stdout
     answer = _kit("generate", "nowhere", "née", folder=tmp_path, **ascii_only)
     assert answer.stdout == r"n\xe9e" and "nowhere is not a run directory" in answer.stderr
 

@@ -2,7 +2,6 @@
 Ctrl-C leaves behind.
 """
 
-import json
 import os
 import shlex
 import signal
@@ -26,16 +25,14 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
-DP8 = ("--set", "plan.data_parallel=8")
-
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def launch(*words: str) -> int | None:
-    return app(["launch", "runs/new", *words], standalone_mode=False)
+def launch(words: str = "") -> int | None:
+    return app(["launch", "runs/new", *shlex.split(words)], standalone_mode=False)
 
 
 def asked(**changes: Any):
@@ -44,9 +41,9 @@ def asked(**changes: Any):
     return ask_for(**given)
 
 
-def refused(message: str, *words: str) -> None:
+def refused(message: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        launch(*words)
+        launch(words)
     assert message in str(raised.value) and not list(Path().rglob("runs"))
 
 
@@ -59,53 +56,40 @@ def test_published_recipe_is_that_of_the_paper(name: str) -> None:
     assert set(ask.lacking) == set(published.not_stated), "nothing else is left open"
     left = {"num_steps": 5000, "warmup_steps": 500}
     recipe = Recipe.from_dict({**left, **ask.fields})
-    assert (
-        recipe.learning_rate
-        == {"frontier": 6e-5, "hlat-7b": 3e-4, "hlat-70b": 1.5e-4}[
-            "frontier" if name.startswith("frontier") else name
-        ]
-    )
+    rate = {"hlat-7b": 3e-4, "hlat-70b": 1.5e-4}.get(name, 6e-5)
+    assert recipe.learning_rate == rate
     assert recipe.learning_rate == pytest.approx(10 * recipe.min_learning_rate)
     assert ask.plan.global_batch_size == {"frontier-22b": 640, "frontier-175b": 640}.get(name, 1024)
     assert ask.plan.engine == ("deepspeed" if name.startswith("frontier") else "neuron")
     if name.startswith("hlat"):
-        assert (
-            recipe.num_steps == 429_153
-            and recipe.warmup_steps == 2000
-            and recipe.cosine_floor == "clamped"
-        )
+        assert (recipe.num_steps, recipe.warmup_steps) == (429_153, 2000)
+        assert recipe.cosine_floor == "clamped"
         assert hlat_model.MODELS[name.partition("-")[2].upper()] == published.model
         assert ask.plan.num_devices == 32 * Site.load("trn1.32xlarge").devices_per_node
 
 
 def test_only_the_demo_has_a_recipe_of_its_own() -> None:
     for model in ("hlat-70b", "gpt-22b"):
-        refused(f"--recipe: '{model}' needs one", "--model", model)
+        refused(f"--recipe: '{model}' needs one", f"--model {model}")
     ModelSpec.preset("demo").replace(num_layers=2).write(Path("spec.json"))
-    refused("frontier-22b, frontier-175b, frontier-1t, hlat-7b, hlat-70b", "--model", "spec.json")
+    every = "frontier-22b, frontier-175b, frontier-1t, hlat-7b, hlat-70b"
+    refused(every, "--model spec.json")
     Path("mine.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\n")
-    refused("needs a layout and a batch", "--model", "spec.json", "--recipe", "mine.toml")
+    refused("needs a layout and a batch", "--model spec.json --recipe mine.toml")
     demo = asked()
-    assert (demo.fields["learning_rate"], demo.plan.global_batch_size, demo.lacking) == (
-        3e-3,
-        16,
-        {},
-    )
+    assert demo.fields["learning_rate"] == 3e-3 and demo.lacking == {}
+    assert demo.plan.global_batch_size == 16
 
 
 def test_a_recipe_of_ones_own() -> None:
-    Path("mine.toml").write_text(
-        'learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n'
-    )
+    text = 'learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n'
+    Path("mine.toml").write_text(text)
     changes = {"plan": {"global_batch_size": 32}, "recipe": {"beta2": 0.99}}
     ask = asked(model="hlat-7b", recipe="mine.toml", changes=changes)
     assert ask.lacking == {"data": "still 'EDIT' in mine.toml", "num_steps": "--steps N"}
-    assert (ask.plan.global_batch_size, ask.fields["beta2"], ask.fields["learning_rate"]) == (
-        32,
-        0.99,
-        1e-4,
-    )
-    refused("recipe.num_steps: --steps N", "--recipe", "mine.toml", "--data", "d")
+    assert ask.plan.global_batch_size == 32
+    assert (ask.fields["beta2"], ask.fields["learning_rate"]) == (0.99, 1e-4)
+    refused("recipe.num_steps: --steps N", "--recipe mine.toml --data d")
     whole = Recipe(data="/d", num_steps=7, learning_rate=2e-4)
     whole.write(Path("recipe.json"))
     ask = asked(recipe="recipe.json", given={"num_steps": 9})
@@ -116,71 +100,59 @@ def test_a_recipe_of_ones_own() -> None:
         ("", "--data"),
     ):
         Path("wrong.toml").write_text(text)
-        refused(message, "--recipe", "wrong.toml")
-    refused("no such file", "--recipe", "absent.json")
-    refused("recipe: 'hlat-7' is unknown. Did you mean 'hlat-7b'?", "--recipe", "hlat-7")
+        refused(message, "--recipe wrong.toml")
 
 
-@pytest.mark.parametrize("more", [(), ("--show",), ("--recipe", "frontier-175b", "--show")])
-def test_a_wrong_value_is_no_gap_to_be_filled_in(more: tuple[str, ...]) -> None:
-    refused(
-        "recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'",
-        "--set",
-        "recipe.schedule=wds",
-        *more,
-    )
+WRONG = "recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'"
+"""Which is no gap to be filled in."""
 
 
-def test_weights_of_no_folder_are_no_unknown_model() -> None:
-    refused("recipe.init_from: NOPE: no such folder", "--set", "recipe.init_from=NOPE")
+MANY = "1,024 processes would choke one machine. Give a plan of at most 256, or a site"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("no such file", "--recipe absent.json"),
+        ("recipe: 'hlat-7' is unknown. Did you mean 'hlat-7b'?", "--recipe hlat-7"),
+        ("expected a Plan as JSON", "--plan absent.json"),
+        (WRONG, "--set recipe.schedule=wds"),
+        (WRONG, "--set recipe.schedule=wds --show"),
+        (WRONG, "--set recipe.schedule=wds --recipe frontier-175b --show"),
+        ("recipe.init_from: NOPE: no such folder", "--set recipe.init_from=NOPE"),
+        ("warmup_steps: frontier-175b does not state it", "--recipe frontier-175b --data d"),
+        ("is not below", "--recipe hlat-7b --site eks-trn1 --show"),  # pods see shared files only
+        (MANY, "--recipe hlat-7b --show"),
+        ("'neuron' trains on AWS Trainium alone", "--recipe hlat-7b --site frontier --show"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(message: str, words: str) -> None:
+    refused(message, words)
 
 
 def test_what_a_paper_does_not_state_must_be_given() -> None:
-    refused(
-        "recipe.warmup_steps: frontier-175b does not state it",
-        "--recipe",
-        "frontier-175b",
-        "--data",
-        "d",
-    )
-    lacking = asked(
-        recipe="frontier-1t", given={"num_steps": 9}, changes={"recipe": {"warmup_steps": 3}}
-    ).lacking
+    changes = {"recipe": {"warmup_steps": 3}}
+    lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes=changes).lacking
     assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
 
 
 def test_a_plan_from_a_file() -> None:
     plan = Plan(tensor_parallel=4, pipeline_parallel=2, global_batch_size=64)
     plan.write(Path("plan.json"))
-    assert asked(plan=Path("plan.json")).plan == plan
-    assert (
-        asked(
-            plan=Path("plan.json"), changes={"plan": {"micro_batch_size": 2}}
-        ).plan.micro_batch_size
-        == 2
-    )
-    assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan, (
-        "a layout of one's own for a paper's recipe"
-    )
-    refused("expected a Plan as JSON", "--plan", "absent.json")
+    file = Path("plan.json")
+    assert asked(plan=file).plan == plan
+    assert asked(plan=file, changes={"plan": {"micro_batch_size": 2}}).plan.micro_batch_size == 2
+    own = asked(recipe="hlat-7b", plan=file).plan
+    assert own == plan, "a layout of one's own for a paper's recipe"
 
 
 def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = (
-        "--site",
-        "trn1.32xlarge",
-        "--devices",
-        "2048",
-        "--batch",
-        "1024",
-        "--choose",
-        "2",
-    )
-    app(["plan", "hlat-7b", *sizes, "--out", "second.json"], standalone_mode=False)
+    words = "plan hlat-7b --site trn1.32xlarge --devices 2048 --batch 1024 --choose 2"
+    app([*words.split(), "--out", "second.json"], standalone_mode=False)
     kept = Plan.read(Path("second.json"))
     assert kept.engine == "neuron" and "Layout 2 is in second.json" in capsys.readouterr().out
     assert asked(recipe="hlat-7b", plan=Path("second.json")).plan == kept
-    launch("--recipe", "hlat-7b", "--plan", "second.json", "--site", "trn1.32xlarge", "--show")
+    launch("--recipe hlat-7b --plan second.json --site trn1.32xlarge --show")
     said = capsys.readouterr()
     assert "#SBATCH --nodes=64" in said.out and "plan." not in said.err, (
         "nothing of the layout is left to fill in"
@@ -188,7 +160,8 @@ def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[
 
 
 def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    launch("--recipe", "hlat-70b", "--site", "trn1.32xlarge", *DP8, "--show")
+    shown = "--recipe hlat-70b --set plan.data_parallel=8 --show --site"
+    launch(f"{shown} trn1.32xlarge")
     said = capsys.readouterr()
     compiling, running = said.out.split("#### submit.sh")
     assert "#### compile.sh" in compiling and "neuron_parallel_compile" in compiling
@@ -201,41 +174,21 @@ def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture
     assert lines[-1] == "  recipe.data: --data FOLDER, made by `kit data build`"
     assert not Path("runs").exists()
     Path("my-trn1.toml").write_text('base = "trn1.32xlarge"\nname = "mine"\n')
-    launch("--recipe", "hlat-70b", "--site", "my-trn1.toml", *DP8, "--show")
+    launch(f"{shown} my-trn1.toml")
     assert "site.slurm.partition: in my-trn1.toml\n" in capsys.readouterr().err, (
         "which is the reader's own already"
     )
 
 
 def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -> None:
-    launch("--recipe", "frontier-175b", "--site", "frontier", "--show")
-    said = capsys.readouterr()
-    assert (
-        said.out.startswith("#!/bin/bash\n")
-        and "submit.sh, line " in said.err
-        and "warmup_steps" in said.err
-    )
-    launch("--show")
+    launch("--recipe frontier-175b --site frontier --show")
     said = capsys.readouterr()
     assert said.out.startswith("#!/bin/bash\n")
-    assert (
-        said.err.startswith("Still to fill in:\n  recipe.data: ")
-        and "Build it: kit data build" in said.err
-    )
-    with pytest.raises(ConfigError, match="is not below"):  # pods see the shared file system only
-        launch("--recipe", "hlat-7b", "--site", "eks-trn1", "--show")
-    with pytest.raises(
-        ConfigError, match="1,024 processes would choke one machine.* at most 256, .*--site"
-    ):
-        launch("--recipe", "hlat-7b", "--show")
-    refused(
-        "'neuron' trains on AWS Trainium alone",
-        "--recipe",
-        "hlat-7b",
-        "--site",
-        "frontier",
-        "--show",
-    )
+    assert "submit.sh, line " in said.err and "warmup_steps" in said.err
+    launch("--show")
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n") and "Build it: kit data build" in said.err
+    assert said.err.startswith("Still to fill in:\n  recipe.data: ")
 
 
 def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
@@ -245,26 +198,20 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
         os.kill(os.getpid(), signal.SIGINT)
         return submit(job, files)
 
-    words = ("--data", str(tiny_dataset.directory))
+    words = f"--data {tiny_dataset.directory}"
     monkeypatch.setattr(launching, "_measured", lambda run, site, dtype: site)
     monkeypatch.setattr(
         launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60"))
     )
     monkeypatch.setattr(local, "submit", pressed)
-    code = launch(*words)
+    code = launch(words)
     said, job = capsys.readouterr().out, Job.attach("runs/new")
     assert code == 130 and not job.state.is_final
     assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
     job.cancel()
     job.wait(30)
     monkeypatch.setattr(local, "submit", lambda job, files: signal.raise_signal(signal.SIGINT))
-    assert launch(*words) == 130 and "nothing was started" in capsys.readouterr().out
-
-
-def test_files_of_a_plan_hold_what_the_planner_writes() -> None:
-    plan = published_recipe("hlat-7b").plan
-    Path("plan.json").write_text(json.dumps(plan.to_dict()))
-    assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan
+    assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
 
 
 def test_epochs_of_each_source_are_told_before_anything_starts(
@@ -276,7 +223,7 @@ def test_epochs_of_each_source_are_told_before_anything_starts(
     Path("mix.toml").write_text(
         f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}'
     )
-    launch("--recipe", "mix.toml", "--model", "demo", "--set", "spec.sequence_length=64", "--show")
+    launch("--recipe mix.toml --model demo --set spec.sequence_length=64 --show")
     told = capsys.readouterr().err.splitlines()
     # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
     windows = (tiny_dataset.train.num_tokens - 1) // 64
@@ -300,9 +247,9 @@ def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_
     assert asked(plan=tmp_path / "plan.json").unsaid == {}
 
 
-@pytest.mark.parametrize("words, said", [([], False), (["--set", "plan.compile=false"], True)])
+@pytest.mark.parametrize(("words", "said"), [("", False), ("--set plan.compile=false", True)])
 def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsys) -> None:
-    launch("--site", "perlmutter", "--show", "--set", "plan.recompute=selective", *words)
+    launch(f"--site perlmutter --show --set plan.recompute=selective {words}")
     assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
 
 
@@ -325,36 +272,24 @@ def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
     Path("mine.toml").write_text(BEHIND % source)
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    ssh.write_text(
-        f'#!/bin/bash\nprintf \'%s\\0\' "${{@: -1}}" >>{tmp_path}/asked\n[ "${{@: -1}}" !='
-        " frontier ]\n"
-    )
+    kept = f"printf '%s\\0' \"${{@: -1}}\" >>{tmp_path}/asked"
+    ssh.write_text(f'#!/bin/bash\n{kept}\n[ "${{@: -1}}" != frontier ]\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     before = {*tmp_path.rglob("*")}
-    launch("--site", "mine.toml", "--data", "/data", "--show")
+    launch("--site mine.toml --data /data --show")
     assert {*tmp_path.rglob("*")} == before, "nothing is started or written"
     out, err = capsys.readouterr()
-    assert (
-        "exec '/opt/their python' -m cluster.slurm.supervisor" in out
-        and "KIT_RUN_DIR=/project/runs/new" in out
-    )
-    assert str(tmp_path) not in out and (
-        "cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out
-    )
+    assert "exec '/opt/their python' -m cluster.slurm.supervisor" in out
+    assert "KIT_RUN_DIR=/project/runs/new" in out and str(tmp_path) not in out
+    assert "cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out
     told = [shlex.split(line) for line in err.splitlines() if line.startswith("  ssh ")]
     assert all(words[:-1] == ["ssh", "--", "frontier"] for words in told)
-    assert (
-        "cd /" in told[-1][-1]
-        and "their python" in told[-1][-1]
-        and "cluster.login.answer" in told[-1][-1]
-    )
+    for part in ("cd /", "their python", "cluster.login.answer"):
+        assert part in told[-1][-1]
     with pytest.raises(JobError):
-        launch("--site", "mine.toml", "--data", "/data")
-    asked = [
-        each
-        for each in (tmp_path / "asked").read_text().split("\0")
-        if each not in ("", "frontier")
-    ]
+        launch("--site mine.toml --data /data")
+    asked = (tmp_path / "asked").read_text().split("\0")
+    asked = [each for each in asked if each not in ("", "frontier")]
     assert asked[0] == told[0][-1], "it is what a launch asks first"

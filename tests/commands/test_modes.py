@@ -20,6 +20,10 @@ LOG = (
 )
 
 
+def kit_command(words: str) -> None:
+    app(words.split(), standalone_mode=False)
+
+
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
 def test_every_file_follows_umask(
     umask: int, tmp_path: Path, tiny_dataset, monkeypatch: pytest.MonkeyPatch
@@ -37,53 +41,19 @@ def test_every_file_follows_umask(
         Mirror(login="there", python="python", source="/", directory="/run").own().write(
             Path("login.json")
         )
-        for words in (
-            [
-                "data",
-                "build",
-                "data",
-                "--source",
-                str(text),
-                "--vocab-size",
-                "300",
-            ],
-            [
-                "plan",
-                "tiny.json",
-                "--site",
-                "frontier",
-                "--devices",
-                "8",
-                "--batch",
-                "16",
-                "--out",
-                "layout.json",
-            ],
-        ):
-            app(words, standalone_mode=False)
+        kit_command(f"data build data --source {text} --vocab-size 300")
+        kit_command("plan tiny.json --site frontier --devices 8 --batch 16 --out layout.json")
         recipe = kit.Recipe(data="data", num_steps=2, learning_rate=1e-3, checkpoint_every=1)
         job = kit.launch("run", spec=spec, plan=kit.Plan(global_batch_size=2), recipe=recipe).job
         assert job.wait().state is JobState.DONE, job.logs()
-        degrees = [f"--set=plan.{kind}_parallel=1" for kind in ("tensor", "pipeline", "data")]
-        for words in (
-            ["export", "run", "--format", "hf", "--out", "folder"],
-            ["export", "run"],
-            ["figure", "run"],
-            ["eval", "run", "--tasks", "heldout", "--limit", "2"],
-            [
-                "import",
-                "log.txt",
-                "--out",
-                "imported",
-                "--site",
-                "frontier",
-                "--model",
-                "tiny.json",
-                *degrees,
-            ],
-            ["runs", "."],
-        ):
-            app(words, standalone_mode=False)
+        kit_command("export run --format hf --out folder")
+        kit_command("export run")
+        kit_command("figure run")
+        kit_command("eval run --tasks heldout --limit 2")
+        degrees = [f"--set plan.{kind}_parallel=1" for kind in ("tensor", "pipeline", "data")]
+        given = f"--site frontier --model tiny.json {' '.join(degrees)}"
+        kit_command(f"import log.txt --out imported {given}")
+        kit_command("runs .")
     finally:
         os.umask(kept)
     found = {

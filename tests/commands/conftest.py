@@ -1,0 +1,25 @@
+import shlex
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from kit.__main__ import main
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """A function: what a command that must fail says on standard error, in one line; an exception
+    that is told by a traceback comes out of it.
+    """
+
+    def said(words: str | list[str]) -> str:
+        words = shlex.split(words) if isinstance(words, str) else words
+        monkeypatch.setattr(sys, "argv", ["kit", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        text = capsys.readouterr().err
+        assert end.value.code in (1, 2) and text.strip() and "Traceback" not in text, words
+        return " ".join(text.split())
+
+    return said
