@@ -174,7 +174,6 @@ COMMANDS = [
     ("runs runs --compare rap", "RunError", "no such run"),
     ("eval runs/rep --submit", "ConfigError", "only with --follow"),
     ("eval runs/rep --suite hlta", "ConfigError", "is unknown"),
-    ("eval runs/rep --tasks piqua", "ConfigError", "is unknown"),
     ("eval empty", "RunError", "neither a run directory (no spec.json) nor a Hugging Face folder"),
     ("data build full", "DataError", "is not a dataset"),
     ("data build new --source nowhere.txt", "DataError", "no such file or folder. Give text"),

@@ -1,20 +1,17 @@
 """Run directories with recorded steps and no job, for figures."""
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 from cluster.site import Site
 from kit.estimate.tuning.objectives import plan_of
+from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.foreign.importers import import_log
 from kit.papers.frontier_demo import MODEL, STEPS, STUDY, objective
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
-from tests.pictures import check_figure
 
 SLOW_FIRST = 5.0
 """Factor of the first two steps, which no figure may count."""
@@ -23,23 +20,6 @@ SLOW_FIRST = 5.0
 def values(rows: list[dict], **wanted: object) -> list[dict]:
     """Returns the rows that have these cells."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
-def assert_layers_are_told(drawn: Any, rows: list[dict]) -> None:
-    """Asserts that the notes name each layer and source, that what is drawn can be read, that demo
-    scale is marked where there is any, and that no interval is upside down.
-    """
-    said = " ".join(drawn.notes)
-    for kind in {row["layer"] for row in rows} - {"computed"}:
-        assert f"{kind.capitalize()} (" in said
-    for source in {row["source"] for row in rows if "source" in row}:
-        assert source.rstrip(".") in said, "each source is in the notes"
-    if isinstance(drawn, ThemedFigure):
-        check_figure(drawn)
-        texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
-        assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts)
-    for row in rows:
-        assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
 
 
 def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_s: float) -> Run:
@@ -129,3 +109,27 @@ def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Pat
         name = "-".join(f"{key}_{value}" for key, value in sorted(parameters.items()))
         record(directory / name, MODEL, plan, site, rates.get(key, 1000.0 * plan.num_devices))
     return directory
+
+
+def score(
+    task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm"
+) -> TaskScore:
+    return TaskScore(
+        task=task,
+        metrics=(Metric.of(metric, value, 0.05, items),),
+        num_items=items,
+        total_items=100,
+        num_fewshot=shots,
+        chance=0.5,
+        task_version="1",
+        harness_version="0.4",
+        data=(),
+        seconds=1.0,
+    )
+
+
+def scored(run, *scores: TaskScore, step: int) -> None:
+    report = EvalReport(
+        name=run.name, step=step, tokens_seen=step * 2048, tokenizer_sha256="00", scores=scores
+    )
+    report.write(run.directory / "eval" / f"step_{step:08d}.json")

@@ -37,42 +37,19 @@ def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None
 
 
 def test_a_claim_holds_where_the_interval_meets_the_last_digit_and_is_missed_elsewhere() -> None:
-    claim = Claim(
-        paper="frontier",
-        claim="c",
-        where="abstract",
-        fact=("throughput_percent", "22B"),
-        figure="f",
-        at={"x": "22B"},
-    )
-    for ends, expected in (
-        ((38.0, 39.0), "holds"),
-        ((38.384, 50.0), "holds"),
-        ((38.39, 50.0), "missed"),
-    ):
-        assert (
-            verdict(checked(claim, [{"x": "22B", "y": 40.0, "low": ends[0], "high": ends[1]}]))
-            == expected
-        )
+    asked = {"claim": "c", "where": "abstract", "fact": ("throughput_percent", "22B")}
+    claim = Claim(paper="frontier", **asked, figure="f", at={"x": "22B"})
+    for low, high, said in ((38, 39, "holds"), (38.384, 50, "holds"), (38.39, 50, "missed")):
+        rows = [{"x": "22B", "y": 40.0, "low": low, "high": high}]
+        assert verdict(checked(claim, rows)) == said
     assert verdict(checked(claim, None)) == "cannot be tried here"
     with pytest.raises(ConfigError, match="f has no row with"):
         checked(claim, [{"x": "1T", "y": 1.0}])
 
 
 def test_a_claim_may_be_of_what_beats_all_others() -> None:
-    best = Claim(
-        paper="hlat",
-        claim="c",
-        where="Table",
-        figure="f",
-        at={"x": "a"},
-        less={"of": 1},
-        within=(0.1, 9.0),
-    )
-    rows = [
-        {"x": "a", "of": 1, "y": "3.5 ± 0.2"},
-        {"x": "b", "of": 1, "y": 1.0},
-        {"x": "c", "of": 1, "y": 3.0},
-    ]
+    asked = {"claim": "c", "where": "Table", "at": {"x": "a"}, "within": (0.1, 9.0)}
+    best = Claim(paper="hlat", **asked, figure="f", less={"of": 1})
+    rows = [{"x": x, "of": 1, "y": y} for x, y in (("a", "3.5 ± 0.2"), ("b", 1.0), ("c", 3.0))]
     found = checked(best, rows)
     assert found is not None and found.value == pytest.approx(0.5) and verdict(found) == "holds"

@@ -1,4 +1,6 @@
-"""The figures as files, and the list that says where each figure of a paper is."""
+"""Every figure: where its layers come from, its files, and the list that says where each of a
+paper is.
+"""
 
 import csv
 from pathlib import Path
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from kit.commands import exchange as commands
+from kit.errors import ConfigError
 from kit.papers import (
     FIGURES,
     FRONTIER,
@@ -17,39 +20,66 @@ from kit.papers import (
     save_all,
 )
 from kit.show.style import new_figure, save_figure
+from kit.show.themed_figure import ThemedFigure
+from tests.pictures import check_figure
 
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
 
 
+NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
+"""The paper's own could not be read, so without runs there is nothing to draw."""
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_says_where_its_layers_come_from(
+    name: str, frontier_runs: list[Path], hlat_runs: list[Path]
+) -> None:
+    """Its notes name each layer and source, demo scale is marked where there is any, and no
+    interval is upside down.
+    """
+    if name in NEEDS_RUNS:
+        with pytest.raises(ConfigError, match="in \\[\\]"):
+            FIGURES[name].draw()
+    own = frontier_runs if name in FRONTIER else hlat_runs
+    for given in (own,) if name in NEEDS_RUNS else ((), own):
+        drawn, rows = FIGURES[name].draw(given)
+        said, kinds = " ".join(drawn.notes), {row["layer"] for row in rows}
+        if name in HLAT:
+            assert "published" in kinds or name in NEEDS_RUNS
+        elif "memory" not in name:
+            assert "modelled" in kinds and "fitted to 12 runs on LUMI" in said
+        assert all(f"{kind.capitalize()} (" in said for kind in kinds - {"computed"})
+        assert all(row["source"].rstrip(".") in said for row in rows if "source" in row)
+        assert not any(row.get("low", 0) > row.get("high", 0) for row in rows)
+        if isinstance(drawn, ThemedFigure):
+            check_figure(drawn)
+            texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
+            assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts)
+
+
 def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path: Path) -> None:
     told = save_all(QUICK, tmp_path / "first")
-    assert told["hlat-data-mix"] == "" and "Give run directories" in told["hlat-loss"], (
-        "and goes on without"
-    )
+    assert told["hlat-data-mix"] == ""
+    assert "Give run directories" in told["hlat-loss"], "and goes on without"
     save_all(QUICK, tmp_path / "second")
     names = sorted(file.name for file in (tmp_path / "first").iterdir())
     assert names == ["hlat-data-mix.csv", "hlat-data-mix.png", "hlat-data-mix.svg"]
     for name in names:
-        assert (tmp_path / "first" / name).read_bytes() == (
-            tmp_path / "second" / name
-        ).read_bytes(), name
+        first, second = ((tmp_path / each / name).read_bytes() for each in ("first", "second"))
+        assert first == second, name
     drawing = (tmp_path / "first" / "hlat-data-mix.svg").read_text()
     assert "Open-Web-Math" in drawing and "<dc:date>" not in drawing, "text stays text"
     with (tmp_path / "first" / "hlat-data-mix.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert [row["x"] for row in rows] == ["Web", "Domain (math, science)", "Code"] and rows[0][
-        "low"
-    ] == ""
+    assert [row["x"] for row in rows] == ["Web", "Domain (math, science)", "Code"]
+    assert rows[0]["low"] == ""
 
 
 def test_table_of_rows_with_other_keys_has_all_columns(tmp_path: Path) -> None:
     with new_figure(height=2) as (figure, _):
         pass
-    save_figure(
-        figure,
-        [{"a": 1, "b": np.float64(1 / 3)}, {"a": "x, y", "c": float("nan")}],
-        [tmp_path / "new" / "t.csv"],
-    )
+    rows = [{"a": 1, "b": np.float64(1 / 3)}, {"a": "x, y", "c": float("nan")}]
+    save_figure(figure, rows, [tmp_path / "new" / "t.csv"])
     assert (tmp_path / "new" / "t.csv").read_text() == 'a,b,c\n1,0.333333,\n"x, y",,\n'
 
 
@@ -67,14 +97,11 @@ def test_contents_name_each_figure_and_table_of_the_papers() -> None:
     places = {row["of the paper"]: row["here"] for row in hlat}
     for number in ("Table I", "Table II", "Table III", "Table IV", "Table V", "Figure 5"):
         assert places[number] in HLAT
-    assert (
-        places["Figure 3 (a) to (f)"] == "hlat-scores-7b"
-        and places["Figure 4 (a) to (f)"] == "hlat-scores-70b"
-    )
+    assert places["Figure 3 (a) to (f)"] == "hlat-scores-7b"
+    assert places["Figure 4 (a) to (f)"] == "hlat-scores-70b"
     assert places["Figures 1 and 2"] == "not drawn"
     frontier = contents(FRONTIER, FRONTIER_NOT_DRAWN)
     assert len(frontier) == len(FRONTIER) + len(FRONTIER_NOT_DRAWN)
     for row in (*hlat, *frontier):
-        assert all(row.values()) and (row["here"] in FIGURES or len(row["what"]) > 20), (
-            "drawn, or why not"
-        )
+        assert all(row.values())
+        assert row["here"] in FIGURES or len(row["what"]) > 20, "drawn, or why not"

@@ -11,9 +11,7 @@ import pytest
 
 from kit.commands.app import app
 from kit.errors import ConfigError
-from kit.estimate.tuning.tune import TrialFailure, tune
 from kit.papers import FRONTIER, frontier_demo, paper_figure
-from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import (
@@ -28,69 +26,27 @@ from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_laye
 from kit.papers.frontier_throughput import measured_relations, modelled_relations
 from kit.spec import ModelSpec
 from tests.papers.recorded import (
-    PLAN_175B,
-    assert_layers_are_told,
     cluster_run,
     demo_study,
-    imported_run,
     values,
 )
 from tests.pictures import check_figure
 
-PIPELINE_RATES = {
-    (1, 2, 1): 1000.0,
-    (1, 2, 2): 1300.0,
-    (1, 2, 4): 1600.0,
-    (1, 2, 8): 1800.0,
-    (2, 1, 4): 900.0,
+WITHOUT_RUNS = {
+    "frontier-search",
+    "frontier-sensitivity",
+    "frontier-recipes",
+    "frontier-observations",
+    "frontier-strong-scaling",
 }
-"""A machine on which the paper's observations hold: half the time is bubble at one micro-batch."""
-WITHOUT_RUNS = {"frontier-search", "frontier-sensitivity"}
-"""Their measured layer is a search, not runs."""
+"""The measured layer of the first two is a search; the others have tests of their own."""
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on a cluster, an imported log of another, and a folder with the demo-scale study and
-    its search.
-    """
-    folder = tmp_path_factory.mktemp("paper")
-    study, log = demo_study(folder / "demo", PIPELINE_RATES), folder / "imported"
-    plan = PLAN_175B | {"data_parallel": 4, "global_batch_size": 1280}
-    tune(_two_ranks, SPACE, num_trials=8, sampler="random", storage=study / SEARCH)
-    return [
-        cluster_run(folder / "cluster").directory,
-        imported_run(log, "frontier", "gpt-175b", 220, **plan).directory,
-        study,
-    ]
-
-
-def _two_ranks(parameters: dict) -> float:
-    if parameters["tensor_parallel"] * parameters["pipeline_parallel"] > 2:
-        raise TrialFailure("4 devices do not divide 2")
-    return 900.0 / parameters["tensor_parallel"]
-
-
-@pytest.mark.parametrize("name", FRONTIER)
-def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path]) -> None:
-    for given in ((), runs):
-        drawn, rows = FRONTIER[name].draw(given)
-        said = " ".join(drawn.notes)
-        kinds = {row["layer"] for row in rows}
-        assert "modelled" in kinds and "fitted to 12 runs on LUMI" in said or "memory" in name
-        assert_layers_are_told(drawn, rows)
-
-
-TABLES = {"frontier-recipes", "frontier-observations"}
-
-
-@pytest.mark.parametrize(
-    "name", sorted(set(FRONTIER) - WITHOUT_RUNS - TABLES - {"frontier-strong-scaling"})
-)
+@pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS))
 def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(
-    name: str, runs: list[Path]
+    name: str, frontier_runs: list[Path]
 ) -> None:
-    figure, rows = FRONTIER[name].draw(runs[:2])
+    figure, rows = FRONTIER[name].draw(frontier_runs[:2])
     drawn = values(rows, layer="measured", scale="cluster")
     lacks = ["imported"] if "memory" in name else []  # the log tells none
     assert sorted(row["run"] for row in drawn) == sorted({"cluster", "imported"} - {*lacks})
@@ -108,21 +64,21 @@ def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(
 
 
 def test_runs_that_do_not_scale_are_told_and_those_that_do_have_a_panel_with_their_name(
-    runs: list[Path], tmp_path: Path
+    frontier_runs: list[Path], tmp_path: Path
 ) -> None:
     strong = FRONTIER["frontier-strong-scaling"]
-    for given in (runs[:1], runs[:2]):  # a single run, and two of other batches
+    for given in (frontier_runs[:1], frontier_runs[:2]):  # a single run, and two of other batches
         figure, rows = strong.draw(given)
         assert values(rows, layer="measured") == [] and len(figure.left_out) == len(given)
         assert "is not drawn. Drawn here: two runs or more of one model" in figure.left_out[0]
     other = cluster_run(tmp_path / "twice", hfu=0.3, replicas=4)
-    figure, rows = strong.draw([*runs, other])
+    figure, rows = strong.draw([*frontier_runs, other])
     drawn = values(rows, layer="measured", scale="cluster")
     assert [(row["run"], row["x"]) for row in drawn] == [("cluster", 128), ("twice", 256)]
     panels = {axis.get_title(loc="left"): axis for axis in figure.axes}
     legend = panels["your runs: tokens/s per device"].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["175B, batch 640"]
-    assert [text.split(" is not")[0] for text in figure.left_out] == [str(runs[1])]
+    assert [text.split(" is not")[0] for text in figure.left_out] == [str(frontier_runs[1])]
     check_figure(figure)
 
 
@@ -154,16 +110,18 @@ def test_observations_hold_on_the_model() -> None:
     assert four.verdict != "fails" and four.value > three.value
 
 
-def test_observations_are_told_from_measured_runs(runs: list[Path], tmp_path: Path) -> None:
-    found = measured_relations(runs)
+def test_observations_are_told_from_measured_runs(
+    frontier_runs: list[Path], tmp_path: Path
+) -> None:
+    found = measured_relations(frontier_runs)
     assert [relation.claim for relation in found] == ["III.1", "III.2", "III.3", "III.4"]
     assert [round(relation.value, 2) for relation in found] == [0.45, 1.8, 0.8, 1.12]
     assert {relation.verdict for relation in found} == {"holds"}
     rates = {(2, 1, 4): 4000.0, (1, 2, 8): 500.0, (1, 2, 1): 1000.0}
     contrary = demo_study(tmp_path / "contrary", rates)
     assert [each.verdict for each in measured_relations([contrary])[:2]] == ["fails", "fails"]
-    assert measured_relations(runs[:1]) == []
-    table, _ = paper_figure("frontier-observations").draw(runs)
+    assert measured_relations(frontier_runs[:1]) == []
+    table, _ = paper_figure("frontier-observations").draw(frontier_runs)
     assert [row["layer"] for row in table.rows].count("measured, demo scale") == 4
     assert repr(table).count("III.1") == 2 and "TP 8 over TP 1" in table._repr_html_()
 
@@ -228,11 +186,11 @@ def test_attention_is_timed_here_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(values(drawn, layer="measured", scale="demo")) == 4
 
 
-def test_recipes_are_those_of_the_scripts_and_own_runs_are_further_columns(runs) -> None:
+def test_recipes_are_those_of_the_scripts_and_own_runs_are_further_columns(frontier_runs) -> None:
     plans = [recipe_plan(name) for name in MODELS]
     assert [plan.num_devices for plan in plans] == [16, 128, 1024]
     assert [plan.num_microbatches for plan in plans] == [320, 320, 512]
-    _, rows = paper_figure("frontier-recipes").draw(runs)
+    _, rows = paper_figure("frontier-recipes").draw(frontier_runs)
     [bubble] = values(rows, **{"": "bubble (p-1)/(m+p-1)"})
     assert [bubble[name] for name in MODELS] == ["2.1%", "4.5%", "11.0%"]
     [stages] = values(rows, **{"": "pipeline parallel"})
@@ -252,24 +210,19 @@ def test_cost_of_a_trillion_parameters() -> None:
 
 
 def test_commands_draw_a_figure_and_list_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: list[Path]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], frontier_runs: list[Path]
 ) -> None:
     file = tmp_path / "memory.svg"
-    app(
-        ["figure", "frontier-memory", "--out", str(file), "--run", str(runs[0]), "--json"],
-        standalone_mode=False,
-    )
+    words = ["figure", "frontier-memory", "--out", str(file), "--run", str(frontier_runs[0])]
+    app([*words, "--json"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)
     assert values(rows, layer="measured") and file.stat().st_size > 10_000
     with file.with_suffix(".csv").open(newline="") as stream:
-        assert [row["source"] for row in csv.DictReader(stream)] == [
-            row.get("source", "") for row in rows
-        ]
+        kept = [row["source"] for row in csv.DictReader(stream)]
+    assert kept == [row.get("source", "") for row in rows]
     app(["figure", "--json"], standalone_mode=False)
     assert set(FRONTIER) <= set(json.loads(capsys.readouterr().out))
     with pytest.raises(ConfigError, match="--out FOLDER"):
-        app(["figure", "--run", str(runs[0])], standalone_mode=False)
-    with pytest.raises(
-        ConfigError, match="'frontier-memroy' is unknown. Did you mean 'frontier-memory'"
-    ):
+        app(["figure", "--run", str(frontier_runs[0])], standalone_mode=False)
+    with pytest.raises(ConfigError, match="Did you mean 'frontier-memory'"):
         paper_figure("frontier-memroy")

@@ -2,7 +2,6 @@
 studies at demo scale.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,108 +10,20 @@ import torch
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.evaluate.report import EvalReport, Metric, TaskScore
-from kit.papers import HLAT, hlat_demo, paper_figure
-from kit.papers.hlat_cost import (
-    cost_draws,
-    cost_per_tokens,
-    cost_percent,
-    ratio_layers,
-    relations,
-)
-from kit.papers.hlat_demo import (
-    ANSWERS,
-    PRECISION_RECIPE,
-    PRECISIONS,
-    SPIKE_RECIPE,
-    round_stochastically,
-    small_training,
-    stands_out,
-    train_in,
-    train_with_spike,
-)
-from kit.papers.hlat_model import (
-    FACTS,
-    MODELS,
-    P4D,
-    TRN1,
-    benchmarks,
-    left_out,
-    other_a100,
-    plan_of,
-    trn1_plan,
-    trn1_risk,
-)
+from kit.evaluate.report import EvalReport
+from kit.papers import hlat_demo, hlat_model, paper_figure
+from kit.papers.hlat_cost import cost_draws, cost_per_tokens, cost_percent, ratio_layers, relations
+from kit.papers.hlat_demo import ANSWERS, PRECISION_RECIPE, PRECISIONS, SPIKE_RECIPE
+from kit.papers.hlat_model import FACTS, MODELS, P4D, TRN1
 from kit.papers.hlat_recipes import floor_step, last_step, recipe
 from kit.papers.hlat_scores import end_points
-from kit.papers.hlat_training import PRECISION, SPIKES, last_losses, worst_after
+from kit.papers.hlat_training import last_losses, worst_after
 from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.papers.recorded import assert_layers_are_told, imported_run, record, values
+from tests.papers.recorded import imported_run, record, score, values
 
-NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
-"""The paper's own could not be read, so without runs there is nothing to draw."""
 TABLES = {"hlat-models", "hlat-hyperparameters"}
-
-
-def score(
-    task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm"
-) -> TaskScore:
-    return TaskScore(
-        task=task,
-        metrics=(Metric.of(metric, value, 0.05, items),),
-        num_items=items,
-        total_items=100,
-        num_fewshot=shots,
-        chance=0.5,
-        task_version="1",
-        harness_version="0.4",
-        data=(),
-        seconds=1.0,
-    )
-
-
-def scored(run, *scores: TaskScore, step: int) -> None:
-    report = EvalReport(
-        name=run.name, step=step, tokens_seen=step * 2048, tokenizer_sha256="00", scores=scores
-    )
-    report.write(run.directory / "eval" / f"step_{step:08d}.json")
-
-
-def steps_of(arm: str, loss: float) -> list[dict]:
-    """Returns the steps of one arm of a study, with a spike at the 81st."""
-    common = {"grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
-    return [
-        common
-        | {"step": step, "loss": 9.0 if out else 6.0, "stands_out": out}
-        | {"validation_loss": loss if step % 10 == 0 else None}
-        for step in range(1, 151)
-        for out in [step == 81 and arm != "no spike"]
-    ]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
-    folder = tmp_path_factory.mktemp("hlat")
-    plan = Plan(
-        tensor_parallel=8, data_parallel=64, zero_stage=1, global_batch_size=1024, precision="bf16"
-    )
-    spec, site = ModelSpec.preset("hlat-7b"), Site.load(TRN1)
-    trn1 = record(folder / "trn1", spec, plan, site, 16 * 24_000.0)
-    whole = [score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc")]
-    scored(trn1, *whole, step=8)
-    demo = folder / "study"
-    run = record(demo / "llama-demo", ModelSpec.preset("demo"), Plan(), Site.load("laptop"), 1000.0)
-    for step in (4, 8):
-        bits = score("heldout", 3 - step / 10, metric="bits_per_byte")
-        scored(run, score("piqa", 0.5 + step / 100), bits, step=step)
-    last = {"no spike": 5.0, "nothing": 5.9, "skip": 5.1, "roll back": 5.2, "lower rate": 5.4}
-    arms = {name: steps_of(name, loss) for name, loss in last.items()}
-    (demo / SPIKES).write_text(json.dumps(arms))
-    (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, arms["skip"])))
-    return [trn1.directory, demo]
 
 
 @pytest.fixture
@@ -123,52 +34,34 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hlat_demo, "SPEC", hlat_demo.SPEC.replace(vocab_size=320))
 
 
-@pytest.mark.parametrize("name", HLAT)
-def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path]) -> None:
-    for given in ((), runs):
-        if not given and name in NEEDS_RUNS:
-            with pytest.raises(ConfigError, match="in \\[\\]"):
-                HLAT[name].draw(given)
-            continue
-        drawn, rows = HLAT[name].draw(given)
-        assert "published" in {row["layer"] for row in rows} or name in NEEDS_RUNS
-        assert_layers_are_told(drawn, rows)
-
-
-def test_own_runs_appear(runs: list[Path]) -> None:
-    _, cost = paper_figure("hlat-cost").draw(runs)
+def test_own_runs_appear(hlat_runs: list[Path]) -> None:
+    _, cost = paper_figure("hlat-cost").draw(hlat_runs)
     [own] = values(cost, layer="measured")
     reference = np.median(cost_draws(P4D, "7B")[1][:, 0])
     assert own["x"] == 16 and own["y"] == pytest.approx(100 * 0.995 / reference, rel=0.01)
-    _, rates = paper_figure("hlat-throughput").draw(runs)
+    _, rates = paper_figure("hlat-throughput").draw(hlat_runs)
     assert values(rates, layer="measured")[0]["y"] == pytest.approx(24_000, rel=0.01)
     for name in TABLES:
-        columns = paper_figure(name).draw(runs)[1][0]
+        columns = paper_figure(name).draw(hlat_runs)[1][0]
         assert {"trn1", "llama-demo (demo scale)"} <= set(columns)
-    made = [row["made"] for row in paper_figure("hlat-quality").draw(runs)[1]]
+    made = [row["made"] for row in paper_figure("hlat-quality").draw(hlat_runs)[1]]
     assert made[:2] == ["measured", "measured, demo scale"] and made.count("published") == 12
-    _, scores = paper_figure("hlat-scores-7b").draw(runs)
-    assert values(scores, scale="cluster", panel="reading")[0]["y"] == 60, (
-        "in the panel of its column"
-    )
-    assert [
-        row["y"] for row in values(scores, scale="demo", panel="here: piqa, acc norm")
-    ] == pytest.approx([54, 58])
+    _, scores = paper_figure("hlat-scores-7b").draw(hlat_runs)
+    [reading] = values(scores, scale="cluster", panel="reading")
+    assert reading["y"] == 60, "in the panel of its column"
+    own = values(scores, scale="demo", panel="here: piqa, acc norm")
+    assert [row["y"] for row in own] == pytest.approx([54, 58])
 
 
 def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
     plan = {"tensor_parallel": 8, "pipeline_parallel": 1, "data_parallel": 64}
-    own = [
-        imported_run(
-            tmp_path / "my-log", TRN1, "hlat-7b", 11, **plan, global_batch_size=1024
-        ).directory
-    ]
+    plan["global_batch_size"] = 1024
+    own = [imported_run(tmp_path / "my-log", TRN1, "hlat-7b", 11, **plan).directory]
     [cost] = values(paper_figure("hlat-cost").draw(own)[1], layer="measured")
     [rate] = values(paper_figure("hlat-throughput").draw(own)[1], layer="measured")
     assert rate["y"] == pytest.approx(1024 * 4096 / 11 / 16) and cost["x"] == 16
-    assert cost["y"] * rate["y"] == pytest.approx(
-        100 * 21.5 / 3600 * 4e6 / np.median(cost_draws(P4D, "7B")[1][:, 0])
-    )
+    reference = np.median(cost_draws(P4D, "7B")[1][:, 0])
+    assert cost["y"] * rate["y"] == pytest.approx(100 * 21.5 / 3600 * 4e6 / reference)
     loss = values(paper_figure("hlat-loss").draw(own)[1], series="my-log", scale="cluster")
     assert [row["y"] for row in loss[:2]] == [11.15, 11.05]
     assert values(paper_figure("hlat-learning-rate").draw(own)[1], series="my-log", scale="cluster")
@@ -177,13 +70,18 @@ def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
     assert paper_figure("hlat-sequence-length").draw(own)[1][0]["model"] == "my-log"
 
 
-def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list[Path]) -> None:
-    whole = [score("boolq", 0.7, items=100, metric="acc"), score("piqa", 0.6, items=100)]
-    report = EvalReport(name="mine", tokenizer_sha256="00", scores=tuple(whole))
+def test_scores_count_only_where_a_column_is_complete(
+    tmp_path: Path, hlat_runs: list[Path]
+) -> None:
+    whole = score("boolq", 0.7, items=100, metric="acc"), score("piqa", 0.6, items=100)
+    report = EvalReport(name="mine", tokenizer_sha256="00", scores=whole)
     report.write(tmp_path / "mine.json")
     figure, rows = paper_figure("hlat-quality").draw([tmp_path / "mine.json"])
     assert rows[0]["reading"] == "70.0 (60.4–78.1)" and rows[0]["commonsense"] == ""
-    assert "without a complete column: 1" in paper_figure("hlat-quality").draw(runs[1:])[0].caption
+    assert (
+        "without a complete column: 1"
+        in paper_figure("hlat-quality").draw(hlat_runs[1:])[0].caption
+    )
 
 
 def test_presets_are_the_released_shapes() -> None:
@@ -218,18 +116,18 @@ def test_data_of_the_last_stage_adds_up() -> None:
 
 
 def test_cost_is_the_paper_s_formula() -> None:
-    assert cost_per_tokens(16 * 21.50, 16 * 25_933) == pytest.approx(0.921, abs=0.001), (
-        "SDK 2.20 of AWS's tables"
-    )
+    sdk_2_20 = cost_per_tokens(16 * 21.50, 16 * 25_933)
+    assert sdk_2_20 == pytest.approx(0.921, abs=0.001), "of AWS's tables"
     assert cost_per_tokens(32 * 21.50, 32 * 2_286) == pytest.approx(10.45, abs=0.01)
 
 
 def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
-    assert len(benchmarks()) == len(left_out()) == 11 and all(
-        "AWS Neuron" in run.source for run in benchmarks()
+    assert len(hlat_model.benchmarks()) == len(hlat_model.left_out()) == 11
+    assert all("AWS Neuron" in run.source for run in hlat_model.benchmarks())
+    assert 0.05 < np.mean(np.abs(list(hlat_model.left_out().values()))) < 0.15
+    assert len(hlat_model.other_a100()) == 7 and not any(
+        "Selene" in name for name in hlat_model.other_a100()
     )
-    assert 0.05 < np.mean(np.abs(list(left_out().values()))) < 0.15
-    assert len(other_a100()) == 7 and not any("Selene" in name for name in other_a100())
 
 
 def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> None:
@@ -243,9 +141,9 @@ def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> No
     file.write_text("".join(lines[:5]) + "".join(lines[5:]).replace('"attempt": 1', '"attempt": 2'))
     cost, rate = cost_percent(run), run.metrics().tokens_per_s
     assert cost[0] * rate[0] == pytest.approx(16 * cost[-1] * rate[-1]) and price
-    assert cost[-1] * rate[-1] == pytest.approx(
-        cost_per_tokens(price.value, 1) * 100 / np.median(cost_draws(P4D, "7B")[1][:, 0])
-    )
+    reference = np.median(cost_draws(P4D, "7B")[1][:, 0])
+    last = cost_per_tokens(price.value, 1) * 100 / reference
+    assert cost[-1] * rate[-1] == pytest.approx(last)
 
 
 def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> None:
@@ -266,9 +164,9 @@ def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> N
 
 def test_70b_runs_out_of_memory_at_four_nodes() -> None:
     for machine in (TRN1, P4D):
-        assert plan_of(machine, "70B", 4) is None
-        assert plan_of(machine, "70B", 8) and plan_of(machine, "7B", 4)
-    used, risk = trn1_risk("70B", trn1_plan("70B", 4))
+        assert hlat_model.plan_of(machine, "70B", 4) is None
+        assert hlat_model.plan_of(machine, "70B", 8) and hlat_model.plan_of(machine, "7B", 4)
+    used, risk = hlat_model.trn1_risk("70B", hlat_model.trn1_plan("70B", 4))
     assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and a note says how near"
     figure, rows = paper_figure("hlat-cost").draw()
     assert any(f"risk {risk:.0%}" in note for note in figure.notes)
@@ -286,28 +184,24 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
     generator = torch.Generator().manual_seed(0)
     for number in (1.001, -0.3337, 1e-5, 300.3):
         x = torch.full((40_000,), number)
-        rounded = round_stochastically(x, generator)
+        rounded = hlat_demo.round_stochastically(x, generator)
         assert rounded.dtype == torch.bfloat16
         near = x[:1].bfloat16().float()
-        assert (
-            set(rounded.float().unique().tolist()) >= {near.item()} and len(rounded.unique()) == 2
-        )
+        assert len(rounded.unique()) == 2 and near.item() in rounded.float().unique().tolist()
         assert rounded.float().mean().item() == pytest.approx(number, rel=1e-4)
         assert abs(near.item() / number - 1) > 2e-4
     exact = torch.tensor([1.0, -2.5, 0.0, 3.0e38])
-    assert torch.equal(round_stochastically(exact, generator)[:3].float(), exact[:3]), (
-        "what bf16 can hold stays"
-    )
+    kept = hlat_demo.round_stochastically(exact, generator)[:3].float()
+    assert torch.equal(kept, exact[:3]), "what bf16 can hold stays"
 
 
 def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) -> None:
     short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
-    losses = [train_in(tiny_dataset, short, name)[-1]["loss"] for name in PRECISIONS]
-    assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, (
-        "alike so early, and never the same numbers"
-    )
+    losses = [hlat_demo.train_in(tiny_dataset, short, name)[-1]["loss"] for name in PRECISIONS]
+    assert max(losses) - min(losses) < 0.3, "alike so early"
+    assert len(set(losses)) == 4, "and never the same numbers"
     for precision, (_, kept) in PRECISIONS.items():
-        with small_training(tiny_dataset, short, precision) as training:
+        with hlat_demo.small_training(tiny_dataset, short, precision) as training:
             training.engine.train_step(training.batch(1), 1e-3)
             training.round()
             stored = [*map(local, training.engine.state_dict().values())]
@@ -321,25 +215,25 @@ def test_a_spike_is_seen_and_each_answer_does_what_it_says(
 ) -> None:
     garbled, short = range(60, 66), SPIKE_RECIPE.replace(num_steps=70)
     monkeypatch.setattr(hlat_demo, "GARBLED", garbled)
-    arms = train_with_spike(tiny_dataset, short)
+    arms = hlat_demo.train_with_spike(tiny_dataset, short)
     assert not any(row["stands_out"] for row in arms["no spike"])
     assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(garbled)
     assert all(row["applied"] for row in arms["nothing"])
-    assert arms["lower rate"][-1]["learning_rate"] == pytest.approx(
-        0.3 * arms["nothing"][-1]["learning_rate"]
-    )
+    lower, same = (arms[name][-1]["learning_rate"] for name in ("lower rate", "nothing"))
+    assert lower == pytest.approx(0.3 * same)
     # The first text after the spike.
     after = {answer: rows[garbled.stop - 1]["loss"] for answer, rows in arms.items()}
     assert after["skip"] < after["nothing"] and after["roll back"] < after["nothing"]
-    assert last_losses(arms)["skip"] == arms["skip"][-1]["validation_loss"] and set(
-        worst_after(arms)
-    ) == set(ANSWERS)
-    assert stands_out(9.0, [6.0, 6.1] * 20) and not stands_out(6.2, [6.0, 6.1] * 20)
-    assert not stands_out(9.0, [6.0] * 5)
+    assert last_losses(arms)["skip"] == arms["skip"][-1]["validation_loss"]
+    assert set(worst_after(arms)) == set(ANSWERS)
+    assert hlat_demo.stands_out(9.0, [6.0, 6.1] * 20) and not hlat_demo.stands_out(
+        6.2, [6.0, 6.1] * 20
+    )
+    assert not hlat_demo.stands_out(9.0, [6.0] * 5)
 
 
 def test_studies_are_made_once_and_kept(
-    tiny_dataset, small_vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dataset, small_vocabulary, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(hlat_demo, "PRECISION_RECIPE", PRECISION_RECIPE.replace(num_steps=20))
     found = hlat_demo.demo_precision(tmp_path / "study", tiny_dataset.directory)

@@ -38,16 +38,6 @@ def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
                 Layer.published([fact], label="paper")
 
 
-def test_unknown_names_are_told() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'throughput_percent'"):
-        Facts.load("frontier")["throughput_persent"]
-
-
-def test_a_model_must_say_how_wrong_it_is() -> None:
-    with pytest.raises(ConfigError, match="Say how wrong the model is"):
-        Layer.modelled("model", [1], [1], [1], [1], error="")
-
-
 def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     folder = demo_study(tmp_path / "demo", {})
     runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
@@ -89,28 +79,24 @@ def test_caption_and_table_name_every_layer() -> None:
     assert rows[0]["panel"] == "a" and np.isnan(rows[0]["low"]) and rows[3]["high"] == 2
 
 
-def test_a_log_is_not_a_run(tmp_path: Path) -> None:
+def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("iteration 1")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="kit import"):
         opened([tmp_path / "train.log"])
-    (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="not a run directory"):
         opened([tmp_path / "empty"])
+    with pytest.raises(ConfigError, match="Did you mean 'throughput_percent'"):
+        Facts.load("frontier")["throughput_persent"]
+    with pytest.raises(ConfigError, match="Say how wrong the model is"):
+        Layer.modelled("model", [1], [1], [1], [1], error="")
 
 
 @pytest.mark.parametrize(
-    "interval, verdict",
-    [((0.7, 0.9), "holds"), ((0.9, 1.1), "holds within the interval"), ((1.05, 1.1), "fails")],
+    "low, high, verdict",
+    [(0.7, 0.9, "holds"), (0.9, 1.1, "holds within the interval"), (1.05, 1.1, "fails")],
 )
-def test_verdicts_look_at_the_interval(interval: tuple[float, float], verdict: str) -> None:
-    low, high = interval
-    relation = Relation(
-        claim="x",
-        layer="modelled",
-        value=1,
-        low=low,
-        high=high,
-        expected="below 1",
-        within=(-np.inf, 1),
-    )
+def test_verdicts_look_at_the_interval(low: float, high: float, verdict: str) -> None:
+    number = {"layer": "modelled", "value": 1, "low": low, "high": high}
+    relation = Relation(claim="x", **number, expected="below 1", within=(-np.inf, 1))
     assert relation.verdict == verdict

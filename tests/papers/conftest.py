@@ -1,0 +1,88 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.site import Site
+from kit.estimate.tuning.tune import TrialFailure, tune
+from kit.papers.frontier_demo import SEARCH, SPACE
+from kit.papers.hlat_demo import PRECISIONS
+from kit.papers.hlat_model import TRN1
+from kit.papers.hlat_training import PRECISION, SPIKES
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from tests.papers.recorded import (
+    PLAN_175B,
+    cluster_run,
+    demo_study,
+    imported_run,
+    record,
+    score,
+    scored,
+)
+
+PIPELINE_RATES = {
+    (1, 2, 1): 1000.0,
+    (1, 2, 2): 1300.0,
+    (1, 2, 4): 1600.0,
+    (1, 2, 8): 1800.0,
+    (2, 1, 4): 900.0,
+}
+"""A machine on which the Frontier paper's observations hold: half the time is bubble at one
+micro-batch."""
+
+
+def _two_ranks(parameters: dict) -> float:
+    if parameters["tensor_parallel"] * parameters["pipeline_parallel"] > 2:
+        raise TrialFailure("4 devices do not divide 2")
+    return 900.0 / parameters["tensor_parallel"]
+
+
+@pytest.fixture(scope="session")
+def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run on a cluster, an imported log of another, and a folder with the demo-scale study and
+    its search.
+    """
+    folder = tmp_path_factory.mktemp("frontier")
+    study, log = demo_study(folder / "demo", PIPELINE_RATES), folder / "imported"
+    plan = PLAN_175B | {"data_parallel": 4, "global_batch_size": 1280}
+    tune(_two_ranks, SPACE, num_trials=8, sampler="random", storage=study / SEARCH)
+    return [
+        cluster_run(folder / "cluster").directory,
+        imported_run(log, "frontier", "gpt-175b", 220, **plan).directory,
+        study,
+    ]
+
+
+def _arm(name: str, loss: float) -> list[dict]:
+    """Returns the steps of one arm of a study, with a spike at the 81st."""
+    common = {"grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
+    return [
+        common
+        | {"step": step, "loss": 9.0 if out else 6.0, "stands_out": out}
+        | {"validation_loss": loss if step % 10 == 0 else None}
+        for step in range(1, 151)
+        for out in [step == 81 and name != "no spike"]
+    ]
+
+
+@pytest.fixture(scope="session")
+def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
+    folder = tmp_path_factory.mktemp("hlat")
+    degrees = {"tensor_parallel": 8, "data_parallel": 64, "zero_stage": 1}
+    plan = Plan(**degrees, global_batch_size=1024, precision="bf16")
+    spec, site = ModelSpec.preset("hlat-7b"), Site.load(TRN1)
+    trn1 = record(folder / "trn1", spec, plan, site, 16 * 24_000.0)
+    whole = [score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc")]
+    scored(trn1, *whole, step=8)
+    demo = folder / "study"
+    run = record(demo / "llama-demo", ModelSpec.preset("demo"), Plan(), Site.load("laptop"), 1000.0)
+    for step in (4, 8):
+        bits = score("heldout", 3 - step / 10, metric="bits_per_byte")
+        scored(run, score("piqa", 0.5 + step / 100), bits, step=step)
+    last = {"no spike": 5.0, "nothing": 5.9, "skip": 5.1, "roll back": 5.2, "lower rate": 5.4}
+    arms = {name: _arm(name, loss) for name, loss in last.items()}
+    (demo / SPIKES).write_text(json.dumps(arms))
+    (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, arms["skip"])))
+    return [trn1.directory, demo]
