@@ -1,6 +1,6 @@
 """`kit doctor`: what this machine has of what the kit can use, and how to get the rest.
 
-No torch.
+What a launch refuses by itself, such as a full disk, is not looked at. No torch.
 """
 
 import dataclasses
@@ -8,10 +8,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-from cluster.sandbox import why_not
 from cluster.state import JobError
 from kit.errors import install_command
 
@@ -29,8 +26,11 @@ SLOW_IMPORT_S = 20.0
 does."""
 
 
-GPU_PROBE = """
+TORCH_PROBE = """
+import time
+start = time.perf_counter()
 import torch
+print(f"{torch.__version__}, imported in {time.perf_counter() - start:.1f} s")
 if torch.cuda.is_available():
     name = "RCCL" if torch.version.hip else "NCCL"
     version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -50,50 +50,41 @@ class Finding:
     advice: str = ""
 
 
+NO_GPU = Finding("GPU", "torch sees none", None)
+
+
 def examine(*, deep: bool = False) -> list[Finding]:
-    """Returns what was found, the free space of this folder too; it takes as long as a few imports
-    of torch.
+    """Returns what was found; it takes as long as a few imports of torch.
 
     With `deep` DeepSpeed, if it is installed, trains a step, which takes up to a minute.
     """
-    free, python = shutil.disk_usage(Path()).free, sys.version.split()[0]
-    fits = (3, 11) <= sys.version_info[:2] <= (3, 14)
-    space = f"free space in {Path().absolute()}", f"{free / 2**30:.1f} GiB", free > 2**31
-    gpu, no_sandbox = _gpu(), why_not()
-    sandbox = "cannot run here" if no_sandbox else "can run here"
+    torch, gpu = _torch()
     return [
-        Finding("Python", python, fits, "" if fits else "use a Python from 3.11 to 3.14"),
-        Finding(*space, "" if free > 2**31 else "checkpoints and data need more"),
-        _import_time(),
+        torch,
         gpu,
         *_rates(int(gpu.found.split()[0]) if gpu.ok else 0),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
         _deepspeed(deep),
         _neuron(),
-        Finding("Slurm sandbox", sandbox, None if no_sandbox else True, no_sandbox or ""),
     ]
 
 
-def _import_time() -> Finding:
-    start = time.perf_counter()
-    done = _python("-c", "import torch; print(torch.__version__)")
-    seconds = time.perf_counter() - start
-    if done.returncode:
+def _torch() -> tuple[Finding, Finding]:
+    """Returns how long torch took to import, and which GPUs it sees."""
+    done = _python("-c", TORCH_PROBE)
+    if not done.stdout:
         told = f"cannot be imported: {_last(done.stderr)}"
-        return Finding("torch", told, False, install_command())
-    is_fast = seconds < SLOW_IMPORT_S
+        return Finding("torch", told, False, install_command()), NO_GPU
+    told, _, seen = done.stdout.strip().partition("\n")
+    is_fast = float(told.split()[-2]) < SLOW_IMPORT_S
     advice = "copy the environment to each node's own disk (broadcast in the site file)"
-    told = f"{done.stdout.strip()}, imported in {seconds:.1f} s"
-    return Finding("torch", told, is_fast, "" if is_fast else advice)
-
-
-def _gpu() -> Finding:
-    if seen := _python("-c", GPU_PROBE).stdout.strip():
-        return Finding("GPU", seen, True)
+    torch = Finding("torch", told, is_fast, "" if is_fast else advice)
+    if seen:
+        return torch, Finding("GPU", seen, True)
     if shutil.which("nvidia-smi"):
         advice = "a newer driver, or torch's wheel for the one of `nvidia-smi`"
-        return Finding("GPU", "torch sees none", False, advice)
-    return Finding("GPU", "torch sees none", None)
+        return torch, Finding("GPU", "torch sees none", False, advice)
+    return torch, NO_GPU
 
 
 def _rates(gpus: int) -> list[Finding]:

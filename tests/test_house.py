@@ -139,7 +139,7 @@ STATEMENTS = {
     "cluster/login": 357,
     "cluster/sandbox": 244,
     "cluster/slurm": 716,
-    "kit": 906,
+    "kit": 897,
     "kit/commands": 903,
     "kit/convert": 751,
     "kit/data": 1268,

@@ -96,7 +96,7 @@ def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
         "a busy machine is told that it is"
     )
     assert found["matrix product"]["ok"] and found["all-reduce"]["found"].startswith("right, ")
-    assert found["optuna"]["ok"] and found["Python"]["found"].startswith("3.1")
+    assert found["optuna"]["ok"]
     if find_spec("deepspeed"):
         assert found["deepspeed"]["ok"] and "made a training step" in found["deepspeed"]["found"], (
             found["deepspeed"]

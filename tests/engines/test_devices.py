@@ -41,8 +41,10 @@ def test_doctor_tells_what_torch_sees(machine, monkeypatch, capsys):
     machine(2, 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 3)))
-    exec(doctor.GPU_PROBE, {})
-    assert capsys.readouterr().out.strip() == "2 x NVIDIA H100, NCCL 2.27.3"
+    exec(doctor.TORCH_PROBE, {})
+    took, seen = capsys.readouterr().out.splitlines()
+    assert took.startswith(f"{torch.__version__}, imported in ")
+    assert seen == "2 x NVIDIA H100, NCCL 2.27.3"
 
 
 def test_doctor_says_which_part_of_the_first_job_fails(monkeypatch):
