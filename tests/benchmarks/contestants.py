@@ -31,7 +31,6 @@ from kit.engines import build_engine
 from kit.engines.adamw import adamw
 from kit.engines.engine import PortableEngine
 from kit.engines.process_group import keep_freed_memory
-from kit.errors import MissingPackageError
 from kit.model import Decoder, empty_decoder
 from kit.parallel.gradients import local
 from kit.plan import Plan
@@ -112,6 +111,12 @@ class Turns:
         print(json.dumps(answer), flush=True)
         self.wait()
 
+    def run(self, step: Callable[[Tensor], Any], data: Tensor) -> None:
+        """Takes steps on one batch after the other, from the first turn on."""
+        self.wait()
+        for samples in itertools.cycle(data):
+            self.step_done(step(samples))
+
 
 def batches(setup: Setup) -> Tensor:
     """Returns the batches in memory, int64 [N, B, T + 1].
@@ -131,7 +136,7 @@ def initial_decoder(spec: ModelSpec) -> Decoder:
 
 def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
     """An engine of the kit, as one rank of a job runs it, with some changes of the plan."""
-    _alone(setup)
+    join_alone(setup.device)
     plan = setup.plan.replace(**changes)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
     assert isinstance(engine, PortableEngine)
@@ -143,18 +148,13 @@ def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
             local(tensor).copy_(initial[parameter]) if kind == "model" else local(tensor).zero_()
     engine.after_load()
     # As the loop of a rank.
-    step, data = (
-        getattr(engine, "begin_step", engine.train_step),
-        batches(setup),
-    )
-    turns.wait()
-    for samples in itertools.cycle(data):
-        turns.step_done(step(samples, RECIPE.learning_rate))
+    step = getattr(engine, "begin_step", engine.train_step)
+    turns.run(lambda samples: step(samples, RECIPE.learning_rate), batches(setup))
 
 
-def _alone(setup: Setup) -> None:
+def join_alone(device: str = "cpu") -> None:
     """Starts a process group of this process."""
-    backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -163,8 +163,6 @@ def plain(turns: Turns, setup: Setup) -> None:
     compiled, fused AdamW.
     """
     model = initial_decoder(setup.spec).to(setup.device)
-    optimizer = adamw(model.parameters(), RECIPE)
-    data = batches(setup).to(setup.device)
     half = setup.precision == "bf16"
 
     def forward(samples: Tensor) -> Tensor:
@@ -172,27 +170,40 @@ def plain(turns: Turns, setup: Setup) -> None:
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), samples[:, 1:].reshape(-1))
 
     forward = torch.compile(forward) if setup.compile else forward
-    turns.wait()
-    for samples in itertools.cycle(data):
-        optimizer.zero_grad(set_to_none=True)
+
+    def loss_of(samples: Tensor) -> Tensor:
         with torch.autocast(setup.device, torch.bfloat16, enabled=half):
-            loss = forward(samples)
+            return forward(samples)
+
+    _train(turns, setup, model, loss_of, torch.nn.utils.clip_grad_norm_)
+
+
+def _train(
+    turns: Turns,
+    setup: Setup,
+    model: torch.nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    clip: Callable[[list, float], object],
+) -> None:
+    """Minimises a loss by a loop without an engine."""
+    optimizer = adamw(model.parameters(), RECIPE)
+
+    def step(samples: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(samples)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(list(model.parameters()), 1.0)
         optimizer.step()
-        turns.step_done(loss.detach())
+        return loss.detach()
+
+    turns.run(step, batches(setup).to(setup.device))
 
 
 def transformers(turns: Turns, setup: Setup) -> None:
     """Hugging Face's model of the same shapes and weights under its Trainer, without evaluation,
     saving or reports.
     """
-    try:
-        from transformers import Trainer, TrainerCallback, TrainingArguments
-    except ImportError as error:
-        raise MissingPackageError(
-            "transformers", "eval", "Comparing speed with its Trainer"
-        ) from error
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     arguments = TrainingArguments(
         output_dir="unused",
@@ -241,18 +252,19 @@ def theirs(decoder: Decoder) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     config = {**config_of(decoder.spec), "use_cache": False}
-    is_llama = decoder.spec.family == "llama"
-    model = (
-        LlamaForCausalLM(LlamaConfig(**config))
-        if is_llama
-        else GPT2LMHeadModel(GPT2Config(**config))
-    )
-    weights = to_theirs(
-        decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters())
-    )
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if decoder.spec.family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**config))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(**config))
+    missing, unexpected = model.load_state_dict(_their_weights(decoder), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # tied
     return model
+
+
+def _their_weights(decoder: Decoder) -> dict[str, Tensor]:
+    """Returns the weights by Hugging Face's names."""
+    named = ((name, weight.detach()) for name, weight in decoder.named_parameters())
+    return to_theirs(decoder.spec, named)
 
 
 def torchtitan(turns: Turns, setup: Setup) -> None:
@@ -267,7 +279,7 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
     from torchtitan.distributed.utils import clip_grad_norm_  # type: ignore
     from torchtitan.models.llama3 import Llama3StateDictAdapter, parallelize_llama  # type: ignore
 
-    _alone(setup)
+    join_alone(setup.device)
     parallel_dims.device_type = setup.device  # it takes CUDA for granted
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     compiling = CompileConfig(enable=setup.compile)
@@ -275,12 +287,8 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
     config = _torchtitan_config(setup.spec)
     model = config.build()
     model.init_weights()
-    weights = (
-        (name, weight.detach()) for name, weight in initial_decoder(setup.spec).named_parameters()
-    )
-    model.load_state_dict(
-        Llama3StateDictAdapter(config, None).from_hf(to_theirs(setup.spec, weights))
-    )
+    weights = _their_weights(initial_decoder(setup.spec))
+    model.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(weights))
     model = parallelize_llama(
         model.to(setup.device),
         parallel_dims=ParallelDims.from_config(parallelism, 1),
@@ -292,24 +300,13 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
         ac_config=None,
         dump_folder="unused",
     )
-    optimizer, loss_of = (
-        adamw(model.parameters(), RECIPE),
-        CrossEntropyLoss.Config().build(compile_config=compiling),
-    )
-    data, count = (
-        batches(setup).to(setup.device),
-        torch.tensor(float(setup.batch_size * setup.spec.sequence_length)),
-    )
-    turns.wait()
-    for samples in itertools.cycle(data):
-        optimizer.zero_grad(set_to_none=True)
-        loss, _ = loss_of(
-            model(samples[:, :-1]), samples[:, 1:].contiguous(), count.to(setup.device)
-        )
-        loss.backward()
-        clip_grad_norm_(list(model.parameters()), 1.0)
-        optimizer.step()
-        turns.step_done(loss.detach())
+    cross_entropy = CrossEntropyLoss.Config().build(compile_config=compiling)
+    count = torch.tensor(float(setup.batch_size * setup.spec.sequence_length)).to(setup.device)
+
+    def loss_of(samples: Tensor) -> Tensor:
+        return cross_entropy(model(samples[:, :-1]), samples[:, 1:].contiguous(), count)[0]
+
+    _train(turns, setup, model, loss_of, clip_grad_norm_)
 
 
 def _torchtitan_config(spec: ModelSpec) -> Any:

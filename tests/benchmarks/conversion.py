@@ -1,27 +1,31 @@
 """Export of a 70B model to a Hugging Face folder: peak memory of the process, and how fast.
 
-    python -m tests.benchmarks.conversion FOLDER SHARD_BYTES     in a process of its own: its memory
-    is its own
-
 The checkpoint says that it has all layers, in fp32, but all of them lie in the same bytes of its
 file; a finished shard is replaced by a hole of its size. So 6 GB of disk and one shard do for 276
 GB read and 138 GB written.
 """
 
-import json
-import multiprocessing
 import os
 import pickle
-import resource
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from kit.convert import run_weights
+from kit.convert.hugging_face import export_hugging_face
+from kit.convert.weights import Weights, parameter_shapes
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.run.checkpoint import Checkpoints, Manifest
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.alone import alone
+from tests.workers import local_run
 
 SPEC = ModelSpec.preset("hlat-70b")
 SHARD_BYTES = 5 * 10**9
@@ -38,41 +42,21 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
     Raises:
         RuntimeError: the process failed; with its last words.
     """
-    found = alone("conversion", workplace, shard_bytes, given=spec.to_json())
+    alone(make_run, workplace / "run", spec)
+    (seconds, files), peak_bytes, _ = alone(export, workplace, spec, shard_bytes)
     size = 4e-9 * spec.num_params
-    note = (
-        f"{size:,.1f} GB in fp32 to {found['files']} files; before, both copies were whole:"
-        f" {1.5 * size:,.0f} GB"
-    )
+    note = f"{size:,.1f} GB in fp32 to {files} files; before, both copies were whole:"
+    note += f" {1.5 * size:,.0f} GB"
+    speed = f"{size / seconds:.2f} GB/s of fp32"
+    name = f"export of {spec.name}"
     return [
-        row(
-            f"peak memory, export of {spec.name}",
-            found["peak_bytes"] / 1e9,
-            "GB",
-            at_most=12.0,
-            note=note,
-        ),
-        row(
-            f"export of {spec.name}",
-            found["seconds"],
-            "s",
-            note=f"{size / found['seconds']:.2f} GB/s of fp32",
-        ),
+        row(f"peak memory, {name}", peak_bytes / 1e9, "GB", at_most=12.0, note=note),
+        row(name, seconds, "s", note=speed),
     ]
 
 
-def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
-    """Returns seconds and peak memory of the export of a made checkpoint."""
-    from kit.convert import run_weights
-    from kit.convert.hugging_face import export_hugging_face
-    from kit.convert.weights import Weights
-    from kit.run import Run
-
-    making = multiprocessing.get_context("fork").Process(
-        target=make_run, args=(folder / "run", spec)
-    )
-    making.start()  # whose memory is not counted
-    making.join()
+def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> tuple[float, int]:
+    """Returns the seconds of an export of `folder`/run, and how many weight files it made."""
     weights = run_weights(Run.open(folder / "run"))
 
     def fill(targets: Any) -> None:
@@ -89,60 +73,36 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     written = [file.stat().st_size for file in out.glob("*.safetensors")]
     assert sum(written) >= 2 * spec.num_params
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": seconds, "files": len(written), "peak_bytes": peak}
+    return seconds, len(written)
 
 
 def make_run(directory: Path, spec: ModelSpec) -> None:
     """Makes a run whose checkpoint has the weights of the first layer in all layers."""
-    import torch
-    from torch.distributed.checkpoint import state_dict_saver
-
-    from cluster.site import Site
-    from kit.convert.weights import parameter_shapes
-    from kit.plan import Plan
-    from kit.recipe import Recipe
-    from kit.run import Run
-    from kit.run.checkpoint import Checkpoints, Manifest
-
-    plan, recipe, names = Plan(), Recipe(data="none", num_steps=1), parameter_shapes(spec)
-    run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    plan, shapes = Plan(), parameter_shapes(spec)
+    run = local_run(directory, spec, plan, Recipe(data="none", num_steps=1))
     folder = run.checkpoints.path(1)
-    first = {
-        f"model.{n}": shape
-        for n, shape in names.items()
-        if not n.startswith("layers.") or ".0." in n[:9]
+    kept = {name: _kept(name) for name in shapes}
+    state = {
+        f"model.{name}": torch.empty(shapes[name]).uniform_(-0.1, 0.1)
+        for name in dict.fromkeys(kept.values())
     }
-    state = {name: torch.empty(shape).uniform_(-0.1, 0.1) for name, shape in first.items()}
     state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
-    for name in names:
-        like = (
-            f"model.layers.0.{name.split('.', 2)[-1]}"
-            if name.startswith("layers.")
-            else f"model.{name}"
-        )
-        metadata.state_dict_metadata[f"model.{name}"] = metadata.state_dict_metadata[like]
-        (index,) = (index for index in metadata.storage_data if index.fqn == like)
-        metadata.storage_data[replace(index, fqn=f"model.{name}")] = metadata.storage_data[index]
+    places = {index.fqn: (index, info) for index, info in metadata.storage_data.items()}
+    for name, like in kept.items():
+        metadata.state_dict_metadata[f"model.{name}"] = metadata.state_dict_metadata[
+            f"model.{like}"
+        ]
+        index, info = places[f"model.{like}"]
+        metadata.storage_data[replace(index, fqn=f"model.{name}")] = info
     file.write_bytes(pickle.dumps(metadata))
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    facts: dict[str, Any] = {
-        "step": 1,
-        "attempt": 1,
-        "samples": 1,
-        "tokens": 1,
-        "seed": 0,
-        "time": 0.0,
-    }
-    manifest = Manifest(spec=spec, plan=plan, files=files, **facts)
+    counts: dict[str, Any] = {"step": 1, "attempt": 1, "samples": 1, "tokens": 1, "seed": 0}
+    manifest = Manifest(spec=spec, plan=plan, files=files, time=0.0, **counts)
     Checkpoints(folder.parent).complete(folder, manifest)
 
 
-if __name__ == "__main__":
-    print(
-        json.dumps(
-            export(Path(sys.argv[1]), ModelSpec.from_json(sys.stdin.read()), int(sys.argv[2]))
-        )
-    )
+def _kept(name: str) -> str:
+    """Returns the parameter whose bytes stand for another: that of the first layer."""
+    return f"layers.0.{name.split('.', 2)[-1]}" if name.startswith("layers.") else name

@@ -5,7 +5,6 @@ Flat is what a loop without an epoch does: windows from anywhere in the file, dr
 same requests. The kit's samples are each window once an epoch, in an order that is computed.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from kit.data import Dataset
 from kit.show.results import Row, row
+from tests.benchmarks.turns import median_row, ratio_row, take_turns
 
 SEQUENCE_LENGTH, BATCH_SIZE = 2048, 64
 ROUNDS, ROUND_S = 5, 0.5
@@ -41,45 +41,30 @@ def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) 
     def ordered(batch: int) -> np.ndarray:
         return samples.batch(batch * BATCH_SIZE, BATCH_SIZE)
 
-    rates = {"flat": [], "ordered": []}
-    for _ in range(ROUNDS):  # taking turns, so that other work on the machine meets both
-        rates["flat"].append(_rate(flat, BATCH_SIZE * length))
-        rates["ordered"].append(_rate(ordered, BATCH_SIZE * length))
-    ratios = [flat / ours for flat, ours in zip(rates["flat"], rates["ordered"], strict=True)]
-    shape = (
-        f"windows of {length:,}, {dataset.train.num_tokens / dataset.train.num_documents:,.0f}"
-        " tokens a document"
+    seconds = take_turns(
+        {"flat": lambda _: _seconds(flat), "ordered": lambda _: _seconds(ordered)}, ROUNDS
     )
-    spread = f"median of {ROUNDS} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
-    each = {name: statistics.median(found) / 1e6 for name, found in rates.items()}
+    tokens = BATCH_SIZE * length / 1e6
+    rates = {way: [tokens / each for each in times] for way, times in seconds.items()}
+    each = dataset.train.num_tokens / dataset.train.num_documents
+    shape = {"at_least": 100.0, "note": f"windows of {length:,}, {each:,.0f} tokens a document"}
+    both = "flat windows / the kit's samples"
     return [
-        row("flat windows, per CPU-second", each["flat"], "M tokens", at_least=100.0, note=shape),
-        row(
-            "the kit's samples, per CPU-second",
-            each["ordered"],
-            "M tokens",
-            at_least=100.0,
-            note=shape,
-        ),
-        row(
-            "flat windows / the kit's samples",
-            statistics.median(ratios),
-            "x",
-            at_most=2.0,
-            note=spread,
-        ),
+        median_row("flat windows, per CPU-second", rates["flat"], "M tokens", **shape),
+        median_row("the kit's samples, per CPU-second", rates["ordered"], "M tokens", **shape),
+        ratio_row(both, seconds["ordered"], seconds["flat"], at_most=2.0),
         _tokenisation(dataset, text_bytes),
     ]
 
 
-def _rate(read: Callable[[int], np.ndarray], tokens: int) -> float:
-    """Returns tokens per CPU-second of a reader that is called with 0, 1, 2, ..."""
+def _seconds(read: Callable[[int], np.ndarray]) -> float:
+    """Returns CPU-seconds a batch of a reader that is called with 0, 1, 2, ..."""
     read(0)
     batch, start = 0, time.process_time()
     while (spent := time.process_time() - start) < ROUND_S:
         read(batch)
         batch += 1
-    return batch * tokens / spent
+    return spent / batch
 
 
 def _tokenisation(dataset: Dataset, text_bytes: int) -> Row:

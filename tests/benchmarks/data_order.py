@@ -1,27 +1,26 @@
 """The order of 1.5e9 documents and 1.8e12 tokens, as one rank draws it: memory, start, a batch, how
 random it is.
 
-    python -m tests.benchmarks.data_order DATASET FOLDER   one rank; prints what it took
-
 The token files are sparse: of the right size to the byte, and all zeros, so what a disk takes is
 not in the times. Half of the tokens are in one file, half in 300 shards; the shares change at
 1.4e12 tokens, as in HLAT's Table III.
 """
 
-import json
 import math
-import re
+import statistics
 import struct
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kit.data import Dataset, located, training_samples
+from kit.data.token_file import HEADER, MAGIC, VERSION
+from kit.data.windows import permuted
+from kit.recipe import DataPhase, DataSource, Recipe
+from kit.show.results import Row, row
 from tests.benchmarks.alone import alone
-
-if TYPE_CHECKING:
-    from kit.data import Dataset
-    from kit.show.results import Row
+from tests.data.orders import quality
 
 DOCUMENTS, TOKENS, SHARDS = 1_500_000_000, 1_800_000_000_000, 300
 SEQUENCE_LENGTH, SEQUENCES, BATCHES = 4096, 4, 200
@@ -29,51 +28,41 @@ DRAWS, EPOCHS, WHOLE = 100_000, 40, 10_000_000
 BEFORE = "before: 40 GB and 16 to 32 min, extrapolated from 1e7 documents"
 
 
-def measure(workplace: Path, dataset: "Dataset") -> "list[Row]":
+def measure(
+    workplace: Path,
+    dataset: Dataset,
+    *,
+    draws: int = DRAWS,
+    epochs: int = EPOCHS,
+    whole: int = WHOLE,
+) -> list[Row]:
     """Returns what a rank takes, and how the order of the windows compares with NumPy's
     permutation.
 
     Args:
         workplace: an empty folder; its files are terabytes long and take a few hundred blocks.
         dataset: whose tokenizer the tokens are taken to be of.
+        draws: windows from the beginning of each order.
+        epochs: orders to compare.
+        whole: windows of an epoch that is drawn to its end.
     """
-    from kit.show.results import row
-
     write_sources(workplace)
-    found, (worst, name), whole = (
-        alone("data_order", dataset.directory, workplace),
-        compare(),
-        met_once(),
-    )
+    took = alone(rank, str(dataset.directory), workplace)
+    memory, (first_s, batch_s) = took.peak_bytes - took.bare_bytes, took.found
+    worst, name = compare(draws, epochs)
     size = f"{DOCUMENTS:.2g} documents, {TOKENS:.2g} tokens in {SHARDS + 1} sparse files"
-    batch = (
-        f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,}, median of {BATCHES} all over the run; no disk"
-        " is read"
-    )
-    noise = (
-        f"{EPOCHS} epochs of {TOKENS // 2 // SEQUENCE_LENGTH:,} windows, first {DRAWS:,} of each;"
-        f" {name} is furthest"
-    )
+    batch = f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,}, median of {BATCHES} all over the run;"
+    batch += " no disk is read"
+    noise = f"{epochs} epochs of {TOKENS // 2 // SEQUENCE_LENGTH:,} windows, first {draws:,} of"
+    noise += f" each; {name} is furthest"
+    memory_row = "memory of a rank above the bare interpreter"
+    distance, drawn = "order against NumPy's, furthest statistic", f"of {whole:,}, all drawn"
     return [
-        row(
-            "memory of a rank above the bare interpreter",
-            found["memory_mb"],
-            "MB",
-            at_most=100,
-            note=BEFORE,
-        ),
-        row("from the files to the first batch", found["first_s"], "s", at_most=1.0, note=size),
-        row("a later batch", found["batch_ms"], "ms", at_most=5.0, note=batch),
-        row(
-            "order against NumPy's, furthest statistic",
-            worst,
-            "standard errors",
-            at_most=4.0,
-            note=noise,
-        ),
-        row(
-            "windows met once in an epoch", whole, "", at_least=1.0, note=f"of {WHOLE:,}, all drawn"
-        ),
+        row(memory_row, memory / 1e6, "MB", at_most=100, note=BEFORE),
+        row("from the files to the first batch", first_s, "s", at_most=1.0, note=size),
+        row("a later batch", 1e3 * batch_s, "ms", at_most=5.0, note=batch),
+        row(distance, worst, "standard errors", at_most=4.0, note=noise),
+        row("windows met once in an epoch", met_once(whole), "", at_least=1.0, note=drawn),
     ]
 
 
@@ -86,8 +75,6 @@ def write_sources(folder: Path) -> None:
 
 def write_sparse(prefix: Path, tokens: int, documents: int) -> None:
     """Makes a Megatron token file of zeros whose index tells only where its last document ends."""
-    from kit.data.token_file import HEADER, MAGIC, VERSION
-
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * tokens)
     with open(f"{prefix}.idx", "wb") as stream:
@@ -97,14 +84,8 @@ def write_sparse(prefix: Path, tokens: int, documents: int) -> None:
         stream.truncate(HEADER.size + 12 * documents + 8 * (documents + 1))
 
 
-def rank(dataset: str, folder: str) -> dict[str, float]:
-    """Returns memory_mb, first_s and batch_ms of a rank, of this process."""
-    bare = _peak_mb()
-    import statistics
-
-    from kit.data import located, training_samples
-    from kit.recipe import DataPhase, DataSource, Recipe
-
+def rank(dataset: str, folder: Path) -> tuple[float, float]:
+    """Returns the seconds to the first batch, and of a later one."""
     sources = (
         DataSource(paths=(f"{folder}/one",), weight=0.4),
         DataSource(paths=(f"{folder}/part_*",), weight=0.6),
@@ -119,65 +100,33 @@ def rank(dataset: str, folder: str) -> dict[str, float]:
         start = time.perf_counter()
         samples.batch(i * (TOKENS // SEQUENCE_LENGTH // BATCHES), SEQUENCES)
         times.append(time.perf_counter() - start)
-    return {
-        "memory_mb": _peak_mb() - bare,
-        "first_s": first_s,
-        "batch_ms": 1e3 * statistics.median(times),
-    }
+    return first_s, statistics.median(times)
 
 
-def compare(draws: int = DRAWS, epochs: int = EPOCHS) -> tuple[float, str]:
+def compare(draws: int, epochs: int) -> tuple[float, str]:
     """Returns how far the furthest statistic's mean is from that of NumPy's orders, in standard
     errors, and its name.
 
     NumPy cannot permute so many windows here: independent draws stand for the beginning of its
     permutation, which they equal but for a few that come twice.
     """
-    import numpy as np
-
-    from kit.data.windows import permuted
-    from tests.data.orders import quality
-
     count = TOKENS // 2 // SEQUENCE_LENGTH
-    ours = [
-        quality(permuted(np.arange(draws), count, (1, 0, epoch)), count) for epoch in range(epochs)
-    ]
-    theirs = [
-        quality(np.random.RandomState(epoch).randint(0, count, draws), count)
-        for epoch in range(epochs)
-    ]
+    ours, theirs = [], []
+    for epoch in range(epochs):
+        ours.append(quality(permuted(np.arange(draws), count, (1, 0, epoch)), count))
+        theirs.append(quality(np.random.RandomState(epoch).randint(0, count, draws), count))
     far = {}
     for name in ours[0]:
         mine, other = (np.array([row[name] for row in rows]) for rows in (ours, theirs))
-        far[name] = (
-            abs(mine.mean() - other.mean())
-            / math.hypot(mine.std(), other.std())
-            * math.sqrt(epochs)
-        )
+        error = math.hypot(mine.std(), other.std()) / math.sqrt(epochs)
+        far[name] = abs(mine.mean() - other.mean()) / error
     name = max(far, key=far.__getitem__)
     return float(far[name]), name
 
 
-def met_once(whole: int = WHOLE) -> float:
+def met_once(whole: int) -> float:
     """Returns the share of windows that an epoch of so many reads exactly once."""
-    import numpy as np
-
-    from kit.data.windows import permuted
-
     times, part = np.zeros(whole, np.uint8), 1 << 18
     for first in range(0, whole, part):
         times[permuted(np.arange(first, min(first + part, whole)), whole, (1, 0, 0))] += 1
     return float((times == 1).mean())
-
-
-def _peak_mb() -> float:
-    """Returns the most memory that this program has had (`ru_maxrss` counts what its parent had
-    before it, too).
-    """
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024 / 1e6
-
-
-if __name__ == "__main__":
-    print(json.dumps(rank(*sys.argv[1:])))

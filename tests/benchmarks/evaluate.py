@@ -3,13 +3,12 @@ requests and as it is, taking turns.
 
 Same weights, same tokenizer, same items of the smoke suite's tasks, one process, one thread, fp32;
 the harness's whole path is timed, from building prompts to metrics. Each round gives both the same
-fresh items, ratios are taken within a round, and the median counts.
+fresh items.
 """
 
 import contextlib
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +22,9 @@ from kit.data.tokenizer import Tokenizer
 from kit.evaluate.local_data import swapped
 from kit.evaluate.task_data import build_mirror
 from kit.model import Decoder, build_decoder
-from kit.show.results import Row, row
+from kit.show.results import Row
 from kit.spec import ModelSpec
-from tests.benchmarks.train_speed import ratio_row
+from tests.benchmarks.turns import median_row, ratio_row, take_turns
 
 TASKS = ("piqa", "arc_easy", "winogrande")
 TARGET = 1.3
@@ -33,7 +32,7 @@ SAME_NATS = 1e-3
 """Log-likelihoods may differ by so much; more, and the two do not score the same thing."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Subject:
     """A model to score, and how much of each task in a round."""
 
@@ -61,22 +60,8 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
     smollm2, tokenizer = load_smollm2()
     subjects = (
-        Subject(
-            name="demo",
-            decoder=demo,
-            tokenizer=dataset.tokenizer(),
-            items=30,
-            rounds=4,
-            batch_size=32,
-        ),
-        Subject(
-            name="SmolLM2-135M",
-            decoder=smollm2,
-            tokenizer=tokenizer,
-            items=6,
-            rounds=3,
-            batch_size=8,
-        ),
+        Subject("demo", demo, dataset.tokenizer(), items=30, rounds=4, batch_size=32),
+        Subject("SmolLM2-135M", smollm2, tokenizer, items=6, rounds=3, batch_size=8),
     )
     return [each for subject in subjects for each in compare(subject)]
 
@@ -89,21 +74,28 @@ def compare(subject: Subject) -> list[Row]:
     from kit.evaluate.tasks import load_task
 
     length = min(1024, subject.decoder.spec.sequence_length)
-    lm = decoder_lm(subject.decoder, subject.tokenizer, length, Options(), "cpu")
+    ours = decoder_lm(subject.decoder, subject.tokenizer, length, Options(), "cpu")
     options: Any = {"batch_size": subject.batch_size, "max_length": length}
-    entrants = {"kit": lm, "HFLM": HFLM(lm.model, tokenizer=lm.tokenizer, **options)}
+    theirs = HFLM(ours.model, tokenizer=ours.tokenizer, **options)
     tasks = {name: load_task(name).task for name in TASKS}
-    times = {name: {task: [] for task in TASKS} for name in entrants}
+
+    def scoring(lm: Any, name: str) -> Any:
+        def score(number: int) -> tuple[float, list[float]]:
+            items = list(range(number * subject.items, (number + 1) * subject.items))
+            return _score(lm, name, tasks[name], items)
+
+        return score
+
+    times = {}
     with _silent():
-        for number in range(subject.rounds):
-            for task_name, task in tasks.items():
-                items = list(range(number * subject.items, (number + 1) * subject.items))
-                answers = {}
-                for name, lm in entrants.items():
-                    seconds, answers[name] = _score(lm, task_name, task, items)
-                    times[name][task_name].append(seconds)
-                _check_same(answers, task_name)
-    return [*_speeds(subject, times), *_ratios(subject, times)]
+        for name in TASKS:
+            ways = {"kit": scoring(ours, name), "HFLM": scoring(theirs, name)}
+            found = take_turns(ways, subject.rounds)
+            _check_same(found, name)
+            times[name] = {
+                who: [seconds for seconds, _ in answers] for who, answers in found.items()
+            }
+    return judged(subject, times)
 
 
 def _score(lm: Any, name: str, task: Any, items: list[int]) -> tuple[float, list[float]]:
@@ -120,38 +112,30 @@ def _score(lm: Any, name: str, task: Any, items: list[int]) -> tuple[float, list
     ]
 
 
-def _check_same(answers: dict[str, list[float]], task: str) -> None:
-    worst = max(
-        abs(ours - theirs) for ours, theirs in zip(answers["kit"], answers["HFLM"], strict=True)
-    )
-    if worst > SAME_NATS:
-        raise RuntimeError(
-            f"{task}: an item's log-likelihood differs by {worst:.2g} nats, so speeds do not"
-            " compare."
-        )
+def _check_same(found: dict[str, list[tuple[float, list[float]]]], task: str) -> None:
+    for (_, ours), (_, theirs) in zip(found["kit"], found["HFLM"], strict=True):
+        worst = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+        if worst > SAME_NATS:
+            raise RuntimeError(
+                f"{task}: an item's log-likelihood differs by {worst:.2g} nats, so speeds do not"
+                " compare."
+            )
 
 
-def _speeds(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
-    rows = []
-    for name, by_task in times.items():
-        rounds = [sum(seconds) for seconds in zip(*by_task.values(), strict=True)]
-        rates = [subject.items * len(TASKS) / seconds for seconds in rounds]
-        note = f"{min(rates):.3g} to {max(rates):.3g}" + (
-            f"; batch {subject.batch_size}" if name == "HFLM" else ""
-        )
-        rows.append(row(f"{name}, {subject.name}", statistics.median(rates), "items/s", note=note))
-    return rows
-
-
-def _ratios(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
-    rows = []
-    for label, tasks in (*((task, (task,)) for task in TASKS), ("all", TASKS)):
-        ours, theirs = (
-            [sum(seconds) for seconds in zip(*(times[who][task] for task in tasks), strict=True)]
-            for who in ("kit", "HFLM")
-        )
-        name, least = f"kit / HFLM, {subject.name}, {label}", TARGET if label == "all" else None
-        rows.append(ratio_row(name, theirs, ours, at_least=least))
+def judged(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
+    """Returns items/s of both and the kit's ratio, from seconds by task, contestant and round."""
+    whole = {
+        who: [sum(rounds) for rounds in zip(*(times[task][who] for task in TASKS), strict=True)]
+        for who in ("kit", "HFLM")
+    }
+    items, rows = subject.items * len(TASKS), []
+    for who, batch in {"kit": "", "HFLM": f"batch {subject.batch_size}"}.items():
+        rates = [items / seconds for seconds in whole[who]]
+        rows.append(median_row(f"{who}, {subject.name}", rates, "items/s", note=batch))
+    for label, taken in {**times, "all": whole}.items():
+        least = TARGET if label == "all" else None
+        name = f"kit / HFLM, {subject.name}, {label}"
+        rows.append(ratio_row(name, taken["HFLM"], taken["kit"], at_least=least))
     return rows
 
 
@@ -166,7 +150,6 @@ def _silent() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         for module in (lm_eval.api.model, huggingface):
-            stack.enter_context(
-                swapped(module, "tqdm", functools.partial(module.tqdm, disable=True))
-            )
+            silent = functools.partial(module.tqdm, disable=True)
+            stack.enter_context(swapped(module, "tqdm", silent))
         yield

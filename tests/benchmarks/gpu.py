@@ -7,7 +7,6 @@ machine disturbs less than the wall.
 """
 
 import re
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,16 @@ from kit.plan import Recompute
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.contestants import DEMO, Setup
-from tests.benchmarks.train_speed import (
-    LARGER,
-    SAME_LOSS,
-    Entrant,
-    differences,
-    ratio_row,
-    take_answers,
-)
+from tests.benchmarks.train_speed import LARGER, Answers, Entrant, speeds, take_answers
 
 KIT, SELECTIVE, PLAIN = "kit", "kit, selective recomputation", "plain compiled loop"
 ENTRANTS = {
-    name: Entrant(name=contestant, keep_freed_memory=True)
-    for name, contestant in {
-        KIT: "kit",
-        SELECTIVE: "kit_selective",
-        PLAIN: "plain",
-        "Trainer": "transformers",
-        "DeepSpeed ZeRO 1": "deepspeed_zero1",
-        "torchtitan": "torchtitan",
-    }.items()
+    KIT: Entrant("kit"),
+    SELECTIVE: Entrant("kit_selective"),
+    PLAIN: Entrant("plain"),
+    "Trainer": Entrant("transformers"),
+    "DeepSpeed ZeRO 1": Entrant("deepspeed_zero1"),
+    "torchtitan": Entrant("torchtitan"),
 }
 RECOMPUTED: dict[str, Recompute] = {KIT: "none", SELECTIVE: "selective"}
 DATASHEETS = {"H100": "dgx-h100", "H200": "dgx-h100", "A100": "selene"}
@@ -58,14 +47,15 @@ def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
     On a GPU 8,192 tokens a step, in one pass.
     """
     if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
-        tiny = {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-            "ffn_hidden_size": 128,
-        }
-        spec = DEMO.spec.replace(name="tiny", sequence_length=64, **tiny)
+        spec = ModelSpec.llama(
+            name="tiny",
+            num_layers=2,
+            hidden_size=64,
+            num_heads=4,
+            ffn_hidden_size=128,
+            vocab_size=DEMO.spec.vocab_size,
+            sequence_length=64,
+        )
         return {
             "demo": (DEMO.replace(batch_size=8), 3),
             "llama-100m": (LARGER, 1),
@@ -104,23 +94,19 @@ def measure(
     setup, steps = models()[model or next(iter(models()))]
     setup, has_gpu = setup.replace(compile=compiled), setup.device == "cuda"
     gemm = measure_gemm_flops_per_s(setup.precision)
-    name = (
-        torch.cuda.get_device_name() if has_gpu else "one thread of a CPU: it says nothing of a GPU"
-    )
-    rows = [row(f"matrix product, {setup.precision}", gemm / 1e12, "TFLOP/s", note=name)]
-    answers, absent = take_answers(
+    name = "one thread of a CPU: it says nothing of a GPU"
+    name = torch.cuda.get_device_name() if has_gpu else name
+    answers = take_answers(
         ENTRANTS,
         workplace,
-        threads=1,
         rounds=rounds,
         steps=steps,
         setup=setup,
         together=not has_gpu,
         limit_s=LIMIT_S,
     )
-    if KIT in absent:
-        raise RuntimeError(f"the kit did not train {setup.spec.name}: {absent[KIT]}")
-    return rows + judged(setup, answers, absent, gemm, datasheet_peak(name) if has_gpu else None)
+    product = row(f"matrix product, {setup.precision}", gemm / 1e12, "TFLOP/s", note=name)
+    return [product, *judged(answers, gemm, datasheet_peak(name) if has_gpu else None)]
 
 
 def results_name(model: str) -> str:
@@ -134,57 +120,25 @@ def datasheet_peak(device: str) -> float | None:
     return Site.load(site).peak_flops_per_s("bf16") if site else None
 
 
-def judged(
-    setup: Setup,
-    answers: dict[str, list[dict]],
-    absent: dict[str, str],
-    gemm: float,
-    peak: float | None,
-) -> list[Row]:
+def judged(answers: Answers, gemm: float, peak: float | None) -> list[Row]:
     """Returns tokens/s of all, the kit's ratio to each rival that trains the same model, and its
     MFU and memory.
     """
-    model, tokens = setup.spec.name, setup.batch_size * setup.spec.sequence_length
-    clock = "step_s" if setup.device == "cuda" else "step_cpu_s"
-    unit = "tokens/s" if setup.device == "cuda" else "tokens/CPU-s"
-    times = {name: [answer[clock] for answer in given[1:]] for name, given in answers.items()}
-    rates = {name: tokens / statistics.median(given) for name, given in times.items()}
-    differing, rows = differences(answers), []
-    for name, rate in rates.items():
-        told = f"{tokens / max(times[name]):,.0f} to {tokens / min(times[name]):,.0f}"
-        rows.append(row(f"{name}, {model}", rate, unit, note=told))
-        if differing[name] > SAME_LOSS[setup.precision]:
-            rows.append(
-                row(
-                    f"{name}, {model}: losses differ from the kit's",
-                    differing[name],
-                    "fraction",
-                    at_most=SAME_LOSS[setup.precision],
-                    note="so its speed is compared with nothing",
-                )
-            )
-        elif name not in RECOMPUTED:
-            demanded = setup.device == "cuda" or (name == PLAIN and model != "tiny")
-            least = ON_CPU_WANTED if setup.device == "cpu" else 1.0
-            ratio = f"{KIT} / {name}, {model}"
-            rows.append(
-                ratio_row(ratio, times[name], times[KIT], at_least=least if demanded else None)
-            )
-    if absent:
-        note = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        rows.append(row(f"not measured, {model}", len(absent), note=note))
-    flops = rates[KIT] * setup.spec.flops_per_token()
+    setup, has_gpu = answers.setup, answers.setup.device == "cuda"
+    model = setup.spec.name
+    wanted: dict[str, float | None] = {
+        name: 1.0 if has_gpu else None for name in ENTRANTS if name not in RECOMPUTED
+    }
+    if not has_gpu and model != "tiny":
+        wanted[PLAIN] = ON_CPU_WANTED
+    rows = speeds(answers, model, wanted, clock="step_s" if has_gpu else "step_cpu_s")
+    flops = rows[0].value * setup.spec.flops_per_token()
     rows.append(row(f"MFU against this run's matrix product, {model}", flops / gemm, "fraction"))
     if peak is not None:
-        wanted = MFU_WANTED.get(model)
-        rows.append(
-            row(f"MFU against the data sheet, {model}", flops / peak, "fraction", at_least=wanted)
-        )
-    return rows + [
-        _memory(setup, name, answers[name])
-        for name in RECOMPUTED
-        if "allocated_bytes" in answers.get(name, [{}])[0]
-    ]
+        sheet, least = f"MFU against the data sheet, {model}", MFU_WANTED.get(model)
+        rows.append(row(sheet, flops / peak, "fraction", at_least=least))
+    measured = [name for name in RECOMPUTED if name in answers.given] if has_gpu else []
+    return rows + [_memory(setup, name, answers.given[name]) for name in measured]
 
 
 def _memory(setup: Setup, name: str, answers: list[dict[str, Any]]) -> Row:
@@ -194,9 +148,8 @@ def _memory(setup: Setup, name: str, answers: list[dict[str, Any]]) -> Row:
     allocated, reserved = (
         max(each[f"{kind}_bytes"] for each in answers[1:]) for kind in ("allocated", "reserved")
     )
-    layouts = Layouts.of(
-        setup.spec, [setup.plan.replace(recompute=RECOMPUTED[name])], flash_attention=2
-    )
+    plan = setup.plan.replace(recompute=RECOMPUTED[name])
+    layouts = Layouts.of(setup.spec, [plan], flash_attention=2)
     expected = float(memory(layouts).last.total.item())
     told = (
         f"{allocated / 2**30:.1f} GiB allocated, {expected / 2**30:.1f} estimated;"

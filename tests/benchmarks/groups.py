@@ -10,6 +10,7 @@ import datetime
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,36 +105,36 @@ def _descriptors() -> int:
 
 def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
     """Returns the rows of both ways; nothing is written."""
-    rows = []
     # Control was a group of its own; where the world's is on the CPU, the kit now takes that.
-    for name, join, groups, limits in (
-        ("before, full mesh", join_fully, 3, (None, None)),
-        ("lazy", join_lazily, 2, (40, 0)),
-    ):
-        seen = run_ranks(ranks, use, groups, start=join)
-        note = f"{ranks} ranks, {groups} groups; rank 0, with the store: "
-        found = {key: max(rank[key] for rank in seen[1:]) for key in seen[0]}
-        rows += [
-            row(
-                f"{name}: descriptors of a rank",
-                found["descriptors"],
-                "",
-                at_most=limits[0],
-                note=f"{note}{seen[0]['descriptors']}",
-            ),
-            row(
-                f"{name}: reads of the store to join",
-                found["reads_to_join"],
-                "",
-                at_most=limits[1],
-                note="one group",
-            ),
-            row(f"{name}: reads of the store in all", found["reads"], "", note="groups in use"),
-            row(
-                f"{name}: CPU of a rank",
-                statistics.median(rank["cpu_s"] for rank in seen),
-                "s",
-                note=f"median; {note}{seen[0]['cpu_s']:.2f} s",
-            ),
-        ]
-    return rows
+    return [
+        *_way("before, full mesh", join_fully, ranks, 3),
+        *_way("lazy", join_lazily, ranks, 2, most_descriptors=40, most_reads=0),
+    ]
+
+
+def _way(
+    name: str,
+    join: Callable[[], None],
+    ranks: int,
+    groups: int,
+    most_descriptors: int | None = None,
+    most_reads: int | None = None,
+) -> list[Row]:
+    """Returns the rows of one way to join; the most of any rank but the first counts."""
+    first, *others = seen = run_ranks(ranks, use, groups, start=join)
+    found = {key: max(rank[key] for rank in others) for key in first}
+    cpu_s = statistics.median(rank["cpu_s"] for rank in seen)
+    note = f"{ranks} ranks, {groups} groups; rank 0, with the store: "
+    opened, spent = f"{note}{first['descriptors']}", f"median; {note}{first['cpu_s']:.2f} s"
+    counts = (
+        ("descriptors of a rank", "descriptors", most_descriptors, opened),
+        ("reads of the store to join", "reads_to_join", most_reads, "one group"),
+        ("reads of the store in all", "reads", None, "groups in use"),
+    )
+    return [
+        *(
+            row(f"{name}: {told}", found[key], at_most=most, note=n)
+            for told, key, most, n in counts
+        ),
+        row(f"{name}: CPU of a rank", cpu_s, "s", note=spent),
+    ]

@@ -5,15 +5,11 @@ first.
 `results/`.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import os
-import pty
-import struct
+import re
 import subprocess
 import sys
-import termios
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,27 +101,18 @@ def plan_example(document: Path = Path("README.md")) -> str:
     """Returns, as a code block, why `kit plan` chooses its layout: the command that `document`
     shows, at 80 columns.
     """
-    command = next(
-        line[2:] for line in document.read_text().splitlines() if line.startswith("$ kit plan ")
-    )
-    told = in_terminal([sys.executable, "-m", *command.split()])
+    command = re.search(r"^\$ (kit plan .*)$", document.read_text(), re.M)
+    assert command
+    terminal = {"TERM": "dumb", "NO_COLOR": "1", "FORCE_COLOR": "1", "COLUMNS": "80"}
+    told = subprocess.run(
+        [sys.executable, "-m", *command[1].split()],
+        env={**os.environ, **terminal},
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    told = "\n".join(line.rstrip() for line in told.splitlines())
     why = told[told.index("\nlayout  ") :].strip()
-    return f"```\n$ {command}\n{why}\n```"
-
-
-def in_terminal(command: list[str], columns: int = 80) -> str:
-    """Returns what a command prints on a terminal of so many columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment):
-        os.close(theirs)
-        told = b""
-        with contextlib.suppress(OSError):  # the end of a terminal is an error
-            while part := os.read(ours, 1 << 16):
-                told += part
-    os.close(ours)
-    return "".join(line.rstrip() + "\n" for line in told.decode().splitlines())
+    return f"```\n$ {command[1]}\n{why}\n```"
 
 
 def refresh(*documents: Path) -> Iterator[str]:

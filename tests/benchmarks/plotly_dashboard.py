@@ -22,16 +22,12 @@ class PlotlyDashboard:
         from plotly.subplots import make_subplots
 
         self.dashboard, self.view = Dashboard(run), View(width=900)
-        while self.dashboard.read():
-            pass
+        self.dashboard.read_all()
         self.widget: Any = FigureWidget(make_subplots(rows=2, cols=2, subplot_titles=SHOWN))
         for number in range(len(SHOWN)):
             place = {"row": number // 2 + 1, "col": number % 2 + 1}
-            self.widget.add_trace(Scatter(mode="lines", line_width=0, showlegend=False), **place)
-            self.widget.add_trace(
-                Scatter(mode="lines", line_width=0, fill="tonexty", showlegend=False), **place
-            )
-            self.widget.add_trace(Scatter(mode="lines", showlegend=False), **place)
+            for look in ({"line_width": 0}, {"line_width": 0, "fill": "tonexty"}, {}):
+                self.widget.add_trace(Scatter(mode="lines", showlegend=False, **look), **place)
         self.widget.update_layout(height=600, template="plotly_white")
         self.widget.update_xaxes(matches="x")
         self._draw()

@@ -2,13 +2,13 @@
 four nodes; nothing without Slurm.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import kit
-from cluster.job import Job
 from cluster.sandbox import Sandbox, why_not
 from kit.data import Dataset
 from kit.rehearsal import Rehearsal, rehearse
@@ -27,52 +27,37 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         print(f"rehearsal: {missing}")
         return []
     recipe = kit.Recipe(data=str(dataset.directory), num_steps=100_000, checkpoint_every=50)
-    sandbox = Sandbox.start(workplace / "sandbox")
-    os.environ.update(sandbox.environment)
-    try:
+    spec, frontier = ModelSpec.preset("demo"), kit.Site.load("frontier")
+    with contextlib.ExitStack() as stack:
+        sandbox = Sandbox.start(workplace / "sandbox")
+        stack.callback(sandbox.stop)
+        os.environ.update(sandbox.environment)
         site = kit.Site.load(sandbox.site_file)
-        spec = ModelSpec.preset("demo")
         # Step times, which the sandbox does not state, are not compared.
-        frontier = kit.Site.load("frontier")
-        told = rehearse(
-            spec, PLAN, recipe, site.replace(device=frontier.device, links=frontier.links)
-        )
+        priced = site.replace(device=frontier.device, links=frontier.links)
+        told = rehearse(spec, PLAN, recipe, priced)
         run = kit.launch(workplace / "run", spec=spec, plan=PLAN, recipe=recipe, site=site)
-        assert run.job is not None
-        try:
-            _wait_for(run.job, step=60)
-            return _compare(told, run)
-        finally:
-            run.job.cancel()
-            run.job.wait(60)
-    finally:
-        sandbox.stop()
-
-
-def _wait_for(job: Job, step: int) -> None:
-    while (job.status().step or 0) < step:
-        if job.status().state.is_final:
-            raise RuntimeError(f"rehearsal: the job has ended: {job.status().reason}")
-        time.sleep(0.5)
+        stack.callback(run.job.wait, 60)
+        stack.callback(run.job.cancel)
+        while (run.job.status().step or 0) < 60:
+            if run.job.status().state.is_final:
+                raise RuntimeError(f"rehearsal: the job has ended: {run.job.status().reason}")
+            time.sleep(0.5)
+        return _compare(told, run)
 
 
 def _compare(told: Rehearsal, run: Run) -> list[Row]:
-    counts: dict[str, Any] = {count.what: count for count in told.counts}
-    written = sum(
-        file.stat().st_size for file in run.checkpoints.path(run.checkpoints.newest()).iterdir()
+    counts: dict[str, Any] = {count.what: count.value for count in told.counts}
+    newest = run.checkpoints.path(run.checkpoints.newest())
+    written = sum(file.stat().st_size for file in newest.iterdir())
+    size = counts["kept"] * 1e12 / (run.recipe.keep_last + 1)
+    files, listed = (
+        "open files of rank 0",
+        [len(os.listdir(f"/proc/{pid}/fd")) for pid in _ranks(run)],
     )
-    size = counts["kept"].value * 1e12 / (run.recipe.keep_last + 1)
-    ranks = [pid for pid in _processes(run) if "\0kit.train\0" in _read(pid, "cmdline")]
-    open_files = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in ranks)
     return [
         *_pair("a checkpoint", size / 1e6, written / 1e6, "MB", "names and zip archives included"),
-        *_pair(
-            "open files of rank 0",
-            counts["open files of rank 0"].value,
-            open_files,
-            "",
-            "the most of 8",
-        ),
+        *_pair(files, counts[files], max(listed), "", "the most of 8"),
     ]
 
 
@@ -83,15 +68,14 @@ def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row
     ]
 
 
-def _processes(run: Run) -> list[int]:
-    """Returns the supervisor, the keepers and the ranks of a job, on all nodes of the sandbox."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    mark = f"KIT_RUN_DIR={run.directory}\0"
-    return [pid for pid in pids if pid != os.getpid() and mark in _read(pid, "environ")]
-
-
-def _read(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    except OSError:  # it has ended
-        return ""
+def _ranks(run: Run) -> list[int]:
+    """Returns the ranks of a job, on all nodes of the sandbox."""
+    mark, found = f"KIT_RUN_DIR={run.directory}\0", []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            environment, command = (
+                (process / file).read_text(errors="replace") for file in ("environ", "cmdline")
+            )
+            if mark in environment and "\0kit.train\0" in command:
+                found.append(int(process.name))
+    return found

@@ -1,36 +1,26 @@
 """Scale on one machine: planner and monitor at 100,000 devices, one rank of 16,384, and ten million
 steps.
 
-    python -m tests.benchmarks.scale CASE FOLDER SIZE   one case; prints seconds, and the process's
-    memory at its peak
-
 Each case runs in a process of its own, so that its memory is its own. Heartbeats and metrics are
 files as a job leaves them; the ranks that would write them are not there.
 """
 
-import json
-import resource
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cluster.heartbeats import RankHeartbeat, write_all_heartbeats
-from cluster.job import JobSpec
-from cluster.process import Process
+from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, write_all_heartbeats
 from cluster.site import Site
-from cluster.state import JobState, RunState
+from kit.estimate.choose.explain import answers
+from kit.estimate.choose.search import search
+from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.ranks import SAMPLES, slowest_rank
 from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.run import Run
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.alone import alone
+from tests.monitor.recorded import recorded_run
 
-TAIL = (
-    ', "step_time_s": 7.5031, "tokens": 25165824, "loss": 2.3512, "grad_norm": 0.41,'
-    ' "learning_rate": 1e-4}\n'
-)
 SIZES = {
     "search": 98_304,
     "rank": 16_384,
@@ -39,6 +29,11 @@ SIZES = {
     "metrics": 10_000_000,
 }
 """Devices, ranks, ranks, ranks and steps."""
+TRILLION = ModelSpec.preset("gpt-1t")
+LINE = (
+    '{{"step": {step}, "attempt": 1, "time": {time:.1f}, "step_time_s": 7.5031, "tokens": 25165824,'
+    ' "loss": 2.3512, "grad_norm": 0.41, "learning_rate": 1e-4}}\n'
+)
 
 Work = Callable[[], object]
 
@@ -50,52 +45,33 @@ def measure(workplace: Path, sizes: dict[str, int] = SIZES) -> list[Row]:
         workplace: an empty folder; ten million steps are 1.9 GB.
         sizes: of the cases.
     """
-    found = {case: alone("scale", case, workplace / case, size) for case, size in sizes.items()}
-
-    def seconds(case: str, name: str, at_most: float, note: str = "") -> Row:
-        peak = f"{found[case]['peak_bytes'] / 1e9:.1f} GB at most in the process"
-        return row(
-            name, found[case]["seconds"], "s", at_most=at_most, note=f"{peak}{note and '; '}{note}"
-        )
-
-    devices, ranks, beats, watched, steps = (f"{sizes[case]:,}" for case in SIZES)
-    most = {"monitor": 1.0, "metrics": 3.0}
-    return [
-        seconds(
-            "search",
-            f"plans of a trillion parameters on {devices} devices: search, five explained",
-            2.0,
-        ),
-        seconds("rank", f"one rank of {ranks}: check of the plan, mesh, all its shards", 5.0),
-        seconds("heartbeats", f"heartbeats of {beats} ranks, read once", 1.0),
-        seconds(
-            "monitor",
-            f"monitor of {watched} ranks: one look, slow ranks, picture",
-            10.0,
-            "a look rests after it",
-        ),
-        seconds("metrics", f"metrics of {steps} steps, read with MFU", 60.0),
-        *(
-            row(f"peak memory, {case}", found[case]["peak_bytes"] / 1e9, "GB", at_most=limit)
-            for case, limit in most.items()
-        ),
-    ]
+    rows, peaks = [], []
+    for case, (work, told, seconds_wanted, gb_wanted) in CASES.items():
+        seconds, peak_bytes, _ = alone(_seconds, work, workplace / case, sizes[case])
+        gb, name = peak_bytes / 1e9, told.format(sizes[case])
+        note = f"{gb:.1f} GB at most in the process"
+        rows.append(row(name, seconds, "s", at_most=seconds_wanted, note=note))
+        if gb_wanted:
+            peaks.append(row(f"peak memory, {case}", gb, "GB", at_most=gb_wanted))
+    return rows + peaks
 
 
-def search(folder: Path, size: int) -> Work:
+def _seconds(prepare: Callable[[Path, int], Work], folder: Path, size: int) -> float:
+    work = prepare(folder, size)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def planner(folder: Path, size: int) -> Work:
     """The planner on so many devices."""
-    from kit.estimate.choose.explain import answers
-    from kit.estimate.choose.search import search
-
-    spec, site = ModelSpec.preset("gpt-1t"), Site.load("dgx-h100")
-    return lambda: answers(search(spec, site, size, 12_288), 5)
+    return lambda: answers(search(TRILLION, Site.load("dgx-h100"), size, 12_288), 5)
 
 
 def rank(folder: Path, size: int) -> Work:
     """The last of so many ranks: the real cutting code, for that rank alone."""
     from kit.parallel.simulate import view_rank
 
-    spec = ModelSpec.preset("gpt-1t")
     plan = Plan(
         global_batch_size=size,
         tensor_parallel=8,
@@ -103,26 +79,21 @@ def rank(folder: Path, size: int) -> Work:
         data_parallel=size // 512,
         zero_stage=1,
     )
-    return lambda: view_rank(spec, plan, size - 1)
+    return lambda: view_rank(TRILLION, plan, size - 1)
 
 
 def heartbeats(folder: Path, size: int) -> Work:
     """The heartbeats of a run directory."""
-    from cluster.heartbeats import read_rank_heartbeats
-
-    _write_heartbeats(folder, size)
+    write_heartbeats(folder, size)
     return lambda: read_rank_heartbeats(folder, 1)
 
 
 def monitor(folder: Path, size: int) -> Work:
-    """What the dashboard does once a second, and its picture of the ranks."""
-    from kit.monitor.dashboard import Dashboard, View
-    from kit.monitor.ranks import SAMPLES, slowest_rank
-
-    run = _run(folder, size)
-    _write_heartbeats(folder, size)
-    (folder / "metrics.jsonl").write_text("".join(_lines(1, 200)))
-    dashboard = Dashboard(run)
+    """What the dashboard does once a second, and its picture of the ranks; a look rests after
+    it.
+    """
+    dashboard = Dashboard(recorded_run(folder, steps=200, ranks=size))
+    write_heartbeats(folder, size)
 
     def look() -> None:
         dashboard.look()
@@ -139,9 +110,9 @@ def monitor(folder: Path, size: int) -> Work:
 
 def metrics(folder: Path, size: int) -> Work:
     """The reader that figures, exports and `kit status` share."""
-    run = _run(folder, 1024)
+    run = recorded_run(folder, steps=0, ranks=1024)
     with (folder / "metrics.jsonl").open("w") as stream:
-        stream.writelines(_lines(1, size))
+        stream.writelines(_lines(size))
 
     def read() -> None:
         found = run.metrics()
@@ -150,35 +121,23 @@ def metrics(folder: Path, size: int) -> Work:
     return read
 
 
-CASES = {function.__name__: function for function in (search, rank, heartbeats, monitor, metrics)}
+CASES: dict[str, tuple[Callable[[Path, int], Work], str, float, float | None]] = {
+    "search": (
+        planner,
+        "plans of a trillion parameters on {:,} devices: search, five explained",
+        2.0,
+        None,
+    ),
+    "rank": (rank, "one rank of {:,}: check of the plan, mesh, all its shards", 5.0, None),
+    "heartbeats": (heartbeats, "heartbeats of {:,} ranks, read once", 1.0, None),
+    "monitor": (monitor, "monitor of {:,} ranks: one look, slow ranks, picture", 10.0, 1.0),
+    "metrics": (metrics, "metrics of {:,} steps, read with MFU", 60.0, 3.0),
+}
+"""What is done, how it is called, and the most seconds and GB that it may take."""
 
 
-def _run(folder: Path, ranks: int) -> Run:
-    """Returns a run of so many ranks whose job is this very process, so that it counts as alive."""
-    plan = Plan(global_batch_size=ranks, data_parallel=ranks)
-    recipe = Recipe(data="none", num_steps=10**8)
-    run = Run.create(
-        folder,
-        spec=ModelSpec.preset("gpt-1.4b"),
-        plan=plan,
-        recipe=recipe,
-        site=Site.load("dgx-h100"),
-    )
-    plan.write(folder / "plan.attempt_01.json")
-    JobSpec(name="scale", run_dir=str(folder), argv=("none",), num_processes=ranks).write(
-        folder / "job.json"
-    )
-    RunState(
-        state=JobState.RUNNING,
-        attempt=1,
-        step=200,
-        heartbeat=time.time(),
-        process=Process.current(),
-    ).write(folder / "state.json")
-    return run
-
-
-def _write_heartbeats(folder: Path, ranks: int) -> None:
+def write_heartbeats(folder: Path, ranks: int) -> None:
+    """Writes the file of all heartbeats of a run's step 200; one rank in 97 is slow."""
     folder.mkdir(parents=True, exist_ok=True)
     beats = (
         RankHeartbeat(
@@ -194,18 +153,6 @@ def _write_heartbeats(folder: Path, ranks: int) -> None:
     write_all_heartbeats(folder, (beat.line for beat in beats))
 
 
-def _lines(first: int, last: int):
-    return (
-        f'{{"step": {step}, "attempt": 1, "time": {1.7e9 + 7.5 * step:.1f}{TAIL}'
-        for step in range(first, last + 1)
-    )
-
-
-if __name__ == "__main__":
-    case, folder, size = sys.argv[1:]
-    work = CASES[case](Path(folder), int(size))
-    start = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - start
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes}))
+def _lines(steps: int) -> Iterator[str]:
+    for step in range(1, steps + 1):
+        yield LINE.format(step=step, time=1.7e9 + 7.5 * step)

@@ -25,13 +25,20 @@ from kit.run import Run
 from kit.run.metrics import Metrics
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.turns import median_row
+from tests.environments import ROOT
 
+ONE = Plan(global_batch_size=16, micro_batch_size=4)
 LAYOUTS = {
-    "1 process": Plan(global_batch_size=16, micro_batch_size=4),
-    "TP2 x PP2, 4 processes": Plan(
-        global_batch_size=16, micro_batch_size=4, tensor_parallel=2, pipeline_parallel=2
-    ),
+    "1 process": ONE,
+    "TP2 x PP2, 4 processes": ONE.replace(tensor_parallel=2, pipeline_parallel=2),
 }
+RECORDED = {"1 process": ONE, "DP2, 2 processes": ONE.replace(data_parallel=2)}
+CHECKPOINT_EVERY = 50
+NUM_CHECKPOINTS = 5
+SLOWED_STEPS = 2
+"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
+about one."""
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
@@ -45,10 +52,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     rows.append(row("`import torch`, for comparison", _import_s("torch", repeats=3)[0], "s"))
     for name, plan in LAYOUTS.items():
         times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(3)]
-        note = f"median of 3, {min(times):.1f} to {max(times):.1f} s"
-        rows.append(
-            row(f"`kit launch` to first step, {name}", statistics.median(times), "s", note=note)
-        )
+        rows.append(median_row(f"`kit launch` to first step, {name}", times, "s"))
     return rows
 
 
@@ -58,29 +62,35 @@ def first_step_s(directory: Path, plan: Plan, dataset: Dataset) -> float:
     Raises:
         RuntimeError: the run failed.
     """
-    recipe = Recipe(
-        data=str(dataset.directory), num_steps=1, learning_rate=1e-3, checkpoint_every=None
-    )
     start = time.time()
-    run = launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
-    wait_until_done(run)
+    run = trained(directory, plan, dataset, num_steps=1, checkpoint_every=None)
     return float(run.metrics()["time"][0]) - start
 
 
-def wait_until_done(run: Run, *, limit_s: float = 600) -> None:
-    """Waits for the end of a run.
+def trained(
+    directory: Path, plan: Plan, dataset: Dataset, *, num_steps: int, checkpoint_every: int | None
+) -> Run:
+    """Returns a run of the demo model that has ended.
 
     Raises:
         RuntimeError: it failed; with the end of its log.
     """
-    status = run.job.wait(limit_s)
+    recipe = Recipe(
+        data=str(dataset.directory),
+        num_steps=num_steps,
+        learning_rate=1e-3,
+        checkpoint_every=checkpoint_every,
+    )
+    run = launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
+    status = run.job.wait(600)
     if status.state != "done":
         raise RuntimeError(f"{run.directory} is {status.state}: {status.reason}")
+    return run
 
 
 def _import_row(package: str) -> Row:
     seconds, loaded = _import_s(package, repeats=9)
-    note = "in a new interpreter; " + ("torch is imported" if loaded else "torch is not imported")
+    note = f"in a new interpreter; torch is {'' if loaded else 'not '}imported"
     return row(f"`import {package}`", seconds, "s", at_most=0.3, note=note)
 
 
@@ -92,23 +102,16 @@ def _import_s(package: str, *, repeats: int) -> tuple[float, bool]:
         f"import sys, time; start = time.perf_counter(); import {package}; "
         "print(time.perf_counter() - start, 'torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", code]
-    said = [
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        for _ in range(repeats)
-    ]
+    said = [_output([sys.executable, "-c", code], ROOT).split() for _ in range(repeats)]
     return statistics.median(float(seconds) for seconds, _ in said), said[0][1] == "True"
 
 
-# From a clone on
-
-ROOT = Path(__file__).parents[2]
 FIRST_STEP = """
 import sys
 from pathlib import Path
-from tests.benchmarks.startup import LAYOUTS, first_step_s
+from tests.benchmarks.startup import ONE, first_step_s
 from kit.data import Dataset
-print(first_step_s(Path(sys.argv[1]), LAYOUTS["1 process"], Dataset.open(sys.argv[2])))
+print(first_step_s(Path(sys.argv[1]), ONE, Dataset.open(sys.argv[2])))
 """
 
 
@@ -134,38 +137,21 @@ def measure_cold(
     if install:
         python = str(clone / ".venv/bin/python")
         phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
-        pip = [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "-c",
-            "constraints.txt",
-        ]
-        phases["packages, by pip"] = _timed([*pip, "-e", ".[notebooks]"], clone)
+        pip = f"{python} -m pip install --quiet --disable-pip-version-check -c constraints.txt"
+        phases["packages, by pip"] = _timed([*pip.split(), "-e", ".[notebooks]"], clone)
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
     phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
     torch_s = _timed([python, "-c", "import torch"], clone)
     begun = time.perf_counter()
-    first_s = float(
-        _output([python, "-c", FIRST_STEP, "runs/first", "data/demo"], clone).split()[-1]
-    )
+    told = _output([python, "-c", FIRST_STEP, "runs/first", "data/demo"], clone)
+    first_s = float(told.split()[-1])
     phases["Python of the launcher"] = max(0.0, time.perf_counter() - begun - first_s)
-    phases["launch to first loss"] = first_s
-    note = f"of that `import torch` {torch_s:.1f} s"
+    whole, limit = sum(phases.values()) + first_s, 300.0 if install else None
+    first = f"of that `import torch` {torch_s:.1f} s"
     return [
-        *(
-            row(name, spent, "s", note=note if name == "launch to first loss" else "")
-            for name, spent in phases.items()
-        ),
-        row(
-            "from `git clone` to the first loss",
-            sum(phases.values()),
-            "s",
-            at_most=300.0 if install else None,
-        ),
+        *(row(name, spent, "s") for name, spent in phases.items()),
+        row("launch to first loss", first_s, "s", note=first),
+        row("from `git clone` to the first loss", whole, "s", at_most=limit),
     ]
 
 
@@ -184,19 +170,6 @@ def _output(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-# Recording
-
-CHECKPOINT_EVERY = 50
-NUM_CHECKPOINTS = 5
-SLOWED_STEPS = 2
-"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
-about one."""
-RECORDED = {
-    "1 process": Plan(global_batch_size=16, micro_batch_size=4),
-    "DP2, 2 processes": Plan(global_batch_size=16, micro_batch_size=4, data_parallel=2),
-}
-
-
 def measure_overhead(workplace: Path, dataset: Dataset) -> list[Row]:
     """Returns, as fractions of the run time, what recording and checkpoints cost the demo model.
 
@@ -204,16 +177,11 @@ def measure_overhead(workplace: Path, dataset: Dataset) -> list[Row]:
         workplace: an empty folder.
         dataset: to train on; its vocabulary must fit the demo model.
     """
-    rows = []
+    rows, steps = [], CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1
     for name, plan in RECORDED.items():
-        recipe = Recipe(
-            data=str(dataset.directory),
-            num_steps=CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1,
-            learning_rate=1e-3,
-            checkpoint_every=CHECKPOINT_EVERY,
+        run = trained(
+            workplace / name, plan, dataset, num_steps=steps, checkpoint_every=CHECKPOINT_EVERY
         )
-        run = launch(workplace / name, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
-        wait_until_done(run)
         step_s, recording_s, checkpoint_s, slowed_s = costs(run.metrics()).values()
         checkpoint_s += slowed_s
         share = (recording_s + checkpoint_s / CHECKPOINT_EVERY) / step_s
@@ -221,9 +189,8 @@ def measure_overhead(workplace: Path, dataset: Dataset) -> list[Row]:
             f"{1e3 * recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f}"
             f" ms every {CHECKPOINT_EVERY} steps of {step_s:.2f} s"
         )
-        rows.append(
-            row(f"metrics and checkpoints, {name}", share, "fraction", at_most=0.01, note=note)
-        )
+        told = f"metrics and checkpoints, {name}"
+        rows.append(row(told, share, "fraction", at_most=0.01, note=note))
     return rows
 
 

@@ -2,8 +2,6 @@
 0's CPU seconds for planning and describing a save of gpt-1t, as torch does it by default and as the
 kit does.
 
-    python -m tests.benchmarks.storage CASE ...     one case, in a process of its own
-
 Saving: the stall is what `save` keeps training waiting for, the copy. Writing goes on behind it,
 and how much that slows the steps is in the table of recording.
 
@@ -14,20 +12,41 @@ gathered was pickled before, and is unpickled.
 
 import dataclasses
 import gc
-import json
 import multiprocessing
 import os
 import pickle
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kit.engines import build_engine
+from kit.engines.engine import PortableEngine
+from kit.engines.process_group import keep_freed_memory
+from kit.parallel.apply import build_decoders
+from kit.parallel.mesh import build_mesh
+from kit.parallel.pipeline import stage_layers
 from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_reader import CheckpointTensors
+from kit.run.checkpoint_writer import CheckpointWriter, SteadyPlanner, Writer
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.alone import alone
+from tests.benchmarks.contestants import join_alone
+from tests.benchmarks.turns import ratio_row
 
 SMALL = ModelSpec.llama(
     name="checkpoint-26m",
@@ -55,53 +74,27 @@ def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_
     Raises:
         RuntimeError: the process failed; with its last words.
     """
-    found = alone("storage", "times", workplace, pause_s, given=spec.to_json())
+    found = alone(times, workplace, spec, pause_s).found
     size = found.pop("bytes") / 1e6
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
-    note = f"{size:,.0f} MB, median of {REPEATS}"
-    ratios = [save / plain for save, plain in zip(found["save_s"], found["plain_s"], strict=True)]
+    rates = {name: size / seconds for name, seconds in middle.items()}
+    note, stall = f"{size:,.0f} MB, median of {REPEATS}", f"{rates['stall']:,.0f} MB/s"
+    cached = {"at_least": 500.0, "note": "files still in memory"}
     return [
-        row("save, to the disk", size / middle["save_s"], "MB/s", note=note),
-        row(
-            "plain write of as many bytes",
-            size / middle["plain_s"],
-            "MB/s",
-            note="one file, synchronised",
-        ),
-        row("save / plain write, in time", statistics.median(ratios), "x", at_most=1.5),
-        row(
-            "load into the engine",
-            size / middle["load_s"],
-            "MB/s",
-            at_least=500.0,
-            note="files still in memory",
-        ),
-        row(
-            "stall of training by a save",
-            1e3 * middle["stall_s"],
-            "ms",
-            note=f"{size / middle['stall_s']:,.0f} MB/s",
-        ),
+        row("save, to the disk", rates["save"], "MB/s", note=note),
+        row("plain write of as many bytes", rates["plain"], "MB/s", note="one file, synchronised"),
+        ratio_row("save / plain write, in time", found["save"], found["plain"], at_most=1.5),
+        row("load into the engine", rates["load"], "MB/s", **cached),
+        row("stall of training by a save", 1e3 * middle["stall"], "ms", note=stall),
     ]
 
 
-def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
+def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
     """Returns bytes of a checkpoint, and seconds of each repeat of saving, its stall, loading
     and a plain write.
     """
-    import torch
-    import torch.distributed as dist
-
-    from kit.engines import build_engine
-    from kit.engines.engine import PortableEngine
-    from kit.engines.process_group import keep_freed_memory
-    from kit.recipe import Recipe
-    from kit.run.checkpoint import Checkpoints
-    from kit.run.checkpoint_reader import CheckpointTensors
-    from kit.run.checkpoint_writer import CheckpointWriter
-
     keep_freed_memory()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    join_alone()
     plan = Plan(global_batch_size=2)
     engine = build_engine(spec, plan, Recipe(data="none", num_steps=1), torch.device("cpu"))
     assert isinstance(engine, PortableEngine)
@@ -109,31 +102,24 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
     engine.train_step(torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4)
     checkpoints = Checkpoints(folder / "checkpoints")
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
-    found: dict = {"save_s": [], "stall_s": [], "load_s": [], "plain_s": []}
+    found: dict[str, Any] = {"save": [], "stall": [], "load": [], "plain": []}
     for step in range(REPEATS + 1):
         time.sleep(pause_s)
-        facts = {
-            "step": step,
-            "samples": step,
-            "tokens": step,
-            "seed": 1,
-            "spec": spec,
-            "plan": plan,
-        }
+        facts = {"step": step, "samples": step, "tokens": step, "seed": 1}
         start = time.perf_counter()
-        writer.start(engine.state_dict(), facts)
+        writer.start(engine.state_dict(), {**facts, "spec": spec, "plan": plan})
         # at most so long: in training a forward and a backward pass come before
         writer.wait_for_copies()
-        found["stall_s"].append(time.perf_counter() - start)
+        found["stall"].append(time.perf_counter() - start)
         writer.finish()
-        found["save_s"].append(time.perf_counter() - start)
+        found["save"].append(time.perf_counter() - start)
         start = time.perf_counter()
         described = checkpoints.describe(step)
         CheckpointTensors(checkpoints, described, spec).fill_all(engine.state_dict())
-        found["load_s"].append(time.perf_counter() - start)
+        found["load"].append(time.perf_counter() - start)
         found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(step).iterdir())
         time.sleep(pause_s)
-        found["plain_s"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
+        found["plain"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
         (folder / f"plain-{step - 1}").unlink(missing_ok=True)
     dist.destroy_process_group()
     # 0 warms up.
@@ -163,56 +149,40 @@ PLAN = Plan(
 )
 
 
-def measure_planning(workplace: Path, stages: int = 64) -> list[Row]:
+def measure_planning(
+    workplace: Path, stages: int = 64, spec: ModelSpec = TRILLION, plan: Plan = PLAN
+) -> list[Row]:
     """Returns CPU seconds of a first and a second save of so many stages, 48 ranks each, and of the
     way before.
 
     Raises:
         RuntimeError: a process failed; with its last words.
     """
-    old, new = (alone("storage", "seconds", stages, workplace, way) for way in ("before", ""))
+    old, new = (alone(seconds, workplace, stages, way, spec, plan).found for way in (False, True))
     note = f"{new['items']:,} tensors and parts to write, .metadata of {new['bytes'] / 1e6:.1f} MB"
-    ranks = f"{new['ranks']:,} ranks"
+    (_, before), (first, later), ranks = old["seconds"], new["seconds"], f"{new['ranks']:,} ranks"
+    all_told = f"{note}, sent to every rank at the end"
     return [
-        row(
-            f"before: every save of {ranks}",
-            old["seconds"][1],
-            "s",
-            note=f"{note}, sent to every rank at the end",
-        ),
-        row(f"first save of {ranks}", new["seconds"][0], "s", at_most=15.0, note=note),
-        row(
-            f"later saves of {ranks}", new["seconds"][1], "s", at_most=5.0, note="the plan is kept"
-        ),
+        row(f"before: every save of {ranks}", before, "s", note=all_told),
+        row(f"first save of {ranks}", first, "s", at_most=15.0, note=note),
+        row(f"later saves of {ranks}", later, "s", at_most=5.0, note="the plan is kept"),
     ]
 
 
 def plans_of_a_stage(spec: ModelSpec, plan: Plan) -> list[Any]:
     """Returns the plans of the ranks of the second pipeline stage, by torch's own code."""
-    from kit.parallel import apply, mesh  # noqa: F401  # once, for all
-
     size = plan.num_devices // plan.pipeline_parallel
+    ranks = range(size, 2 * size)
     # A process each: torch keeps what it once computed of a rank's parts for every mesh of that
     # shape.
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as ranks:
-        return ranks.starmap(
-            _plan, [(spec, plan, rank) for rank in range(size, 2 * size)], chunksize=1
-        )
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        return pool.starmap(_plan, [(spec, plan, rank) for rank in ranks], chunksize=1)
 
 
 def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from kit.parallel.apply import build_decoders
-    from kit.parallel.mesh import build_mesh
-
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_devices)
-    (decoder,) = build_decoders(
-        spec, plan, build_mesh(plan, "cpu"), device=torch.device("meta"), seed=None
-    )
+    mesh, device = build_mesh(plan, "cpu"), torch.device("meta")
+    (decoder,) = build_decoders(spec, plan, mesh, device=device, seed=None)
     state = {
         f"{kind}.{name}": parameter.detach()
         for kind in ("model", "adamw.exp_avg", "adamw.exp_avg_sq")
@@ -224,56 +194,43 @@ def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
 
 def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[Any]:
     """Returns copies of the plans of the second stage for another."""
-    from kit.parallel.pipeline import stage_layers
-
-    names = {
-        f".layers.{a}.": f".layers.{b}."
-        for a, b in zip(stage_layers(spec, plan, 1), stage_layers(spec, plan, stage), strict=True)
-    }
+    layers = zip(stage_layers(spec, plan, 1), stage_layers(spec, plan, stage), strict=True)
+    names = {f".layers.{a}.": f".layers.{b}." for a, b in layers}
 
     def renamed(name: str) -> str:
         old = next(old for old in names if old in name)
         return name.replace(old, names[old])
 
+    def moved(item: Any) -> Any:
+        index = dataclasses.replace(item.index, fqn=renamed(item.index.fqn))
+        return dataclasses.replace(item, index=index)
+
     return [
         dataclasses.replace(
             each,
-            items=[
-                dataclasses.replace(
-                    item, index=dataclasses.replace(item.index, fqn=renamed(item.index.fqn))
-                )
-                for item in each.items
-            ],
+            items=[moved(item) for item in each.items],
             planner_data={renamed(name): (renamed(name),) for name in each.planner_data},
         )
         for each in plans
     ]
 
 
-def seconds(
-    folder: Path, stages: int, *, is_before: bool, spec: ModelSpec = TRILLION, plan: Plan = PLAN
-) -> dict[str, Any]:
-    """Returns rank 0's CPU seconds of two saves, ranks, items and bytes of the description."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.planner import SavePlan
-
-    from kit.run.checkpoint_writer import SteadyPlanner, Writer
-
+def seconds(folder: Path, stages: int, ours: bool, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+    """Returns rank 0's CPU seconds of two saves, ranks, items and bytes of the description; of
+    the kit's way or torch's own.
+    """
     own = plans_of_a_stage(spec, plan)
     plans = [each for stage in range(stages) for each in of_stage(own, spec, plan, stage)]
     sent, items = [pickle.dumps(each) for each in plans], sum(len(each.items) for each in plans)
     del plans, own
-    planner: Any = DefaultSavePlanner() if is_before else SteadyPlanner()
+    planner: Any = SteadyPlanner() if ours else DefaultSavePlanner()
     took, results, path = [], [], folder
     for save in range(2):
-        path = folder / f"{stages}-{is_before}-{save}"
+        path = folder / f"{stages}-{ours}-{save}"
         path.mkdir()
-        writer: Any = (
-            FileSystemWriter(path) if is_before else Writer(path, planner, lambda *_: None)
-        )
+        writer: Any = Writer(path, planner, lambda *_: None) if ours else FileSystemWriter(path)
         start = time.process_time()
-        if not is_before:
+        if ours:
             gc.disable()  # as the trainer does
         planner.set_up_planner({}, is_coordinator=True)
         gathered = [pickle.loads(each) for each in sent]
@@ -286,7 +243,7 @@ def seconds(
         writer.finish(described, [pickle.loads(each) for each in results])
         took.append(time.process_time() - resumed + paused - start)
         gc.enable()
-        if not is_before:
+        if ours:
             # What ranks whose plan has not changed send.
             sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
     size = (path / ".metadata").stat().st_size
@@ -295,20 +252,8 @@ def seconds(
 
 def _results(plan: Any) -> list[Any]:
     """Returns what a rank says that it has written."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.storage import WriteResult
-
     file = f"{plan.storage_data.prefix}0.distcp"
     return [
         WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000))
         for i, item in enumerate(plan.items)
     ]
-
-
-if __name__ == "__main__":
-    case, first, second, *way = sys.argv[1:]
-    if case == "seconds":
-        found = seconds(Path(second), int(first), is_before=way == ["before"])
-    else:
-        found = times(Path(first), ModelSpec.from_json(sys.stdin.read()), float(second))
-    print(json.dumps(found))

@@ -13,6 +13,10 @@ from cluster.record import ConfigError
 from kit.show.results import format_value
 from tests.benchmarks.results import RESULTS, Results
 
+BETWEEN_MARKERS = re.compile(
+    r"^<!-- bench:(\w+) -->$(?:(?!<!-- /?bench:).)*^<!-- /bench:\1 -->$", flags=re.M | re.S
+)
+
 
 def write_tables(
     document: Path, *, directory: Path = RESULTS, texts: Mapping[str, str | None] | None = None
@@ -34,24 +38,25 @@ def write_tables(
             f"{document}: no such file; expected a document with <!-- bench:NAME --> markers."
         )
     text = document.read_text()
-    _check_markers(document, text)
-    written, kept = [], []
+    # A lost partner would swallow text up to the next marker.
+    if lost := re.search(r"^<!-- /?bench:\w+ -->$", re.sub(BETWEEN_MARKERS, "", text), flags=re.M):
+        raise ConfigError(
+            f"{document}: marker {lost[0]!r} has no partner. Each table stands between <!--"
+            " bench:NAME --> and <!-- /bench:NAME -->, each on a line of its own, not nested."
+        )
+    written, kept, found = [], [], dict(texts or {})
 
     def replaced(match: re.Match) -> str:
         name, file = match[1], directory / f"{match[1]}.json"
-        if name in (texts or {}):
-            text = (texts or {})[name]
-        else:
-            text = table(Results.read(file)) if file.exists() else None
-        if text is None:
+        if name not in found and file.exists():
+            found[name] = table(Results.read(file))
+        if found.get(name) is None:
             kept.append(name)
             return match[0]
         written.append(name)
-        return f"<!-- bench:{name} -->\n{text}\n<!-- /bench:{name} -->"
+        return f"<!-- bench:{name} -->\n{found[name]}\n<!-- /bench:{name} -->"
 
-    changed = re.sub(
-        r"^<!-- bench:(\w+) -->$.*?^<!-- /bench:\1 -->$", replaced, text, flags=re.M | re.S
-    )
+    changed = re.sub(BETWEEN_MARKERS, replaced, text)
     if changed != text:
         write_atomic(document, changed)
     return written, kept
@@ -79,23 +84,3 @@ def _cell(text: str) -> str:
     or begin a tag.
     """
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _check_markers(document: Path, text: str) -> None:
-    """Refuses anything but open, close, open, close of equal names: a lost partner would swallow
-    text in between.
-    """
-    opened = None
-    for match in re.finditer(r"^<!-- (/?)bench:(\w+) -->$", text, flags=re.M):
-        closing, name = match[1] == "/", match[2]
-        if closing != (opened is not None) or (closing and name != opened):
-            raise ConfigError(
-                f"{document}: marker {match[0]!r} has no partner. Each table stands between <!--"
-                " bench:NAME --> and <!-- /bench:NAME -->, each on a line of its own, not nested."
-            )
-        opened = None if closing else name
-    if opened is not None:
-        raise ConfigError(
-            f"{document}: marker '<!-- bench:{opened} -->' has no <!-- /bench:{opened} -->"
-            " after it."
-        )

@@ -56,7 +56,7 @@ def test_lost_marker_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     _write(tmp_path / "results")
     document = tmp_path / "README.md"
     document.write_text("<!-- bench:speed -->\nno end\n")
-    with pytest.raises(ConfigError, match="has no <!-- /bench:speed -->"):
+    with pytest.raises(ConfigError, match="marker '<!-- bench:speed -->' has no partner"):
         write_tables(document, directory=tmp_path / "results")
     assert document.read_text() == "<!-- bench:speed -->\nno end\n"
 

@@ -1,5 +1,5 @@
-"""Training speed of the demo model on this machine: the kit, transformers' Trainer and a plain
-loop, taking turns.
+"""Training speed on this machine: the kit, its engines, transformers' Trainer and a plain loop,
+taking turns.
 
 Turns of a few steps alternate between processes (A B C A B C ...), so that other work on the
 machine meets all alike; ratios are taken within a round, and the median round counts.
@@ -9,12 +9,11 @@ import contextlib
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from kit.model import build_decoder
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.contestants import DEMO, RECIPE, SETUP, WEIGHTS, Setup
+from tests.benchmarks.turns import median_row, ratio_row
 
 STEPS_PER_TURN = 3
 EARLY_STEPS = 5
@@ -34,12 +34,12 @@ Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measure
 2M parameters)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Entrant:
     """A contestant and how its process is set up."""
 
     name: str
-    keep_freed_memory: bool
+    keep_freed_memory: bool = True
 
 
 LARGER = Setup(
@@ -57,24 +57,64 @@ LARGER = Setup(
 """A model of 110M parameters, whose step is nearly all matrix products."""
 
 AS_USED = {
-    "kit": Entrant(name="kit", keep_freed_memory=True),
-    "Trainer": Entrant(name="transformers", keep_freed_memory=False),
-    "plain loop": Entrant(name="plain", keep_freed_memory=False),
+    "kit": Entrant("kit"),
+    "Trainer": Entrant("transformers", keep_freed_memory=False),
+    "plain loop": Entrant("plain", keep_freed_memory=False),
 }
 """Each as it runs when a user starts it: the kit's ranks change one setting of the allocator."""
 
 SAME_ALLOCATOR = {
-    "Trainer, kit's allocator setting": Entrant(name="transformers", keep_freed_memory=True),
-    "plain loop, kit's allocator setting": Entrant(name="plain", keep_freed_memory=True),
+    "Trainer, kit's allocator setting": Entrant("transformers"),
+    "plain loop, kit's allocator setting": Entrant("plain"),
 }
-
-
 ENGINES = {
-    "native engine": Entrant(name="kit", keep_freed_memory=True),
-    "DeepSpeed, ZeRO 0": Entrant(name="deepspeed_zero0", keep_freed_memory=True),
-    "DeepSpeed, ZeRO 1": Entrant(name="deepspeed_zero1", keep_freed_memory=True),
-    "plain torch loop": Entrant(name="plain", keep_freed_memory=True),
+    "native engine": Entrant("kit"),
+    "DeepSpeed, ZeRO 0": Entrant("deepspeed_zero0"),
+    "DeepSpeed, ZeRO 1": Entrant("deepspeed_zero1"),
+    "plain torch loop": Entrant("plain"),
 }
+
+
+UNITS = {"step_s": "tokens/s", "step_cpu_s": "tokens/CPU-s"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What contestants answered in each round, the first to warm up. The first contestant is
+    compared with the others.
+    """
+
+    setup: Setup
+    given: dict[str, list[dict]]
+    absent: dict[str, str]
+    """Those without answers, and why."""
+
+    def times(self, clock: str = "step_s") -> dict[str, list[float]]:
+        """Returns the seconds per step of each in each round."""
+        return {name: [answer[clock] for answer in given[1:]] for name, given in self.given.items()}
+
+    def unlike(self, where: str) -> dict[str, Row]:
+        """Returns a row for each whose first losses are not those of the first contestant: it does
+        not train the same model.
+        """
+        losses = {
+            name: [loss for answer in given for loss in answer["losses"]][:EARLY_STEPS]
+            for name, given in self.given.items()
+        }
+        subject, limit, rows = next(iter(losses)), SAME_LOSS[self.setup.precision], {}
+        for name, found in losses.items():
+            pairs = zip(losses[subject], found, strict=True)
+            by = max(abs(theirs / ours - 1) for ours, theirs in pairs)
+            if by > limit:
+                told = f"{name}, {where}: losses differ from the {subject}'s"
+                note = "so its speed is compared with nothing"
+                rows[name] = row(told, by, "fraction", at_most=limit, note=note)
+        return rows
+
+    def missing(self, where: str) -> list[Row]:
+        """Returns a row of those that were not measured, where there are any."""
+        note = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
+        return [row(f"not measured, {where}", len(self.absent), note=note)] if note else []
 
 
 def measure(workplace: Path) -> list[Row]:
@@ -82,54 +122,45 @@ def measure(workplace: Path) -> list[Row]:
 
     Args:
         workplace: an empty folder.
-    """
-    return [
-        *compare({**AS_USED, **SAME_ALLOCATOR}, workplace, threads=1, rounds=6),
-        *compare(AS_USED, workplace, threads=2, rounds=4),
-        *compare(AS_USED, workplace, threads=1, rounds=3, setup=LARGER),
-    ]
-
-
-def compare(
-    entrants: dict[str, Entrant], workplace: Path, *, threads: int, rounds: int, setup: Setup = DEMO
-) -> list[Row]:
-    """Returns the rows of one comparison; the first of `entrants` is compared with the others.
 
     Raises:
-        RuntimeError: a process failed, or the loops do not train the same model.
+        RuntimeError: the kit itself failed.
     """
-    steps = STEPS_PER_TURN if setup is DEMO else 1
-    turns = take_turns(
-        entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup
-    )
-    subject, *rivals = turns
-    where = (
-        f"{threads}"
-        f" thread{'s' if threads > 1 else ''}{'' if setup is DEMO else ', ' + setup.spec.name}"
-    )
-    tokens = setup.batch_size * setup.spec.sequence_length
-    rows = [
-        row(
-            f"{name}, {where}",
-            tokens / statistics.median(times),
-            "tokens/s",
-            note=f"{tokens / max(times):,.0f} to {tokens / min(times):,.0f}",
-        )
-        for name, times in turns.items()
+    both = {**AS_USED, **SAME_ALLOCATOR}
+    wanted = dict.fromkeys([*both][1:], 1.0)
+    one = take_answers(both, workplace, rounds=6)
+    two = take_answers(AS_USED, workplace, rounds=4, threads=2)
+    larger = take_answers(AS_USED, workplace, rounds=3, steps=1, setup=LARGER)
+    return [
+        *speeds(one, "1 thread", wanted),
+        *speeds(two, "2 threads", wanted),
+        *speeds(larger, "1 thread, llama-100m", wanted),
     ]
-    for rival in rivals:
-        name = f"{subject} / {rival}, {where}"
-        rows.append(ratio_row(name, turns[rival], turns[subject], at_least=1.0))
-    return rows
 
 
-def ratio_row(
-    name: str, longer: Sequence[float], shorter: Sequence[float], *, at_least: float | None = None
-) -> Row:
-    """Returns the median ratio of two's times within a round."""
-    ratios = [one / other for one, other in zip(longer, shorter, strict=True)]
-    note = f"median of {len(ratios)} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
-    return row(name, statistics.median(ratios), "x", at_least=at_least, note=note)
+def speeds(
+    answers: Answers, where: str, wanted: Mapping[str, float | None], *, clock: str = "step_s"
+) -> list[Row]:
+    """Returns tokens/s of each, by the wall or by the processor, and the first's ratio to each that
+    is in `wanted` and trains the same model.
+
+    Args:
+        answers: of the contestants.
+        where: ends the names of the rows.
+        wanted: the least ratio to each; None only informs.
+        clock: one of `UNITS`.
+    """
+    setup, times, unlike = answers.setup, answers.times(clock), answers.unlike(where)
+    tokens, subject, rows = setup.batch_size * setup.spec.sequence_length, next(iter(times)), []
+    for name, seconds in times.items():
+        rates = [tokens / each for each in seconds]
+        rows.append(median_row(f"{name}, {where}", rates, UNITS[clock]))
+        if name in unlike:
+            rows.append(unlike[name])
+        elif name in wanted:
+            ratio = f"{subject} / {name}, {where}"
+            rows.append(ratio_row(ratio, seconds, times[subject], at_least=wanted[name]))
+    return rows + answers.missing(where)
 
 
 def measure_engines(workplace: Path, *, rounds: int = 6) -> list[Row]:
@@ -141,86 +172,39 @@ def measure_engines(workplace: Path, *, rounds: int = 6) -> list[Row]:
         rounds: in which each engine has its turn.
 
     Raises:
-        RuntimeError: a process failed, or the engines do not train the same model.
+        RuntimeError: the native engine failed.
     """
     setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
-    turns = take_turns(ENGINES, workplace, threads=1, rounds=rounds, setup=setup)
-    rows = []
-    for name, times in turns.items():
-        note = f"median of {rounds} rounds, {1000 * min(times):.0f} to {1000 * max(times):.0f}"
-        rows.append(row(f"{name}, 1 thread", 1000 * statistics.median(times), "ms", note=note))
-    native, *others = turns
-    return rows + [
-        ratio_row(f"{name} / {native}, step time", turns[name], turns[native]) for name in others
-    ]
-
-
-def take_turns(
-    entrants: dict[str, Entrant],
-    workplace: Path,
-    *,
-    threads: int,
-    rounds: int,
-    steps: int = STEPS_PER_TURN,
-    setup: Setup = DEMO,
-) -> dict[str, list[float]]:
-    """Returns the seconds per step of each entrant in each round.
-
-    Raises:
-        RuntimeError: a process failed, or the loops do not train the same model.
-    """
-    answers, absent = take_answers(
-        entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup
-    )
-    differing = differences(answers)
-    wrong = {
-        name: f"losses differ by {by:.1g}"
-        for name, by in differing.items()
-        if by > SAME_LOSS[setup.precision]
-    }
-    if absent or wrong:
-        raise RuntimeError(
-            "Not all loops train, and the same model, so their speeds do not compare:"
-            f" {absent | wrong}."
-        )
-    return {name: [answer["step_s"] for answer in given[1:]] for name, given in answers.items()}
-
-
-def differences(answers: dict[str, list[dict]]) -> dict[str, float]:
-    """Returns by how much the losses of the first steps differ from those of the first entrant,
-    at most, relative.
-    """
-    losses = {
-        name: [loss for answer in given for loss in answer["losses"]]
-        for name, given in answers.items()
-    }
-    first, count = next(iter(losses.values())), min(EARLY_STEPS, min(map(len, losses.values())))
-    return {
-        name: max(
-            abs(theirs / ours - 1)
-            for ours, theirs in zip(first[:count], given[:count], strict=True)
-        )
-        for name, given in losses.items()
-    }
+    answers = take_answers(ENGINES, workplace, rounds=rounds, setup=setup)
+    times, unlike, rows, ratios = answers.times(), answers.unlike("1 thread"), [], []
+    native, *others = times
+    for name, seconds in times.items():
+        rows.append(median_row(f"{name}, 1 thread", [1000 * each for each in seconds], "ms"))
+        if name in others and name not in unlike:
+            ratios.append(ratio_row(f"{name} / {native}, step time", seconds, times[native]))
+    return [*rows, *ratios, *unlike.values(), *answers.missing("1 thread")]
 
 
 def take_answers(
     entrants: dict[str, Entrant],
     workplace: Path,
     *,
-    threads: int,
     rounds: int,
-    steps: int,
-    setup: Setup,
+    threads: int = 1,
+    steps: int = STEPS_PER_TURN,
+    setup: Setup = DEMO,
     together: bool = True,
     limit_s: float = 3600.0,
-) -> tuple[dict[str, list[dict]], dict[str, str]]:
+) -> Answers:
     """Returns what each entrant answers in each round, after one to warm up, and why any has no
     answers.
 
     All start from one copy of the kit's initial weights. Those that run together take turns, so
     that other work on the machine meets all alike; one at a time, each has the device and its
     memory to itself. Whoever still runs after `limit_s` seconds in all is ended.
+
+    Raises:
+        RuntimeError: the first entrant, with which all are compared, has no answers.
     """
     torch.save(build_decoder(setup.spec, seed=RECIPE.seed).state_dict(), workplace / WEIGHTS)
     setup.write(workplace / SETUP)
@@ -241,7 +225,10 @@ def take_answers(
                         taken[name].append(_one_turn(processes[name], steps))
                     except EOFError:
                         absent[name] = _last_words(workplace / f"{entrants[name].name}.log", end)
-    return {name: answers for name, answers in taken.items() if name not in absent}, absent
+    if (subject := next(iter(entrants))) in absent:
+        raise RuntimeError(f"{subject} did not train {setup.spec.name}: {absent[subject]}")
+    given = {name: answers for name, answers in taken.items() if name not in absent}
+    return Answers(setup=setup, given=given, absent=absent)
 
 
 @contextlib.contextmanager
@@ -289,6 +276,5 @@ def _one_turn(process: subprocess.Popen, steps: int) -> dict:
 def _last_words(log: Path, end: float) -> str:
     if time.monotonic() > end:
         return "no time was left"
-    return (log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"])[
-        -1
-    ][:200]
+    words = log.read_text(errors="replace").strip().splitlines()
+    return words[-1][:200] if words else "it ended without a word"

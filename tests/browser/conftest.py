@@ -12,7 +12,7 @@ import pytest
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.widget import Monitor
 from kit.run import Run
-from tests.browser.lab import chromium
+from tests.browser import lab
 
 PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
 <body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
@@ -43,18 +43,11 @@ document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """A headless Chromium of this machine; nothing is downloaded."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    if chromium() is None:
-        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(
-            executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"]
-        )
+    """A headless Chromium of this machine."""
+    if missing := lab.why_not():
+        pytest.skip(missing)
+    with lab.browser() as started:
         yield started
-        started.close()
 
 
 class Screen:

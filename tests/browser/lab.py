@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,17 @@ def chromium() -> str | None:
     """Returns the path of this machine's Chromium or Chrome."""
     found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     return next(filter(None, found), None)
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Any]:
+    """A headless Chromium of this machine; nothing is downloaded."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        options = {"executable_path": chromium(), "args": ["--no-sandbox", "--disable-gpu"]}
+        with contextlib.closing(driver.chromium.launch(**options)) as started:
+            yield started
 
 
 class Lab:

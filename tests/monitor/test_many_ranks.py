@@ -11,7 +11,8 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.ranks import RankTimes
 from kit.monitor.runs import runs_table
 from kit.run import Run
-from tests.benchmarks import scale
+from tests.benchmarks.scale import write_heartbeats
+from tests.monitor.recorded import recorded_run
 
 OPENED: list[str] = []
 COUNTING = [False]
@@ -44,13 +45,12 @@ def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path: Path) -> No
     for ranks in (8, 8192):
         folder = tmp_path / str(ranks) / "run"
         folder.parent.mkdir()
-        run = scale._run(folder, ranks)
-        scale._write_heartbeats(folder, ranks)
+        run = recorded_run(folder, steps=50, ranks=ranks)
+        write_heartbeats(folder, ranks)
         logs = folder / "logs" / "attempt_01"
-        logs.mkdir(parents=True)
+        logs.mkdir(parents=True, exist_ok=True)
         for node in range(ranks // 8):
             (logs / f"node_{node}.log").touch()
-        (folder / "metrics.jsonl").write_text("".join(scale._lines(1, 50)))
         dashboard = Dashboard(run)
         dashboard.look()  # what is imported or cached at the first look does not count
         dashboard.ranks._rest_until = 0.0
