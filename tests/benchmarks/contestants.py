@@ -5,8 +5,8 @@
 Each line on standard input is a number of steps; each answer a line.
 
 Each runs in a process of its own, since the Trainer and a process group change the state of theirs,
-and only when told to, so that several can take turns. It works in a folder that holds the initial
-weights of all, `WEIGHTS`, and what they train, `SETUP`.
+and only when told to, so that several can take turns. It works in a folder that holds what they
+train, `SETUP`.
 """
 
 import dataclasses
@@ -29,17 +29,14 @@ from kit.convert.hugging_face_config import config_of
 from kit.convert.names import to_theirs
 from kit.engines import build_engine
 from kit.engines.adamw import adamw
-from kit.engines.engine import PortableEngine
 from kit.engines.process_group import keep_freed_memory
-from kit.model import Decoder, empty_decoder
-from kit.parallel.gradients import local
+from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 NUM_BATCHES = 8
-SETUP, WEIGHTS = Path("setup.json"), Path("weights.pt")
-"""By the kit's names, fp32; each contestant starts from a copy."""
+SETUP = Path("setup.json")
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train
 # the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-4, weight_decay=0.0)
@@ -68,7 +65,34 @@ class Setup(Record):
         )
 
 
+SHAPES = {
+    "checkpoint-26m": (6, 512, 8, 8, 1536, 8192, 256),
+    "llama-100m": (12, 768, 12, 12, 2048, 16_384, 256),
+    "llama-1b": (16, 2048, 32, 8, 8192, 32_000, 2048),
+    "tiny": (2, 64, 4, 4, 128, 4096, 64),
+}
+"""Layers, hidden size, heads, key/value heads, size of the feed-forward block, vocabulary and
+sequence length."""
+
+
+def llama(name: str) -> ModelSpec:
+    """Returns a Llama of the table."""
+    layers, hidden, heads, kv_heads, ffn, vocab, length = SHAPES[name]
+    return ModelSpec.llama(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+        vocab_size=vocab,
+        sequence_length=length,
+    )
+
+
 DEMO = Setup(spec=ModelSpec.preset("demo"), batch_size=16)
+LARGER = Setup(spec=llama("llama-100m"), batch_size=2)
+"""A model of 110M parameters, whose step is nearly all matrix products."""
 
 
 class Turns:
@@ -128,10 +152,10 @@ def batches(setup: Setup) -> Tensor:
 
 
 def initial_decoder(spec: ModelSpec) -> Decoder:
-    """Returns the kit's model with the weights that all start from, on the CPU."""
-    decoder = empty_decoder(spec)
-    decoder.load_state_dict(torch.load(WEIGHTS, mmap=True))
-    return decoder
+    """Returns the kit's model with the weights that all start from, on the CPU; an engine of the
+    kit makes the same.
+    """
+    return build_decoder(spec, seed=RECIPE.seed)
 
 
 def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
@@ -139,14 +163,6 @@ def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
     join_alone(setup.device)
     plan = setup.plan.replace(**changes)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
-    assert isinstance(engine, PortableEngine)
-    engine.restore_optimizer(0)
-    initial = initial_decoder(setup.spec).state_dict()
-    for name, tensor in engine.state_dict().items():
-        kind, _, parameter = name.partition(".")
-        with torch.no_grad():
-            local(tensor).copy_(initial[parameter]) if kind == "model" else local(tensor).zero_()
-    engine.after_load()
     # As the loop of a rank.
     step = getattr(engine, "begin_step", engine.train_step)
     turns.run(lambda samples: step(samples, RECIPE.learning_rate), batches(setup))
@@ -163,7 +179,6 @@ def plain(turns: Turns, setup: Setup) -> None:
     compiled, fused AdamW.
     """
     model = initial_decoder(setup.spec).to(setup.device)
-    half = setup.precision == "bf16"
 
     def forward(samples: Tensor) -> Tensor:
         logits_BTV = model(samples[:, :-1])
@@ -172,7 +187,7 @@ def plain(turns: Turns, setup: Setup) -> None:
     forward = torch.compile(forward) if setup.compile else forward
 
     def loss_of(samples: Tensor) -> Tensor:
-        with torch.autocast(setup.device, torch.bfloat16, enabled=half):
+        with torch.autocast(setup.device, torch.bfloat16, enabled=setup.precision == "bf16"):
             return forward(samples)
 
     _train(turns, setup, model, loss_of, torch.nn.utils.clip_grad_norm_)

@@ -19,8 +19,8 @@ from kit.measure.gemm import measure_gemm_flops_per_s
 from kit.plan import Recompute
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
-from tests.benchmarks.contestants import DEMO, Setup
-from tests.benchmarks.train_speed import LARGER, Answers, Entrant, speeds, take_answers
+from tests.benchmarks.contestants import DEMO, LARGER, Setup, llama
+from tests.benchmarks.train_speed import Answers, Entrant, speeds, take_answers
 
 KIT, SELECTIVE, PLAIN = "kit", "kit, selective recomputation", "plain compiled loop"
 ENTRANTS = {
@@ -47,34 +47,19 @@ def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
     On a GPU 8,192 tokens a step, in one pass.
     """
     if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
-        spec = ModelSpec.llama(
-            name="tiny",
-            num_layers=2,
-            hidden_size=64,
-            num_heads=4,
-            ffn_hidden_size=128,
-            vocab_size=DEMO.spec.vocab_size,
-            sequence_length=64,
-        )
         return {
             "demo": (DEMO.replace(batch_size=8), 3),
             "llama-100m": (LARGER, 1),
-            "tiny": (Setup(spec=spec, batch_size=2), 3),
+            "tiny": (Setup(spec=llama("tiny"), batch_size=2), 3),
         }
-    llama_1b = ModelSpec.llama(
-        name="llama-1b",
-        num_layers=16,
-        hidden_size=2048,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_hidden_size=8192,
-        vocab_size=32_000,
-        sequence_length=2048,
-    )
     eight_layers = ModelSpec.preset("llama3-8b").replace(
         name="llama3-8b-8-layers", num_layers=8, sequence_length=2048
     )
-    specs = (ModelSpec.preset("gpt-1.4b").replace(sequence_length=2048), llama_1b, eight_layers)
+    specs = (
+        ModelSpec.preset("gpt-1.4b").replace(sequence_length=2048),
+        llama("llama-1b"),
+        eight_layers,
+    )
     return {
         spec.name: (Setup(spec=spec, batch_size=4, device="cuda", precision="bf16"), 5)
         for spec in specs

@@ -45,18 +45,10 @@ from kit.run.checkpoint_writer import CheckpointWriter, SteadyPlanner, Writer
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.alone import alone
-from tests.benchmarks.contestants import join_alone
+from tests.benchmarks.contestants import join_alone, llama
 from tests.benchmarks.turns import ratio_row
 
-SMALL = ModelSpec.llama(
-    name="checkpoint-26m",
-    num_layers=6,
-    hidden_size=512,
-    num_heads=8,
-    ffn_hidden_size=1536,
-    vocab_size=8192,
-    sequence_length=256,
-)
+SMALL = llama("checkpoint-26m")
 REPEATS = 5
 PAUSE_S = 3.0
 """Before each write: a virtual machine gives freed memory back to its host in between, as

@@ -18,10 +18,8 @@ from pathlib import Path
 
 import torch
 
-from kit.model import build_decoder
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
-from tests.benchmarks.contestants import DEMO, RECIPE, SETUP, WEIGHTS, Setup
+from tests.benchmarks.contestants import DEMO, LARGER, SETUP, Setup
 from tests.benchmarks.turns import median_row, ratio_row
 
 STEPS_PER_TURN = 3
@@ -41,20 +39,6 @@ class Entrant:
     name: str
     keep_freed_memory: bool = True
 
-
-LARGER = Setup(
-    spec=ModelSpec.llama(
-        name="llama-100m",
-        num_layers=12,
-        hidden_size=768,
-        num_heads=12,
-        ffn_hidden_size=2048,
-        vocab_size=16_384,
-        sequence_length=256,
-    ),
-    batch_size=2,
-)
-"""A model of 110M parameters, whose step is nearly all matrix products."""
 
 AS_USED = {
     "kit": Entrant("kit"),
@@ -199,14 +183,13 @@ def take_answers(
     """Returns what each entrant answers in each round, after one to warm up, and why any has no
     answers.
 
-    All start from one copy of the kit's initial weights. Those that run together take turns, so
+    All start from the kit's initial weights. Those that run together take turns, so
     that other work on the machine meets all alike; one at a time, each has the device and its
     memory to itself. Whoever still runs after `limit_s` seconds in all is ended.
 
     Raises:
         RuntimeError: the first entrant, with which all are compared, has no answers.
     """
-    torch.save(build_decoder(setup.spec, seed=RECIPE.seed).state_dict(), workplace / WEIGHTS)
     setup.write(workplace / SETUP)
     taken: dict[str, list[dict]] = {name: [] for name in entrants}
     absent: dict[str, str] = {}
