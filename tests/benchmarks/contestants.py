@@ -30,7 +30,7 @@ from kit.convert.names import to_theirs
 from kit.engines import build_engine
 from kit.engines.adamw import adamw
 from kit.engines.process_group import keep_freed_memory
-from kit.model import Decoder, build_decoder
+from kit.model import Decoder, empty_decoder, initial_weight
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -151,11 +151,16 @@ def batches(setup: Setup) -> Tensor:
     return torch.randint(setup.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def initial_decoder(spec: ModelSpec) -> Decoder:
-    """Returns the kit's model with the weights that all start from, on the CPU; an engine of the
-    kit makes the same.
+def initial_decoder(setup: Setup) -> Decoder:
+    """Returns the kit's model with the weights that all start from; an engine of the kit makes the
+    same on the same device.
     """
-    return build_decoder(spec, seed=RECIPE.seed)
+    decoder = empty_decoder(setup.spec).to(setup.device)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            shape, seed, device = weight.shape, RECIPE.seed, weight.device
+            weight.copy_(initial_weight(setup.spec, name, shape, seed, device))
+    return decoder
 
 
 def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
@@ -178,7 +183,7 @@ def plain(turns: Turns, setup: Setup) -> None:
     """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: loss
     compiled, fused AdamW.
     """
-    model = initial_decoder(setup.spec).to(setup.device)
+    model = initial_decoder(setup)
 
     def forward(samples: Tensor) -> Tensor:
         logits_BTV = model(samples[:, :-1])
@@ -248,7 +253,7 @@ def transformers(turns: Turns, setup: Setup) -> None:
         {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
         for row in batches(setup).flatten(0, 1)
     ]
-    model, losses = theirs(initial_decoder(setup.spec)), []
+    model, losses = theirs(initial_decoder(setup)), []
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.detach()))
 
     class TakeTurns(TrainerCallback):
@@ -302,7 +307,7 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
     config = _torchtitan_config(setup.spec)
     model = config.build()
     model.init_weights()
-    weights = _their_weights(initial_decoder(setup.spec))
+    weights = _their_weights(initial_decoder(setup))
     model.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(weights))
     model = parallelize_llama(
         model.to(setup.device),
