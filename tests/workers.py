@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
 from kit.engines.process_group import start_process_group
@@ -23,12 +24,32 @@ from kit.parallel.groups import part
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 
 
 def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
     """Returns a prepared run for this machine."""
     return Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
+
+
+def complete_checkpoint(run: Run, state: dict[str, torch.Tensor], step: int) -> None:
+    """Writes a complete checkpoint of these tensors into a run, as the trainer does."""
+    folder = run.checkpoints.path(step)
+    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+    sequences = run.plan.global_batch_size * step
+    manifest = Manifest(
+        step=step,
+        attempt=1,
+        samples=sequences,
+        tokens=sequences * run.spec.sequence_length,
+        seed=run.recipe.seed,
+        time=0.0,
+        spec=run.spec,
+        plan=run.plan,
+        files={file.name: file.stat().st_size for file in folder.iterdir()},
+    )
+    run.checkpoints.complete(folder, manifest)
 
 
 def start_gloo() -> None:

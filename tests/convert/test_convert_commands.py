@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from kit.commands.app import app
 from kit.convert.hugging_face import import_hugging_face
 from kit.errors import ConfigError, DataError
-from tests.convert.test_shards import GPT, randomised, write_megatron
+from tests.convert.models import GPT, assert_equal, randomised
+from tests.convert.test_shards import write_megatron
 
 
 def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
@@ -21,39 +21,27 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, [*command, "--model", str(tmp_path / "spec.json"), "--json"])
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["bytes"] > 4 * GPT.num_params
-    found = import_hugging_face(tmp_path / "out").decoder()
-    assert all(
-        torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True)
-    )
+    assert_equal(import_hugging_face(tmp_path / "out").decoder(), decoder)
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("rest", "message"),
     [
-        (["import", ".", "--out", "out"], "--model: missing. The files of a checkpoint"),
-        (["import", ".", "--out", "out", "--model", "none.json"], "none.json: no such file"),
-        (
-            ["import", ".", "--out", "out", "--model", "none"],
-            "'none' is unknown. Allowed: demo, gpt",
-        ),
-        (
-            ["import", ".", "--out", "out", "--model", "demo", "--follow"],
-            "--follow: only with a log",
-        ),
-        (["import", ".", "--out", "out", "--model", "demo"], "no checkpoint that can be imported"),
-        (
-            ["import", ".", "--out", "out", "--model", "demo", "--format", "nxdt"],
-            "format: 'nxdt' is unknown. Did you mean 'nxd'?",
-        ),
-        (["import", "none.log", "--out", "out"], "--site: missing. Name the machine"),
+        ([], "--model: missing. The files of a checkpoint"),
+        (["--model", "none.json"], "none.json: no such file"),
+        (["--model", "none"], "'none' is unknown. Allowed: demo, gpt"),
+        (["--model", "demo", "--follow"], "--follow: only with a log"),
+        (["--model", "demo"], "no checkpoint that can be imported"),
+        (["--model", "demo", "--format", "nxdt"], "format: 'nxdt' is unknown. Did you mean 'nxd'?"),
+        (None, "--site: missing. Name the machine"),
     ],
 )
 def test_mistakes_are_told(
-    command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rest: list[str] | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = CliRunner().invoke(app, command)
-    assert isinstance(answer.exception, ConfigError | DataError) and message in str(
-        answer.exception
-    )
+    source = ["none.log"] if rest is None else [".", *rest]
+    answer = CliRunner().invoke(app, ["import", *source, "--out", "out"])
+    assert isinstance(answer.exception, ConfigError | DataError)
+    assert message in str(answer.exception)
     assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from kit.convert.hugging_face import export_hugging_face
 from kit.convert.tokenizer import HARD_TEXTS
+from kit.data import load_tokenizer
 from kit.data.tokenizer import (
     END_OF_TEXT,
     BytePairTokenizer,
@@ -27,7 +28,7 @@ from kit.data.tokenizer import (
 )
 from kit.errors import DataError
 from kit.model import build_decoder
-from kit.spec import ModelSpec
+from tests.convert import models
 
 TEXTS = inspect.getsource(textwrap).split("\n\n")
 LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -51,17 +52,7 @@ def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
 
 def exported(tokenizer: Tokenizer, folder: Path, family: str = "llama") -> Any:
     """Returns the tokenizer of a folder, as its user loads it."""
-    make = {"llama": ModelSpec.llama, "gpt": ModelSpec.gpt}[family]
-    sizes = {"ffn_hidden_size": 16} if family == "llama" else {}
-    spec = make(
-        name="tiny",
-        num_layers=1,
-        hidden_size=16,
-        num_heads=2,
-        vocab_size=500,
-        sequence_length=16,
-        **sizes,
-    )
+    spec = {"llama": models.LLAMA, "gpt": models.GPT}[family].replace(vocab_size=500)
     export_hugging_face(build_decoder(spec), folder, tokenizer=tokenizer)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -144,9 +135,13 @@ def test_the_kits_own_tokenizer_takes_no_special_token_out_of_a_text(
 ) -> None:
     tokenizer = train_tokenizer(TEXTS, 400)
     theirs = exported(tokenizer, tmp_path / "model", family)
+    own = load_tokenizer(tmp_path / "model")
     texts = [*HARD_TEXTS, f"quoted {END_OF_TEXT} inside"]
-    assert [theirs(text)["input_ids"] for text in texts] == tokenizer.encode_batch(texts)
+    ids = [theirs(text)["input_ids"] for text in texts]
+    assert ids == tokenizer.encode_batch(texts) == own.encode_batch(texts)
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == tokenizer.data
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert theirs.eos_token_id == tokenizer.eos_id == config["eos_token_id"]
     assert theirs(END_OF_TEXT, split_special_tokens=False)["input_ids"] == [tokenizer.eos_id], (
         "whoever wants it"
     )

@@ -13,19 +13,15 @@ from kit.convert import smollm2
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import MissingPackageError
 from kit.model import Decoder, build_decoder
-from kit.spec import ModelSpec
+from tests.convert.models import LLAMA
 
-SPEC = ModelSpec.llama(
+SPEC = LLAMA.replace(
     name=smollm2.NAME,
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=96,
     vocab_size=260,
-    sequence_length=32,
     tied_embeddings=True,
     rope_theta=100_000.0,
+    norm_eps=1e-5,
+    init_std=0.02,
 )
 HEADS = {"attention.query": SPEC.num_heads, "attention.key": SPEC.num_kv_heads}
 OUTSIDE = {"embedding.tokens": "token_embd", "norm": "output_norm"}

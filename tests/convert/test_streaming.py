@@ -5,16 +5,14 @@ they read.
 import ctypes
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.process import LIBC
-from cluster.site import Site
 from kit.convert import run_weights
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
@@ -25,41 +23,21 @@ from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Manifest
+from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.spec import ModelSpec
+from tests.convert.models import assert_equal
 from tests.convert.test_shards import write_megatron, write_nxd
+from tests.workers import complete_checkpoint, local_run
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
-SPEC = ModelSpec.llama(
-    name="streamed",
-    num_layers=24,
-    hidden_size=256,
-    num_heads=8,
-    ffn_hidden_size=1024,
-    vocab_size=2048,
-    sequence_length=16,
-)
+SIZES = {"num_layers": 24, "hidden_size": 256, "num_heads": 8, "ffn_hidden_size": 1024}
+SPEC = ModelSpec.llama(name="streamed", vocab_size=2048, sequence_length=16, **SIZES)
 MODEL_BYTES = 4 * SPEC.num_params
 PEAK_BYTES = MODEL_BYTES / 3
 """Seen: 9 to 16 MB; 7 to 17 with a model of twice the size, so it is not the model."""
 SHARD_BYTES = 4 * 10**6
-
-
-def save(run: Run, state: dict[str, torch.Tensor]) -> None:
-    folder = run.checkpoints.path(3)
-    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
-    files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    facts: dict[str, Any] = {
-        "step": 3,
-        "attempt": 1,
-        "samples": 1,
-        "tokens": 16,
-        "seed": 0,
-        "time": 0.0,
-    }
-    run.checkpoints.complete(folder, Manifest(spec=run.spec, plan=run.plan, files=files, **facts))
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +48,14 @@ def decoder() -> Decoder:
 @pytest.fixture(scope="module")
 def run(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run whose checkpoint of step 3 holds weights and moments."""
-    site, recipe = Site.load("laptop"), Recipe(data="none", num_steps=3)
-    run = Run.create(
-        tmp_path_factory.mktemp("runs") / "run", spec=SPEC, plan=Plan(), recipe=recipe, site=site
-    )
+    recipe = Recipe(data="none", num_steps=3)
+    run = local_run(tmp_path_factory.mktemp("runs") / "run", SPEC, Plan(), recipe)
     state: dict[str, torch.Tensor] = {}
     for name, weight in decoder.named_parameters():
-        moments = {
-            f"adamw.{kind}.{name}": weight.detach() * 2 for kind in ("exp_avg", "exp_avg_sq")
-        }
-        state |= {f"model.{name}": weight.detach(), **moments}
-    save(run, state)
+        state[f"model.{name}"] = weight.detach()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[f"adamw.{kind}.{name}"] = weight.detach() * 2
+    complete_checkpoint(run, state, 3)
     return run
 
 
@@ -142,28 +117,15 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     return queue.get()
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("source", ["run", "nxd", "megatron", "hugging face"])
-def test_a_model_is_never_whole_in_memory(
-    source, sources, decoder, one_thread, tmp_path: Path
-) -> None:
+def test_a_model_is_never_whole_in_memory(source, sources, decoder, tmp_path: Path) -> None:
     out = tmp_path / "out"
     peak = peak_bytes(
         lambda: export_hugging_face(sources[source](), out, max_shard_bytes=SHARD_BYTES)
     )
     assert len(list(out.glob("*.safetensors"))) >= 8
     assert peak < PEAK_BYTES, f"{peak / 1e6:.1f} MB of {MODEL_BYTES / 1e6:.1f} MB"
-    found = import_hugging_face(out).decoder()
-    assert all(
-        torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True)
-    )
+    assert_equal(import_hugging_face(out).decoder(), decoder)
 
 
 def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
@@ -183,7 +145,9 @@ def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) ->
 def flip(run: Run, name: str) -> Path:
     """Flips a bit in the middle of a tensor of the checkpoint, and returns its file."""
     folder = run.checkpoints.path(3)
-    (place,) = (place for index, place in _places(run).items() if index.fqn == name)
+    reader = TensorsOnlyReader(folder, run.checkpoints.describe(3)[1])
+    held = reader.read_metadata().storage_data
+    (place,) = (place for index, place in held.items() if index.fqn == name)
     file = folder / place.relative_path
     with file.open("r+b") as stream:
         stream.seek(place.offset + place.length // 2)
@@ -191,13 +155,6 @@ def flip(run: Run, name: str) -> Path:
         stream.seek(-1, 1)
         stream.write(bytes([byte ^ 1]))
     return file
-
-
-def _places(run: Run) -> dict[Any, Any]:
-    from kit.run.checkpoint_reader import TensorsOnlyReader
-
-    _, description = run.checkpoints.describe(3)
-    return TensorsOnlyReader(run.checkpoints.path(3), description).read_metadata().storage_data
 
 
 def test_what_is_read_is_checked_and_nothing_else(

@@ -8,17 +8,17 @@ import json
 import pydoc_data.topics
 import socket
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
-from torch.distributed.checkpoint import state_dict_saver
+from lm_eval.api.instance import Instance
+from typer.testing import CliRunner
 
-from cluster.site import Site
+from kit.commands.app import app
 from kit.data import Dataset, build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.data.wheels import file_sha256
@@ -29,42 +29,19 @@ from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Manifest as CheckpointManifest
 from kit.spec import ModelSpec
+from tests.workers import complete_checkpoint, local_run
 
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64
-SPEC = ModelSpec.llama(
-    name="tiny",
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=64,
-    vocab_size=512,
-    sequence_length=64,
-)
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "vocab_size": 402,
-    "sequence_length": 64,
-    "init_std": 0.3,
-}
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 64}
+SPEC = ModelSpec.llama(name="tiny", ffn_hidden_size=64, vocab_size=512, **SHAPE)
 OPINIONATED = {
-    "llama": ModelSpec.llama(name="llama", num_kv_heads=2, ffn_hidden_size=64, **SHAPE),
-    "gpt": ModelSpec.gpt(name="gpt", **SHAPE),
+    "llama": SPEC.replace(name="llama", num_kv_heads=2, vocab_size=402, init_std=0.3),
+    "gpt": ModelSpec.gpt(name="gpt", vocab_size=402, init_std=0.3, **SHAPE),
 }
 """Whose random weights are large enough to tell texts apart."""
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -90,6 +67,17 @@ def no_mirror(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
 
 
+def kit(*arguments: Any) -> str:
+    """Returns what a command prints; what it raises is raised here."""
+    words = [str(argument) for argument in arguments]
+    return CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False).stdout
+
+
+def asked(kind: Any, arguments: list[tuple]) -> list[Instance]:
+    """Returns requests as the harness makes them."""
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+
+
 def split_file(folder: Path, task: str, split: str = "") -> Path:
     """Returns where a user's folder has a split of a benchmark, by default the one that is
     scored.
@@ -100,7 +88,10 @@ def split_file(folder: Path, task: str, split: str = "") -> Path:
 
 
 def write_rows(folder: Path, task: str, rows: list[dict], split: str = "") -> None:
-    file = split_file(folder, task, split)
+    write_parquet(split_file(folder, task, split), rows)
+
+
+def write_parquet(file: Path, rows: list[dict]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
@@ -137,31 +128,19 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("benchmarks")
     words = " ".join(TEXTS[0].split()[:60])
-    piqa, arc, boolq = [], [], []
+    rows: dict[str, list[dict]] = {"piqa": [], "arc_easy": [], "boolq": []}
     for i in range(30):
         goal = f"Goal {i}: store {i % 7} jars" + (f" {words}" if i % 10 == 3 else "")
-        piqa.append(
-            {"goal": goal, "sol1": f"Put them on shelf {i}.", "sol2": "Leave them.", "label": i % 2}
-        )
-        choices = {
-            "text": ["the sun", "a cat", f"{i} stones", "none of these"][: 3 + i % 2],
-            "label": list("ABCD"),
-        }
-        choices["label"] = choices["label"][: len(choices["text"])]
-        arc.append(
-            {
-                "id": f"q{i}",
-                "question": f"What warms planet {i}?",
-                "choices": choices,
-                "answerKey": "A",
-            }
-        )
-        passage = f"Rivers -- River {i} is {i * 3} km long."
-        boolq.append(
-            {"question": f"is river {i} long", "passage": passage, "idx": i, "label": i % 2}
-        )
-    for name, rows in (("piqa", piqa), ("arc_easy", arc), ("boolq", boolq)):
-        write_rows(folder, name, rows)
+        solutions = {"sol1": f"Put them on shelf {i}.", "sol2": "Leave them."}
+        rows["piqa"].append({"goal": goal, **solutions, "label": i % 2})
+        texts = ["the sun", "a cat", f"{i} stones", "none of these"][: 3 + i % 2]
+        choices = {"text": texts, "label": list("ABCD")[: len(texts)]}
+        item = {"id": f"q{i}", "question": f"What warms planet {i}?"}
+        rows["arc_easy"].append({**item, "choices": choices, "answerKey": "A"})
+        item = {"question": f"is river {i} long", "idx": i, "label": i % 2}
+        rows["boolq"].append({**item, "passage": f"Rivers -- River {i} is {i * 3} km long."})
+    for name, items in rows.items():
+        write_rows(folder, name, items)
     return folder
 
 
@@ -198,9 +177,7 @@ def tiny_decoder() -> Decoder:
 def run(tmp_path: Path, tiny_decoder: Decoder, dataset: Dataset, save_checkpoint) -> Run:
     """A run with one complete checkpoint, of step 3."""
     plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
-    run = Run.create(
-        tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop")
-    )
+    run = local_run(tmp_path / "run", SPEC, plan, recipe)
     save_checkpoint(run, tiny_decoder, 3)
     return run
 
@@ -210,21 +187,7 @@ def save_checkpoint() -> Callable[[Run, Decoder, int], None]:
     """Writes a complete checkpoint of a model, as the trainer does."""
 
     def save(run: Run, decoder: Decoder, step: int) -> None:
-        folder = run.checkpoints.path(step)
         state = {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}
-        state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
-        files = {file.name: file.stat().st_size for file in folder.iterdir()}
-        manifest = CheckpointManifest(
-            step=step,
-            attempt=1,
-            samples=4 * step,
-            tokens=4 * step * 64,
-            seed=1234,
-            time=0.0,
-            spec=SPEC,
-            plan=run.plan,
-            files=files,
-        )
-        run.checkpoints.complete(folder, manifest)
+        complete_checkpoint(run, state, step)
 
     return save

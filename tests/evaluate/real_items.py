@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 
 from kit.evaluate.harness import choose_items
 from kit.evaluate.tasks import load_task, quiet
+from tests.evaluate.conftest import asked
 
 TASKS = ("piqa", "arc_easy", "hellaswag")
 ITEMS = 8
@@ -50,12 +50,8 @@ def answers(lm: Any, task_name: str, items: list[int] | None = None) -> list[tup
 
 def sentence_answers(lm: Any, sentences: list[str]) -> list[tuple[float, bool]]:
     """Returns the same for whole sentences, as BLiMP scores them."""
-    requests = [
-        Instance(request_type="loglikelihood", doc={}, arguments=("", text), idx=0)
-        for text in sentences
-    ]
     with quiet():
-        return lm.loglikelihood(requests, disable_tqdm=True)
+        return lm.loglikelihood(asked("loglikelihood", [("", text) for text in sentences]), True)
 
 
 def main() -> None:

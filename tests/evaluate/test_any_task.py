@@ -15,8 +15,6 @@ from typing import Any
 import datasets
 import datasets.config
 import huggingface_hub.constants
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -24,27 +22,26 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from kit.convert.hugging_face import export_hugging_face
 from kit.errors import ConfigError, DataError
 from kit.evaluate import Options, evaluate_folder
-from kit.evaluate.report import ANSWER_BITS, EvalReport
+from kit.evaluate.report import ANSWER_BITS
 from kit.evaluate.scoring import check_request
 from kit.evaluate.tasks import load_task, task_manager
 from kit.model import build_decoder
-from tests.evaluate.conftest import SPEC
+from tests.evaluate.conftest import SPEC, write_parquet
 
 BLIMP = [
     json.loads(line)
     for line in (Path(__file__).parent / "data" / "blimp.jsonl").read_text().splitlines()
 ]
+WRONG = {"distractor1": "moon", "distractor2": "a cat", "distractor3": "rain"}
 SCIQ = [
-    {
-        "question": f"What warms planet {i}?",
-        "distractor1": "moon",
-        "distractor2": "a cat",
-        "distractor3": "rain",
-        "correct_answer": "the sün" if i % 2 else "sun",
-        "support": f"Planet {i} has a sun.",
-    }
+    WRONG
+    | {"question": f"What warms planet {i}?", "support": f"Planet {i} has a sun."}
+    | {"correct_answer": "the sün" if i % 2 else "sun"}
     for i in range(8)
 ]
+
+
+CARD = "---\nconfigs:\n- config_name: default\n  data_files:"
 
 
 @pytest.fixture(autouse=True)
@@ -71,17 +68,12 @@ def task_data(tmp_path: Path) -> Path:
     card = ["---", "configs:"]
     for name in dict.fromkeys(row["UID"] for row in BLIMP):
         write_jsonl(folder / "nyu-mll" / "blimp" / name / "train-00000-of-00001.jsonl", blimp(name))
-        card += [
-            f"- config_name: {name}",
-            "  data_files:",
-            "  - split: train",
-            f"    path: {name}/train-*",
-        ]
+        place = f"    path: {name}/train-*"
+        card += [f"- config_name: {name}", "  data_files:", "  - split: train", place]
     (folder / "nyu-mll" / "blimp" / "README.md").write_text("\n".join([*card, "---", ""]))
     for split, rows in (("train", SCIQ[:2]), ("validation", SCIQ[2:3]), ("test", SCIQ[3:])):
-        write_parquet(
-            folder / "allenai" / "sciq" / "data" / f"{split}-00000-of-00001.parquet", rows
-        )
+        name = f"{split}-00000-of-00001.parquet"
+        write_parquet(folder / "allenai" / "sciq" / "data" / name, rows)
     return folder
 
 
@@ -94,63 +86,42 @@ def write_jsonl(file: Path, rows: list[dict]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_parquet(file: Path, rows: list[dict]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-
-
-def test_a_task_equals_the_harness_on_the_same_folder(
-    model, task_data, tmp_path, monkeypatch, no_network
+@pytest.mark.parametrize(
+    ("name", "metrics", "items", "repository"),
+    [
+        ("sciq", ["acc", "acc_norm"], 5, "allenai/sciq/data/"),
+        # its 67 parts take longest to be read; another group is scored in test_suites.py
+        pytest.param("blimp", ["acc"], 134, "nyu-mll/blimp/", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_task_or_group_equals_the_harness_on_the_same_folder(
+    name, metrics, items, repository, model, task_data, tmp_path, monkeypatch, no_network
 ):
-    report = equal_the_harness(
-        model, {"sciq": ["acc", "acc_norm"]}, task_data, tmp_path, monkeypatch
-    )
-    assert report["sciq"].num_items == 5
-    assert report["sciq"].data[0].path.startswith("allenai/sciq/data/")
-
-
-# its 67 parts take longest to be read; another group is scored in test_suites.py
-@pytest.mark.thorough
-def test_a_group_equals_the_harness_on_the_same_folder(
-    model, task_data, tmp_path, monkeypatch, no_network
-):
-    report = equal_the_harness(model, {"blimp": ["acc"]}, task_data, tmp_path, monkeypatch)
-    assert report["blimp"].num_items == 134 and len(report["blimp"].data) == 67
-
-
-def equal_the_harness(
-    model, tasks: dict[str, list[str]], task_data, tmp_path, monkeypatch
-) -> EvalReport:
-    """Returns our report of tasks, whose metrics were found to be lm-eval's own."""
     from lm_eval.evaluator import simple_evaluate
 
-    report = evaluate_folder(model, (*tasks,), task_data=task_data, out=tmp_path / "ours.json")
+    report = evaluate_folder(model, (name,), task_data=task_data, out=tmp_path / "ours.json")
     # Where `datasets` takes a folder of a repository's name for the repository.
     monkeypatch.chdir(task_data)
-    arguments = f"pretrained={model},dtype=float32,max_length=256"
     theirs: Any = simple_evaluate(
         model="hf",
-        model_args=arguments,
-        tasks=list(tasks),
+        model_args=f"pretrained={model},dtype=float32,max_length=256",
+        tasks=[name],
         device="cpu",
         bootstrap_iters=0,
         task_manager=task_manager(everything=True),
         verbosity="ERROR",
     )
-    assert sum(samples["effective"] for samples in theirs["n-samples"].values()) == sum(
-        report[name].num_items for name in tasks
-    )
-    for name, metrics in tasks.items():
-        for metric in metrics:
-            assert report[name].metric(metric).value == pytest.approx(
-                theirs["results"][name][f"{metric},none"]
-            )
-        bits = plain_bits(model, theirs["samples"], name)
-        assert report[name].metric(ANSWER_BITS).value == pytest.approx(
-            sum(bits) / len(bits), rel=1e-5
-        )
-    assert {source.origin for score in report.scores for source in score.data} == {"folder"}
-    return report
+    effective = sum(samples["effective"] for samples in theirs["n-samples"].values())
+    assert effective == report[name].num_items == items
+    for metric in metrics:
+        expected = pytest.approx(theirs["results"][name][f"{metric},none"])
+        assert report[name].metric(metric).value == expected
+    bits = plain_bits(model, theirs["samples"], name)
+    found = report[name].metric(ANSWER_BITS).value
+    assert found == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+    assert {source.origin for source in report[name].data} == {"folder"}
+    assert all(source.path.startswith(repository) for source in report[name].data)
+    assert len(report[name].data) == 67 or name == "sciq"
 
 
 def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
@@ -159,9 +130,7 @@ def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
     """
     tokenizer, llama = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
     found = []
-    for sample in [
-        sample for task, items in samples.items() if task.startswith(name) for sample in items
-    ]:
+    for sample in [each for task in samples if task.startswith(name) for each in samples[task]]:
         prompt, answer = sample["arguments"][sample["target"]]
         context = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
         whole = tokenizer.encode(prompt + answer) if prompt else context + tokenizer.encode(answer)
@@ -186,10 +155,8 @@ def test_files_may_lie_in_folders_of_the_configurations(tmp_path):
         assert len(loaded.task.eval_docs) == items
     write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ[:1])
     (own / "allenai" / "sciq" / "test.jsonl").rename(own / "allenai" / "sciq" / "valid.jsonl")
-    with pytest.raises(
-        DataError,
-        match=r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but",
-    ):
+    message = r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but"
+    with pytest.raises(DataError, match=message):
         load_task("sciq", task_data=own)
     (own / "nyu-mll" / "blimp" / "README.md").write_text("of an older kind, with a script\n")
     (own / "nyu-mll" / "blimp" / "blimp.py").write_text("raise SystemExit\n")
@@ -209,11 +176,7 @@ def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, place):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         path = place.format(port=server.getsockname()[1], outside=tmp_path / "out" / "x.jsonl")
-        card = (
-            "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path:"
-            f" {path}\n---\n"
-        )
-        (copy / "README.md").write_text(card)
+        (copy / "README.md").write_text(f"{CARD}\n  - split: test\n    path: {path}\n---\n")
         with pytest.raises(DataError, match=r"sciq: asks for .*; only what is below .* is read"):
             load_task("sciq", task_data=task_data)
         with pytest.raises(BlockingIOError):
@@ -224,23 +187,18 @@ def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data):
     """A picture is a path or an address, which is opened when its row is asked for."""
     copy = task_data / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
-    columns = "".join(
-        f"  - name: {name}\n    dtype: {'image' if name == 'question' else 'string'}\n"
-        for name in SCIQ[0]
-    )
-    facts = f"dataset_info:\n  features:\n{columns}"
-    (copy / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files: test.jsonl\n{facts}---\n"
-    )
+    facts = ["dataset_info:", "  features:"]
+    for name in SCIQ[0]:
+        kind = "image" if name == "question" else "string"
+        facts += [f"  - name: {name}", f"    dtype: {kind}"]
+    (copy / "README.md").write_text("\n".join([f"{CARD} test.jsonl", *facts, "---", ""]))
     with pytest.raises(DataError, match="sciq: holds pictures or sound"):
         load_task("sciq", task_data=task_data)
 
 
 def test_what_is_missing_is_said_with_its_exact_name(tmp_path, no_network):
-    message = (
-        r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): .* `hf download"
-        r" nyu-mll/blimp --repo-type"
-    )
+    where = r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): "
+    message = where + ".* `hf download nyu-mll/blimp --repo-type"
     with pytest.raises(DataError, match=message):
         load_task("blimp", task_data=tmp_path)
     with pytest.raises(ConfigError, match="task_data: .*nowhere is no folder"):
@@ -250,24 +208,21 @@ def test_what_is_missing_is_said_with_its_exact_name(tmp_path, no_network):
 def test_names_are_the_harness_s():
     asked = check_request(("blimp", "ai2_arc", "piqa"))  # a group, a tag, and one of the kit's own
     assert [request.task for request in asked] == ["blimp", "arc_challenge", "arc_easy", "piqa"]
-    with pytest.raises(ConfigError, match=r"tasks: 'blimpp' is unknown\. Did you mean 'blimp'\?"):
-        check_request(("blimpp",))
-    with pytest.raises(ConfigError, match="tasks: 'pique' is unknown. Did you mean 'piqa'"):
-        check_request(("pique",))
+    for wrong, right in (("blimpp", "blimp"), ("pique", "piqa")):
+        message = rf"tasks: '{wrong}' is unknown\. Did you mean '{right}'\?"
+        with pytest.raises(ConfigError, match=message):
+            check_request((wrong,))
 
 
 def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, monkeypatch):
     row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
     write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
-    with pytest.raises(
-        ConfigError, match="mbpp: runs programs that the model wrote.* humaneval only"
-    ):
+    message = "mbpp: runs programs that the model wrote.* humaneval only"
+    with pytest.raises(ConfigError, match=message):
         load_task("mbpp", task_data=tmp_path)
     manager = task_manager(everything=True)
     group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
     monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
-    with pytest.raises(
-        ConfigError,
-        match="pythia: this group has no score of its own. Give its tasks: arc_easy, piqa",
-    ):
+    message = "pythia: this group has no score of its own. Give its tasks: arc_easy, piqa"
+    with pytest.raises(ConfigError, match=message):
         load_task("pythia")

@@ -8,14 +8,12 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from kit.commands.app import app
 from kit.convert.hugging_face import export_hugging_face
 from kit.errors import ConfigError, RunError
 from kit.evaluate.continuation import continue_text
 from kit.model import build_decoder
-from tests.evaluate.conftest import OPINIONATED
+from tests.evaluate.conftest import OPINIONATED, kit
 
 PROMPT = "the cat – and"
 
@@ -23,10 +21,8 @@ PROMPT = "the cat – and"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """A model of random weights, which therefore writes broken characters too."""
-    decoder = build_decoder(OPINIONATED["llama"])
-    return export_hugging_face(
-        decoder, tmp_path_factory.mktemp("model") / "tiny", tokenizer=tokenizer
-    )
+    decoder, folder = build_decoder(OPINIONATED["llama"]), tmp_path_factory.mktemp("model") / "tiny"
+    return export_hugging_face(decoder, folder, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -59,19 +55,18 @@ def test_text_comes_in_whole_characters_and_by_its_seed(folder: Path) -> None:
 
 
 def test_the_command_writes_it(folder: Path) -> None:
-    done = CliRunner().invoke(
-        app, ["generate", str(folder), PROMPT, "--tokens", "9", "--temperature", "0"]
-    )
-    assert done.exit_code == 0 and done.output.startswith(PROMPT)
-    assert "\x1b" not in done.output, "a model's text is shown, never obeyed"
+    text = kit("generate", folder, PROMPT, "--tokens", "9", "--temperature", "0")
+    assert text.startswith(PROMPT)
+    assert "\x1b" not in text, "a model's text is shown, never obeyed"
 
 
 def test_what_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="100 to write, are more than the 64 of a sequence"):
-        continue_text(folder, PROMPT)
-    with pytest.raises(ConfigError, match="top_p 0: not allowed"):
-        continue_text(folder, PROMPT, top_p=0)
-    with pytest.raises(ConfigError, match="step 5: .* is a Hugging Face folder"):
-        continue_text(folder, PROMPT, step=5)
+    for wrong, message in (
+        ({}, "100 to write, are more than the 64 of a sequence"),
+        ({"top_p": 0}, "top_p 0: not allowed"),
+        ({"step": 5}, "step 5: .* is a Hugging Face folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            continue_text(folder, PROMPT, **wrong)
     with pytest.raises(RunError):
         continue_text(tmp_path, PROMPT)

@@ -1,44 +1,38 @@
-"""`kit eval`: the command line's twin of `evaluate`."""
+"""`kit eval`: of a run, the command line's twin of `evaluate`; of a Hugging Face folder, whose
+report is kept beside it, never in it.
+"""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kit import evaluate
-from kit.commands.app import app
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.errors import ConfigError, DataError
-from kit.evaluate import EvalReport
+from kit.evaluate import EvalReport, evaluate_model
 from kit.evaluate.task_data import mirror_table
+from kit.model import build_decoder
+from tests.evaluate.conftest import SPEC, kit
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-def kit(*arguments: str) -> str:
-    found = CliRunner().invoke(
-        app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False
-    )
-    return found.stdout
-
-
 def test_scores_are_printed_and_kept(run, benchmarks):
-    text = kit(
-        "eval", run.directory, "--tasks", "heldout,piqa", "--limit", "10", "--task-data", benchmarks
-    )
+    given = ("eval", run.directory, "--task-data", benchmarks, "--tasks")
+    text = kit(*given, "heldout,piqa", "--limit", "10")
     assert text.startswith("run, step 3, 768 training tokens") and "partial: 10 of 30 items" in text
-    report = EvalReport.from_json(
-        kit("eval", run.directory, "--tasks", "piqa", "--task-data", benchmarks, "--json")
-    )
-    assert not report["piqa"].partial
+    assert not EvalReport.from_json(kit(*given, "piqa", "--json"))["piqa"].partial
     assert (run.directory / "eval" / "step_00000003.json").exists()
+    line = json.loads(kit(*given, "arc_easy", "--follow", "--json"))
+    assert (line["step"], line["scored"]) == (3, True) and line["seconds"] > 0
 
 
-def test_without_benchmark_data_what_needs_none_is_scored(run, tmp_path, no_network, monkeypatch):
+def test_without_benchmark_data_what_needs_none_is_scored(run, no_network):
     """As on a machine of a first user, whose home is empty; a task that was asked for by name is
     missed.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     report = EvalReport.from_json(kit("eval", run.directory, "--json"))
     assert [score.task for score in report.scores] == ["heldout"]
     assert [item.task for item in report.unscored] == ["piqa", "arc_easy"]
@@ -56,29 +50,12 @@ def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, b
     assert "commonsense: piqa: partial: 4 of 30 items" in text
 
 
-def test_following_prints_a_line_for_each_checkpoint(run, benchmarks):
-    line = json.loads(
-        kit(
-            "eval",
-            run.directory,
-            "--tasks",
-            "piqa",
-            "--follow",
-            "--task-data",
-            benchmarks,
-            "--json",
-        )
-    )
-    assert (line["step"], line["scored"]) == (3, True) and line["seconds"] > 0
-
-
 def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
     mirror = make_mirror()
     found = json.loads(kit("eval-data", mirror, "--json"))
     rows = {row["task"]: row for row in found["benchmarks"]}
-    assert (
-        rows["triviaqa"]["items"] == "7,993 of 17,944" and "hub" in rows["truthfulqa_mc1"]["note"]
-    )
+    assert rows["triviaqa"]["items"] == "7,993 of 17,944"
+    assert "hub" in rows["truthfulqa_mc1"]["note"]
     assert all(re.fullmatch(r"[A-Za-z0-9.\- ]+", row["licence"]) for row in rows.values())
     assert rows["piqa"]["items"] == "1,838" and rows["piqa"]["licence"] == "AFL-3.0"
     assert rows["truthfulqa_mc1"]["items"] == "not offline" and len(found["sha256"]) == 64
@@ -90,40 +67,115 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--suite", "smkoe"), "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
-        (("--tasks", "piqua"), "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
-        (
-            ("--suite", "piqa"),
-            "suite: 'piqa' is unknown. For a single task, give a list",
-        ),
-        (("--tasks", ""), "tasks: '' is unknown"),
-        (("--limit", "0"), "limit: 0 is not allowed"),
-        (("--suite", ""), "tasks: '' is not allowed"),
-        (("--tasks", "piqa", "--suite", "smoke"), "--suite smoke: not with --tasks piqa"),
-        (("--submit",), "--submit: only with --follow"),
-        (
-            ("--untrusted-code", "yes"),
-            "untrusted_code: 'yes' is not allowed. Allowed: 'refuse', ",
-        ),
-        (("--set", "precision=fp8"), "precision: 'fp8' is not allowed. Allowed: 'fp32', 'bf16'"),
-        (("--set", "devices=0"), "devices: 0 is not allowed"),
-        (("--set", "seed=often"), "evaluate.seed: expected int, got str 'often'"),
-        (("--set", "sede=1"), "evaluate.sede: unknown key. Did you mean 'seed'"),
-        (("--set", "out=x.json"), "out: only with a Hugging Face folder"),
+        ("--suite smkoe", "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
+        ("--tasks piqua", "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
+        ("--suite piqa", "suite: 'piqa' is unknown. For a single task, give a list"),
+        ("--tasks=", "tasks: '' is unknown"),
+        ("--limit 0", "limit: 0 is not allowed"),
+        ("--suite=", "tasks: '' is not allowed"),
+        ("--tasks piqa --suite smoke", "--suite smoke: not with --tasks piqa"),
+        ("--submit", "--submit: only with --follow"),
+        ("--untrusted-code yes", "untrusted_code: 'yes' is not allowed. Allowed: 'refuse', "),
+        ("--set precision=fp8", "precision: 'fp8' is not allowed. Allowed: 'fp32', 'bf16'"),
+        ("--set devices=0", "devices: 0 is not allowed"),
+        ("--set seed=often", "evaluate.seed: expected int, got str 'often'"),
+        ("--set sede=1", "evaluate.sede: unknown key. Did you mean 'seed'"),
+        ("--set out=x.json", "out: only with a Hugging Face folder"),
     ],
 )
 def test_a_wrong_request_is_refused(run, benchmarks, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        kit("eval", run.directory, "--task-data", benchmarks, *arguments)
+        kit("eval", run.directory, "--task-data", benchmarks, *arguments.split())
     assert not (run.directory / "eval").exists()
 
 
-def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, benchmarks, monkeypatch):
-    monkeypatch.setattr("kit.evaluate.loading.load_lm", lambda *_: pytest.fail("the work began"))
-    (run.directory / "eval").write_text("a file")
-    with pytest.raises(ConfigError, match="step_00000003.json: cannot be written"):
-        evaluate.evaluate(run, tasks=("piqa",), task_data=benchmarks)
-    (run.directory / "eval").unlink()
-    monkeypatch.setattr("os.access", lambda *given: False)  # root may write anywhere
-    with pytest.raises(ConfigError, match="step_00000003.json: cannot be written"):
-        evaluate.evaluate(run, tasks=("piqa",), task_data=benchmarks)
+# Hugging Face folders -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_decoder, tokenizer) -> Path:
+    return export_hugging_face(tiny_decoder, tmp_path / "models" / "tiny", tokenizer=tokenizer)
+
+
+@pytest.fixture
+def score(folder, benchmarks):
+    """Scores the folder on some tasks, by the command line."""
+    return lambda tasks, *rest: kit(
+        "eval", folder, "--tasks", tasks, "--task-data", benchmarks, *rest
+    )
+
+
+def test_a_folder_is_scored_and_the_report_lies_beside_it(score, folder, benchmarks, tokenizer):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    kept = folder.parent / "tiny.eval.json"
+    assert f"Kept in {kept}" in score("piqa")
+    report, decoder = EvalReport.read(kept), import_hugging_face(folder).decoder()
+    expected = evaluate_model(
+        decoder, tokenizer, SPEC.sequence_length, ("piqa",), task_data=benchmarks
+    )
+    assert report["piqa"].metrics == expected["piqa"].metrics and report.name == "tiny"
+    after = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert after == before, "nothing is written into the folder"
+
+    out = folder.parent / "scores" / "mine.json"
+    found = EvalReport.from_json(score("arc_easy", "--set", f"out={out}", "--json"))
+    assert out.exists() and found["arc_easy"].num_items == 30
+    score("arc_easy", "--limit", 5)
+    assert [score.task for score in EvalReport.read(kept).scores] == ["piqa", "arc_easy"]
+
+
+def test_scores_of_other_weights_are_not_mixed(score, folder, tokenizer):
+    score("piqa", "--limit", 5)
+    folder.rename(folder.with_name("old"))
+    export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
+    message = "tiny.eval.json: its scores are of weights that tiny does not have now"
+    with pytest.raises(ConfigError, match=message):
+        score("piqa", "--limit", 5)
+
+
+def test_where_its_user_may_not_write_out_is_asked_for_before_the_work(score, monkeypatch):
+    score("piqa", "--limit", 2)
+    monkeypatch.setattr("kit.evaluate.loading.load_model", lambda *_: pytest.fail("it was loaded"))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+        with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*out=FILE"):
+            score("piqa")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tasks heldout", "heldout: only a run has a held-out text"),
+        ("--step 3", "--step: .*tiny is a Hugging Face folder"),
+        ("--follow", "--follow: .*tiny is a Hugging Face folder"),
+        ("--tasks piqua", "tasks: 'piqua' is unknown"),
+        ("--tasks piqa --set out=.", "cannot be written: it is a folder"),
+    ],
+)
+def test_what_a_folder_does_not_have_is_refused(folder, benchmarks, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        kit("eval", folder, "--task-data", benchmarks, *arguments.split())
+    assert {path.name for path in folder.parent.iterdir()} == {"tiny"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn"}}, ConfigError, "config.rope_parameters"),
+        ({"num_hidden_layers": 3}, DataError, "has no weight 'model.layers.2"),
+        ("cut", DataError, "transformers cannot load it"),
+        ("no tokenizer", DataError, "no tokenizer.json, no tokenizer.model"),
+    ],
+)
+def test_a_folder_is_held_to_the_checks_of_an_import(score, folder, change, kind, message):
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    if change == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif change == "no tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    else:
+        config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(kind, match=message):
+        score("piqa")
+    assert not (folder.parent / "tiny.eval.json").exists()

@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from cluster.site import Fact, Site
@@ -55,27 +54,18 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "ranks", "message"),
+    ("devices", "precision", "ranks", "message"),
     [
-        (
-            "hlat-70b",
-            {"devices": 2},
-            1,
-            "devices: 2 cannot share hlat-70b: 275.9 GB of weights in fp32.*68.7 GB, 8 a",
-        ),
-        ("hlat-70b", {"devices": 12}, 1, "devices: 12 cannot share .*whole nodes"),
-        (
-            "hlat-70b",
-            {"devices": 3, "precision": "bf16"},
-            1,
-            "tensor ranks in a node: 1, 2, 4, 8; beyond one node",
-        ),
-        ("hlat-7b", {"devices": 4}, 2, "devices: 4 were asked for, but 2 processes were started"),
+        (2, "fp32", 1, "devices: 2 cannot share hlat-70b: 275.9 GB of w.* in fp32.*68.7 GB, 8 a"),
+        (12, "fp32", 1, "devices: 12 cannot share .*whole nodes"),
+        (3, "bf16", 1, "tensor ranks in a node: 1, 2, 4, 8; beyond one node"),
+        (4, "fp32", 2, "devices: 4 were asked for, but 2 processes were started"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
+def test_what_cannot_be_shared_is_refused(devices, precision, ranks, message):
     with pytest.raises(ConfigError, match=message):
-        layout(ModelSpec.preset(model), FRONTIER, Options.of(options), ranks)
+        spec, options = ModelSpec.preset("hlat-70b"), {"devices": devices, "precision": precision}
+        layout(spec, FRONTIER, Options.of(options), ranks)
 
 
 def test_a_model_without_its_like_or_a_site_without_room_is_refused():
@@ -99,7 +89,6 @@ def with_memory(run: Run, share: float) -> Run:
 
 
 def scored(run: Run, benchmarks, **options) -> EvalReport:
-    torch.set_num_threads(1)
     return evaluate(run, tasks=("heldout", "piqa"), task_data=benchmarks, **options)
 
 
@@ -127,19 +116,14 @@ def test_scores_in_bf16_are_others_and_both_are_kept(run, benchmarks):
         (task, precision) for task in ("heldout", "piqa") for precision in ("bf16", "fp32")
     ]
     assert ", bf16" in kept.to_text()
-    assert [curve.name for curve in eval_curve(run)] == [
-        "heldout",
-        "piqa",
-        "heldout, bf16",
-        "piqa, bf16",
-    ]
-    assert {"eval/heldout/bits_per_byte", "eval/heldout_bf16/bits_per_byte"} <= set(
-        ScoreFollower(run).read()[0][2]
-    )
+    names = ["heldout", "piqa", "heldout, bf16", "piqa, bf16"]
+    assert [curve.name for curve in eval_curve(run)] == names
+    followed = ScoreFollower(run).read()[0][2]
+    assert {"eval/heldout/bits_per_byte", "eval/heldout_bf16/bits_per_byte"} <= set(followed)
     requests = check_request(("heldout",))
     given = Options(task_data=benchmarks)
-    only = kept.replace(scores=tuple(score for score in kept.scores if score.precision == "bf16"))
-    only.write(report_file(run, 3))
+    half = tuple(score for score in kept.scores if score.precision == "bf16")
+    kept.replace(scores=half).write(report_file(run, 3))
     assert has_scores(run, 3, requests, dataclasses.replace(given, precision="bf16"))
     assert not has_scores(run, 3, requests, given)
     scored(run, benchmarks)
@@ -150,38 +134,25 @@ def test_a_job_of_two_devices_scores_and_is_told(run, benchmarks, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     expected = scored(run, benchmarks, limit=5)
     run = with_memory(run, 1.5)
-    command = [
-        "eval",
-        str(run.directory),
-        "--tasks",
-        "piqa",
-        "--limit",
-        "5",
-        "--set=seed=4",
-        "--set=devices=2",
-    ]
-    answer = CliRunner().invoke(
-        app, [*command, "--task-data", str(benchmarks)], catch_exceptions=False
-    )
+    asked = "--tasks piqa --limit 5 --set seed=4 --set devices=2 --task-data".split()
+    command = ["eval", str(run.directory), *asked, str(benchmarks)]
+    answer = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "on 2 devices of laptop: tensor 2 x replicas 1" in answer.stderr
     assert "piqa" in answer.stdout and "heldout" not in answer.stdout, "what was asked for"
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 2
-    assert [
-        score.seed for score in EvalReport.read(report_file(run, 3)).scores if score.task == "piqa"
-    ] == [4]
+    scores = EvalReport.read(report_file(run, 3)).scores
+    assert [score.seed for score in scores if score.task == "piqa"] == [4]
     assert expected["piqa"].num_items == 5
 
 
 def test_a_job_that_fails_says_its_last_words(run, benchmarks, monkeypatch):
     run = with_memory(run, 1.5)
-    failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(
-        argv=("/bin/sh", "-c", "echo bad luck; exit 3")
-    )
+    argv = ("/bin/sh", "-c", "echo bad luck; exit 3")
+    failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(argv=argv)
     monkeypatch.setattr("kit.evaluate.jobs.eval_job", lambda *_: failing)
-    with pytest.raises(
-        RunError, match="step 3: not scored: bad luck. All that it said: .*kit logs"
-    ):
+    message = "step 3: not scored: bad luck. All that it said: .*kit logs"
+    with pytest.raises(RunError, match=message):
         scored(run, benchmarks, devices=2)
 
 

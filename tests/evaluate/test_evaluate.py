@@ -1,4 +1,4 @@
-"""From a run directory, or any model, to a report."""
+"""From a run directory, or any model, to a report, and one item taken apart."""
 
 import importlib.util
 import re
@@ -10,26 +10,34 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from kit.convert import load_model
+from kit.convert.hugging_face import export_run, import_hugging_face
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
 from kit.evaluate import EvalReport, evaluate, evaluate_model, loading
+from kit.evaluate.explain import explain_item
 from kit.evaluate.harness import choose_items
+from tests.convert.models import assert_equal
 from tests.evaluate.conftest import split_file, write_rows
+
+# Saving without a process group is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 @pytest.fixture
-def score(tiny_decoder, tokenizer, benchmarks):
+def model(tiny_decoder, tokenizer) -> Any:
+    return tiny_decoder, tokenizer, 64
+
+
+@pytest.fixture
+def score(model, benchmarks):
     def score(tasks=("piqa",), **options) -> EvalReport:
-        return evaluate_model(
-            tiny_decoder, tokenizer, 64, tasks, **{"task_data": benchmarks, **options}
-        )
+        return evaluate_model(*model, tasks, **{"task_data": benchmarks, **options})
 
     return score
 
 
-# Saving without a process group is meant.
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_run_is_scored_and_its_reports_grow(run, benchmarks, no_network):
     report = evaluate(run, tasks=("heldout", "piqa"), task_data=benchmarks)
     assert (report.name, report.step, report.tokens_seen) == ("run", 3, 768)
@@ -48,8 +56,7 @@ def test_a_run_is_scored_and_its_reports_grow(run, benchmarks, no_network):
     assert [score.task for score in EvalReport.read(file).scores] == ["heldout", "piqa", "arc_easy"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, monkeypatch):
+def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, tiny_decoder, monkeypatch):
     """Unless it was one before; a checkpoint that cannot be one leaves nothing."""
     eval_, seen, load = run.directory / "eval", [], loading.load_model
 
@@ -63,6 +70,10 @@ def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, monkeypatch):
         assert re.fullmatch(rf"exported_[0-9a-f]{{16}}_{kind}", seen[-1])
     assert [file.name for file in eval_.iterdir()] == ["step_00000003.json"]
     with loading.checkpoint_folder(run, 3) as folder:
+        assert_equal(import_hugging_face(folder).decoder(), tiny_decoder)
+        text, tokenizer = "the loss of a layer", AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert ids == list(run.dataset().tokenizer().encode(text))
         evaluate(run, tasks=("heldout",), limit=2)
         assert folder.name == seen[-1] == seen[0] and folder.exists()
     shard = next(run.checkpoints.path(3).glob("*.distcp"))
@@ -72,7 +83,6 @@ def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, monkeypatch):
     assert [file.name for file in eval_.iterdir()] == ["step_00000003.json"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_held_out_bits_equal_a_plain_computation(run):
     report = evaluate(run, tasks=("heldout",))
     dataset, model = run.dataset(), load_model(run)
@@ -83,40 +93,44 @@ def test_held_out_bits_equal_a_plain_computation(run):
             end = min(start + 64, len(tokens))
             row = [dataset.eos_id, *tokens][max(0, end - 64) : end]
             with torch.no_grad():
-                logits_TV = model(torch.tensor([row]))[0]
+                logits_TV = model(torch.tensor([row]))[0, start - end :]
             target = torch.tensor(tokens[start:end])
-            nats += float(
-                torch.nn.functional.cross_entropy(
-                    logits_TV[-len(target) :], target, reduction="sum"
-                )
-            )
+            nats += float(torch.nn.functional.cross_entropy(logits_TV, target, reduction="sum"))
         size += document.num_bytes
-    assert report["heldout"].metric("bits_per_byte").value == pytest.approx(
-        nats / size / np.log(2), rel=1e-5
-    )
+    expected = pytest.approx(nats / size / np.log(2), rel=1e-5)
+    assert report["heldout"].metric("bits_per_byte").value == expected
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(run, benchmarks, monkeypatch):
-    monkeypatch.setattr(
-        "kit.evaluate.loading.load_lm", lambda *_: pytest.fail("the model was loaded")
-    )
-    with pytest.raises(ConfigError, match="'heldot' is unknown. Did you mean 'heldout'"):
-        evaluate(run, tasks=("heldot",), task_data=benchmarks)
-    with pytest.raises(CheckpointError, match="step 2: .* Complete steps: 3"):
-        evaluate(run, step=2, task_data=benchmarks)
+def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(
+    run, benchmarks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loading, "load_lm", lambda *_: pytest.fail("the model was loaded"))
     file = run.directory / "eval" / "step_00000003.json"
-    other = EvalReport(name="run", step=3, tokenizer_sha256="00" * 32)
-    other.write(file)
-    with pytest.raises(ConfigError, match="of a tokenizer that run does not have now. Restore"):
-        evaluate(run, task_data=benchmarks)
+
+    def refused(kind: type[Exception], message: str, **asked: Any) -> None:
+        with pytest.raises(kind, match=message):
+            evaluate(run, task_data=benchmarks, **asked)
+
+    refused(ConfigError, "'heldot' is unknown. Did you mean 'heldout'", tasks=("heldot",))
+    refused(CheckpointError, "step 2: .* Complete steps: 3", step=2)
+    with pytest.raises(CheckpointError, match="step 7"):
+        export_run(run, 7, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    EvalReport(name="run", step=3, tokenizer_sha256="00" * 32).write(file)
+    refused(ConfigError, "of a tokenizer that run does not have now. Restore")
     file.write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        evaluate(run, task_data=benchmarks)
+    refused(ConfigError, "not valid JSON")
     assert file.read_text() == "{"
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("a file")
+    refused(ConfigError, "step_00000003.json: cannot be written")
+    file.parent.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda *given: False)  # root may write anywhere
+        refused(ConfigError, "step_00000003.json: cannot be written")
     (run.checkpoints.path(3) / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
-        evaluate(run, task_data=benchmarks)
+    refused(CheckpointError, "no complete checkpoint yet")
 
 
 def test_a_subset_is_random_seeded_and_partial(score):
@@ -124,31 +138,55 @@ def test_a_subset_is_random_seeded_and_partial(score):
     for name, total in (("piqa", 30), ("arc_easy", 30)):
         assert report[name].coverage.startswith(f"partial: 12 of {total} items")
         assert report[name].seed == 5
-    again = score(("arc_easy",), limit=12, seed=5)
-    assert again["arc_easy"].metrics == report["arc_easy"].metrics, (
-        "other tasks must not change the draw"
-    )
+    again = score(("arc_easy",), limit=12, seed=5)["arc_easy"].metrics
+    assert again == report["arc_easy"].metrics, "other tasks must not change the draw"
     whole = score(limit=30)["piqa"]
     assert (whole.num_items, whole.partial, whole.seed) == (30, False, None)
-
-
-def test_the_subset_is_not_the_first_items():
     chosen = choose_items("piqa", 1838, 200, seed=1)
     assert chosen == sorted(set(chosen)) and len(chosen) == 200
     assert chosen == choose_items("piqa", 1838, 200, seed=1)
-    assert 600 < sum(chosen) / 200 < 1240
+    assert 600 < sum(chosen) / 200 < 1240, "not the first ones"
     assert chosen != choose_items("piqa", 1838, 200, seed=2)
     assert choose_items("piqa", 1838, 2000, 1) == list(range(1838))
 
 
-def test_the_subset_scores_the_chosen_items(benchmarks, score, tmp_path):
-    """Scoring the chosen items as a data set of their own gives the same numbers."""
+def test_the_subset_scores_the_chosen_items(benchmarks, score, model, tmp_path):
+    """As a data set of their own does, and as they do one by one."""
     rows = pyarrow.parquet.read_table(split_file(benchmarks, "arc_easy")).to_pylist()
-    write_rows(tmp_path, "arc_easy", [rows[i] for i in choose_items("arc_easy", 30, 9, seed=3)])
+    chosen = choose_items("arc_easy", 30, 6, seed=3)
+    write_rows(tmp_path, "arc_easy", [rows[i] for i in chosen])
     expected = score(("arc_easy",), task_data=tmp_path)["arc_easy"]
-    found = score(("arc_easy",), limit=9, seed=3)["arc_easy"]
+    found = score(("arc_easy",), limit=6, seed=3)["arc_easy"]
     assert (found.metrics, found.chance) == (expected.metrics, expected.chance)
-    assert (found.num_items, found.total_items, expected.total_items) == (9, 30, 9)
+    assert (found.num_items, found.total_items, expected.total_items) == (6, 30, 6)
+    items = [explain_item(*model, "arc_easy", i, task_data=benchmarks) for i in chosen]
+    right = {
+        "acc": sum(item.chosen.right for item in items),
+        "acc_norm": sum(item.chosen_norm.right for item in items),
+    }
+    for name, number in right.items():
+        assert found.metric(name).value == pytest.approx(number / 6)
+
+
+def test_an_item_has_the_log_likelihoods_of_its_choices(model, benchmarks):
+    decoder, tokenizer, _ = model
+    item = explain_item(*model, "arc_easy", 3, task_data=benchmarks)
+    assert item.prompt == "Question: What warms planet 3?\nAnswer:"
+    texts = ["the sun", "a cat", "3 stones", "none of these"]
+    assert [choice.text for choice in item.choices] == texts
+    assert [choice.right for choice in item.choices] == [True, False, False, False]
+    num_prompt = len(tokenizer.encode(item.prompt))
+    for choice in item.choices:
+        whole = tokenizer.encode(f"{item.prompt} {choice.text}")
+        with torch.no_grad():
+            log_p_TV = decoder(torch.tensor([whole]))[0].log_softmax(-1)
+        expected = sum(float(log_p_TV[i - 1, whole[i]]) for i in range(num_prompt, len(whole)))
+        assert choice.log_likelihood == pytest.approx(expected, abs=1e-4)
+        assert choice.num_tokens == len(whole) - num_prompt
+        assert choice.per_character == pytest.approx(expected / len(choice.text), abs=1e-5)
+    assert "acc_norm" in item.to_text() and "the sun" in item._repr_html_()
+    with pytest.raises(ConfigError, match="index: 30 is not allowed. piqa has items 0 to 29"):
+        explain_item(*model, "piqa", 30, task_data=benchmarks)
 
 
 def test_a_report_says_what_was_scored_with_what(score, tokenizer):
@@ -157,9 +195,8 @@ def test_a_report_says_what_was_scored_with_what(score, tokenizer):
     piqa = report["piqa"]
     assert piqa.chance == 0.5 and report["arc_easy"].chance == pytest.approx((1 / 3 + 1 / 4) / 2)
     assert [metric.name for metric in piqa.metrics] == ["acc", "acc_norm", "answer_bits_per_byte"]
-    assert piqa.metric("acc").stderr == pytest.approx(
-        (piqa.metric("acc").value * (1 - piqa.metric("acc").value) / 29) ** 0.5
-    )
+    share = piqa.metric("acc").value
+    assert piqa.metric("acc").stderr == pytest.approx((share * (1 - share) / 29) ** 0.5)
     assert piqa.task_version == "1.0" and piqa.harness_version.startswith("0.4")
     assert piqa.num_truncated == 6 and "6 prompts cut" in report.to_text()
     assert len(report.tokenizer_sha256) == 64
@@ -190,14 +227,13 @@ def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
 
 def test_without_the_harness_the_error_gives_the_command(score, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "lm_eval" else find(name, *rest),
-    )
-    with pytest.raises(
-        MissingPackageError, match=r"needs lm-eval, which is not installed.*\[eval\]"
-    ):
+
+    def found(name, *rest):
+        return None if name == "lm_eval" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    message = r"needs lm-eval, which is not installed.*\[eval\]"
+    with pytest.raises(MissingPackageError, match=message):
         score()
 
 

@@ -46,9 +46,8 @@ def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
     assert first.said.startswith("heldout bits_per_byte ") and "piqa acc_norm" in first.said
     assert ", partial" in first.line() and first.seconds > 0
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
-    assert (
-        0 < sum(score.seconds for score in report.scores) <= report.seconds <= 1.05 * second.seconds
-    )
+    scoring = sum(score.seconds for score in report.scores)
+    assert 0 < scoring <= report.seconds <= 1.05 * second.seconds
     assert report.attempt == 1
     assert follow(run, benchmarks) == [], "started again, it passes over what is there"
 
@@ -98,7 +97,6 @@ def test_what_could_not_be_scored_is_tried_again_once_its_data_has_come(
 
 def test_interrupting_keeps_what_is_scored(run, benchmarks, monkeypatch):
     monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: False)
-
     assert [found.step for found in follow(run, benchmarks, idle=interrupt)] == [3]
 
 
@@ -113,19 +111,14 @@ def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, benchmarks)
 def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(
     run, benchmarks
 ):
-    list(
-        follow_run(
-            run, ("piqa",), submit=True, task_data=benchmarks, limit=5, poll_s=0, idle=interrupt
-        )
-    )
-    (found,) = list(follow_run(run, ("heldout",), submit=True, task_data=benchmarks, poll_s=0.2))
+    given = {"submit": True, "task_data": benchmarks}
+    list(follow_run(run, ("piqa",), limit=5, poll_s=0, idle=interrupt, **given))
+    (found,) = list(follow_run(run, ("heldout",), poll_s=0.2, **given))
     assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
-    assert {curve.task: curve.step.tolist() for curve in eval_curve(run)} == {
-        "piqa": [3],
-        "heldout": [3],
-    }
+    steps = {curve.task: curve.step.tolist() for curve in eval_curve(run)}
+    assert steps == {"piqa": [3], "heldout": [3]}
 
 
 def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monkeypatch):
@@ -202,10 +195,8 @@ def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
     digest = run.dataset().info.tokenizer_sha256
     report = EvalReport(name="run", step=3, attempt=1, tokenizer_sha256=digest, scores=(score,))
     report.write(report_file(run, 3))
-    requests, chosen = (
-        [TaskRequest(task="piqa", **request_)],
-        Options.of({"task_data": tmp_path, **options}),
-    )
+    requests = [TaskRequest(task="piqa", **request_)]
+    chosen = Options.of({"task_data": tmp_path, **options})
     assert has_scores(run, 3, requests, chosen) is enough
     for other in ({"tokenizer_sha256": "00"}, {"attempt": 2}):
         report.replace(**other).write(report_file(run, 3))
@@ -217,10 +208,8 @@ def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run,
     file = report_file(run, 3)
     EvalReport.read(file).replace(attempt=9).write(file)
     evaluate(run, 3, ("arc_easy",), task_data=benchmarks, limit=5)
-    assert [score.task for score in EvalReport.read(file).scores] == ["arc_easy"]
-    assert [
-        score.task for score in EvalReport.read(file.with_name(f"attempt_09.{file.name}")).scores
-    ] == ["piqa"]
+    for kept, task in ((file, "arc_easy"), (file.with_name(f"attempt_09.{file.name}"), "piqa")):
+        assert [score.task for score in EvalReport.read(kept).scores] == [task]
     assert [report.attempt for report in eval_reports(run)] == [1]
 
 
@@ -229,12 +218,8 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     follow(run, benchmarks)
     evaluate(run, 6, ("piqa",), task_data=benchmarks)
     bits, piqa = eval_curve(run)
-    assert (bits.task, bits.metric, piqa.task, piqa.metric) == (
-        "heldout",
-        "bits_per_byte",
-        "piqa",
-        "acc_norm",
-    )
+    assert (bits.task, bits.metric) == ("heldout", "bits_per_byte")
+    assert (piqa.task, piqa.metric) == ("piqa", "acc_norm")
     assert piqa.step.tolist() == [3, 6] and piqa.tokens.tolist() == [768, 1536]
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
     assert piqa.score[1] == report["piqa"].metric("acc_norm").value
@@ -248,13 +233,9 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     # accuracy, bits per byte of its answers, and of the text.
     assert len(figure.axes) == 3 and len(table) == 6
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
-    assert {"task": "piqa", "metric": "answer_bits_per_byte", "step": 6}.items() <= table[
-        -1
-    ].items()
-    assert (
-        table[-1]["score"] == report["piqa"].metric("answer_bits_per_byte").value
-        and table[-1]["low"] > 0
-    )
+    of_answers, last = "answer_bits_per_byte", table[-1]
+    assert {"task": "piqa", "metric": of_answers, "step": 6}.items() <= last.items()
+    assert last["score"] == report["piqa"].metric(of_answers).value and last["low"] > 0
     with_scores, _ = run_figure(run)
     assert len(with_scores.axes) == 3
     check_figure(with_scores)
@@ -270,9 +251,8 @@ def test_new_scores_are_followed_once(run, benchmarks):
     follow(run, benchmarks)
     ((attempt, step, values),) = follower.read()
     assert (attempt, step) == (1, 3)
-    assert {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"} <= set(
-        values
-    )
+    names = {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"}
+    assert names <= set(values)
     assert follower.read() == [] and ScoreFollower(run, follower.seen).read() == []
     evaluate(run, 3, ("arc_easy",), task_data=benchmarks)
     ((_, _, more),) = follower.read()

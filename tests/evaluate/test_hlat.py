@@ -26,11 +26,8 @@ def report(*scores: TaskScore) -> EvalReport:
 
 def test_tables_hold_the_printed_numbers():
     rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
-    assert (
-        len(rows) == 12
-        and rows["HLAT", "70B"]["mmlu"] == 65.1
-        and rows["HLAT", "7B"]["average"] == 44.6
-    )
+    assert len(rows) == 12
+    assert rows["HLAT", "70B"]["mmlu"] == 65.1 and rows["HLAT", "7B"]["average"] == 44.6
     assert "code_pass_10" not in rows["LLaMA-1", "65B"], "empty in the paper"
     assert rows["HLAT", "7B"]["stderr"]["mmlu"] == 3.6
     assert {row["sequence_length"] for row in published_table("I").rows} == {2048, 4096}
@@ -43,14 +40,8 @@ def test_oddities_of_the_paper_are_shown_and_true():
     """Each note can be checked against the numbers beside it."""
     rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
     assert rows["LLaMA-2", "13B"]["mmlu"] == rows["LLaMA-2", "7B"]["mmlu"]
-    weights = {
-        "mmlu": 1,
-        "commonsense": 6,
-        "world_knowledge": 2,
-        "reading": 1,
-        "math": 1,
-        "code_pass_1": 1,
-    }
+    alike = dict.fromkeys(("mmlu", "reading", "math", "code_pass_1"), 1)
+    weights = {**alike, "commonsense": 6, "world_knowledge": 2}
     for size, expected in (("70B", 60.9), ("7B", 47.1)):
         row = rows["HLAT", size]
         mean = sum(weight * row[name] for name, weight in weights.items()) / sum(weights.values())
@@ -73,12 +64,8 @@ def test_a_column_is_the_mean_of_its_complete_data_sets():
     scores = [score(name, 0, {"acc": 0.1, "acc_norm": 0.6}) for name in names]
     found = compare(report(*scores, score("winogrande", 0, {"acc": 0.9})))
     (own,) = found.own
-    down = (
-        math.sqrt(
-            sum((value - wilson(value, 100)[0]) ** 2 for value in (0.6, 0.6, 0.6, 0.6, 0.6, 0.9))
-        )
-        / 6
-    )
+    downs = [value - wilson(value, 100)[0] for value in (0.6, 0.6, 0.6, 0.6, 0.6, 0.9)]
+    down = math.hypot(*downs) / 6
     assert own["commonsense"].startswith(f"65.0 ({65 - 100 * down:.1f}–"), "(5 x 60 + 90) / 6"
     assert own["mmlu"] == "" and "mine, mmlu: mmlu with 5 shots: not scored" in found.notes
     assert found.texts()[0]["made"] == "measured here" and found.texts()[1]["made"] == "published"
@@ -88,9 +75,8 @@ def test_a_column_is_the_mean_of_its_complete_data_sets():
 
 
 def test_a_part_of_the_items_or_other_shots_are_no_result():
-    found = compare(
-        report(score("mmlu", 5, {"acc": 0.5}, num_items=20), score("boolq", 2, {"acc": 0.7}))
-    )
+    part = score("mmlu", 5, {"acc": 0.5}, num_items=20)
+    found = compare(report(part, score("boolq", 2, {"acc": 0.7})))
     assert found.own[0]["mmlu"] == found.own[0]["reading"] == ""
     assert "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items" in found.notes
 
@@ -98,30 +84,22 @@ def test_a_part_of_the_items_or_other_shots_are_no_result():
 def test_tasks_over_the_same_data_are_alternatives():
     exact = {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.9}
     assert compare(report(score("gsm8k_cot", 8, exact))).own[0]["math"] == "25.0 (17.5–34.3)"
-    both = report(
-        score("gsm8k_cot", 8, exact), score("gsm8k", 8, {"exact_match,strict-match": 0.5})
-    )
+    other = score("gsm8k", 8, {"exact_match,strict-match": 0.5})
+    both = report(score("gsm8k_cot", 8, exact), other)
     assert compare(both).own[0]["math"].startswith("50.0 ")
 
 
 def test_programs_are_sampled_as_the_published_scores_were():
     """LLaMA's paper: pass@1 at temperature 0.1, the others at 0.8."""
     cold = score("humaneval", 0, {"pass@1,create_test": 0.1}, num_samples=5, temperature=0.1)
-    hot = score(
-        "humaneval",
-        0,
-        {"pass@1,create_test": 0.05, "pass@10,create_test": 0.2},
-        num_samples=20,
-        temperature=0.8,
-    )
+    values = {"pass@1,create_test": 0.05, "pass@10,create_test": 0.2}
+    hot = score("humaneval", 0, values, num_samples=20, temperature=0.8)
     (own,) = compare(report(cold, hot)).own
-    assert own["code_pass_1"].startswith("10.0 (5.5–") and own["code_pass_10"].startswith(
-        "20.0 (13.3–"
-    )
-    for one in (score("humaneval", 0, {"pass@1,create_test": 0.1}), hot):
-        assert compare(report(one)).own[0]["code_pass_1"] == "", (
-            "one greedy program is another, as are hot samples"
-        )
+    assert own["code_pass_1"].startswith("10.0 (5.5–")
+    assert own["code_pass_10"].startswith("20.0 (13.3–")
+    one_greedy = score("humaneval", 0, {"pass@1,create_test": 0.1})
+    for another in (one_greedy, hot):
+        assert compare(report(another)).own[0]["code_pass_1"] == ""
     text = compare(report(cold, hot)).to_text()
     assert "temperature 0.1" in text and "95 % interval" in text and "strict-match" in text
 

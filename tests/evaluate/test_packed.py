@@ -1,4 +1,6 @@
-"""Scores and texts are those of the harness's own Hugging Face model, on Llama and GPT."""
+"""Scores and texts are those of the harness's own Hugging Face model, on Llama and GPT; several
+processes give those of one.
+"""
 
 import math
 from pathlib import Path
@@ -7,7 +9,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from tokenizers import Tokenizer
@@ -21,10 +22,12 @@ from kit.evaluate import packed
 from kit.evaluate.benchmarks import Options, TaskRequest
 from kit.evaluate.harness import score_task
 from kit.evaluate.jobs import Layout
-from kit.evaluate.loading import load_lm
+from kit.evaluate.loading import joined, load_lm
 from kit.evaluate.tasks import LoadedTask, load_task, quiet
 from kit.model import build_decoder
-from tests.evaluate.conftest import OPINIONATED
+from kit.parallel.gradients import local
+from tests.evaluate.conftest import OPINIONATED, asked
+from tests.workers import run_ranks
 
 LENGTH = 64
 
@@ -54,20 +57,31 @@ def responses(lm: Any, name: str, task: Any) -> list[Any]:
     return [response[0] for sample in found["samples"][name] for response in sample["resps"]]
 
 
-def asked(kind: Any, arguments: list[tuple]) -> list[Instance]:
-    return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
-
-
 def continued(lm: Any, prompts: list[str], **options: Any) -> list[str]:
     wanted = {"until": ["zz"], "max_gen_toks": 12, **options}
     return lm.generate_until(asked("generate_until", [(text, wanted) for text in prompts]))
 
 
 def assert_same(found: list, expected: list) -> None:
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [value for value, _ in found] == pytest.approx(
-        [value for value, _ in expected], abs=1e-4
-    )
+    values, greedy = zip(*expected, strict=True)
+    assert [choice for _, choice in found] == list(greedy)
+    assert [value for value, _ in found] == pytest.approx(list(values), abs=1e-4)
+
+
+def task_of(rows: list[dict], **config: Any) -> ConfigurableTask:
+    """Returns a task of the harness over these rows, whose prompts are `q`."""
+    given = {
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
+        "test_split": "test",
+        "doc_to_text": "q",
+        "num_fewshot": 0,
+        **config,
+    }
+    return ConfigurableTask(config=given)
+
+
+def metrics(*names: str) -> list[dict[str, Any]]:
+    return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
 
 
 def test_every_item_has_the_harness_log_likelihood(folder, benchmarks, dataset, monkeypatch):
@@ -99,22 +113,18 @@ def test_drawn_texts_differ_and_are_those_of_their_seed(folder, tokenizer):
     lm, drawn = ours(folder), {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
     before = torch.get_rng_state()
     rows = [{"q": "import the"}, {"q": "a module"}]
-    config = {
-        "task": "samples",
-        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        "output_type": "generate_until",
-        "test_split": "test",
-        "doc_to_text": "q",
-        "doc_to_target": "q",
-        "repeats": 4,
-        "generation_kwargs": {"until": ["zz"], "max_gen_toks": 8, **drawn},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        "filter_list": [{"name": "all", "filter": [{"function": "take_first"}]}],
-        "num_fewshot": 0,
-    }
     found = []
     for seed in (1, 1, 2):
-        task = ConfigurableTask(config=dict(config))
+        task = task_of(
+            rows,
+            task="samples",
+            output_type="generate_until",
+            doc_to_target="q",
+            repeats=4,
+            generation_kwargs={"until": ["zz"], "max_gen_toks": 8, **drawn},
+            metric_list=metrics("exact_match"),
+            filter_list=[{"name": "all", "filter": [{"function": "take_first"}]}],
+        )
         definition = {"tasks": {"samples": task}, "groups": {}}
         request = TaskRequest(task="samples")
         loaded = LoadedTask(request=request, definition=definition, num_fewshot=0, data=())
@@ -241,24 +251,69 @@ def test_a_token_across_the_end_of_a_context_is_scored_as_in_the_harness(folder,
     assert any(
         tokenizer.encode(a + b)[: len(tokenizer.encode(a))] != tokenizer.encode(a) for a, b in pairs
     ), "some merge must cross"
-    metrics = [
-        {"metric": name, "aggregation": "mean", "higher_is_better": True}
-        for name in ("acc", "acc_norm")
-    ]
     config = {
         "task": "merges",
-        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
         "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "q",
         "doc_to_choice": "choices",
         "doc_to_target": "gold",
         "target_delimiter": "",
-        "num_fewshot": 0,
-        "metric_list": metrics,
+        "metric_list": metrics("acc", "acc_norm"),
     }
     found, expected = (
-        responses(lm, "merges", ConfigurableTask(config=dict(config)))
-        for lm in (ours(folder), theirs(folder))
+        responses(lm, "merges", task_of(rows, **config)) for lm in (ours(folder), theirs(folder))
     )
     assert_same(found, expected)
+
+
+# Several processes --------------------------------------------------------------------------------
+
+
+def results(lm: packed.PackedLM) -> dict[str, Any]:
+    """Returns everything that the interface gives, for some texts."""
+    contexts = [f"Question {i}: why is number {i % 7} odd?\nAnswer:" for i in range(5)]
+    words = ("it", "the module", "seven")
+    pairs = [(context, f" because of {word}") for context in contexts for word in words]
+    scored = lm.loglikelihood(asked("loglikelihood", pairs))
+    rolling = asked("loglikelihood_rolling", [(text * 9,) for text in contexts[:2]])
+    greedy = {"until": ["e"], "max_gen_toks": 6}
+    return {
+        "scores": [value for value, _ in scored],
+        "greedy choices": [choice for _, choice in scored],
+        "rolling": lm.loglikelihood_rolling(rolling),
+        "texts": continued(lm, [*contexts, "a" * 200], **greedy),
+        "one text": continued(lm, contexts[:1], **greedy),
+        "cut": lm.num_truncated,
+    }
+
+
+def on_rank(folder: Path, layout: Layout) -> tuple[dict[str, Any], int]:
+    with joined(layout) as device:
+        lm = load_lm(folder, LENGTH, Options(batch_tokens=256), layout, device)
+        held = sum(local(parameter).nbytes for parameter in lm.model.parameters())
+        return results(lm), held
+
+
+@pytest.mark.parametrize(
+    ("family", "shards", "replicas", "is_tensor"),
+    [
+        ("llama", 1, 2, True),
+        ("llama", 2, 1, True),
+        ("llama", 2, 2, True),
+        ("llama", 2, 1, False),
+        ("gpt", 2, 1, False),
+        ("gpt", 2, 2, False),
+    ],
+)
+def test_processes_equal_one(family, shards, replicas, is_tensor, tokenizer, tmp_path):
+    decoder = build_decoder(OPINIONATED[family])
+    folder = export_hugging_face(decoder, tmp_path / family, tokenizer=tokenizer)
+    expected, whole = on_rank(folder, Layout())
+    layout = Layout(shards=shards, replicas=replicas, is_tensor=is_tensor)
+    for answer, held in run_ranks(layout.num_devices, on_rank, folder, layout):
+        assert answer["scores"] == pytest.approx(expected["scores"], abs=1e-4)
+        assert answer["rolling"] == pytest.approx(expected["rolling"], rel=1e-6)
+        for exact in ("greedy choices", "texts", "one text", "cut"):
+            assert answer[exact] == expected[exact]
+        # Tensor ranks cut every matrix; FSDP leaves the output projection gathered.
+        assert held <= whole * (0.51 if is_tensor and shards > 1 else 0.7 if shards > 1 else 1)
+    assert expected["cut"] == 1 and len(set(expected["texts"])) > 2

@@ -6,10 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
 
 from kit.convert.smollm2 import load_smollm2
-from kit.data.tokenizer import BytePairTokenizer
+from kit.data.tokenizer import Tokenizer
 from kit.errors import DataError
 from kit.evaluate.benchmarks import Options
 from kit.evaluate.loading import decoder_lm
@@ -17,6 +16,7 @@ from kit.evaluate.packed import HFLM, PackedLM
 from kit.evaluate.task_data import build_mirror
 from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec
+from tests.evaluate.conftest import asked
 from tests.evaluate.real_items import PINNED, TASKS, answers, sentence_answers
 
 pytestmark = [pytest.mark.download, pytest.mark.slow]
@@ -30,33 +30,33 @@ SAME_FILE = 5e-3
 """Nats by which another processor's rounding may move an item from the pinned numbers."""
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> tuple[Decoder, BytePairTokenizer]:
+SENTENCES = [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def mirror() -> None:
     try:
         build_mirror()
-        return load_smollm2()
     except DataError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def lm(smollm2) -> PackedLM:
-    return ours(*smollm2)
+def lm(mirror) -> PackedLM:
+    try:
+        return ours(*load_smollm2())
+    except DataError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def of_smollm2(lm) -> dict[str, list[tuple[float, bool]]]:
     """What our model says of all items, by task, and of BLiMP's sentences."""
-    return {name: answers(lm, name) for name in TASKS} | {
-        "blimp": sentence_answers(lm, sentences())
-    }
+    found = {name: answers(lm, name) for name in TASKS}
+    return found | {"blimp": sentence_answers(lm, SENTENCES)}
 
 
-def sentences() -> list[str]:
-    return [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
-
-
-def ours(decoder: Decoder, tokenizer: BytePairTokenizer) -> PackedLM:
+def ours(decoder: Decoder, tokenizer: Tokenizer) -> PackedLM:
     return decoder_lm(decoder, tokenizer, decoder.spec.sequence_length, Options(), "cpu")
 
 
@@ -65,17 +65,13 @@ def theirs(lm: PackedLM) -> Any:
     return HFLM(lm.model, tokenizer=lm.tokenizer, batch_size=8, max_length=lm.max_length)
 
 
-def assert_equal(
-    found: list[tuple[float, bool]], expected: list[tuple[float, bool]], tolerance: float
-) -> None:
+def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
     assert len(found) == len(expected) > 10
-    assert [value for value, _ in found] == pytest.approx(
-        [value for value, _ in expected], abs=tolerance, rel=FP32_SUM
-    )
+    values = [value for value, _ in found]
+    assert values == pytest.approx([value for value, _ in expected], abs=EQUAL, rel=FP32_SUM)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert len({round(value, 2) for value, _ in found}) > 0.8 * len(found), (
-        "items must differ to mean anything"
-    )
+    different = {round(value, 2) for value in values}
+    assert len(different) > 0.8 * len(found), "items must differ to mean anything"
 
 
 @pytest.mark.thorough
@@ -95,13 +91,11 @@ def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
 def test_smollm2_equals_the_harness_on_every_item(lm, of_smollm2) -> None:
     reference = theirs(lm)
     for name in TASKS:
-        assert_equal(of_smollm2[name], answers(reference, name), EQUAL)
-    assert_equal(of_smollm2["blimp"], sentence_answers(reference, sentences()), EQUAL)
+        assert_equal(of_smollm2[name], answers(reference, name))
+    assert_equal(of_smollm2["blimp"], sentence_answers(reference, SENTENCES))
     options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
-    requests = [
-        Instance(request_type="generate_until", doc={}, arguments=(text, options), idx=0)
-        for text in ("The capital of France is", "Water boils when", "def add(a, b):")
-    ]
+    prompts = ("The capital of France is", "Water boils when", "def add(a, b):")
+    requests = asked("generate_until", [(text, options) for text in prompts])
     found = lm.generate_until(requests)
     assert found == reference.generate_until(requests, disable_tqdm=True)
     assert "Paris" in found[0]
@@ -110,21 +104,9 @@ def test_smollm2_equals_the_harness_on_every_item(lm, of_smollm2) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_small_models_equal_the_harness_on_every_item(family: str, tokenizer) -> None:
     demo = ModelSpec.preset("demo").replace(init_std=0.1)
-    gpt = ModelSpec.gpt(
-        name="demo-gpt",
-        num_layers=4,
-        hidden_size=128,
-        num_heads=4,
-        vocab_size=4096,
-        sequence_length=256,
-        init_std=0.1,
-    )
+    sizes = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "sequence_length": 256}
+    gpt = ModelSpec.gpt(name="demo-gpt", vocab_size=4096, init_std=0.1, **sizes)
     decoder = build_decoder(demo if family == "llama" else gpt).eval()
     lm = ours(decoder, tokenizer)
-    reference = theirs(lm)
-    try:
-        build_mirror()
-    except DataError as error:
-        pytest.skip(str(error))
     for name in TASKS:
-        assert_equal(answers(lm, name), answers(reference, name), EQUAL)
+        assert_equal(answers(lm, name), answers(theirs(lm), name))

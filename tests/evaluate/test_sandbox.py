@@ -2,6 +2,7 @@
 this machine gives.
 """
 
+import contextlib
 import os
 import shlex
 import socket
@@ -19,6 +20,10 @@ from kit.evaluate.sandbox import Limits, Outcome, Sandbox
 LIMITS = Limits(cpu_s=1, wall_s=4.0, memory_bytes=256 * 2**20)
 
 
+FOR_EACH_FILE = "import os\nfor i in range(32):\n    try: os.{call}\n    except OSError: pass"
+BUILTINS = "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print"
+
+
 @pytest.fixture(scope="module")
 def sandboxes() -> dict[str, Sandbox]:
     """The sandbox that would be chosen, and one for each other kind that works here."""
@@ -26,16 +31,10 @@ def sandboxes() -> dict[str, Sandbox]:
     found = {best.layer: best}
     for layer in best._layers():
         if layer not in found and best._works(layer):
-            found[layer] = _only(layer)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Sandbox, "_layers", lambda self, only=layer: [only])
+                found[layer] = Sandbox(LIMITS, require=False)
     return found
-
-
-def _only(layer: str) -> Sandbox:
-    class One(Sandbox):
-        def _layers(self) -> list[str]:
-            return [layer]
-
-    return One(LIMITS, require=False)
 
 
 @pytest.fixture
@@ -55,12 +54,10 @@ def any_layer(request, sandboxes) -> Sandbox:
 
 def test_a_right_program_passes_and_a_wrong_one_does_not(any_layer):
     program = "import math\ndef area(r):\n    return math.pi * r * r\n"
-    assert any_layer.run(program, "assert abs(area(1) - 3.1416) < 1e-3") == Outcome(
-        passed=True, reason="passed"
-    )
-    assert any_layer.run(program, "assert area(1) == 3") == Outcome(
-        passed=False, reason="error: AssertionError"
-    )
+    right, wrong = "assert abs(area(1) - 3.1416) < 1e-3", "assert area(1) == 3"
+    assert any_layer.run(program, right) == Outcome(passed=True, reason="passed")
+    failed = Outcome(passed=False, reason="error: AssertionError")
+    assert any_layer.run(program, wrong) == failed
     assert any_layer.run("def area(r:", "area(1)").reason == "error: SyntaxError"
 
 
@@ -71,20 +68,12 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(any_layer):
         "import sys; sys.exit(0)",
         "raise SystemExit",
         "import atexit, os; atexit.register(os._exit, 0); raise ValueError",
-        (
-            "import os\nfor i in range(3, 32):\n    try: os.write(i, b'passed')\n    except"
-            " OSError: pass\nos._exit(0)"
-        ),
-        "import os\nfor i in range(32):\n    try: os.close(i)\n    except OSError: pass",
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV); import ctypes;"
-            " ctypes.string_at(0)"
-        ),
-        (
-            "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print; raise"
-            " KeyboardInterrupt"
-        ),
-        "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print",
+        FOR_EACH_FILE.format(call="write(i, b'passed')") + "\nos._exit(0)",
+        FOR_EACH_FILE.format(call="close(i)"),
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "import ctypes; ctypes.string_at(0)",
+        f"{BUILTINS}; raise KeyboardInterrupt",
+        BUILTINS,
     ],
 )
 def test_a_result_cannot_be_forged_by_ending_or_by_writing(any_layer, program):
@@ -106,29 +95,22 @@ def test_memory_and_files_are_limited(any_layer):
 
 def test_it_starts_in_an_empty_folder_without_environment(any_layer, monkeypatch):
     monkeypatch.setenv("KIT_TEST_SECRET", "1")
-    program = (
-        "import os\nassert os.listdir('.') == [] and set(os.environ) <= {'LC_CTYPE', 'PWD',"
-        " 'SHLVL', '_', 'OLDPWD'}"
-    )
+    known = {"LC_CTYPE", "PWD", "SHLVL", "_", "OLDPWD"}
+    program = f"import os\nassert os.listdir('.') == [] and set(os.environ) <= {known}"
     assert any_layer.run(program).passed
     assert any_layer.run("import sys\nassert sys.argv == [''] and 'site' not in sys.modules").passed
 
 
 def test_nothing_of_it_is_left_behind(any_layer):
-    marker = f"kit-test-{os.getpid()}-{time.time_ns()}"
+    marker, seen = f"kit-test-{os.getpid()}-{time.time_ns()}", []
     program = f"import os, time\nif os.fork() == 0:\n    x = '{marker}'\n    time.sleep(60)"
     any_layer.run(program)
     any_layer.run(f"import time; x = '{marker}'; time.sleep(60)")
-    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if marker.encode() in _read(p)]
-    assert not left
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            seen.append(process.read_bytes())
+    assert seen and not [words for words in seen if marker.encode() in words]
     assert not list(Path("/tmp").glob("kit-program-*/small"))
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
 
 
 def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
@@ -139,9 +121,8 @@ def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
         assert not isolated.run(f"import os; os.stat({str(path)!r})").passed, path
     assert not isolated.run("open('/usr/kit-was-here', 'w')").passed
     assert not isolated.run(f"open({os.__file__!r}, 'a')").passed
-    assert not isolated.run(
-        "import os; os.chroot('/'); os.chdir('../..'); open('etc/passwd')"
-    ).passed
+    outside = "import os; os.chroot('/'); os.chdir('../..'); open('etc/passwd')"
+    assert not isolated.run(outside).passed
     assert secret.read_text() == "x"
 
 
@@ -149,20 +130,17 @@ def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
 def test_what_is_mounted_below_a_folder_is_read_only_too():
     program = "open('/usr/src/owned', 'w')"
     code = f"from kit.evaluate.sandbox import Sandbox; print(Sandbox().run({program!r}).passed)"
-    mount = (
-        f"mount -t tmpfs -o mode=777 none /usr/src && exec {sys.executable} -c {shlex.quote(code)}"
-    )
+    mount = "mount -t tmpfs -o mode=777 none /usr/src"
+    mount += f" && exec {sys.executable} -c {shlex.quote(code)}"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
 
 
 def test_no_connection_leaves(isolated):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert not isolated.run(
-            f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
-        ).passed
-    assert not isolated.run("import socket; socket.create_connection(('192.0.2.1', 80), 1)").passed
+        for place in (("127.0.0.1", server.getsockname()[1]), ("192.0.2.1", 80)):
+            call = f"import socket; socket.create_connection({place}, 1)"
+            assert not isolated.run(call).passed
 
 
 def test_other_processes_are_out_of_reach(isolated):
@@ -173,11 +151,9 @@ def test_other_processes_are_out_of_reach(isolated):
 
 
 def test_forks_are_refused(isolated):
+    thread = "import threading; threading.Thread(target=print).start()"
     assert isolated.run("import os\nwhile True: os.fork()").reason == "error: BlockingIOError"
-    assert (
-        isolated.run("import threading; threading.Thread(target=print).start()").reason
-        == "error: RuntimeError"
-    )
+    assert isolated.run(thread).reason == "error: RuntimeError"
 
 
 def test_privileges_cannot_be_had_back(isolated):
@@ -193,16 +169,13 @@ def test_privileges_cannot_be_had_back(isolated):
 
 def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
     monkeypatch.setattr(Sandbox, "_layers", lambda self: ["plain"])
-    with pytest.raises(
-        ConfigError,
-        match=r"could reach files, the network, other processes.*untrusted_code='limits'",
-    ):
+    message = "could reach files, the network, other processes.*untrusted_code='limits'"
+    with pytest.raises(ConfigError, match=message):
         Sandbox(LIMITS)
     accepted = Sandbox(LIMITS, require=False)
     assert "within their reach: files, the network, other processes" in accepted.isolation
-    assert not accepted.run(
-        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "assert False"
-    ).passed
+    kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)"
+    assert not accepted.run(kill, "assert False").passed
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_passing_program():

