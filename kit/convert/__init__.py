@@ -9,15 +9,10 @@ from kit.run import Run
 if TYPE_CHECKING:
     from kit.convert.weights import Weights
     from kit.model import Decoder
-    from kit.run.checkpoint import Manifest
 
 
-def run_weights(
-    run: Run, step: int | None = None, *, described: "tuple[Manifest, bytes] | None" = None
-) -> "Weights":
+def run_weights(run: Run, step: int | None = None) -> "Weights":
     """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
-
-    `described` is what `Checkpoints.describe` gives, where it is known already.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
@@ -25,9 +20,7 @@ def run_weights(
     """
     from kit.convert.weights import Weights
 
-    known = described or run.checkpoints.describe(
-        run.checkpoints.newest() if step is None else step
-    )
+    known = run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
     if known[0].plan.engine == "neuron":
         from kit.convert.neuron import import_nxd
 

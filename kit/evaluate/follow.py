@@ -69,7 +69,12 @@ def follow_run(
     Raises:
         ConfigError, MissingPackageError: the request is wrong; found before the first checkpoint.
     """
-    run = _opened(run)
+    run = Run.open(run) if isinstance(run, str | Path) else run
+    if run.is_mirror:
+        raise ConfigError(
+            f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs"
+            f" there: `{kit_command('eval', run.directory, '--follow', '--submit')}`."
+        )
     refuse_other_owner(run.directory, "keep scores in it")
     chosen, requests = Options.of(options), check_request(tasks)
     layout(run.spec, run.site, chosen)
@@ -98,16 +103,6 @@ def follow_run(
             idle(poll_s)
     except KeyboardInterrupt:
         return
-
-
-def _opened(run: Run | str | Path) -> Run:
-    run = Run.open(run) if isinstance(run, str | Path) else run
-    if run.is_mirror:
-        raise ConfigError(
-            f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs"
-            f" there: `{kit_command('eval', run.directory, '--follow', '--submit')}`."
-        )
-    return run
 
 
 def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Followed:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kit.evaluate.packed import PackedLM
 
 
+@quiet()
 def score_task(
     lm: "PackedLM",
     loaded: LoadedTask,
@@ -50,7 +51,7 @@ def score_task(
             " untrusted_code='isolated' (`kit eval --untrusted-code isolated`), or leave out this"
             " task."
         )
-    with quiet(), scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
+    with scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
         documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
         total = {leaf: len(items) for leaf, items in documents.items()}
         chosen = choose_shares(total, request.limit, seed)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from kit.engines.process_group import start_process_group
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import Options
 from kit.evaluate.jobs import Layout
-from kit.evaluate.local_data import swapped
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.tasks import quiet
 from kit.model import Decoder
@@ -107,7 +107,7 @@ def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tup
     try:
         # Longer texts are cut by who asks for them.
         tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=2**30, **options)
-        with swapped(transformers.utils.logging, "_tqdm_active", False):
+        with patch.object(transformers.utils.logging, "_tqdm_active", False):
             model, found = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 folder,
                 dtype=EXPORTED[precision],

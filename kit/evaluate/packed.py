@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from kit.errors import ConfigError, DataError
-from kit.evaluate.local_data import swapped
 
 HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
 Sequence = tuple[int, ...]
@@ -191,7 +191,7 @@ class PackedLM(HFLM):
             self.num_truncated += len(tokens) > self.max_length - new
         # Keys and values of so many whole sequences are in memory.
         size = max(1, self.batch_tokens // self.max_length)
-        with swapped(self, "batch_size_per_gpu", size):
+        with patch.object(self, "batch_size_per_gpu", size):
             texts = super().generate_until(
                 requests[self.mine], disable_tqdm=not sys.stderr.isatty()
             )

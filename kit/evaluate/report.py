@@ -241,12 +241,6 @@ class EvalReport(Shown, Record):
             "The report", "task", task, {score.task: score for score in reversed(self.scores)}
         )
 
-    def of(self, found: TaskScore | Unscored, seconds: float) -> Self:
-        """Returns a report like this of one task only, which took so long."""
-        if isinstance(found, TaskScore):
-            return dataclasses.replace(self, seconds=seconds, scores=(found,), unscored=())
-        return dataclasses.replace(self, seconds=seconds, scores=(), unscored=(found,))
-
     def merged(self, other: Self) -> Self:
         """Returns this report with the scores of `other`, which win where question and precision
         are the same.

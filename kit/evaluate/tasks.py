@@ -6,16 +6,18 @@ import difflib
 import functools
 import importlib.util
 import logging
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kit.data.dataset import VALIDATION_TEXT, Dataset
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest
-from kit.evaluate.local_data import local_data, swapped
 from kit.evaluate.report import DataSource
+from kit.evaluate.task_data import read_data
 
 FEWSHOT_SEED = 1234
 """Which solved examples are drawn; the harness's own default, so that prompts equal those of its
@@ -99,18 +101,22 @@ def task_manager(everything: bool = False) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Within the context, the harness and `datasets` print no notes and no progress bars; errors
-    are still raised.
+    are still raised. A template of a task is compiled once, not anew for each item.
     """
     import datasets
     import lm_eval.api.task
+    import lm_eval.utils
 
     logger, had_bars = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled()
-    level = logger.level
+    level, templates = logger.level, lm_eval.utils.env
     datasets.disable_progress_bars()
     logger.setLevel(logging.ERROR)
     silent = functools.partial(lm_eval.api.task.tqdm, disable=True)
     try:
-        with swapped(lm_eval.api.task, "tqdm", silent):
+        with (
+            patch.object(lm_eval.api.task, "tqdm", silent),
+            patch.object(templates, "from_string", functools.cache(templates.from_string)),
+        ):
             yield
     finally:
         logger.setLevel(level)
@@ -121,6 +127,7 @@ def quiet() -> Iterator[None]:
 # Definitions --------------------------------------------------------------------------------------
 
 
+@quiet()
 def load_task(
     request: TaskRequest | str,
     *,
@@ -139,22 +146,21 @@ def load_task(
         DataError: its data is not to be had, or its few-shot pool is too small.
     """
     request = TaskRequest(task=request) if isinstance(request, str) else request
-    with quiet():
-        if request.task == HELDOUT:
-            definition, sources = _heldout(heldout)
-        else:
-            tasks_of(request.task)
-            definition, sources = _official(request, task_data, download)
-        tasks = definition["tasks"].values()
-        shots = max(_shots(request, task) for task in tasks)
-        loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
-        for task in tasks:
-            task.set_fewshot_seed(seed=FEWSHOT_SEED)
-            if loaded.runs_code and request.num_samples > 1:
-                task.set_config(key="repeats", value=request.num_samples)
-                sampling = {"temperature": request.temperature, "top_p": request.top_p}
-                sampling["do_sample"] = True
-                task.set_config(key="generation_kwargs", value=sampling, update=True)
+    if request.task == HELDOUT:
+        definition, sources = _heldout(heldout)
+    else:
+        tasks_of(request.task)
+        definition, sources = _official(request, task_data, download)
+    tasks = definition["tasks"].values()
+    shots = max(_shots(request, task) for task in tasks)
+    loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
+    for task in tasks:
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        if loaded.runs_code and request.num_samples > 1:
+            task.set_config(key="repeats", value=request.num_samples)
+            sampling = {"temperature": request.temperature, "top_p": request.top_p}
+            sampling["do_sample"] = True
+            task.set_config(key="generation_kwargs", value=sampling, update=True)
     return loaded
 
 
@@ -215,13 +221,62 @@ def _official(
     refused = DataError()
     for hub_only in [hub_first, not hub_first] if download else [False]:
         try:
-            with local_data(task_data, download=download, hub_only=hub_only) as sources:
+            with _local_data(task_data, download=download, hub_only=hub_only) as sources:
                 found = _defined(request)
             _set_shots(request, found["tasks"])
             return found, tuple(sources)
         except DataError as error:
             refused = error
     raise DataError(f"{request.task}: {note}{refused}") from refused
+
+
+@contextlib.contextmanager
+def _local_data(
+    folder: Path | None, *, download: bool, hub_only: bool = False
+) -> Iterator[list[DataSource]]:
+    """Within the context, a task of the harness gets its data by `read_data`, and no connection is
+    opened and no program of the hub runs without `download`.
+
+    Yields:
+        The sources read so far, in order.
+    """
+    import datasets.config
+    import evaluate
+    import huggingface_hub.constants
+    from lm_eval.api.task import ConfigurableTask
+
+    sources: list[DataSource] = []
+    fetch, load_metric = ConfigurableTask.download, evaluate.load
+
+    def fill(task: Any, dataset_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
+        if callable(task.config.custom_dataset):
+            return fetch(task, dataset_kwargs, **more)
+        options = {**(dataset_kwargs or {})}
+        options.pop("trust_remote_code", None)
+        task.dataset, found = read_data(task, folder, options, hub_only=hub_only)
+        sources.extend(found)
+
+    def metric(name: str, *args: Any, **kwargs: Any) -> Any:
+        # HumanEval's definition fetches its scorer from the hub and tries it; a `CodeScorer` takes
+        # its place later.
+        if name == "code_eval":
+            return types.SimpleNamespace(compute=lambda **_: ({}, {}))
+        if not download:
+            raise DataError(
+                f"its score is made by {name!r}, a program of the hub. Give --set download=true to"
+                " fetch it"
+            )
+        return load_metric(name, *args, **kwargs)
+
+    offline = not download or huggingface_hub.constants.HF_HUB_OFFLINE
+    with (
+        patch.object(ConfigurableTask, "download", fill),
+        patch.object(evaluate, "load", metric),
+        # Both libraries read the environment variable once, at import.
+        patch.object(datasets.config, "HF_HUB_OFFLINE", offline),
+        patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", offline),
+    ):
+        yield sources
 
 
 def _defined(request: TaskRequest) -> Any:
@@ -257,10 +312,16 @@ def _defined(request: TaskRequest) -> Any:
             raise ConfigError(
                 f"{name}: has pictures or sound, and the kit's models read text. Leave it out."
             )
-        # The harness does it anew whenever it looks at the documents.
-        if task.config.process_docs is not None:
-            task.config.process_docs = functools.cache(task.config.process_docs)
+        _hold_documents(task)
     return found
+
+
+def _hold_documents(task: Any) -> None:
+    """Keeps what is scored as a list: the harness reads, decodes and processes all documents anew
+    whenever it looks at some, which takes longer than a small model's answers.
+    """
+    documents = list(task.eval_docs)
+    setattr(task, "test_docs" if task.has_test_docs() else "validation_docs", lambda: documents)
 
 
 def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from kit.convert.smollm2 import load_smollm2
 from kit.data import Dataset
 from kit.data.tokenizer import Tokenizer
-from kit.evaluate.local_data import swapped
 from kit.evaluate.task_data import build_mirror
 from kit.model import Decoder, build_decoder
 from kit.show.results import Row
@@ -150,6 +150,7 @@ def _silent() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         for module in (lm_eval.api.model, huggingface):
-            silent = functools.partial(module.tqdm, disable=True)
-            stack.enter_context(swapped(module, "tqdm", silent))
+            stack.enter_context(
+                patch.object(module, "tqdm", functools.partial(module.tqdm, disable=True))
+            )
         yield

