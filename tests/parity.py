@@ -100,6 +100,20 @@ def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
     return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
 
 
+def compare(
+    layout: dict[str, Any],
+    engine: str,
+    spec: ModelSpec,
+    native_run: Callable,
+    recipe: Recipe = RECIPE,
+) -> dict[str, float]:
+    """Returns `differences` of an engine's layout and the native engine on one process."""
+    plan = make_plan(layout, engine)
+    spec = fit(spec, plan)
+    found = run_ranks(plan.num_devices, train, spec, plan, recipe)
+    return differences(found, native_run(spec, recipe))
+
+
 def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
     """Returns what this rank says of the steps when they all have the same batch, which sums up
     what gradients lack.

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from kit.convert.neuron import import_nxd
 from kit.engines.deepspeed.start import import_deepspeed
-from kit.engines.neuron.checkpoint import NxdCheckpoints
 from kit.plan import Plan
-from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
+from tests.checkpoints import facts, nxd_in
 from tests.engines import test_neuron
 from tests.engines.conftest import STANDIN, VERSIONS, install
 from tests.parallel import test_deepspeed, test_parity
@@ -52,12 +51,8 @@ def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Traine
     mine = batches(spec, plan, engine.data_rank)
     said = engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
     if plan.engine == "neuron":
-        checkpoints = NxdCheckpoints(
-            Checkpoints(folder), spec, engine, attempt=1, keep_last=1, keep_every=None
-        )
-        checkpoints.save(
-            {"step": STEPS, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan}
-        )
+        checkpoints = nxd_in(folder, spec, engine)
+        checkpoints.save(facts(spec, STEPS, plan))
         checkpoints.finish()
         return said
     held = {key: value for key, value in engine.state_dict().items() if key.startswith("model.")}

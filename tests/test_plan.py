@@ -8,6 +8,7 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 DEMO = ModelSpec.preset("demo")
+NEURON, DEEPSPEED = {"engine": "neuron"}, {"engine": "deepspeed"}
 ZBV = {"pipeline_parallel": 2, "schedule": "zbv", "virtual_stages": 2}
 
 
@@ -101,6 +102,31 @@ def test_the_papers_recipes_are_valid():
         (
             {**ZBV, "global_batch_size": 4, "zero_stage": 3},
             "plan.zero_stage: 3 with schedule 'zbv' is not allowed",
+        ),
+        ({"precision": "fp16"}, "'fp16' is not allowed with engine 'native': only DeepSpeed"),
+        ({**NEURON, "precision": "fp16"}, "'fp16' is not allowed with engine 'neuron': only"),
+        ({**NEURON, "zero_stage": 2}, "plan.zero_stage: 2 is not allowed with engine 'neuron'"),
+        ({**NEURON, "compile": True}, "plan.compile: True is not allowed"),
+        (
+            {**NEURON, **ZBV, "schedule": "interleaved", "global_batch_size": 2},
+            "plan.schedule: 'interleaved'",
+        ),
+        (
+            {**DEEPSPEED, "pipeline_parallel": 2, "zero_stage": 2},
+            "plan.zero_stage: 2 is not allowed with engine 'deepspeed'",
+        ),
+        (
+            {**DEEPSPEED, "pipeline_parallel": 2, "schedule": "gpipe"},
+            "its pipeline runs 1F1B only",
+        ),
+        (
+            {**DEEPSPEED, "tensor_parallel": 2, "sequence_parallel": True},
+            "plan.sequence_parallel: True is not allowed with engine",
+        ),
+        ({**DEEPSPEED, "precision": "bf16"}, "use zero_stage 1, also with one replica"),
+        (
+            {**DEEPSPEED, "zero_stage": 3, "recompute": "selective"},
+            "not with zero_stage 3; use 'full'",
         ),
     ],
 )

@@ -56,6 +56,9 @@ def test_floor_holds_after_the_decay_end():
         ),
         ({"warmup_steps": 600_000}, "recipe.warmup_steps: 600000 is not allowed"),
         ({"cosine_floor": "linear"}, "recipe.cosine_floor: 'linear' is not allowed"),
+        ({"profile_steps": (0, 1)}, "Give first and last of up to 100 steps"),
+        ({"profile_steps": (5, 4)}, "Give first and last of up to 100 steps"),
+        ({"profile_steps": (1, 101)}, "recipe.profile_steps: (1, 101) is not allowed"),
     ],
 )
 def test_bad_values_are_refused(change, message):

@@ -7,10 +7,7 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,24 +15,21 @@ import torch
 from typer.testing import CliRunner
 
 import kit
-from cluster.state import JobState, StaleAttemptError, read_state, update_state
+from cluster.state import JobState, read_state, update_state
 from kit.commands.app import app
 from kit.convert import load_model
 from kit.data import Dataset
-from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.errors import CheckpointError
 from kit.launcher import job_spec
 from kit.monitor import run_figure, status_row, status_table
 from kit.plan import Plan
 from kit.recipe import DataPhase, DataSource
 from kit.run import Run
-from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
-from kit.run.checkpoint_writer import CheckpointWriter
 from kit.show.terminal import PlainConsole
-from kit.spec import ModelSpec
 from kit.train import _record_attempt
-from tests.faults.attempts import finished, lines_of
-from tests.workers import local_run, run_ranks
+from tests.faults.attempts import Attempt, finished, lines_of
+from tests.workers import local_run
 
 STEPS = 120  # of the recipe in conftest.py
 ONE = Plan(micro_batch_size=8, global_batch_size=8)
@@ -290,10 +284,7 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp
 
 def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, tiny_dataset):
     gone = recipe.replace(data=str(tmp_path / "absent"))
-    run = Run.prepare(
-        tmp_path / "broken", spec=spec, plan=DP2, recipe=gone, site=kit.Site.load("laptop")
-    )
-    kit.launcher.submit(run)
+    run = kit.launcher.submit(local_run(tmp_path / "broken", spec, DP2, gone))
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED
     # Not rank 0's log: the other may have failed first, and then rank 0 was ended before it could
@@ -301,60 +292,8 @@ def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, t
     assert "DataError" in status.reason and "absent" in status.reason
 
 
-# Bad input: refused before anything is started or overwritten
+# Refused by what is in a checkpoint, or by the ranks themselves
 # ---------------------------------------------------------
-
-
-@pytest.fixture
-def assert_refused(spec, recipe, tmp_path):
-    """A function: a launch, of a new run unless another directory is given, is refused with such
-    an error, and its directory stays as it was.
-    """
-
-    def names(directory: Path) -> list[str]:
-        return sorted(path.name for path in directory.rglob("*"))
-
-    def assert_it(error: type[Exception], message: str, directory=tmp_path / "run", **changes):
-        before = names(directory)
-        with pytest.raises(error) as raised:
-            kit.launch(directory, **{"spec": spec, "plan": DP2, "recipe": recipe, **changes})
-        assert message in str(raised.value) and names(directory) == before
-
-    return assert_it
-
-
-def test_bad_input_is_refused(assert_refused, spec, recipe, tmp_path, tiny_dataset):
-    nowhere = recipe.replace(data="/nowhere")
-    assert_refused(DataError, "kit data build", recipe=nowhere)
-    cut = tmp_path / "cut"
-    shutil.copytree(tiny_dataset.directory, cut)
-    with (cut / "train.bin").open("r+b") as stream:
-        stream.truncate(1000)
-    assert_refused(DataError, "train.bin", recipe=recipe.replace(data=str(cut)))
-    assert_refused(DataError, "1,000,000", spec=spec.replace(sequence_length=1_000_000))
-    assert_refused(ConfigError, "vocab_size is 128", spec=spec.replace(vocab_size=128))
-    long = spec.replace(sequence_length=Dataset.open(recipe.data).validation.num_tokens)
-    validating = recipe.replace(validation_every=10)
-    assert_refused(DataError, "validation.bin holds", spec=long, recipe=validating)
-    three = Plan(tensor_parallel=3, global_batch_size=8)
-    assert_refused(ConfigError, "spec.num_heads", plan=three)
-
-
-def test_folders_of_others_are_refused(assert_refused, spec, tmp_path, unbroken):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("x")
-    assert_refused(RunError, "is not a run directory", tmp_path / "mine")
-    old, other = unbroken.directory, spec.replace(num_layers=2)
-    assert_refused(RunError, "spec.num_layers = 4, not 2", old, spec=other)
-    assert_refused(RunError, "has finished its 120 steps", old)
-
-
-def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match="no space left for a checkpoint: [0-9.]+ MB needed"):
-        kit.launch(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe)
-    assert not (tmp_path / "run" / "state.json").exists()
 
 
 def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
@@ -378,32 +317,8 @@ def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_p
     assert (facts["attention"], facts["fp32_products"]) == ("FLASH_ATTENTION", "fp32")
 
 
-def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):
+def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path):
     run = local_run(tmp_path / "count", spec, DP2, recipe)
-    command = [sys.executable, "-m", "kit.train", "--run", str(run.directory)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"}
-    )
-    assert ended.returncode == os.EX_CONFIG
-    assert "= 2 processes, but 3 were started. Start 2" in ended.stderr
-
-
-def complete_as_left_over(directory: Path, spec: ModelSpec) -> tuple[bool, list[int]]:
-    """Returns whether an old attempt's checkpoint was refused, and which steps are complete
-    afterwards.
-    """
-    checkpoints = Checkpoints(directory / "checkpoints")
-    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=2, keep_every=None)
-    facts = {"step": 5, "samples": 5, "tokens": 5, "seed": 0, "spec": spec, "plan": Plan()}
-    update_state(directory, attempt=2, state=JobState.RUNNING)
-    writer.start({"model.x": torch.zeros(3)}, facts)
-    try:
-        writer.finish()
-    except StaleAttemptError:
-        return True, checkpoints.steps()
-    return False, checkpoints.steps()
-
-
-def test_left_over_of_an_old_attempt_cannot_complete_a_checkpoint(spec, tmp_path):
-    [(refused, steps)] = run_ranks(1, complete_as_left_over, tmp_path, spec)
-    assert refused and steps == []
+    attempt = Attempt(run, WORLD_SIZE="3")
+    assert attempt.wait() == [os.EX_CONFIG] * 2
+    assert "= 2 processes, but 3 were started. Start 2" in attempt.log()

@@ -1,13 +1,10 @@
-"""Runs a function on several gloo processes, or one rank of a run, forked from this process.
+"""Runs a function on several gloo processes, forked from this one.
 
 Importing torch costs more than such a test computes, so workers are forked after one import.
 """
 
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -113,61 +110,6 @@ def _worker(
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
         os._exit(1)
-
-
-def start_training(directory: Path, num_ranks: int = 1, **environment: str) -> "list[Training]":
-    """Returns the started ranks of `python -m kit.train --run DIRECTORY`."""
-    port = free_port()
-    return [Training(directory, rank, num_ranks, port, environment) for rank in range(num_ranks)]
-
-
-class Training:
-    """One forked rank of a run, and what it prints."""
-
-    def __init__(
-        self, directory: Path, rank: int, num_ranks: int, port: int, environment: dict[str, str]
-    ) -> None:
-
-        import kit.train  # noqa: F401  # once, for all
-
-        self.printed = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        arguments = (
-            directory,
-            rank,
-            num_ranks,
-            port,
-            environment,
-            [file.fileno() for file in self.printed],
-        )
-        self.process = mp.get_context("fork").Process(target=_train, args=arguments, daemon=True)
-        self.process.start()
-
-    def wait(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """Returns how it ended and what it printed."""
-        self.process.join(timeout_s)
-        assert not self.process.is_alive(), f"it still runs after {timeout_s} s"
-        texts = []
-        for file in self.printed:
-            file.seek(0)
-            texts.append(file.read())
-            file.close()
-        assert self.process.exitcode is not None
-        return subprocess.CompletedProcess(["kit.train"], self.process.exitcode, *texts)
-
-
-def _train(
-    directory: Path, rank: int, num_ranks: int, port: int, environment: dict, printed: list[int]
-) -> None:
-    from kit.train import main
-
-    for number, file in enumerate(printed, start=1):
-        os.dup2(file, number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    become_rank(rank, num_ranks, port)
-    os.environ.update(environment, LOCAL_WORLD_SIZE=str(num_ranks))
-    code = main(["--run", str(directory)])
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def become_rank(rank: int, num_ranks: int, port: int) -> None:

@@ -313,6 +313,11 @@ def test_launch_refused_by_what_is_given(
     many = PLAN.replace(data_parallel=257, global_batch_size=257)
     skip = {"plan": PLAN.replace(engine="deepspeed"), "recipe": recipe.replace(on_spike="skip")}
     fast, absent = recipe.replace(learning_rate=0.1), recipe.replace(data=str(tmp_path / "absent"))
+    cut = tmp_path / "cut"
+    shutil.copytree(recipe.data, cut)
+    os.truncate(cut / "train.bin", 1000)
+    long = spec.replace(sequence_length=Dataset.open(recipe.data).validation.num_tokens)
+    unheld = {"spec": long, "recipe": recipe.replace(validation_every=10)}
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (RunError, "has finished its 20 steps", whole),
         (RunError, "spec.num_layers = 4, not 2", {"spec": spec.replace(num_layers=2)}),
@@ -320,6 +325,9 @@ def test_launch_refused_by_what_is_given(
         (ConfigError, "spec.num_heads", {"plan": PLAN.replace(tensor_parallel=3)}),
         (ConfigError, "vocab_size is 128", {"spec": spec.replace(vocab_size=128)}),
         (DataError, "kit data build", {"recipe": absent}),
+        (DataError, "train.bin", {"recipe": recipe.replace(data=str(cut))}),
+        (DataError, "1,000,000", {"spec": spec.replace(sequence_length=1_000_000)}),
+        (DataError, "validation.bin holds", unheld),
         (ConfigError, "recipe.on_spike: 'skip'", skip),
         (ConfigError, "at most 256", {"plan": many}),
         (ConfigError, "do not fill whole nodes", {"site": Site.load("frontier"), "plan": nine}),
@@ -349,7 +357,8 @@ def test_launch_refused_by_what_is_in_the_directory(
         usage = shutil.disk_usage(tmp_path)._replace(free=10)
         full.setattr(shutil, "disk_usage", lambda path: usage)
         other = PLAN.replace(micro_batch_size=2)
-        refused(CheckpointError, "no space left", go_on, finished, plan=other)
+        words = "no space left for a checkpoint: 0.7 MB needed"
+        refused(CheckpointError, words, go_on, finished, plan=other)
     folder = finished.checkpoints.path(STEPS)
     manifest = Manifest.read(folder / "manifest.json").replace(files={"gone.distcp": 7})
     finished.checkpoints.complete(folder, manifest)

@@ -8,20 +8,17 @@ import sys
 
 import pytest
 
-import kit
 from cluster import submission
 from cluster.attempts import claimed
 from cluster.outcome import write_end
 from cluster.render import render, scripts
-from cluster.site import Site
 from kit import launcher
-from kit.engines.deepspeed.configuration import deepspeed_config
+from kit.engines.deepspeed.configuration import deepspeed_config, megatron_arguments
+from kit.errors import ConfigError
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.engines.test_neuron_recipes import PLANS
+from tests.engines.test_neuron_recipes import PLANS, RECIPE, a_run
 
-RECIPE = Recipe(data="/data", num_steps=10)
 FRONTIER_175B = Plan(
     tensor_parallel=4,
     pipeline_parallel=16,
@@ -61,15 +58,9 @@ BOTH = {
 }
 
 
-def prepared(directory, name: str, plan: Plan, site: str) -> kit.Run:
-    return kit.Run(
-        directory, spec=ModelSpec.preset(name), plan=plan, recipe=RECIPE, site=Site.load(site)
-    )
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path):
-    run = prepared(tmp_path / "run", name, PLANS[name], "trn1.32xlarge")
+    run = a_run(tmp_path / "run", name, PLANS[name], "trn1.32xlarge")
     texts = scripts(launcher.job_spec(run), run.site)
     assert list(texts) == ["compile.sh", "submit.sh"], "in this order"
     command = f"exec {sys.executable} -m kit.train --run {run.directory}"
@@ -96,7 +87,7 @@ def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path
 
 
 def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
-    run = prepared(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
+    run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     text = render(launcher.job_spec(run), run.site)
     assert (
         "#SBATCH --nodes=16" in text and "srun --nodes=16 --ntasks=128 --ntasks-per-node=8" in text
@@ -111,30 +102,37 @@ def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
 
 
 def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
+    """The layout of the 175B run in the authors' launch scripts."""
+
     def submit(job, site, files):
         with claimed(tmp_path / "run", files) as attempt:
             pass
         write_end(tmp_path / "run", attempt=attempt, rc=0, reason="done")
 
     monkeypatch.setattr(submission, "submit", submit)
-    spec, site = ModelSpec.preset("gpt-175b"), Site.load("frontier")
-    run = kit.Run(tmp_path / "run", spec=spec, plan=FRONTIER_175B, recipe=RECIPE, site=site)
+    run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     launcher.submit(run)
-    assert json.loads((run.directory / "deepspeed.json").read_text()) == deepspeed_config(
-        FRONTIER_175B, RECIPE
-    )
+    config = deepspeed_config(FRONTIER_175B, RECIPE)
+    assert json.loads((run.directory / "deepspeed.json").read_text()) == config
+    assert config["train_batch_size"] == 640 == 2 * 1 * config["gradient_accumulation_steps"]
     line = (run.directory / "megatron_deepspeed.txt").read_text()
     for part in (
         "pretrain_gpt.py ",
         "--tensor-model-parallel-size 4 ",
-        "--fp16 ",
+        "--pipeline-model-parallel-size 16 ",
+        "--num-layers 96 ",
+        "--micro-batch-size 1 ",
+        "--global-batch-size 640 ",
         "--zero-stage 1 ",
+        "--checkpoint-activations ",
+        "--fp16 ",
+        "--lr 0.0003 ",
     ):
         assert part in line
+    with pytest.raises(ConfigError, match="is no GPT with tied embeddings"):
+        megatron_arguments(ModelSpec.preset("hlat-7b"), FRONTIER_175B, RECIPE)
     native = FRONTIER_175B.replace(engine="native", precision="bf16")
-    launcher.submit(
-        kit.Run.prepare(run.directory, spec=spec, plan=native, recipe=RECIPE, site=site)
-    )
+    launcher.submit(a_run(run.directory, "gpt-175b", native, "frontier"))
     assert not (run.directory / "deepspeed.json").exists(), (
         "nothing is left of another plan's engine"
     )

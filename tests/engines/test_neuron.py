@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,18 @@ import kit
 from cluster.state import JobState, read_state
 from kit.convert import load_model
 from kit.convert.neuron import import_nxd
-from kit.engines.neuron.checkpoint import SETTLE_STEPS, NxdCheckpoints
+from kit.engines.neuron.checkpoint import SETTLE_STEPS
 from kit.engines.neuron.configuration import needed_environment
 from kit.engines.neuron.probe import probe
 from kit.errors import CheckpointError, ConfigError
 from kit.model import build_decoder
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
+from tests.checkpoints import facts, nxd_in
 from tests.engines.signatures import SIGNATURES
+from tests.faults.attempts import Attempt, finished
 from tests.parity import (
     BATCH,
     RECIPE,
@@ -36,13 +36,12 @@ from tests.parity import (
     TOLERANCE,
     batches,
     build,
-    differences,
+    compare,
     make_plan,
     overfit,
     some_thorough,
-    train,
 )
-from tests.workers import local_run, run_ranks, start_training
+from tests.workers import local_run, run_ranks
 
 LAYOUTS = {
     "one process": {},
@@ -78,46 +77,26 @@ def small_spec(llama_spec) -> ModelSpec:
     return llama_spec.replace(num_layers=2)
 
 
-@pytest.fixture
-def mha_spec(small_spec) -> ModelSpec:
-    """Every query head with a key/value head of its own, as in the 7B."""
-    return small_spec.replace(name="tiny-mha", num_kv_heads=4)
-
-
-@pytest.fixture
-def mqa_spec(small_spec) -> ModelSpec:
-    """One key/value head, which every tensor rank has a copy of."""
-    return small_spec.replace(name="tiny-mqa", num_kv_heads=1)
-
-
-def compare(
-    changes: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE
-) -> dict[str, float]:
-    """Returns the largest relative differences of loss, gradient norm and validation loss."""
-    plan = neuron_plan(changes)
-    return differences(
-        run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe)
-    )
-
-
 # Parity -------------------------------------------------------------------------------------------
 
 
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
+EACH, SHARED, ONE = 4, 2, 1
+"""Key/value heads for four query heads: as in the 7B, as in the 70B, and copied by tensor ranks."""
 EQUAL = {
-    **{name: (changes, "small", RECIPE) for name, changes in LAYOUTS.items()},
-    "one fused matrix": (SP, "mha", RECIPE),
-    "copies of a key/value head": ({"tensor_parallel": 2}, "mqa", RECIPE),
-    "copies, sharded": ({**SP, "zero_stage": 1, "data_parallel": 2}, "mqa", RECIPE),
-    "nothing is clipped": ({}, "small", RECIPE.replace(gradient_clip=None)),
+    **{name: (changes, SHARED, RECIPE) for name, changes in LAYOUTS.items()},
+    "one fused matrix": (SP, EACH, RECIPE),
+    "copies of a key/value head": ({"tensor_parallel": 2}, ONE, RECIPE),
+    "copies, sharded": ({**SP, "zero_stage": 1, "data_parallel": 2}, ONE, RECIPE),
+    "nothing is clipped": ({}, SHARED, RECIPE.replace(gradient_clip=None)),
 }
 
 
 @pytest.mark.parametrize("case", EQUAL)
-def test_equals_the_native_engine(case, standin, small_spec, mha_spec, mqa_spec, native_run):
-    changes, name, recipe = EQUAL[case]
-    spec = {"small": small_spec, "mha": mha_spec, "mqa": mqa_spec}[name]
-    found = compare(changes, spec, native_run, recipe)
+def test_equals_the_native_engine(case, standin, small_spec, native_run):
+    changes, num_kv_heads, recipe = EQUAL[case]
+    spec = small_spec.replace(num_kv_heads=num_kv_heads)
+    found = compare(changes, "neuron", spec, native_run, recipe)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -145,7 +124,7 @@ def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
         "data_parallel": 2,
         "recompute": "selective",
     }
-    found = compare(changes, small_spec, native_run)
+    found = compare(changes, "neuron", small_spec, native_run)
     assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.01, found
 
 
@@ -153,12 +132,13 @@ def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native
     """Why the plan refuses them: as NxD does, the stand-in spreads the ranks over the node, and
     not their copies.
     """
+    changes = {"tensor_parallel": 4, "data_parallel": 2}
     with pytest.raises(
         ConfigError, match=r"plan.tensor_parallel: 4 is not allowed with engine 'neuron'"
     ):
-        neuron_plan({"tensor_parallel": 4, "data_parallel": 2}).check(small_spec)
+        neuron_plan(changes).check(small_spec)
     monkeypatch.setattr(Plan, "check", lambda *_: None)
-    found = compare({"tensor_parallel": 4, "data_parallel": 2}, small_spec, native_run)
+    found = compare(changes, "neuron", small_spec, native_run)
     assert found["loss"] > TOLERANCE, found
 
 
@@ -172,10 +152,8 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[
     made = len(CALLS)
     for samples, rate in zip(batches(spec, plan, engine.data_rank), (1e-3, 5e-4), strict=False):
         engine.train_step(samples, rate)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
-    )
-    checkpoints.save(facts(spec, plan, 2))
+    checkpoints = nxd_in(folder, spec, engine)
+    checkpoints.save(facts(spec, 2, plan))
     checkpoints.finish()
     steps = [
         name
@@ -184,17 +162,6 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[
     ]
     rates = [arguments["learning_rate"] for name, arguments in CALLS if name == "step"]
     return [name for name, _ in CALLS[:made]], steps, rates  # pyright: ignore[reportReturnType]
-
-
-def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
-    return {
-        "step": step,
-        "samples": step * BATCH,
-        "tokens": step * BATCH * spec.sequence_length,
-        "seed": 1234,
-        "spec": spec,
-        "plan": plan,
-    }
 
 
 def test_order_of_calls(standin, small_spec, tmp_path):
@@ -268,13 +235,11 @@ def test_two_cores_train_two_steps(tmp_path, spec, recipe):
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     """Trains five steps, saves, and returns what five more give."""
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
-    )
+    checkpoints = nxd_in(folder, spec, engine)
     mine = batches(spec, plan, engine.data_rank)
     for samples in mine[:5]:
         engine.train_step(samples, 1e-3)
-    checkpoints.save(facts(spec, plan, 5))
+    checkpoints.save(facts(spec, 5, plan))
     if torch.distributed.get_rank() == 0:
         assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
     # The stand-in writes as the save is completed.
@@ -288,9 +253,7 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    manifest = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None
-    ).load(5)
+    manifest = nxd_in(folder, spec, engine).load(5)
     assert manifest.samples == 5 * BATCH
     assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
     Checkpoints(folder).verify(manifest, manifest.files)
@@ -344,13 +307,12 @@ def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
         ({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1}, None),
     ],
 )
-def test_shards_are_those_that_the_converter_reads(
-    changes, copies, standin, small_spec, mha_spec, tmp_path
-):
+def test_shards_are_those_that_the_converter_reads(changes, copies, standin, small_spec, tmp_path):
     """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart,
     puts them together. Without copies query, key and value are one matrix.
     """
-    spec, plan = small_spec.replace(num_heads=8) if copies else mha_spec, neuron_plan(changes)
+    spec = small_spec.replace(**{"num_heads": 8} if copies else {"num_kv_heads": EACH})
+    plan = neuron_plan(changes)
     assert plan.kv_replication(spec) == (copies or 1)
     run_ranks(plan.num_devices, save_initial, spec, plan, tmp_path)
     found = import_nxd(tmp_path / "step_00000005", spec).decoder().state_dict()
@@ -361,18 +323,15 @@ def test_shards_are_those_that_the_converter_reads(
 
 def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
-    )
-    checkpoints.save(facts(spec, plan, 5))
+    checkpoints = nxd_in(folder, spec, engine)
+    checkpoints.save(facts(spec, 5, plan))
     checkpoints.finish()
 
 
 # Runs ---------------------------------------------------------------------------------------------
 
 
-def run_train(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return start_training(directory, **needed_environment(neuron_plan({})), **variables)[0].wait()
+NEEDED = needed_environment(neuron_plan({}))
 
 
 @pytest.fixture
@@ -387,33 +346,27 @@ def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
 
 
 def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
-    before = sorted(short_run.directory.rglob("*"))
-    compiled = run_train(short_run.directory, NEURON_EXTRACT_GRAPHS_ONLY="1")
-    assert compiled.returncode == 0 and "recorded the graphs of 4 steps" in compiled.stdout, (
-        compiled.stderr
-    )
-    assert sorted(short_run.directory.rglob("*")) == before, (
-        "a compile phase is no attempt of the run"
-    )
-    trained = run_train(short_run.directory)
-    assert trained.returncode == 0 and "finished 4 steps" in trained.stdout, trained.stderr
+    def files() -> dict[Path, bytes]:
+        every = short_run.directory.rglob("*.*")
+        return {file: file.read_bytes() for file in every if file.suffix != ".log"}
+
+    compiling = Attempt(short_run, NEURON_EXTRACT_GRAPHS_ONLY="1", **NEEDED)
+    before = files()
+    assert compiling.wait() == [0] and "recorded the graphs of 4 steps" in compiling.log()
+    assert files() == before, "a compile phase is no attempt of the run"
+    assert "finished 4 steps" in finished(short_run, **NEEDED).log()
     assert short_run.checkpoints.steps() == [2, 4] and len(short_run.metrics()) == 4
     weights = load_model(short_run).state_dict()
     assert all(weight.isfinite().all() for weight in weights.values())
     short_run.recipe.replace(num_steps=6).write(short_run.directory / "recipe.json")
-    again = run_train(short_run.directory, KIT_ATTEMPT="2")
-    assert again.returncode == 0 and "resumed from step 4" in again.stdout, again.stderr
+    assert finished(short_run, 2, **NEEDED).resumed_from() == 4
     assert short_run.checkpoints.steps() == [4, 6]
     with pytest.raises(CheckpointError, match="holds NxD's files"):
         CheckpointTensors(short_run.checkpoints, short_run.checkpoints.describe(6), short_run.spec)
 
 
 def test_a_run_in_the_wrong_precision_does_not_start(short_run):
-    run_directory, needed = short_run.directory, needed_environment(neuron_plan({}))
-    [rank] = start_training(run_directory, **needed | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"})
-    done = rank.wait()
-    assert done.returncode == os.EX_CONFIG and "Traceback" not in done.stderr
-    assert (
-        f"{ConfigError.__name__}: plan.precision" in done.stderr
-        and "STOCHASTIC_ROUNDING_EN is '1'" in done.stderr
-    )
+    attempt = Attempt(short_run, **NEEDED | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"})
+    assert attempt.wait() == [os.EX_CONFIG] and "Traceback" not in attempt.log()
+    assert "ConfigError: plan.precision" in attempt.log()
+    assert "STOCHASTIC_ROUNDING_EN is '1'" in attempt.log()

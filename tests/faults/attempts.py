@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -15,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # every model and optimizer imports it: a second of each rank otherwise
-
 from cluster.process import become_rank
 from cluster.state import JobState, log_path, update_state
 from kit.run import Run
 from kit.train import main
+from kit.trainer.loop import Trainer
+from tests import workers
+from tests.workers import free_port
 
 PATIENCE_S = 120.0
 
@@ -33,16 +32,20 @@ class Attempt:
         run: prepared, not necessarily new.
         number: of the attempt.
         sabotage: called in each rank with its number before the trainer starts.
+        environment: of the ranks, beside what every rank has.
     """
 
     def __init__(
-        self, run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None
+        self,
+        run: Run,
+        number: int = 1,
+        sabotage: Callable[[int], None] | None = None,
+        **environment: str,
     ) -> None:
         self.run, self.number, self.started = run, number, time.monotonic()
+        self.environment = environment
         log_path(run.directory, number, 0).parent.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.codes: dict[int, int] = {}
         update_state(run.directory, attempt=number, state=JobState.STARTING)  # as a supervisor does
         self.pids = [self._fork(rank, port, sabotage) for rank in range(run.plan.num_devices)]
@@ -62,17 +65,10 @@ class Attempt:
             os.dup2(log, 1)
             os.dup2(log, 2)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-            size = str(self.run.plan.num_devices)
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=size,
-                LOCAL_WORLD_SIZE=size,
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-                KIT_ATTEMPT=str(self.number),
-            )
-            torch.set_num_threads(1)
+            size = self.run.plan.num_devices
+            workers.become_rank(rank, size, port)
+            os.environ.update(LOCAL_WORLD_SIZE=str(size), KIT_ATTEMPT=str(self.number))
+            os.environ.update(self.environment)
             if sabotage:
                 sabotage(rank)
             code = main(["--run", str(self.run.directory)])
@@ -126,12 +122,28 @@ class Attempt:
         return int(match[1]) if match else None
 
 
-def finished(run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None) -> Attempt:
+def finished(
+    run: Run,
+    number: int = 1,
+    sabotage: Callable[[int], None] | None = None,
+    **environment: str,
+) -> Attempt:
     """Returns an attempt that has ended well."""
-    attempt = Attempt(run, number, sabotage)
+    attempt = Attempt(run, number, sabotage, **environment)
     codes = attempt.wait()
     assert codes == [0] * len(codes), attempt.log()
     return attempt
+
+
+def before_each_launch(act: Callable[[Trainer], None]) -> None:
+    """Has something done in this rank before each step is launched."""
+    launch = Trainer._launch_step
+
+    def launched(trainer: Trainer) -> None:
+        act(trainer)
+        launch(trainer)
+
+    Trainer._launch_step = launched
 
 
 def lines_of(run: Run) -> list[dict[str, Any]]:

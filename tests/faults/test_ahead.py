@@ -15,7 +15,7 @@ from cluster.state import JobState, ask, read_state, read_taken
 from kit.data import Samples
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
-from tests.faults.attempts import Attempt, finished, lines_of
+from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
 from tests.faults.cost import assert_same
 from tests.faults.test_bad_steps import ALONE, poison
 
@@ -43,17 +43,11 @@ def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
 def crash(step: int) -> Callable[[int], None]:
     """Returns a sabotage: the launch of a step fails."""
 
-    def sabotage(_: int) -> None:
-        launch = Trainer._launch_step
+    def failing(trainer: Trainer) -> None:
+        if trainer.step + 1 == step:
+            raise ValueError("launch failed")
 
-        def failing(self):
-            if self.step + 1 == step:
-                raise ValueError("launch failed")
-            launch(self)
-
-        Trainer._launch_step = failing
-
-    return sabotage
+    return lambda _: before_each_launch(failing)
 
 
 SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation_every": 7}

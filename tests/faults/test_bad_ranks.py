@@ -6,6 +6,7 @@ import resource
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 from kit.trainer import loop, signs
-from kit.trainer.loop import Trainer
-from tests.faults.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, before_each_launch, finished
 from tests.faults.cost import DP2, cost
 
 pytestmark = pytest.mark.timeout(900)
@@ -130,19 +130,17 @@ def starved(_: int) -> None:
 
     So many that the memory which it has inherited, freed by other tests, is too small as well.
     """
-    one_step = Trainer._launch_step
 
-    def limited(self):
-        if self.step == 2:
+    def limited(trainer: Any) -> None:
+        if trainer.step == 2:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-            self.plan = self.engine.plan = self.plan.replace(
+            trainer.plan = trainer.engine.plan = trainer.plan.replace(
                 micro_batch_size=2**17, global_batch_size=2**18
             )
-        return one_step(self)
 
-    Trainer._launch_step = limited
+    before_each_launch(limited)
 
 
 def test_out_of_memory_gives_the_planners_advice(prepare):

@@ -16,7 +16,7 @@ from kit.run import Run
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
 from tests.disks import fill
-from tests.faults.attempts import Attempt, finished, lines_of
+from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
 from tests.faults.cost import DP2, assert_same, cost
 from tests.workers import local_run
 
@@ -50,22 +50,20 @@ def full_between(
 
     def sabotage(rank: int) -> None:
         loop.HEARTBEAT_EVERY_S = loop.ASKED_EVERY_S = 0.0
-        one_step = Trainer._launch_step
 
-        def launched(self: Trainer) -> None:
-            if rank == 0 and self.step + 1 == full_at:
-                self.checkpoints.finish()  # else the save of an earlier step fails
+        def meddle(trainer: Trainer) -> None:
+            if rank == 0 and trainer.step + 1 == full_at:
+                trainer.checkpoints.finish()  # else the save of an earlier step fails
                 (run.directory / "control").mkdir()
                 (run.directory / "control" / "request_checkpoint").touch()
                 fill(filler)
-                self.recovery.tell("hook", f"told on a full disk {'.' * 5000}", full_at)
-            if self.step + 1 >= full_at:
+                trainer.recovery.tell("hook", f"told on a full disk {'.' * 5000}", full_at)
+            if trainer.step + 1 >= full_at:
                 print("." * 5000, flush=True)
                 if rank == 0:
-                    then(self, filler)
-            one_step(self)
+                    then(trainer, filler)
 
-        Trainer._launch_step = launched
+        before_each_launch(meddle)
 
     return sabotage
 

@@ -16,8 +16,7 @@ from kit.engines.native import NativeEngine
 from kit.monitor.expected import PASSES, WAITS, pace
 from kit.run import Run
 from kit.trainer.batches import Batches
-from kit.trainer.loop import Trainer
-from tests.faults.attempts import finished, lines_of
+from tests.faults.attempts import before_each_launch, finished, lines_of
 from tests.faults.cost import DP2
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,13 +61,7 @@ def sabotage(rank: int) -> None:
 
         setattr(owner, name, patched)
 
-    launch = Trainer._launch_step
-
-    def told(self):
-        now["case"] = cases[self.step // EACH]
-        launch(self)
-
-    Trainer._launch_step = told
+    before_each_launch(lambda trainer: now.update(case=cases[trainer.step // EACH]))
     slowed(Batches, "at", "slow data loader", lambda: time.sleep(2 * STALL_S))
     slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank))
     slowed(NativeEngine, "_forward_backward", "slow product on all ranks", lambda: burn(rank))

@@ -4,11 +4,10 @@ checkpoints and back.
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,33 +17,31 @@ import torch
 pytest.importorskip("deepspeed")
 
 import kit
-from cluster.state import read_state
 from kit.convert import load_model
 from kit.engines import build_engine
-from kit.engines.deepspeed.configuration import check_batch, deepspeed_config, megatron_arguments
+from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.engine import DeepSpeedEngine
 from kit.engines.deepspeed.package import DeepSpeedError
 from kit.engines.deepspeed.start import import_deepspeed
 from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
-from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from tests import parity
+from tests.checkpoints import facts, writer_in
+from tests.faults.attempts import Attempt, finished
 from tests.parity import (
     CPU,
     RECIPE,
     TOLERANCE,
     batches,
     check_bf16,
-    differences,
+    compare,
     fit,
     some_thorough,
-    train,
 )
-from tests.workers import local_run, run_ranks, start_training
+from tests.workers import local_run, run_ranks
 
 ALL = {**parity.ALL, "zero_stage": 1}
 LAYOUTS = {
@@ -78,26 +75,15 @@ def make_plan(changes: dict) -> Plan:
     return parity.make_plan(changes, "deepspeed")
 
 
-def compare(layout: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE) -> dict[str, float]:
-    """Returns the largest relative differences of a layout's loss, gradient norm and validation
-    loss.
-    """
-    plan = make_plan(layout)
-    spec = fit(spec, plan)
-    return differences(
-        run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe)
-    )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_llama_equals_the_native_engine(layout, llama_spec, native_run):
-    found = compare(LAYOUTS[layout], llama_spec, native_run)
+    found = compare(LAYOUTS[layout], "deepspeed", llama_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", some_thorough(GPT_LAYOUTS, GPT_LAYOUTS[-1:]))
 def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, native_run):
-    found = compare(LAYOUTS[layout], gpt_spec, native_run)
+    found = compare(LAYOUTS[layout], "deepspeed", gpt_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -111,7 +97,7 @@ def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_proce
 
 @pytest.mark.parametrize("layout", [LAYOUTS["DP2, ZeRO 2"], LAYOUTS["DP2, ZeRO 3"], ALL])
 def test_fp16_with_a_scaled_loss_follows_fp32(layout, llama_spec, native_run):
-    found = compare({**layout, "precision": "fp16"}, llama_spec, native_run)
+    found = compare({**layout, "precision": "fp16"}, "deepspeed", llama_spec, native_run)
     assert 0 < found["loss"] < 1e-4 and found["grad_norm"] < 1e-3, found
 
 
@@ -143,18 +129,9 @@ def test_steps_that_overflow_in_fp16_are_skipped_counted_and_scaled_down(llama_s
     )
 
 
-def test_fp16_is_deepspeeds_alone():
-    for engine in ("native", "neuron"):
-        with pytest.raises(
-            ConfigError, match=f"plan.precision: 'fp16' is not allowed with engine '{engine}': only"
-        ):
-            Plan(precision="fp16", engine=engine)
-
-
 def test_norms_are_told_without_clipping_too(llama_spec, native_run):
-    found = compare(
-        LAYOUTS["DP2, ZeRO 1"], llama_spec, native_run, RECIPE.replace(gradient_clip=None)
-    )
+    recipe = RECIPE.replace(gradient_clip=None)
+    found = compare(LAYOUTS["DP2, ZeRO 1"], "deepspeed", llama_spec, native_run, recipe)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -165,11 +142,8 @@ def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[f
     engine = build_engine(spec, plan, RECIPE, CPU)
     mine = batches(spec, plan, engine.data_rank)
     steps = [engine.train_step(samples, 1e-3) for samples in mine[:5]]
-    writer = CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=2, keep_every=None)
-    writer.start(
-        engine.state_dict(),
-        {"step": 5, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan},
-    )
+    writer = writer_in(directory)
+    writer.start(engine.state_dict(), facts(spec, 5, plan))
     writer.finish()
     return steps
 
@@ -249,65 +223,28 @@ def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
     """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait for
     ever, silently.
     """
-    for extension in (
-        "deepspeed_shm_comm",
-        "py311_cpu/deepspeed_shm_comm",
-        "py312_cpu/deepspeed_shm_comm",
-    ):
-        (tmp_path / extension).mkdir(parents=True, exist_ok=True)
-        (tmp_path / extension / "lock").touch()
-    code = (
-        "import torch, torch.distributed as dist\nfrom kit.engines.deepspeed.engine import"
-        " DeepSpeedEngine\nfrom kit.engines.process_group import leave\nfrom kit.plan import Plan;"
-        " from kit.recipe import Recipe; from kit.spec import"
-        " ModelSpec\ndist.init_process_group('gloo', store=dist.HashStore(), rank=0,"
-        f" world_size=1)\nspec = ModelSpec.from_json({llama_spec.to_json()!r})\nplan ="
-        " Plan(engine='deepspeed', zero_stage=2)\nengine = DeepSpeedEngine(spec, plan,"
-        " Recipe(data='none', num_steps=1),"
-        " torch.device('cpu'))\nprint(engine.train_step(torch.zeros(1, 17, dtype=torch.int64),"
-        " 1e-3)[0] > 0)\nleave(0)\n"
-    )
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("CC", "CXX", "DS_ACCELERATOR")
-    }
-    environment |= {
-        "TORCH_EXTENSIONS_DIR": str(tmp_path),
-        "PATH": str(tmp_path / "nothing"),
-        "LOCAL_RANK": "0",
-    }
+    for python in ("", "py311_cpu/", "py312_cpu/"):
+        (tmp_path / f"{python}deepspeed_shm_comm").mkdir(parents=True)
+        (tmp_path / f"{python}deepspeed_shm_comm" / "lock").touch()
+    nowhere = str(tmp_path / "nothing")
     for program in ("cc", "c++", "gcc", "g++"):
-        assert shutil.which(program, path=environment["PATH"]) is None
-    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stdout + done.stderr
+        assert shutil.which(program, path=nowhere) is None
+    done = probe_deepspeed(TORCH_EXTENSIONS_DIR=str(tmp_path), PATH=nowhere, LOCAL_RANK="0")
+    assert (done.returncode, done.stdout) == (0, f"{version('deepspeed')}\n"), done.stderr
     assert done.stderr == ""
 
 
+def probe_deepspeed(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Returns how the step that `kit doctor` asks for ended, in a process of its own."""
+    unset = ("CC", "CXX", "DS_ACCELERATOR")
+    own = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-W", "error::UserWarning", "-m", "kit.engines.deepspeed.probe"]
+    return subprocess.run(
+        command, env=own | environment, capture_output=True, text=True, timeout=120
+    )
+
+
 # Plans and words ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"pipeline_parallel": 2, "zero_stage": 2},
-            "plan.zero_stage: 2 is not allowed with engine 'deepspeed'",
-        ),
-        ({"pipeline_parallel": 2, "schedule": "gpipe"}, "its pipeline runs 1F1B only"),
-        (
-            {"tensor_parallel": 2, "sequence_parallel": True},
-            "plan.sequence_parallel: True is not allowed with engine",
-        ),
-        ({"precision": "bf16"}, "use zero_stage 1, also with one replica"),
-        ({"zero_stage": 3, "recompute": "selective"}, "not with zero_stage 3; use 'full'"),
-    ],
-)
-def test_what_deepspeed_cannot_do_is_refused_with_its_reason(changes, message):
-    with pytest.raises(ConfigError) as error:
-        make_plan(changes)
-    assert message in str(error.value)
 
 
 def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
@@ -327,11 +264,7 @@ def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
     (tmp_path / "deepspeed" / "__init__.py").write_text(
         'raise RuntimeError("undefined symbol: deepspeed_op")'
     )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    command = [sys.executable, "-m", "kit.engines.deepspeed.probe"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
-    )
+    done = probe_deepspeed(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert (
         "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install"
@@ -352,68 +285,23 @@ def test_a_notebook_shows_the_message_alone(capsys):
     assert "Traceback" not in shown and "---->" not in shown
 
 
-def test_frontier_175b_in_the_words_of_both():
-    """The layout of the 175B run in the authors' launch scripts."""
-    plan = Plan(
-        tensor_parallel=4,
-        pipeline_parallel=16,
-        data_parallel=2,
-        zero_stage=1,
-        global_batch_size=640,
-        recompute="full",
-        precision="bf16",
-        engine="deepspeed",
-    )
-    recipe = RECIPE.replace(learning_rate=6e-5, min_learning_rate=6e-6)
-    config = deepspeed_config(plan, recipe)
-    assert config["train_batch_size"] == 640 == 2 * 1 * config["gradient_accumulation_steps"]
-    line = " ".join(megatron_arguments(ModelSpec.preset("gpt-175b"), plan, recipe))
-    for part in (
-        "--tensor-model-parallel-size 4",
-        "--pipeline-model-parallel-size 16",
-        "--num-layers 96",
-        "--micro-batch-size 1",
-        "--global-batch-size 640",
-        "--zero-stage 1",
-        "--checkpoint-activations",
-        "--bf16",
-        "--lr 6e-05",
-    ):
-        assert part in line
-    with pytest.raises(ConfigError, match="is no GPT with tied embeddings"):
-        megatron_arguments(ModelSpec.preset("hlat-7b"), plan, recipe)
+# A run --------------------------------------------------------------------------------------------
 
 
-# A job --------------------------------------------------------------------------------------------
-
-
-def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(
-    llama_spec, tiny_dataset, tmp_path
-):
-    spec = llama_spec.replace(vocab_size=300)
-    recipe = Recipe(
-        data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3
-    )
-    plan = Plan(
-        data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed"
-    )
+def test_a_killed_run_resumes_and_ends_as_an_unbroken_native_one(spec, recipe, tmp_path):
+    recipe = recipe.replace(num_steps=40, checkpoint_every=10)
     alone = Plan(micro_batch_size=8, global_batch_size=8)
     native = local_run(tmp_path / "native", spec, alone, recipe)
-    unbroken = start_training(native.directory)[0].wait()
-    assert unbroken.returncode == 0, unbroken.stderr
-    run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe)
-    deadline = time.time() + 120
+    finished(native)
+    plan = alone.replace(data_parallel=2, zero_stage=1, micro_batch_size=2, engine="deepspeed")
+    run = local_run(tmp_path / "run", spec, plan, recipe)
+    killed = Attempt(run)
     while not run.checkpoints.steps():
-        assert time.time() < deadline and not run.job.status().state.is_final, run.job.logs()
+        assert not killed.is_over(), killed.log()
         time.sleep(0.01)
-    state = read_state(run.directory)
-    assert state is not None and state.process is not None
-    os.kill(state.process.pid, signal.SIGKILL)
-    run.job.wait(timeout_s=20)
-    assert "WARNING" not in run.job.logs() and (run.directory / "deepspeed.json").exists()
-    for rank in start_training(run.directory, 2, KIT_ATTEMPT="2"):
-        resumed = rank.wait()
-        assert resumed.returncode == 0 and "WARNING" not in resumed.stderr, resumed.stderr
+    killed.kill()
+    resumed = finished(run, 2)
+    assert "WARNING" not in killed.log() + resumed.log()
     ours, theirs = run.metrics(), native.metrics()
     assert ours["step"].tolist() == list(range(1, 41)) and ours["attempt"][-1] == 2
     assert ours["loss"].tolist() == pytest.approx(theirs["loss"].tolist(), rel=TOLERANCE)

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kit.errors import ConfigError
 from kit.model import Past, build_decoder
 from kit.model.past import document_begins, has_document_kernel
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from kit.trainer.guard import check_recipe
-from tests.parity import RECIPE, build, make_plan
+from tests.parity import build, make_plan
 from tests.workers import run_ranks
 
 END = 0
@@ -157,10 +154,3 @@ def test_layouts_agree(llama_spec):
     ):
         for found in run_ranks(2, three_steps, spec, make_plan(changes), True):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(one), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("changes", [{"engine": "deepspeed"}, {"pipeline_parallel": 2}])
-def test_what_cannot_see_the_ends_is_refused(changes):
-    check_recipe(RECIPE, make_plan(changes))
-    with pytest.raises(ConfigError, match="recipe.mask_documents: true is not allowed"):
-        check_recipe(Recipe(data="none", num_steps=1, mask_documents=True), make_plan(changes))

@@ -15,11 +15,9 @@ from tests.parity import (
     TOLERANCE,
     batches,
     check_bf16,
-    differences,
-    fit,
+    compare,
     make_plan,
     some_thorough,
-    train,
 )
 from tests.workers import run_ranks
 
@@ -85,25 +83,16 @@ IN_BF16 = (
 """What `make test` trains of the layouts of eight ranks, and in bf16; `make faults` trains all."""
 
 
-def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
-    """Returns the largest relative differences of a layout's loss, gradient norm and validation
-    loss.
-    """
-    plan = make_plan(layout)
-    spec = fit(spec, plan)
-    return differences(run_ranks(plan.num_devices, train, spec, plan), native_run(spec))
-
-
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*EIGHT} - {*IN_FP32}))
 def test_llama_layout_equals_one_process(layout, llama_spec, native_run, record_property):
-    found = compare(LAYOUTS[layout], llama_spec, native_run)
+    found = compare(LAYOUTS[layout], "native", llama_spec, native_run)
     record_property("differences", found)
     assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", some_thorough(GPT_LAYOUTS, EIGHT))
 def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, native_run):
-    found = compare(LAYOUTS[layout], gpt_spec, native_run)
+    found = compare(LAYOUTS[layout], "native", gpt_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -139,7 +128,7 @@ def _sums_over_copies(spec: ModelSpec, plans: list[Plan]) -> list[int]:
 
 
 def test_bf16_follows_fp32(llama_spec, native_run):
-    found = compare({"precision": "bf16"}, llama_spec, native_run)
+    found = compare({"precision": "bf16"}, "native", llama_spec, native_run)
     assert 0 < found["loss"] < 1e-3, found
 
 

@@ -21,19 +21,16 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from cluster.state import JobState, StaleAttemptError, update_state
 from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
 from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, alike
-from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.checkpoints import PortableCheckpoints
+from tests.checkpoints import facts, writer_in
 from tests.workers import local_run, run_ranks
-
-
-def facts(spec: ModelSpec, step: int) -> dict[str, Any]:
-    return {"step": step, "samples": step, "tokens": step, "seed": 0, "spec": spec, "plan": Plan()}
 
 
 def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
@@ -43,10 +40,6 @@ def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
         f"of.{rank}": torch.full((size,), 10.0 * step + rank),
         "of.both": torch.full((3,), float(step)),
     }
-
-
-def writer_in(directory: Path, keep_last: int = 1) -> CheckpointWriter:
-    return CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=keep_last, keep_every=None)
 
 
 def load(
@@ -65,7 +58,7 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
 
     default_planner.create_default_global_save_plan = counted
     checkpoints, seen = Checkpoints(directory / "checkpoints"), []
-    writer = writer_in(checkpoints.directory, 2)
+    writer = writer_in(checkpoints.directory)
     for step, size in ((1, 5), (2, 5), (3, 7)):
         writer.start(mine(step, size), facts(spec, step))
         writer.finish()
@@ -73,7 +66,7 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
         found = {name: torch.zeros_like(tensor) for name, tensor in mine(step, size).items()}
         load(checkpoints, step, found, spec)
         assert all(torch.equal(found[name], tensor) for name, tensor in mine(step, size).items())
-    other = writer_in(directory / "other", 2)
+    other = writer_in(directory / "other")
     other.start({"alone": torch.ones(dist.get_rank() + 1)[:1]}, facts(spec, 1))
     other.finish()
     return [*seen, plans[0]]
@@ -104,7 +97,7 @@ def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
         rmtree(folder, *args, **kwargs)
 
     os.fsync, shutil.rmtree = noting, asking
-    writer = writer_in(directory)
+    writer = writer_in(directory, 1)
     for step in (1, 2):
         writer.start(mine(step, 5), facts(spec, step))
         writer.finish()
@@ -122,7 +115,7 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
 
 
 def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec) -> str:
-    writer = writer_in(directory)
+    writer = writer_in(directory, 1)
     writer.start(mine(1), facts(spec, 1))
     with pytest.raises(CheckpointError) as caught:
         writer.finish()
@@ -136,6 +129,22 @@ def test_a_run_directory_that_was_deleted_does_not_come_back_by_a_checkpoint(
     for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec):
         assert "checkpoint of step 1 could not be written" in said
     assert not run.exists()
+
+
+def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:
+    """Returns the steps that count once an old attempt was refused its checkpoint."""
+    writer = writer_in(run / "checkpoints")
+    update_state(run, attempt=2, state=JobState.RUNNING)
+    writer.start(mine(5), facts(spec, 5))
+    with pytest.raises(StaleAttemptError):
+        writer.finish()
+    return writer.checkpoints.steps()
+
+
+def test_left_over_of_an_old_attempt_cannot_complete_a_checkpoint(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    assert run_ranks(1, complete_as_left_over, tmp_path, spec) == [[]]
 
 
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
@@ -210,7 +219,7 @@ def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
 def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
     """Returns the steps that count although nobody has asked the writer since it began."""
     checkpoints = Checkpoints(directory)
-    writer = writer_in(checkpoints.directory)
+    writer = writer_in(checkpoints.directory, 1)
     for step in (1, 2):
         writer.finish()
         writer.start(mine(step), facts(spec, step))
@@ -260,7 +269,7 @@ def calls_of_a_resume(run: Run, num_files: int) -> int:
         setattr(module, name, counted)
 
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
-    loader = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory), None)
+    loader = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory, 1), None)
     for name in ("stat", "lstat", "scandir", "listdir", "open"):
         count(os, name)
     count(io, "open")

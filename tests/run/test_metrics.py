@@ -120,22 +120,14 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     )
 
 
-def test_one_lost_duration_costs_neither_speed_nor_mfu(tmp_path: Path) -> None:
+def test_one_lost_duration_costs_neither_speed_nor_mfu_and_all_of_them_both(tmp_path: Path) -> None:
     whole = _metrics(tmp_path / "whole.jsonl", {}).summary()
-    torn = _metrics(tmp_path / "torn.jsonl", {25: {"step_time_s": float("nan")}}).summary()
+    lost = {"step_time_s": float("nan")}
+    torn = _metrics(tmp_path / "torn.jsonl", {25: lost}).summary()
+    nowhere = _metrics(tmp_path / "none.jsonl", dict.fromkeys(range(40), lost)).summary()
     for name in ("step_time_s", "tokens_per_s", "mfu"):
         assert torn[name] == pytest.approx(whole[name])
-
-
-def test_speeds_are_unknown_where_no_step_has_a_duration(tmp_path: Path) -> None:
-    summary = _metrics(
-        tmp_path / "m.jsonl", {step: {"step_time_s": float("nan")} for step in range(40)}
-    ).summary()
-    assert (
-        summary["step_time_s"] is None
-        and summary["tokens_per_s"] is None
-        and summary["mfu"] is None
-    )
+        assert nowhere[name] is None
 
 
 @pytest.mark.parametrize(

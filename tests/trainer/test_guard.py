@@ -1,16 +1,17 @@
 """What counts as a bad step."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from kit.errors import RunError
+from kit.errors import ConfigError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from kit.trainer.guard import PATIENCE, Guard
+from kit.trainer.guard import PATIENCE, Guard, check_recipe
 from kit.trainer.spikes import WINDOW
 from tests.parity import batches, build, make_plan
 from tests.workers import run_ranks
@@ -42,6 +43,28 @@ def test_spike_is_seen_only_beside_enough_losses_and_patience_ends():
         guard.note(answer, what, 3.0)
     with pytest.raises(RunError, match="skip leads nowhere"):
         guard.note(answer, what, 3.0)
+
+
+PROFILED = {"profile_steps": (1, 2)}
+LACKING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({**PROFILED, "profile_ranks": (2,)}, {}, r"recipe.profile_ranks: \(2,\) .* 0 to 1"),
+    ({**PROFILED, "profile_ranks": (-1,)}, {}, "0 to 1"),
+    ({**PROFILED, "profile_ranks": ()}, {}, "0 to 1"),
+    (PROFILED, {"engine": "neuron"}, "neuron-profile"),
+    ({"init_from": "theirs"}, {"engine": "neuron"}, "recipe.init_from: .*engine 'neuron'"),
+    ({"mask_documents": True}, {"engine": "deepspeed"}, "recipe.mask_documents: true is not"),
+    ({"mask_documents": True}, {"pipeline_parallel": 2}, "recipe.mask_documents: true is not"),
+    ({"on_nan": "skip"}, {"engine": "neuron"}, "recipe.on_nan: 'skip' .*engine 'neuron'"),
+    ({"on_spike": "roll_back"}, {"engine": "deepspeed"}, "recipe.on_spike: 'roll_back' .* 'deep"),
+]
+
+
+@pytest.mark.parametrize(("asked", "plan", "message"), LACKING)
+def test_what_an_engine_or_a_layout_cannot_do_is_refused(asked, plan, message):
+    plan = make_plan({"data_parallel": 2, **plan})
+    check_recipe(RECIPE, plan)
+    with pytest.raises(ConfigError, match=message):
+        check_recipe(RECIPE.replace(**asked), plan)
 
 
 def test_a_step_that_is_judged_sums_its_loss_once(llama_spec):

@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import kit
-from cluster.state import read_state
-from kit.errors import ConfigError, RunError
+from kit.errors import ConfigError
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.sinks import scalars
 from kit.plan import Plan
 from kit.run import HOOK, Run
 from kit.run.alerts import AlertLog
 from kit.trainer.hook import Hook, StepState, _checked
-from tests.faults.attempts import lines_of
-from tests.workers import local_run, run_ranks, start_training
+from tests.faults.attempts import finished, lines_of
+from tests.workers import local_run, run_ranks
 
 STAGES = Plan(tensor_parallel=1, pipeline_parallel=2, micro_batch_size=2, global_batch_size=8)
 WEIGHTS = """
@@ -46,9 +44,7 @@ def trained(spec, recipe, tmp_path):
         )
         run = local_run(tmp_path / "run", spec, STAGES, wanted)
         file.unlink()  # the copy is what runs
-        for training in start_training(run.directory, 2):
-            ended = training.wait()
-            assert ended.returncode == 0, ended.stderr
+        finished(run)
         return run
 
     return trained
@@ -133,7 +129,7 @@ def test_a_wrong_return_is_told_with_the_file_on_the_rank_itself(tmp_path):
     assert _checked({"a": torch.tensor(2.0), "b": 3}) == {"a": 2.0, "b": 3.0}
 
 
-def test_a_file_that_is_no_hook_is_refused(tmp_path, spec, recipe):
+def test_a_file_that_is_no_hook_is_refused(tmp_path):
     for text, message in (
         ("def on_step(:\n", r"hook.py, line 1: SyntaxError"),
         ("x = 1\n\n1 / 0\n", r"hook.py, line 3: ZeroDivisionError"),
@@ -142,11 +138,3 @@ def test_a_file_that_is_no_hook_is_refused(tmp_path, spec, recipe):
         (tmp_path / HOOK).write_text(text)
         with pytest.raises(ConfigError, match=f"recipe.hook: .*{message}"):
             Hook(tmp_path / HOOK, None)
-    with pytest.raises(RunError, match="recipe.hook: .*nowhere.py' cannot be read"):
-        kit.launch(
-            tmp_path / "run",
-            spec=spec,
-            plan=Plan(global_batch_size=8),
-            recipe=recipe.replace(hook=str(tmp_path / "nowhere.py")),
-        )
-    assert not (tmp_path / "run" / "spec.json").exists() and read_state(tmp_path / "run") is None

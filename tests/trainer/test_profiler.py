@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.state import ask
-from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.run import Run
-from kit.trainer.guard import check_recipe
 from tests.faults.attempts import Attempt
 from tests.workers import local_run
 
@@ -65,27 +63,3 @@ def test_a_run_that_ends_before_leaves_what_it_has_and_a_failing_disk_ends_nothi
     attempt.until_step(12)
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0] and "rank 0: its profile was not written" in attempt.log()
-
-
-@pytest.mark.parametrize("steps", [(0, 1), (5, 4), (1, 101)])
-def test_impossible_steps_are_refused(recipe, steps):
-    with pytest.raises(
-        ConfigError, match=r"recipe.profile_steps: .* Give first and last of up to 100 steps"
-    ):
-        recipe.replace(profile_steps=steps)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "engine", "match"),
-    [
-        ((2,), "native", r"recipe.profile_ranks: \(2,\) .* 0 to 1"),
-        ((-1,), "native", "0 to 1"),
-        ((), "native", "0 to 1"),
-        ((0,), "neuron", "neuron-profile"),
-    ],
-)
-def test_what_the_plan_cannot_record_is_refused(recipe, ranks, engine, match):
-    asked = recipe.replace(profile_steps=(1, 2), profile_ranks=ranks)
-    with pytest.raises(ConfigError, match=match):
-        check_recipe(asked, DP2.replace(engine=engine))
-    check_recipe(asked.replace(profile_steps=None), DP2.replace(engine=engine))

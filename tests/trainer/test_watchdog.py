@@ -2,6 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,67 +27,63 @@ def test_patience_grows_with_the_ranks_unless_it_was_given():
     ]
 
 
+def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **settings: Any) -> int:
+    """Returns the exit code of a process that acts under a quick watchdog and then waits; `log` has
+    its words.
+    """
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
+        watchdog.faulthandler.dump_traceback = lambda **_: None
+        watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        act(Watchdog(**{"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []} | settings))
+        time.sleep(30)
+        os._exit(0)
+    start = time.monotonic()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert time.monotonic() - start < 10
+    return code
+
+
 @pytest.mark.parametrize(
     ("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")]
 )
 def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
-    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(watchdog, "SAY_WAIT_S", 0.3)
-    if (pid := os.fork()) == 0:
-        log = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
-        os.dup2(log, 2)
-        watchdog.faulthandler.dump_traceback = lambda **_: None
-        watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        dog = Watchdog(
-            0.2,
-            rank=0,
-            alive=lambda: time.sleep(60),
-            silent_ranks=lambda for_s: time.sleep(60) if silent == "hangs" else silent,
-        )
-        dog.step_done(1, 0.001)
-        time.sleep(30)
-        os._exit(0)
-    start = time.monotonic()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert time.monotonic() - start < 10
+    settings = {
+        "limit_s": 0.2,
+        "alive": lambda: time.sleep(60),
+        "silent_ranks": lambda _: time.sleep(60) if silent == "hangs" else silent,
+    }
+    log = tmp_path / "log"
+    assert end_of_a_rank(monkeypatch, log, lambda dog: dog.step_done(1, 0.001), **settings) == 1
     text = (tmp_path / "log").read_text()
     assert said in text and bool(text) == (silent != "hangs")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank):
-    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(watchdog, "DUMP_WAIT_S", 0.2)
     monkeypatch.setattr(watchdog, "OTHERS_WAIT_S", 0.4)
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
-        watchdog.faulthandler.dump_traceback = lambda **_: None
-        dog = Watchdog(
-            0.1,
-            rank=rank,
-            alive=lambda: None,
-            silent_ranks=lambda for_s: [],
-            dump=lambda: (
-                (tmp_path / f"trace{len(list(tmp_path.iterdir()))}").touch() or time.sleep(30)
-            ),
-        )
-        dog.step_done(1, 100.0)  # it compiled
+
+    def dump() -> None:
+        (tmp_path / f"trace{len(list(tmp_path.iterdir()))}").touch()
         time.sleep(30)
-        os._exit(0)
-    start = time.monotonic()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert time.monotonic() - start < 10, "the first step's duration makes nobody wait"
+
+    def act(dog: Watchdog) -> None:
+        dog.step_done(1, 100.0)  # it compiled; a first step's duration makes nobody wait
+
+    settings = {"limit_s": 0.1, "rank": rank, "dump": dump}
+    assert end_of_a_rank(monkeypatch, tmp_path / "log", act, **settings) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "trace1"]
 
 
-def test_nothing_is_late_while_torch_compiles(monkeypatch):
-    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
-    if (pid := os.fork()) == 0:
-        watchdog.faulthandler.dump_traceback = lambda **_: None
-        dog = Watchdog(0.2, rank=0, alive=lambda: None, silent_ranks=lambda for_s: [])
+def test_nothing_is_late_while_torch_compiles(monkeypatch, tmp_path):
+    def act(dog: Watchdog) -> None:
         dog.step_done(1, 0.001)
         dog.compile_begins()
         time.sleep(1)
         dog.compile_ends()
         os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+    assert end_of_a_rank(monkeypatch, tmp_path / "log", act, limit_s=0.2) == 7

@@ -2,6 +2,7 @@
 here is collected.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -9,6 +10,7 @@ import warnings
 import pytest
 
 from kit.spec import ModelSpec
+from tests.workers import run_ranks
 
 collect_ignore_glob = [] if "tests.engines.real_nxd.closed" in sys.modules else ["test_*.py"]
 
@@ -21,18 +23,9 @@ def imported() -> None:
 
 
 @pytest.fixture(scope="session")
-def mha() -> ModelSpec:
+def mha(llama_spec: ModelSpec) -> ModelSpec:
     """As in HLAT's 7B, every query head has a key/value head."""
-    return ModelSpec.llama(
-        name="tiny-mha",
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        num_kv_heads=4,
-        ffn_hidden_size=64,
-        vocab_size=128,
-        sequence_length=16,
-    )
+    return llama_spec.replace(name="tiny-mha", num_layers=2, num_kv_heads=4)
 
 
 def start_xla() -> None:
@@ -45,3 +38,7 @@ def start_xla() -> None:
     warnings.simplefilter("ignore")
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     start_process_group("neuron")
+
+
+run_xla = functools.partial(run_ranks, timeout_s=800, start=start_xla)
+"""`run_ranks` over Torch-XLA."""

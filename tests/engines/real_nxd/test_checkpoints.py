@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from kit.convert.neuron import import_nxd
-from kit.engines.neuron.checkpoint import NxdCheckpoints
 from kit.model import build_decoder
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
-from tests.engines.real_nxd.conftest import start_xla
-from tests.parity import BATCH, RECIPE, batches, build, make_plan
-from tests.workers import run_ranks
+from tests.checkpoints import facts, nxd_in
+from tests.engines.real_nxd.conftest import run_xla
+from tests.parity import RECIPE, batches, build, make_plan
 
 pytestmark = pytest.mark.neuron
 
@@ -27,17 +26,6 @@ SAVED = {
     "70B": {"zero_stage": 1, "data_parallel": 2, "precision": "bf16"},
     "70B, pipeline": {"zero_stage": 1, "pipeline_parallel": 2, "precision": "bf16"},
 }
-
-
-def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
-    return {
-        "step": step,
-        "samples": step * BATCH,
-        "tokens": step * BATCH * spec.sequence_length,
-        "seed": 1234,
-        "spec": spec,
-        "plan": plan,
-    }
 
 
 def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
@@ -55,13 +43,11 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
     storage.save_object = write_late
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None
-    )
+    checkpoints = nxd_in(folder, spec, engine)
     mine = batches(spec, plan, engine.data_rank)[:6]
     for samples in mine[:3]:
         engine.train_step(samples, 1e-3)
-    checkpoints.save(facts(spec, plan, 3))
+    checkpoints.save(facts(spec, 3, plan))
     rest = [engine.train_step(samples, 1e-3) for samples in mine[3:]]
     trained.set()
     checkpoints.finish()
@@ -70,9 +56,7 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(
-        3
-    )
+    nxd_in(folder, spec, engine).load(3)
     return [
         engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[3:6]
     ]
@@ -84,16 +68,12 @@ def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
         mha.replace(num_kv_heads=4 if recipe == "7B" else 2),
         make_plan(SAVED[recipe], "neuron"),
     )
-    expected = run_ranks(
-        2, save_on_a_slow_disk, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla
-    )
+    expected = run_xla(2, save_on_a_slow_disk, spec, plan, tmp_path)
     for file in (tmp_path / "step_00000003" / "optim").glob("*.pt"):
         assert saved_steps(torch.load(file, weights_only=False)) == {3}, file
     manifest = Checkpoints(tmp_path).manifest(3)
     Checkpoints(tmp_path).verify(manifest, manifest.files)
-    assert (
-        run_ranks(2, resume, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla) == expected
-    )
+    assert run_xla(2, resume, spec, plan, tmp_path) == expected
 
 
 def saved_steps(state: dict) -> set[int]:
@@ -128,16 +108,7 @@ def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_pa
     plan = make_plan(
         {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "zero_stage": 1}, "neuron"
     )
-    run_ranks(
-        plan.num_devices,
-        save_initial,
-        spec,
-        plan,
-        tmp_path,
-        use_xser,
-        timeout_s=LIMIT_S,
-        start=start_xla,
-    )
+    run_xla(plan.num_devices, save_initial, spec, plan, tmp_path, use_xser)
     folder, expected = (
         tmp_path / "first" / "model",
         build_decoder(spec, seed=RECIPE.seed).state_dict(),
@@ -149,5 +120,5 @@ def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_pa
 
     assert any(folder.glob("*.tensors")) == use_xser and is_whole()
     if not use_xser:
-        run_ranks(1, save_as_the_converter, folder, start=start_xla)
+        run_xla(1, save_as_the_converter, folder)
         assert any(folder.glob("*.tensors")) and is_whole()

@@ -5,8 +5,7 @@ carry.
 import pytest
 import torch
 
-from tests.engines.real_nxd.conftest import start_xla
-from tests.workers import run_ranks
+from tests.engines.real_nxd.conftest import run_xla
 
 pytestmark = pytest.mark.neuron
 
@@ -27,4 +26,4 @@ def gather_unfinished() -> list[float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tensors_of_one_list_come_from_their_own_inputs(ranks):
     expected = [-2.0] * ranks + [-3.0] * ranks
-    assert run_ranks(ranks, gather_unfinished, start=start_xla) == [expected] * ranks
+    assert run_xla(ranks, gather_unfinished) == [expected] * ranks

@@ -10,13 +10,13 @@ import pytest
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.engines.real_nxd.closed import PLATFORM
-from tests.engines.real_nxd.conftest import start_xla
+from tests.engines.real_nxd.conftest import run_xla
 from tests.parity import RECIPE, Trained, batches, build, differences, make_plan, train
 from tests.workers import run_ranks
 
 pytestmark = pytest.mark.neuron
 
-STEPS, LIMIT_S = 20, 800
+STEPS = 20
 SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 ZERO = {"zero_stage": 1}
 EACH, SHARED, ONE, COPIED = 4, 2, 1, 2
@@ -65,9 +65,7 @@ def test_trains_as_the_native_engine(layout, precision, mha, record_property):
         num_kv_heads=num_kv_heads, num_heads=max(mha.num_heads, plan.tensor_parallel)
     )
     recipe = RECIPE.replace(num_steps=STEPS)
-    said = run_ranks(
-        plan.num_devices, train, spec, plan, recipe, timeout_s=LIMIT_S, start=start_xla
-    )
+    said = run_xla(plan.num_devices, train, spec, plan, recipe)
     found = differences(said, native(spec, precision))
     record_property("differences", found)
     print(f"\n| {layout} | {precision} | {found['loss']:.0e} | {found['grad_norm']:.0e} |")
@@ -90,9 +88,8 @@ def build_on_trn3(spec: ModelSpec, plan: Plan) -> list[str]:
 
 
 def test_grouped_heads_are_refused_where_nxd_makes_no_layer_of_them(mha):
-    [[ours, theirs]] = run_ranks(
-        1, build_on_trn3, mha.replace(num_kv_heads=2), make_plan({}, "neuron"), start=start_xla
-    )
+    spec, plan = mha.replace(num_kv_heads=2), make_plan({}, "neuron")
+    [[ours, theirs]] = run_xla(1, build_on_trn3, spec, plan)
     assert ours.startswith(
         "spec.num_kv_heads: 2 for num_heads 4 on engine 'neuron' is not allowed on 'trn3'"
     )
@@ -114,11 +111,9 @@ def test_four_tensor_ranks_learn_a_batch(zero_stage, mha):
     """
     changes = {**SP2, "tensor_parallel": 4, "precision": "bf16", "zero_stage": zero_stage}
     alone = make_plan({"precision": "bf16"}, "native" if zero_stage else "neuron")
-    start = {} if zero_stage else {"start": start_xla}
-    [(_, expected)] = run_ranks(1, repeat_one_batch, mha, alone, timeout_s=LIMIT_S, **start)
-    found = run_ranks(
-        4, repeat_one_batch, mha, make_plan(changes, "neuron"), timeout_s=LIMIT_S, start=start_xla
-    )
+    run_alone = run_ranks if zero_stage else run_xla
+    [(_, expected)] = run_alone(1, repeat_one_batch, mha, alone)
+    found = run_xla(4, repeat_one_batch, mha, make_plan(changes, "neuron"))
     first, last = found[0]
     print(
         f"\n| {alone.engine} alone {expected:.4f} | TP4, ZeRO {zero_stage}: {first:.4f} to"

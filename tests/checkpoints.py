@@ -1,0 +1,35 @@
+"""What tests of checkpoints share: writers, and the facts that stand in a manifest."""
+
+from pathlib import Path
+from typing import Any
+
+from kit.engines.neuron.checkpoint import NxdCheckpoints
+from kit.plan import Plan
+from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_writer import CheckpointWriter
+from kit.spec import ModelSpec
+
+ALONE = Plan()
+
+
+def facts(spec: ModelSpec, step: int, plan: Plan = ALONE) -> dict[str, Any]:
+    """Returns what a manifest says of a step, beside its attempt, time and files."""
+    samples = step * plan.global_batch_size
+    return {
+        "step": step,
+        "samples": samples,
+        "tokens": samples * spec.sequence_length,
+        "seed": 1234,
+        "spec": spec,
+        "plan": plan,
+    }
+
+
+def writer_in(directory: Path, keep_last: int = 2) -> CheckpointWriter:
+    return CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=keep_last, keep_every=None)
+
+
+def nxd_in(directory: Path, spec: ModelSpec, engine: Any) -> NxdCheckpoints:
+    return NxdCheckpoints(
+        Checkpoints(directory), spec, engine, attempt=1, keep_last=2, keep_every=None
+    )
