@@ -21,12 +21,11 @@ from cluster.files import outlive_full_log, write_atomic
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.data.wheels import file_sha256
-from kit.engines import gpu_runtime
-from kit.engines.gpu_kernels import choose_kernels, chosen_kernels
+from kit.engines import gpu
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
-from kit.parallel.groups import part
+from kit.parallel.groups import final_barrier
 from kit.run import HOOK, Run
 from kit.trainer.loop import Trainer
 
@@ -45,12 +44,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = Run.open(directory)
         run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
-        gpu_runtime.prepare(log_path(run.directory, attempt, 0).parent)
+        gpu.prepare(log_path(run.directory, attempt, 0).parent)
         device = start_process_group(run.plan.engine, run.site)
         if run.plan.engine == "neuron" and is_compile_phase():
             print(record_graphs(run, device), flush=True)
             return 0
-        choose_kernels(device, run.plan)
+        gpu.choose_kernels(device, run.plan)
         if dist.get_rank() == 0:
             _record_attempt(run, attempt, device)
         # there, every size of a matrix product would be compiled first.
@@ -70,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
                 step=trainer.step,
             )
             print(reason, flush=True)
-        part()
+        final_barrier()
         # NxD finishes its checkpoints, with the group, when Python ends.
         if run.plan.engine != "neuron":
             dist.destroy_process_group()
@@ -81,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         traceback.print_exc()
         code = 1
-        if gpu_runtime.is_out_of_memory(error):
+        if gpu.is_out_of_memory(error):
             from kit.estimate.choose.memory_advice import memory_advice
 
             # Again the last word, and none that another try would change.
@@ -134,7 +133,7 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         "accelerator": torch.cuda.get_device_name() if device.type == "cuda" else None,
     }
     if run.plan.engine != "neuron":
-        facts |= chosen_kernels(run.spec, run.plan, device)
+        facts |= gpu.chosen_kernels(run.spec, run.plan, device)
         if device.type == "cuda" and facts["attention"] == "MATH":
             print(
                 "WARNING: no fused kernel takes this attention: its scores are written out, and"

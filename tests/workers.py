@@ -17,17 +17,18 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
 from kit.engines.process_group import start_process_group
-from kit.parallel.groups import part
+from kit.parallel.groups import final_barrier
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
+from tests.runs import new_run
 
 
 def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
     """Returns a prepared run for this machine."""
-    return Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    return new_run(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
 
 
 def complete_checkpoint(run: Run, state: dict[str, torch.Tensor], step: int) -> None:
@@ -105,7 +106,7 @@ def _worker(
     try:
         start()
         queue.put((rank, function(*args), None))
-        part()
+        final_barrier()
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))

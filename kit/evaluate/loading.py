@@ -31,7 +31,7 @@ from kit.evaluate.jobs import Layout
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.tasks import quiet
 from kit.model import Decoder
-from kit.parallel.groups import part
+from kit.parallel.groups import final_barrier
 from kit.run import Run
 
 EXPORTED: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16"}
@@ -50,7 +50,7 @@ def joined(layout: Layout) -> Iterator[torch.device]:
         return
     inside = dist.is_initialized()
     yield torch.device("cpu") if inside else start_process_group()
-    part()
+    final_barrier()
     if not inside:
         dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from cluster.files import write_atomic
 from kit.engines.process_group import start_process_group
 from kit.measure.timing import timed
-from kit.parallel.groups import part
+from kit.parallel.groups import final_barrier
 
 SIZES = (2**10, 2**20, 2**24)
 """Bytes of a message: the first gives the latency, the last the bandwidth."""
@@ -77,7 +77,7 @@ def measure_as_rank(module: str, text: str, measure: Callable[[torch.device], st
     found = measure(start_process_group())
     if dist.get_rank() == 0:
         write_atomic(options.out, found)
-    part()
+    final_barrier()
     dist.destroy_process_group()
     return 0
 

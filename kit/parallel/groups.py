@@ -72,7 +72,7 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
         ) from error
 
 
-def part() -> None:
+def final_barrier() -> None:
     """Waits for all ranks before this one ends, by way of the store in which they met.
 
     Not by gloo's barrier: a rank that has passed it is gone, and another's connection to it may

@@ -16,7 +16,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cluster.files import write_atomic
 from cluster.job import Job
 from cluster.login.mirror import look, mirror_of
 from cluster.record import Record, html_table
@@ -79,20 +78,6 @@ class Run:
                 f"{directory} exists and is not a run directory. Give a new or empty directory."
             )
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
-
-    @classmethod
-    def create(
-        cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
-    ) -> Self:
-        """Returns a run whose directory holds what it was asked for; arguments and errors as in
-        `prepare`, and ConfigError for a plan that cannot run the model.
-        """
-        plan.check(spec)
-        run = cls.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
-        run.directory.mkdir(parents=True, exist_ok=True)
-        for name, text in run.asked().items():
-            write_atomic(run.directory / name, text)
-        return run
 
     def asked(self) -> dict[str, str]:
         """Returns what the run was asked for, as texts by the name of their file; spec.json is the

@@ -124,14 +124,14 @@ class CheckpointTensors:
         )
 
 
-def told_by_first(ask: Callable[[], Told], group: Any = None) -> Told:
+def from_rank_0(ask: Callable[[], Told], group: Any = None) -> Told:
     """Returns to all ranks what `ask` returns on rank 0, which alone calls it, and so reads files.
 
     All ranks of the group, which is on the CPU and has all of them, must call this. An error is
     raised on all.
     """
     told: list[Any] = [None]
-    with alike(group):
+    with raised_on_all(group):
         if dist.get_rank() == 0:
             told = [ask()]
     dist.broadcast_object_list(told, src=0, group=group)
@@ -139,7 +139,7 @@ def told_by_first(ask: Callable[[], Told], group: Any = None) -> Told:
 
 
 @contextlib.contextmanager
-def alike(group: Any = None) -> Iterator[None]:
+def raised_on_all(group: Any = None) -> Iterator[None]:
     """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one
     as CheckpointError.
     """

@@ -1,35 +1,74 @@
-"""Batches read ahead by a thread, so that no step waits for the data."""
+"""What one replica reads: its part of each batch, ahead of the steps so that none waits for the
+data, and held-out sequences.
+"""
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kit.data import Dataset, training_samples
+from kit.engines.engine import Engine
+from kit.run import Run
 
 AHEAD = 2
 
 
 class Batches:
-    """The batches that `read` returns by their first sample, the next `AHEAD` of them read while
-    one is trained on.
+    """One replica's part of a run's batches, the next `AHEAD` of them read while one is trained on.
 
     For a GPU they lie in pinned memory, from which it fetches them without a wait.
     """
 
-    def __init__(self, read: Callable[[int], Tensor], device: torch.device) -> None:
+    def __init__(self, run: Run, dataset: Dataset, data_rank: int, device: torch.device) -> None:
+        self.recipe, self.plan, self.length = run.recipe, run.plan, run.spec.sequence_length
+        self.dataset, self.data_rank = dataset, data_rank
+        self.samples = training_samples(run.recipe, self.length)
+        self.is_pinned = device.type == "cuda"
         start = (
-            {"initializer": torch.cuda.set_device, "initargs": (device,)}
-            if device.type == "cuda"
-            else {}
+            {"initializer": torch.cuda.set_device, "initargs": (device,)} if self.is_pinned else {}
         )
         self.thread = ThreadPoolExecutor(1, "batches", **start)
-        self.read = (lambda first: read(first).pin_memory()) if device.type == "cuda" else read
         self.coming: dict[int, Future[Tensor]] = {}
 
-    def at(self, first: int, size: int) -> Tensor:
-        """Returns the batch from sample `first` on, of `size` samples, or raises what went wrong
-        in reading it.
+    def at(self, first: int) -> Tensor:
+        """Returns this replica's part of the global batch that starts at sample `first`, [S, T +
+        1], or raises what went wrong in reading it.
         """
+        size = self.plan.global_batch_size
         firsts = range(first, first + (1 + AHEAD) * size, size)
-        self.coming = {i: self.coming.get(i) or self.thread.submit(self.read, i) for i in firsts}
+        self.coming = {i: self.coming.get(i) or self.thread.submit(self._read, i) for i in firsts}
         return self.coming.pop(first).result()
+
+    def _read(self, first: int) -> Tensor:
+        share = self.plan.global_batch_size // self.plan.data_parallel
+        batch = torch.from_numpy(self.samples.batch(first + self.data_rank * share, share))
+        return batch.pin_memory() if self.is_pinned else batch
+
+    def validation_loss(self, engine: Engine) -> float:
+        """Returns the mean loss of the first held-out sequences, each counted once, whatever the
+        layout and batch.
+        """
+        plan = self.plan
+        held_out = self.dataset.samples("validation", self.length, self.recipe.seed)
+        count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(self.length))
+        # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last
+        # ones, and what it adds is taken off again. NxD's pipeline takes whole batches only.
+        unit = (
+            plan.global_batch_size
+            if plan.engine == "neuron"
+            else plan.data_parallel * plan.micro_batch_size
+        )
+        filling = -count % unit
+
+        def total(numbers: list[int]) -> float:
+            share = len(numbers) // plan.data_parallel
+            mine = numbers[self.data_rank * share :][:share]
+            rows = np.concatenate([held_out.batch(number, 1) for number in mine])
+            return len(numbers) * engine.validation_loss(torch.from_numpy(rows))
+
+        numbers = [*range(count), *[0] * filling]
+        parts = range(0, len(numbers), plan.global_batch_size)
+        loss = sum(total(numbers[first : first + plan.global_batch_size]) for first in parts)
+        return (loss - (filling / unit * total([0] * unit) if filling else 0.0)) / count

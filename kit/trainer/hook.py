@@ -13,7 +13,7 @@ import torch
 
 from cluster.record import ConfigError
 from kit.run import HOOK
-from kit.run.checkpoint_reader import alike
+from kit.run.checkpoint_reader import raised_on_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Hook:
         if not self.is_on:
             return {}, ""
         try:
-            with alike(self.group):
+            with raised_on_all(self.group):
                 return self._numbers(state), ""
         except ConfigError as error:
             self.is_on = False

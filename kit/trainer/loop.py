@@ -9,29 +9,26 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cluster.files import unless_full
 from cluster.outcome import Home
 from cluster.record import counted
 from cluster.state import JobState, take_request, update_state
-from kit.data import Samples, shares, training_samples
-from kit.engines import build_engine, gpu_runtime
+from kit.data import shares
+from kit.engines import build_engine, gpu
 from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.run import HOOK, Run
 from kit.run.metrics import MetricsWriter
 from kit.torch_private import on_compile
 from kit.trainer.batches import Batches
-from kit.trainer.checkpoints import engine_checkpoints, start_from
+from kit.trainer.heartbeat import Heartbeat
 from kit.trainer.hook import Hook, StepState
 from kit.trainer.profiler import Profiler
-from kit.trainer.recovery import Recovery
-from kit.trainer.signs import Signs
-from kit.trainer.upkeep import SpeedProbe, busy_s, collect_garbage, memory_row
+from kit.trainer.recovery import Recovery, start_from
+from kit.trainer.telemetry import SpeedProbe, busy_s, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog, patience_s
 
 HEARTBEAT_EVERY_S = 1.0
@@ -47,6 +44,7 @@ class Launched(NamedTuple):
     """A step that its device may still be at."""
 
     step: int
+    first: int  # sample
     start: float
     learning_rate: float
     begun: Any  # what the engine reads loss and gradient norm from
@@ -60,49 +58,47 @@ class Trainer:
         self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
         self.rank, self.device = dist.get_rank(), device
         self.control, self.home = control_group(), Home(run.directory)
-        self.dataset = run.dataset()
-        self.samples = training_samples(self.recipe, run.spec.sequence_length)
-        # Launched and finished steps: the same but for a moment.
-        self.step, self.consumed, self.finished = 0, 0, 0
-        self.step_time_s, self.finished_at, self.ask_at = 0.0, 0.0, 0
-        self.work_s: float | None = None
-        self.recovery = Recovery(run, attempt=attempt, group=self.control)
-        if self.rank == 0:
-            run.checkpoints.recover()
-        dist.barrier(self.control)
-        begins = not self.recovery.steps() and not self.recipe.init_from
-        self.engine = build_engine(
-            run.spec,
-            self.plan,
-            self.recipe,
-            device,
-            initialise=begins,
-            document_end=self.dataset.eos_id if self.recipe.mask_documents else None,
-        )
-        self.checkpoints = engine_checkpoints(self.engine, run, attempt, self.control)
-        self._resume()
-        self.batches = Batches(lambda first: self._batch(self.samples, first), device)
+        # Of launched steps, which are finished but for those in `launched`.
+        self.step, self.consumed = 0, 0
         self.launched: deque[Launched] = deque()
         self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
-        self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
-        self.recovery.watch(self.engine)
+        self.step_time_s, self.finished_at, self.last_beat = 0.0, 0.0, float("-inf")
+        self.work_s: float | None = None
+        self.ask_at = 0
+        self.heartbeat = Heartbeat(run.directory, attempt, self.control)
+        self.profiler = Profiler(run, self.control, device)
+        self.probe = SpeedProbe(device) if device.type == "cuda" else None
+        self.watchdog = Watchdog(
+            patience_s(self.recipe, self.plan),
+            rank=self.rank,
+            alive=self.heartbeat.say,
+            silent_ranks=self.heartbeat.silent_ranks,
+            dump=gpu.dump_flight_recorder if device.type == "cuda" else None,
+        )
+        self.recovery = Recovery(run, attempt=attempt, group=self.control)
         self.hook = Hook(run.directory / HOOK, self.control) if self.recipe.hook else None
         # Where training goes on after a bad step, none may come between that step and its answer;
         # a hook sees the step's own weights.
         can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
         self.is_ahead = can_wait and device.type in AHEAD_ON and self.hook is None
-        self.signs = Signs(run.directory, attempt, self.control)
-        self.watchdog = Watchdog(
-            patience_s(self.recipe, self.plan),
-            rank=self.rank,
-            alive=self.signs.say,
-            silent_ranks=self.signs.silent_ranks,
-            dump=gpu_runtime.dump_flight_recorder if device.type == "cuda" else None,
+        dataset = run.dataset()
+        self.engine = build_engine(
+            run.spec,
+            self.plan,
+            self.recipe,
+            device,
+            initialise=not self.recovery.steps() and not self.recipe.init_from,
+            document_end=dataset.eos_id if self.recipe.mask_documents else None,
         )
-        on_compile(self.watchdog.compile_begins, self.watchdog.compile_ends)
-        self.probe = SpeedProbe(device) if device.type == "cuda" else None
-        self.profiler = Profiler(run, self.control, device)
-        self.last_beat = float("-inf")
+        self.checkpoints = self.recovery.checkpoints_of(self.engine)
+        self.batches = Batches(run, dataset, self.engine.data_rank, device)
+        self._resume()
+        self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
+
+    @property
+    def finished(self) -> int:
+        """The last step whose result is there."""
+        return self.step - len(self.launched)
 
     def _resume(self) -> None:
         manifest = self.recovery.load_newest(self.checkpoints)
@@ -110,7 +106,7 @@ class Trainer:
             if self.recipe.init_from:
                 start_from(self.recipe.init_from, self.run.spec, self.engine)
             return
-        self.step, self.consumed, self.finished = manifest.step, manifest.samples, manifest.step
+        self.step, self.consumed = manifest.step, manifest.samples
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
             print(
@@ -120,6 +116,7 @@ class Trainer:
 
     def train(self) -> str:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""
+        on_compile(self.watchdog.compile_begins, self.watchdog.compile_ends)
         try:
             return self._train()
         except Exception as error:
@@ -146,7 +143,7 @@ class Trainer:
                 self._finish_steps()
             if validate:
                 with self.watchdog.paused():
-                    self.rows[-1]["validation_loss"] = self._validate()
+                    self.rows[-1]["validation_loss"] = self.batches.validation_loss(self.engine)
             self._write()
             self._beat()
             with self.watchdog.paused():
@@ -173,7 +170,7 @@ class Trainer:
     def _launch_step(self) -> None:
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
-        samples = self.batches.at(self.consumed, self.plan.global_batch_size)
+        samples = self.batches.at(self.consumed)
         loaded, busy = time.perf_counter(), busy_s()
         begun = self.engine.begin_step(samples, learning_rate)
         waits = {"data_s": round(loaded - start, 6)}
@@ -187,8 +184,8 @@ class Trainer:
         if self.plan.engine != "neuron":  # whose cycles may hold tensors
             collect_garbage(self.step)
         self.step += 1
+        self.launched.append(Launched(self.step, self.consumed, start, learning_rate, begun, waits))
         self.consumed += self.plan.global_batch_size
-        self.launched.append(Launched(self.step, start, learning_rate, begun, waits))
 
     def _finish_steps(self, but: int = 0) -> None:
         """Waits for all launched steps `but` so many, and answers a bad one as the recipe says."""
@@ -197,10 +194,9 @@ class Trainer:
             # First: where its answer ends the run, it is in the metrics all the same.
             self.rows.append(row)
             if not self.watchdog.has_begun:
-                gpu_runtime.shorten_timeouts(self.watchdog.limit_s)
-            self.finished = row["step"]
-            self.watchdog.step_done(self.finished, self.step_time_s)
-            self.signs.step_done(row, self.work_s)
+                gpu.shorten_timeouts(self.watchdog.limit_s)
+            self.watchdog.step_done(row["step"], self.step_time_s)
+            self.heartbeat.step_done(row, self.work_s)
             with self.watchdog.paused():
                 self.recovery.respond(row, self.checkpoints)
             if self.hook is not None:
@@ -230,7 +226,7 @@ class Trainer:
         self.step_time_s = self.finished_at - max(before, launched.start)
         stall_s, self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
         length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
-        first = self.consumed - batch * (1 + self.step - launched.step)
+        mix = shares(self.recipe, length, launched.first, batch)
         return {
             "step": launched.step,
             "attempt": self.attempt,
@@ -245,10 +241,7 @@ class Trainer:
             **({"checkpoint_s": stall_s} if stall_s else {}),
             **launched.waits,
             **phases,
-            **{
-                f"share/{name}": share
-                for name, share in shares(self.recipe, length, first, batch).items()
-            },
+            **{f"share/{name}": share for name, share in mix.items()},
         }
 
     def _write(self) -> None:
@@ -256,40 +249,6 @@ class Trainer:
             with unless_full():
                 self.metrics.write(self.rows)
         self.rows.clear()
-
-    def _batch(self, samples: Samples, first: int) -> Tensor:
-        """Returns this replica's part of the global batch that starts at sample `first`, [S, T +
-        1].
-        """
-        share = self.plan.global_batch_size // self.plan.data_parallel
-        return torch.from_numpy(samples.batch(first + self.engine.data_rank * share, share))
-
-    def _validate(self) -> float:
-        """Returns the mean loss of the first held-out sequences, each counted once, whatever the
-        layout and batch.
-        """
-        length, plan = self.run.spec.sequence_length, self.plan
-        held_out = self.dataset.samples("validation", length, self.recipe.seed)
-        count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(length))
-        # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last
-        # ones, and what it adds is taken off again. NxD's pipeline takes whole batches only.
-        unit = (
-            plan.global_batch_size
-            if plan.engine == "neuron"
-            else plan.data_parallel * plan.micro_batch_size
-        )
-        filling = -count % unit
-
-        def total(numbers: list[int]) -> float:
-            share = len(numbers) // plan.data_parallel
-            mine = numbers[self.engine.data_rank * share :][:share]
-            rows = np.concatenate([held_out.batch(number, 1) for number in mine])
-            return len(numbers) * self.engine.validation_loss(torch.from_numpy(rows))
-
-        numbers = [*range(count), *[0] * filling]
-        parts = range(0, len(numbers), plan.global_batch_size)
-        loss = sum(total(numbers[first : first + plan.global_batch_size]) for first in parts)
-        return (loss - (filling / unit * total([0] * unit) if filling else 0.0)) / count
 
     def _requests(self) -> tuple[bool, bool]:
         """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this
@@ -304,13 +263,13 @@ class Trainer:
         if self.rank == 0:
             asked[0] = take_request(self.run.directory, "stop", step=self.step)
             asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
-            asked[2] = self.signs.must_gather()
+            asked[2] = self.heartbeat.must_gather()
             asked[3] = min(
                 ASKED_STEPS, max(1, ASKED_EVERY_S // max(self.watchdog.times, default=math.inf))
             )
         dist.broadcast(asked, src=0, group=self.control)
         if asked[2]:
-            self.signs.gather()
+            self.heartbeat.gather()
         self.ask_at = self.step + int(asked[3])
         return bool(asked[0]), bool(asked[1])
 
@@ -337,10 +296,10 @@ class Trainer:
             return
         self.last_beat = now
         # Else nothing is written, and thousands of ranks would look.
-        if self.rank == 0 or not self.signs.is_gathered:
+        if self.rank == 0 or not self.heartbeat.is_gathered:
             self.home.check()
         with unless_full():
-            self.signs.say()
+            self.heartbeat.say()
             if self.rank == 0:
                 update_state(
                     self.run.directory,

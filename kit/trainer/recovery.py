@@ -1,5 +1,5 @@
-"""What keeps a run's progress safe: all ranks go on from a checkpoint that is sound, and answer bad
-steps alike.
+"""What keeps a run's progress safe: its checkpoints, which all ranks save and go on from if they
+are sound, and one answer of all ranks to a bad step.
 
 A damaged checkpoint is kept aside and the one before is used. What to do about a bad step is the
 recipe's choice (`kit.trainer.guard`); here all ranks agree on it and do it.
@@ -7,22 +7,27 @@ recipe's choice (`kit.trainer.guard`); here all ranks agree on it and do it.
 
 import sys
 import time
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 
 from cluster.record import counted
 from cluster.state import read_state, record_event
-from kit.engines.engine import Engine
+from kit.engines.engine import Engine, PortableEngine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.checkpoint import Manifest
-from kit.run.checkpoint_reader import told_by_first
-from kit.trainer.checkpoints import EngineCheckpoints
+from kit.run.checkpoint_reader import CheckpointTensors, from_rank_0, raised_on_all
+from kit.run.checkpoint_writer import CheckpointWriter
+from kit.spec import ModelSpec
 from kit.trainer.guard import Answer, Guard
 
+if TYPE_CHECKING:
+    from kit.engines.neuron.checkpoint import NxdCheckpoints
+
+EngineCheckpoints: TypeAlias = "PortableCheckpoints | NxdCheckpoints"
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
@@ -34,10 +39,12 @@ class Recovery:
     """
 
     def __init__(self, run: Run, *, attempt: int, group: Any) -> None:
-        """Raises ConfigError if the recipe asks for what the plan's engine cannot do."""
         self.run, self.attempt, self.group = run, attempt, group
         self.guard = Guard(run.recipe, run.plan)
         self.is_first = dist.get_rank() == 0
+        if self.is_first:
+            run.checkpoints.recover()
+        dist.barrier(group)  # what a killed attempt left is in order, before any rank looks
         self.notice = ""
         self.verdict: tuple[Answer, str] | None = None
 
@@ -45,7 +52,29 @@ class Recovery:
         """Returns the steps of the complete checkpoints, the same to all ranks, of which rank 0
         alone looks.
         """
-        return told_by_first(self.run.checkpoints.steps, self.group)
+        return from_rank_0(self.run.checkpoints.steps, self.group)
+
+    def checkpoints_of(self, engine: Engine) -> EngineCheckpoints:
+        """Returns what writes and reads the checkpoints of this run's engine; NxD has own files.
+
+        Where the recipe wants to be able to drop an update, the engine asks before each.
+        """
+        if self.guard.judges_before_update:
+            engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as `check_recipe` holds
+        run, recipe = self.run, self.run.recipe
+        keep: dict[str, Any] = {
+            "attempt": self.attempt,
+            "keep_last": recipe.keep_last,
+            "keep_every": recipe.keep_every,
+        }
+        if run.plan.engine == "neuron":
+            from kit.engines.neuron.checkpoint import NxdCheckpoints
+
+            return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
+        assert isinstance(engine, PortableEngine)
+        return PortableCheckpoints(
+            run, engine, CheckpointWriter(run.checkpoints, **keep), self.group
+        )
 
     def load_newest(self, checkpoints: EngineCheckpoints) -> Manifest | None:
         """Fills the engine from the newest checkpoint that all ranks can read; returns its
@@ -84,11 +113,6 @@ class Recovery:
             f"the checkpoint of step {step} is damaged and kept as {kept.name}"
             f" ({problem.partition('. ')[0]})"
         )
-
-    def watch(self, engine: Engine) -> None:
-        """Makes an engine ask before each update, where the recipe wants to be able to drop it."""
-        if self.guard.judges_before_update:
-            engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as the guard checked
 
     def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
         """Does what the recipe says about a bad step: nothing, drop its update, roll back, or stop.
@@ -180,3 +204,70 @@ def _stopped(run: Run, step: int, what: str) -> str:
         " learning rate; to go on past it, launch again with recipe.on_nan or on_spike 'skip' or"
         " 'roll_back' (engine native)."
     )
+
+
+class PortableCheckpoints:
+    """Checkpoints by torch's distributed checkpoint: any layout, and any engine that has them,
+    reads them.
+    """
+
+    def __init__(
+        self, run: Run, engine: PortableEngine, writer: CheckpointWriter, group: Any
+    ) -> None:
+        self.run, self.engine, self.writer, self.group = run, engine, writer, group
+        self.poll, self.finish = writer.poll, writer.finish
+        self.stall_s = 0.0
+        """Seconds for which training has waited for saves, since whoever records them took them."""
+        engine.optimizer.register_step_pre_hook(self._wait_for_copies)
+
+    def save(self, facts: dict[str, Any]) -> None:
+        """Begins to write; returns as soon as training may go on.
+
+        `facts` are the manifest's fields other than attempt, time and files.
+        """
+        self.writer.start(self.engine.state_dict(), facts)
+
+    def _wait_for_copies(self, *_: Any) -> None:
+        """Runs before the optimizer changes what is being copied, beside the forward and
+        backward pass until then.
+        """
+        start = time.perf_counter()
+        if self.writer.wait_for_copies():
+            self.stall_s += time.perf_counter() - start
+
+    def load(self, step: int) -> Manifest:
+        """Fills the engine from the checkpoint at `step` and returns its manifest.
+
+        Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine
+        holds nothing useful.
+        """
+        described = from_rank_0(lambda: self.run.checkpoints.describe(step), self.group)
+        tensors = CheckpointTensors(self.run.checkpoints, described, self.run.spec)
+        manifest, _ = described
+        self.engine.restore_optimizer(step - manifest.skipped)
+        state = self.engine.state_dict()
+        with raised_on_all(self.group):
+            tensors.fill_all(state)
+        self.engine.after_load()
+        return manifest
+
+
+def start_from(folder: str, spec: ModelSpec, engine: Engine) -> None:
+    """Fills a new engine with the weights of a Hugging Face folder; each rank reads its own part of
+    each.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError: the folder does not hold this model.
+    """
+    from kit.convert.hugging_face import hugging_face_weights  # no other run needs converters
+
+    assert isinstance(engine, PortableEngine), "`check_recipe` refuses others"
+    weights = hugging_face_weights(folder, spec)
+    engine.restore_optimizer(0)
+    own = engine.state_dict().items()
+    weights.fill(
+        {name.removeprefix("model."): tensor for name, tensor in own if name.startswith("model.")}
+    )
+    engine.after_load()
+    if dist.get_rank() == 0:
+        print(f"started from the weights in {folder}", flush=True)

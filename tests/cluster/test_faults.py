@@ -28,12 +28,12 @@ from kit.convert import load_model
 from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.run import Run
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
 from tests.cluster.jobs import STANDIN, job_spec, occupy, scheduler_job, standin
 from tests.cluster.recovery import recover
 from tests.cluster.waiting import eventually, processes
+from tests.runs import new_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROWS: list[Row] = []
@@ -534,7 +534,7 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
     folder = small_disk / "checkpoints"
     folder.mkdir()
-    run = Run.create(
+    run = new_run(
         tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site
     )
     run.checkpoints.directory.symlink_to(folder)

@@ -40,6 +40,7 @@ from kit.spec import ModelSpec
 from tests.cluster.eks import eks
 from tests.foreign.logs import ARGUMENTS, head, line
 from tests.monitor.recorded import rows
+from tests.runs import new_run
 
 PLAN = Plan(global_batch_size=8)
 STEPS = 20
@@ -83,7 +84,7 @@ def finished(
     monkeypatch.chdir(tmp_path)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=STEPS, warmup_steps=15)
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
-    run = Run.create(tmp_path / "runs" / "rep", spec=spec, plan=PLAN, recipe=recipe, site=site)
+    run = new_run(tmp_path / "runs" / "rep", spec=spec, plan=PLAN, recipe=recipe, site=site)
     job = launcher.job_spec(run).replace(argv=("true",))
     attempt = claim_attempt(run.directory)
     job.write(run.directory / "job.json")

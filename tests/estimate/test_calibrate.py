@@ -19,8 +19,8 @@ from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.run import Run
 from kit.spec import ModelSpec
+from tests.runs import new_run
 
 TRUE = Coefficients().replace(
     gemm_efficiency=0.7, memory_efficiency=0.6, node_efficiency=0.6, factor=1.1
@@ -234,9 +234,7 @@ def test_more_runs_than_candidates_cannot_be_proposed(bloom):
 def local_run(directory, plan, coefficients, slow=1.0):
     """Writes a run directory whose step times are the model's."""
     spec, site = ModelSpec.preset("demo"), Site.load("laptop")
-    run = Run.create(
-        directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site
-    )
+    run = new_run(directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site)
     plan.write(directory / "plan.attempt_01.json")
     layouts = Layouts.of(spec, [plan])
     seconds = slow * float(

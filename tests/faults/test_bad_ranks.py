@@ -18,7 +18,7 @@ from kit.monitor.ranks import RankTimes
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.trainer import loop, signs
+from kit.trainer import heartbeat, loop
 from tests.faults.attempts import Attempt, before_each_launch, finished
 from tests.faults.cost import DP2, cost
 
@@ -64,7 +64,7 @@ def test_slow_rank_is_named_though_all_wait_for_it(prepare):
 
 def gathered(here: int) -> None:
     """A sabotage: two ranks are as many as a thousand."""
-    signs.MANY, signs.GATHER_EVERY_S = 1, 0.0
+    heartbeat.MANY, heartbeat.GATHER_EVERY_S = 1, 0.0
 
 
 def test_many_ranks_are_heard_without_files_of_their_own(prepare):
@@ -136,9 +136,8 @@ def starved(_: int) -> None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-            trainer.plan = trainer.engine.plan = trainer.plan.replace(
-                micro_batch_size=2**17, global_batch_size=2**18
-            )
+            plan = trainer.plan.replace(micro_batch_size=2**17, global_batch_size=2**18)
+            trainer.plan = trainer.batches.plan = trainer.engine.plan = plan
 
     before_each_launch(limited)
 

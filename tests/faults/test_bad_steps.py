@@ -13,7 +13,7 @@ import kit
 from kit.engines.native import NativeEngine
 from kit.parallel.gradients import local
 from kit.run.alerts import AlertLog
-from kit.trainer.loop import Trainer
+from kit.trainer.batches import Batches
 from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
 from tests.faults.cost import DP2, assert_same, cost
 from tests.workers import local_run
@@ -49,17 +49,17 @@ def garble(*steps: int) -> Callable[[int], None]:
     """Returns a sabotage: the batches of some steps hold random tokens, as a damaged shard does."""
 
     def sabotage(_: int) -> None:
-        batch = Trainer._batch
+        read = Batches._read
 
-        def garbled(self, samples, first):
-            tokens = batch(self, samples, first)
-            if samples is self.samples and first // self.plan.global_batch_size + 1 in steps:
+        def garbled(self, first):
+            tokens = read(self, first)
+            if first // self.plan.global_batch_size + 1 in steps:
                 return torch.randint(
                     0, 300, tokens.shape, generator=torch.Generator().manual_seed(first)
                 )
             return tokens
 
-        Trainer._batch = garbled
+        Batches._read = garbled
 
     return sabotage
 

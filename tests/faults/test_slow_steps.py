@@ -18,6 +18,7 @@ from kit.run import Run
 from kit.trainer.batches import Batches
 from tests.faults.attempts import before_each_launch, finished, lines_of
 from tests.faults.cost import DP2
+from tests.runs import new_run
 
 pytestmark = pytest.mark.timeout(300)
 EACH, STALL_S = 10, 0.15
@@ -88,7 +89,7 @@ def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
 
     def create(name: str) -> Run:
         site = Site.load("laptop").with_measured_peak("fp32", 4e10, "test")
-        return Run.create(folder / name, spec=spec, plan=DP2, recipe=settings, site=site)
+        return new_run(folder / name, spec=spec, plan=DP2, recipe=settings, site=site)
 
     real = create("real")
     finished(real, 1, sabotage)

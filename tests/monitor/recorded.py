@@ -21,6 +21,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.alerts import Alert
 from kit.spec import ModelSpec
+from tests.runs import new_run
 
 TOKENS = 4096
 STEPS = {1: range(1, 31), 2: range(21, 41)}
@@ -58,7 +59,7 @@ def made(
 ) -> Run:
     """Returns a run of these steps and of an attempt for each plan, without a job."""
     where = Site.load(site)
-    run = Run.create(
+    run = new_run(
         directory,
         spec=ModelSpec.preset(spec) if isinstance(spec, str) else spec,
         plan=plans[-1],

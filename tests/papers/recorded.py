@@ -12,6 +12,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.runs import new_run
 
 SLOW_FIRST = 5.0
 """Factor of the first two steps, which no figure may count."""
@@ -26,7 +27,7 @@ def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_
     """Returns a run whose steps, but for the first two, take as long as `tokens_per_s` over all
     devices says.
     """
-    run = Run.create(
+    run = new_run(
         directory, spec=spec, plan=plan, recipe=Recipe(data="data", num_steps=STEPS), site=site
     )
     run.plan.write(run.directory / "plan.attempt_01.json")

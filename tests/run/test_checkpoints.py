@@ -26,9 +26,9 @@ from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, alike
+from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, raised_on_all
 from kit.spec import ModelSpec
-from kit.trainer.checkpoints import PortableCheckpoints
+from kit.trainer.recovery import PortableCheckpoints
 from tests.checkpoints import facts, writer_in
 from tests.workers import local_run, run_ranks
 
@@ -332,7 +332,7 @@ def meet_an_error() -> list[str]:
         (1, Strange),
     ):
         try:
-            with alike():
+            with raised_on_all():
                 if dist.get_rank() == rank:
                     raise kind(f"seen by rank {rank}")
         except (CheckpointError, DataError, OSError) as error:

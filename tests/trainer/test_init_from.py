@@ -21,7 +21,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.trainer.checkpoints import start_from
+from kit.trainer.recovery import start_from
 from tests.faults.attempts import finished
 from tests.parity import build, make_plan
 from tests.workers import local_run, run_ranks

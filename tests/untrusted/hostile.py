@@ -29,6 +29,7 @@ from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.monitor.recorded import beat, rows, spoil
+from tests.runs import new_run
 
 SCRIPT = (
     "<img src=x"
@@ -64,7 +65,7 @@ def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "da
     plan, recipe = Plan(global_batch_size=8), Recipe(data=data, num_steps=40)
     site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
     spec = spec or ModelSpec.preset("demo")
-    run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+    run = new_run(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     attempt = claim_attempt(run.directory)
     job = launcher.job_spec(run).replace(argv=("true",))
     for name, record in (("job", job), ("plan.attempt_01", plan), ("site.attempt_01", site)):

@@ -20,7 +20,7 @@ from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_reader import alike, told_by_first
+from kit.run.checkpoint_reader import from_rank_0, raised_on_all
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
@@ -29,9 +29,7 @@ those that are not."""
 
 
 class NxdCheckpoints:
-    """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its
-    recipe.
-    """
+    """`kit.trainer.recovery.EngineCheckpoints` of one attempt; which are kept, its recipe says."""
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class NxdCheckpoints:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads
         its share of.
         """
-        files = told_by_first(lambda: _sizes(folder), self.group)
+        files = from_rank_0(lambda: _sizes(folder), self.group)
         mine = {name: checksum(folder / name) for name in _share(files)}
         told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, told, dst=0, group=self.group)
@@ -141,9 +139,9 @@ class NxdCheckpoints:
             CheckpointError: it was written by another engine or model, or on other tensor and
                 pipeline degrees.
         """
-        manifest = told_by_first(lambda: self.checkpoints.manifest(step), self.group)
+        manifest = from_rank_0(lambda: self.checkpoints.manifest(step), self.group)
         self.checkpoints.check_model(manifest, self.spec)
-        with alike(self.group):
+        with raised_on_all(self.group):
             self.checkpoints.verify(manifest, _share(manifest.files))
         now = self.engine.plan
         _check_layout(manifest.plan, now, self.checkpoints.path(step))

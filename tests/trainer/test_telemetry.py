@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
 
-from kit.engines import gpu_runtime
+from kit.engines import gpu
 from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
-from kit.trainer import upkeep
-from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row
+from kit.trainer import telemetry
+from kit.trainer.telemetry import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog
 from tests.monitor.recorded import recorded_run
 from tests.parity import batches, build, make_plan
@@ -60,10 +60,10 @@ def test_garbage_is_collected_at_the_same_steps_also_after_something_turned_the_
     collected = []
     monkeypatch.setattr(gc, "collect", collected.append)
     try:
-        for step in range(1, 2 * upkeep.COLLECT_EVERY + 1):
+        for step in range(1, 2 * telemetry.COLLECT_EVERY + 1):
             collect_garbage(step)
-            assert not gc.isenabled() or step == upkeep.COLLECT_EVERY
-            if step == upkeep.COLLECT_EVERY:
+            assert not gc.isenabled() or step == telemetry.COLLECT_EVERY
+            if step == telemetry.COLLECT_EVERY:
                 gc.enable()
     finally:
         gc.enable()
@@ -91,7 +91,7 @@ class Event:
 
 def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(upkeep, "PROBE_SIZE", 16)
+    monkeypatch.setattr(telemetry, "PROBE_SIZE", 16)
     launched, mm = [], torch.mm
     monkeypatch.setattr(
         torch, "mm", lambda *given, **named: (launched.append(1), mm(*given, **named))[1]
@@ -102,11 +102,11 @@ def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
     assert seconds is not None and 0 < seconds < 1
     assert (
         probe.look() == seconds
-        and len(launched) == (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
+        and len(launched) == (1 + telemetry.PROBE_PARTS) * telemetry.PROBE_PRODUCTS
     )
-    probe.asked_at -= upkeep.PROBE_EVERY_S
+    probe.asked_at -= telemetry.PROBE_EVERY_S
     probe.look()
-    assert len(launched) == 2 * (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
+    assert len(launched) == 2 * (1 + telemetry.PROBE_PARTS) * telemetry.PROBE_PRODUCTS
 
 
 def test_a_watchdog_hears_of_compilations():
@@ -138,34 +138,34 @@ def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
         "PYTORCH_ALLOC_CONF",
         "PYTORCH_CUDA_ALLOC_CONF",
         "TORCH_FR_BUFFER_SIZE",
-        gpu_runtime.TRACE_FILE,
+        gpu.TRACE_FILE,
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.setattr(torch.version, "hip", None)
-    gpu_runtime.prepare(tmp_path)
+    gpu.prepare(tmp_path)
     assert (
         os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         and os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
     )
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    gpu_runtime.prepare(tmp_path)
+    gpu.prepare(tmp_path)
     assert "PYTORCH_ALLOC_CONF" not in os.environ, "it would come before what the user has set"
 
 
 def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
-    monkeypatch.delenv(gpu_runtime.TRACE_FILE, raising=False)
-    monkeypatch.setattr(gpu_runtime, "nccl_trace", lambda: b"trace")
-    monkeypatch.setattr(gpu_runtime.dist, "get_rank", lambda: 3)
-    gpu_runtime.prepare(tmp_path)
-    gpu_runtime.dump_flight_recorder()
+    monkeypatch.delenv(gpu.TRACE_FILE, raising=False)
+    monkeypatch.setattr(gpu, "nccl_trace", lambda: b"trace")
+    monkeypatch.setattr(gpu.dist, "get_rank", lambda: 3)
+    gpu.prepare(tmp_path)
+    gpu.dump_flight_recorder()
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [
         ("nccl_trace_rank_3", b"trace")
     ]
-    monkeypatch.setenv(gpu_runtime.TRACE_FILE, str(tmp_path / "gone" / "trace"))
+    monkeypatch.setenv(gpu.TRACE_FILE, str(tmp_path / "gone" / "trace"))
     # and nothing is said of it, after the reason for the rank's end
-    gpu_runtime.dump_flight_recorder()
+    gpu.dump_flight_recorder()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_collectives_of_gpus_wait_less_after_the_first_step(monkeypatch, hung_af
         "_world",
         SimpleNamespace(pg_map=[both, SimpleNamespace(_device_types=[torch.device("cpu")])]),
     )
-    gpu_runtime.shorten_timeouts(hung_after_s)
+    gpu.shorten_timeouts(hung_after_s)
     assert given == ([timedelta(seconds=waits_s)] if waits_s else [])
 
 

@@ -1,4 +1,4 @@
-"""Signs of life of one rank, for those who watch the run and for the watchdog that must name the
+"""The heartbeat of one rank, for those who watch the run and for the watchdog that must name the
 rank that hangs.
 
 Each rank has a file; of more than MANY ranks, rank 0 gathers them every GATHER_EVERY_S. So no file
@@ -29,7 +29,7 @@ RECENT = 15
 """Steps, of whose parts the medians are told: one step alone says little on a busy machine."""
 
 
-class Signs:
+class Heartbeat:
     """What a rank says of itself.
 
     Args:

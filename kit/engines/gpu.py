@@ -1,5 +1,5 @@
-"""How torch and NCCL run on GPUs: their memory and its end, how long they wait for other ranks, and
-what they tell of a wait.
+"""How torch and NCCL run on a rank's device: the kernels that they take, memory and its end, how
+long they wait for other ranks, and what they tell of a wait.
 """
 
 import contextlib
@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 from kit.parallel.groups import COLLECTIVE_TIMEOUT
-from kit.torch_private import nccl_trace, set_cuda_timeouts
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from kit.torch_private import attention_choice, nccl_trace, set_cuda_timeouts
 
 TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 TIMEOUT_S = 300.0  # as torchtitan gives the start: a rank that compiles again may hold up others
@@ -52,3 +55,37 @@ def is_out_of_memory(error: Exception) -> bool:
     told = ("out of memory", "can't allocate memory")
     is_torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in told)
     return is_torchs or isinstance(error, MemoryError)
+
+
+def choose_kernels(device: torch.device, plan: Plan) -> None:
+    """Lets matrix products of the few fp32 tensors of a plan in bf16 round their factors to TF32,
+    on NVIDIA's GPUs, for the life of this process; a plan in fp32 means fp32.
+    """
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and plan.precision == "bf16":
+        torch.set_float32_matmul_precision("high")
+
+
+def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[str, str]:
+    """Returns the kernels that training this model takes: of attention, as torch answers, and of
+    fp32 products.
+    """
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
+    length = min(spec.sequence_length, 256)  # a longer one takes the same, and memory
+    q, k = (
+        torch.empty(
+            1,
+            heads // plan.tensor_parallel or 1,
+            length,
+            spec.head_size,
+            dtype=dtype,
+            device=device,
+        )
+        for heads in (spec.num_heads, spec.num_kv_heads)
+    )
+    q.requires_grad_()
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return {
+        "attention": SDPBackend(attention_choice(q, k)).name,
+        "fp32_products": "TF32" if tf32 else "fp32",
+    }

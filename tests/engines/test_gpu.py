@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kit.engines import gpu_kernels
+from kit.engines import gpu
 from kit.plan import Plan
 from tests.workers import run_ranks
 
@@ -20,12 +20,12 @@ def test_chosen_kernels_are_those_that_run(llama_spec):
     """On the CPU too torch says what it takes, grouped heads included."""
     for tensor_parallel in (1, 2):
         plan = Plan(tensor_parallel=tensor_parallel)
-        found = gpu_kernels.chosen_kernels(llama_spec, plan, torch.device("cpu"))
+        found = gpu.chosen_kernels(llama_spec, plan, torch.device("cpu"))
         assert found == {"attention": "FLASH_ATTENTION", "fp32_products": "fp32"}
 
 
 def rounds_factors(hip: str | None, precision: str) -> bool:
     """Returns whether TF32 is allowed, in a process whose GPU pretends."""
     torch.version.hip = hip
-    gpu_kernels.choose_kernels(torch.device("cuda"), Plan.from_dict({"precision": precision}))
+    gpu.choose_kernels(torch.device("cuda"), Plan.from_dict({"precision": precision}))
     return torch.get_float32_matmul_precision() == "high"
