@@ -5,9 +5,13 @@ A folder holds `config.json`, `model.safetensors` (or shards with `model.safeten
 and the tokenizer.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,6 @@ from kit.convert.hugging_face_config import Precision, config_of, load_spec
 from kit.convert.names import from_theirs, their_name, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.convert.weights import Weights, parameter_shapes
-from kit.convert.whole_folder import whole_folder
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.model import Decoder
@@ -243,3 +246,33 @@ def _weight_map(index: Path) -> dict[str, str]:
     for file in set(files.values()):
         check_file_name(file, f"{index.name}: weight_map")
     return files
+
+
+def refuse_occupied(folder: Path) -> None:
+    """Raises ConfigError unless a folder is absent or empty: asked before the work, not after."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Within the context, files are written into the path that it gives; at its end that becomes
+    `folder`.
+
+    After an exception inside nothing is left. Both are on one file system, so that the last step is
+    one renaming.
+
+    Raises:
+        ConfigError: the folder holds something.
+    """
+    refuse_occupied(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        part = Path(scratch) / "folder"
+        part.mkdir()
+        yield part
+        try:
+            os.replace(part, folder)  # over an empty one too
+        except OSError:
+            refuse_occupied(folder)  # somebody else was faster
+            raise

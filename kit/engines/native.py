@@ -21,8 +21,7 @@ from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, settle
-from kit.parallel.groups import split_world
-from kit.parallel.mesh import build_mesh, data_rank, pipeline_rank
+from kit.parallel.groups import build_mesh, data_rank, pipeline_rank, split_world
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan

@@ -8,7 +8,7 @@ from torch.nn import Module
 from kit.model import Decoder, initial_weight
 from kit.parallel.data import needs_sharding, shard, shard_ends
 from kit.parallel.gradients import local
-from kit.parallel.mesh import pipeline_rank
+from kit.parallel.groups import pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.parallel.tensor import apply_tensor_parallel
 from kit.plan import Plan

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from kit.errors import RunError
 from kit.parallel.apply import build_decoders
 from kit.parallel.gradients import local
-from kit.parallel.mesh import build_mesh, pipeline_rank
+from kit.parallel.groups import build_mesh, pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.plan import Plan
 from kit.spec import ModelSpec

@@ -35,7 +35,7 @@ from kit.engines import build_engine
 from kit.engines.engine import PortableEngine
 from kit.engines.process_group import keep_freed_memory
 from kit.parallel.apply import build_decoders
-from kit.parallel.mesh import build_mesh
+from kit.parallel.groups import build_mesh
 from kit.parallel.pipeline import stage_layers
 from kit.plan import Plan
 from kit.recipe import Recipe

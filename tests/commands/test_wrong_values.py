@@ -12,7 +12,7 @@ import pytest
 from cluster.process import Process
 from cluster.state import JobState
 from kit.commands.app import app
-from kit.convert.whole_folder import whole_folder
+from kit.convert.hugging_face import whole_folder
 from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
 from kit.spec import ModelSpec

@@ -113,7 +113,7 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
             super().__init__(*words, **given)
             os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr("kit.data.team.subprocess.Popen", Killed)
+    monkeypatch.setattr("kit.data.build.subprocess.Popen", Killed)
     with pytest.raises(DataError, match="ended with code -9.* Build again on fewer cores"):
         build_dataset(tmp_path / "data", text, **QUIET, workers=2)
     with pytest.raises(DataError, match="workers: 0 is not allowed"):
@@ -121,7 +121,7 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
 
 
 def test_a_log_is_told_the_time_left(text, tmp_path, in_pieces, monkeypatch, capsys):
-    monkeypatch.setattr("kit.data.team.TELL_EVERY_S", 0)
+    monkeypatch.setattr("kit.data.build.TELL_EVERY_S", 0)
     build_dataset(tmp_path / "data", text, **QUIET | {"progress": True}, workers=1)
     told = capsys.readouterr().out
     assert re.search(r"^Encoding: 0.00 of 0.00 GB, 0 min left$", told, re.MULTILINE)

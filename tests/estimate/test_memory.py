@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.errors import ConfigError
-from kit.estimate.fit.memory_fit import fit_reserve, minimise
+from kit.estimate.fit.fitting import fit_reserve, minimise
 from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, TERMS, memory, memory_by_stage

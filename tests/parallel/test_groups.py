@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from kit.engines.process_group import control_group, start_process_group
 from kit.parallel import groups
-from kit.parallel.mesh import build_mesh
+from kit.parallel.groups import build_mesh
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.benchmarks.groups import join_lazily, use

@@ -14,7 +14,7 @@ from kit.papers.recipes import published_recipe
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal import Rehearsal, rehearse
-from kit.rehearsal.ranks import cut
+from kit.rehearsal.stages import cut
 from kit.spec import ModelSpec
 
 RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kit.data.team import Progress
+from kit.data.build import Progress
 from kit.errors import kit_command
 from kit.monitor.runs import show
 from kit.show.terminal import PlainConsole, Table, as_text, number

@@ -12,9 +12,8 @@ import numpy as np
 from cluster.record import ConfigError
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
-from kit.estimate.fit.fitting import Prior
+from kit.estimate.fit.fitting import Prior, fit_reserve
 from kit.estimate.fit.measured_rows import rows_of
-from kit.estimate.fit.memory_fit import fit_reserve
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.layouts import Array, Layouts

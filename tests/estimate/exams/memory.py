@@ -11,7 +11,7 @@ import numpy as np
 
 from kit.errors import ConfigError
 from kit.estimate.fit import published
-from kit.estimate.fit.memory_fit import minimise
+from kit.estimate.fit.fitting import minimise
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import ALEPH_ALPHA, MEGATRON, Kernels, engine_kernels
 from kit.estimate.theory.layouts import Array, Layouts
