@@ -132,31 +132,11 @@ class Sandbox:
         ).splitlines()
         return dict(line.split() for line in lines)
 
-    def power_off(self, node: str) -> None:
-        """Ends a node and all its processes at once; nothing answers at its address any more."""
-        self.layout.path("run", f"{node}.off").touch()
-        number = self.layout.path("run", f"{node}.pid")
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(int(number.read_text()), signal.SIGKILL)
-            number.unlink()
-        self._link("del", node)
-
-    def power_on(self, node: str) -> None:
-        """Starts a node that was switched off."""
-        self.layout.path("run", f"{node}.off").unlink(missing_ok=True)
-
     def cut(self, node: str) -> None:
         """Pulls a node's cable at the switch: the node goes on, its packets just get lost."""
         if not self.layout.isolated:
             raise JobError("the nodes have no cables: without root all share one network")
-        self._link("set", node, "nomaster")
-
-    def heal(self, node: str) -> None:
-        """Plugs the cable in again; that of a node which is off is plugged in when it starts."""
-        self._link("set", node, "master", self.layout.bridge)
-
-    def _link(self, what: str, node: str, *words: str) -> None:
-        subprocess.run(["ip", "link", what, self.layout.cable(node), *words], capture_output=True)
+        subprocess.run(["ip", "link", "set", self.layout.cable(node), "nomaster"])
 
     def stop(self) -> None:
         """Ends all daemons and removes network, mounts and files."""

@@ -16,7 +16,7 @@ from kit.monitor.on_alert import OnAlert
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 from kit.run.alerts import Alert
-from kit.show.terminal import PlainConsole, Trimmed, clock, keep_drawing, number
+from kit.show.terminal import PlainConsole, clock, keep_drawing, number
 
 COLOURS = {
     JobState.RUNNING: "green",
@@ -125,7 +125,7 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
     return [title, _tiles(row, facts["checkpoints"], width), *pace, *data]
 
 
-def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Trimmed:
+def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
     """Returns the numbers of the last step, as many in a line as fit."""
     cells = {
         "step": f"{row['step']:,} / {row['num_steps']:,}",
@@ -145,7 +145,7 @@ def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Trimmed:
     pairs = [part for name, value in cells.items() for part in (Text(name, style="dim"), value)]
     for start in range(0, len(pairs), 2 * in_a_line):
         table.add_row(*pairs[start : start + 2 * in_a_line])
-    return Trimmed(table)
+    return table
 
 
 def _curves(

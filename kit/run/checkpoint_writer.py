@@ -1,7 +1,9 @@
 """Writes a run's checkpoints in the background, by torch's distributed checkpoint; planned once."""
 
+import contextlib
 import dataclasses
 import functools
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -40,6 +42,8 @@ class CheckpointWriter:
     ) -> None:
         self.checkpoints, self.attempt = checkpoints, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
+        # Kept open: what takes the place of a run directory is another one.
+        self.run_directory = os.open(checkpoints.directory.parent, os.O_RDONLY | os.O_DIRECTORY)
         self.group: Any = None
         self.stager: DefaultStager | None = None  # its copies lie in the same memory at each save
         self.planner = SteadyPlanner()
@@ -60,6 +64,8 @@ class CheckpointWriter:
         self.group = self.group or cpu_group("checkpoint")
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
+        with contextlib.suppress(OSError):  # it is there; or the run is gone, as the write will say
+            os.mkdir(self.checkpoints.directory.name, dir_fd=self.run_directory)
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         if self.stager is None:
@@ -175,10 +181,10 @@ class Writer(FileSystemWriter):
         self.planner, self.complete = planner, complete
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the checkpoint's folder. A run directory that was deleted is not made again."""
-        folder = Path(self.path)
-        folder.parent.mkdir(exist_ok=True)  # torch's own call would make all above it too
-        folder.mkdir(exist_ok=True)
+        """Makes the checkpoint's folder, but none above it, as torch's own call would: nothing is
+        written into what has taken a run directory's place.
+        """
+        Path(self.path).mkdir(exist_ok=True)
         return super().prepare_local_plan(plan)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

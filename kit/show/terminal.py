@@ -124,21 +124,6 @@ def keep_drawing(
             time.sleep(every_s)
 
 
-class Trimmed:
-    """Something drawn, without the blanks at the ends of its lines."""
-
-    def __init__(self, drawn: RenderableType) -> None:
-        self.drawn = drawn
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in console.render_lines(self.drawn, options, pad=False):
-            while line and not line[-1].text.strip():
-                line.pop()
-            yield from line[:-1]
-            yield from (Segment(piece.text.rstrip(), piece.style) for piece in line[-1:])
-            yield Segment.line()
-
-
 class Table:
     """Rows under named columns, each cell whole: a table as wide as its cells; in a terminal too
     narrow for that, texts are folded between words, and where words alone are too wide, each row
@@ -196,7 +181,10 @@ class Table:
         for cells in self.rows:
             table.add_row(*cells)
         if least <= options.max_width:
-            yield Trimmed(table)
+            for line in console.render_lines(table, options, pad=False):
+                text = Text.assemble(*((part.text, part.style or "") for part in line))
+                text.rstrip()
+                yield text
         else:
             yield from self._stacked(options.max_width)
 

@@ -6,6 +6,7 @@ root.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -31,7 +32,7 @@ from kit.recipe import Recipe
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
 from tests.cluster.jobs import STANDIN, job_spec, occupy, scheduler_job, standin
-from tests.cluster.recovery import recover
+from tests.cluster.recovery import power_off, recover
 from tests.cluster.waiting import eventually, processes
 from tests.runs import new_run
 
@@ -149,7 +150,7 @@ def lose(nodes):
     """Functions that take a node away, by the way."""
     with contextlib.ExitStack() as until_the_end:
         yield {
-            "switched off": nodes.power_off,
+            "switched off": functools.partial(power_off, nodes),
             "cut off": nodes.cut,
             "frozen": lambda node: until_the_end.enter_context(frozen(nodes, node)),
         }
@@ -261,7 +262,7 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     for node in ("node2", "node3"):
         if not submits:
             # A reboot: under the old number, its old step would be taken for the new one.
-            nodes.power_off(node)
+            power_off(nodes, node)
         recover(nodes, node)
     back = time.time()
     # A start that Slurm loses, on a node just switched on, is missed when the node registers.

@@ -114,21 +114,45 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
     assert run_ranks(1, flushed_before_deletion, tmp_path / "checkpoints", spec) == [[]]
 
 
-def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec) -> str:
+def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec, is_replaced: bool) -> str:
     writer = writer_in(directory, 1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        directory.parent.rename(directory.parent.with_name("aside"))
+        if is_replaced:
+            directory.parent.mkdir()
+    dist.barrier()
     writer.start(mine(1), facts(spec, 1))
     with pytest.raises(CheckpointError) as caught:
         writer.finish()
     return str(caught.value)
 
 
-def test_a_run_directory_that_was_deleted_does_not_come_back_by_a_checkpoint(
-    tmp_path: Path, spec: ModelSpec
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "replaced"])
+def test_a_checkpoint_writes_nothing_where_its_run_was_deleted_or_replaced(
+    tmp_path: Path, spec: ModelSpec, is_replaced: bool
 ) -> None:
     run = tmp_path / "run"
-    for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec):
+    run.mkdir()
+    for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec, is_replaced):
         assert "checkpoint of step 1 could not be written" in said
-    assert not run.exists()
+    assert run.exists() == is_replaced and not list(run.glob("*"))
+
+
+def begin_without_the_folder(directory: Path, spec: ModelSpec) -> list[int]:
+    writer = writer_in(directory, 2)
+    writer.start(mine(1), facts(spec, 1))
+    writer.finish()
+    shutil.rmtree(directory)
+    writer.start(mine(2), facts(spec, 2))
+    writer.finish()
+    return Checkpoints(directory).steps()
+
+
+def test_checkpoints_that_somebody_removed_do_not_end_a_run(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    assert run_ranks(1, begin_without_the_folder, tmp_path / "checkpoints", spec) == [[2]]
 
 
 def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:

@@ -140,7 +140,8 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
         source=x["source"],
         system=x["system"],
         device=x["gpu"],
-        stack=_stack(x["source"], x["system"]),
+        # without page or version
+        stack=f"{x['source'].split('(')[0].split(' arXiv')[0].strip()}, {x['system']}",
         kind=kind,
         status=x["status"] or "read",
         basis=Basis(x["basis"] or "unknown"),
@@ -287,11 +288,6 @@ def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
         peak * speedup * NEVER_SEEN,
         f"{NEVER_SEEN:.0%} of the peak, which no published matrix product passes",
     )
-
-
-def _stack(source: str, system: str) -> str:
-    """Returns source and machine, without page or version: rows that share one software stack."""
-    return f"{source.split('(')[0].split(' arXiv')[0].strip()}, {system}"
 
 
 def _times(value: float | None, unit: float) -> float | None:

@@ -136,19 +136,6 @@ def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
     )
 
 
-ALEPH_ALPHA = Kernels(
-    dropout=False,
-    fused_gate=False,
-    selective="attention",
-    gathered_inputs=True,
-    gathered_logits=True,
-    logit_bytes=19.1,
-    score_bytes=7.7,
-)
-"""The code of arXiv 2311.05610; that logits are gathered, and both numbers, follow from its
-out-of-memory labels."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerActivations:
     """Bytes per token of one layer."""

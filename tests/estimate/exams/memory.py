@@ -13,7 +13,7 @@ from kit.errors import ConfigError
 from kit.estimate.fit import published
 from kit.estimate.fit.fitting import minimise
 from kit.estimate.fit.published import PublishedRun
-from kit.estimate.theory.activations import ALEPH_ALPHA, MEGATRON, Kernels, engine_kernels
+from kit.estimate.theory.activations import MEGATRON, Kernels, engine_kernels
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import memory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
@@ -23,6 +23,18 @@ from kit.papers.frontier_model import FACTS
 from kit.plan import EngineName, Plan
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+
+ALEPH_ALPHA = Kernels(
+    dropout=False,
+    fused_gate=False,
+    selective="attention",
+    gathered_inputs=True,
+    gathered_logits=True,
+    logit_bytes=19.1,
+    score_bytes=7.7,
+)
+"""The code of arXiv 2311.05610; that logits are gathered, and both numbers, follow from its
+out-of-memory labels."""
 
 MIB, GIB = 2.0**20, 2.0**30
 A100_BYTES = 80 * GIB
