@@ -19,8 +19,7 @@ _NAMES = {
     "theory.schedule": ("simulate_plan",),
     "theory.timeline": ("timeline_figure",),
     "tuning.objectives": ("EstimatedRate",),
-    "tuning.sensitivity": ("sensitivity", "sensitivity_figure"),
-    "tuning.tune": ("trials_figure", "tune"),
+    "tuning.tune": ("sensitivity", "sensitivity_figure", "trials_figure", "tune"),
     "validation.validate": ("predictions", "validate"),
 }
 

@@ -14,8 +14,7 @@ from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_of
-from kit.estimate.tuning.sensitivity import sensitivity
-from kit.estimate.tuning.tune import Trials, tune
+from kit.estimate.tuning.tune import Trials, sensitivity, tune
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
 from kit.papers.layers import Layer, Runs, folders_with, study_points

@@ -22,8 +22,14 @@ from kit.estimate.theory.activations import KIT
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
-from kit.estimate.tuning.sensitivity import sensitivity, sensitivity_figure
-from kit.estimate.tuning.tune import TrialFailure, Trials, trials_figure, tune
+from kit.estimate.tuning.tune import (
+    TrialFailure,
+    Trials,
+    sensitivity,
+    sensitivity_figure,
+    trials_figure,
+    tune,
+)
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

@@ -132,7 +132,6 @@ SYSTEMS = {
     "DGX-GB200": "gb200-nvl72",
     "DGX-GB300": "gb300-nvl72",
 }
-SOURCES = {"Aleph Alpha": "aleph-alpha"}
 DEVICES = (
     ("A100", "selene"),
     ("MI250", "frontier"),
@@ -151,8 +150,6 @@ DEVICES = (
 
 @functools.cache
 def _site(source: str, system: str, device: str) -> Site | None:
-    name = SYSTEMS.get(system) or next(
-        (site for prefix, site in SOURCES.items() if source.startswith(prefix)), None
-    )
+    name = SYSTEMS.get(system) or ("aleph-alpha" if source.startswith("Aleph Alpha") else None)
     name = name or next((site for prefix, site in DEVICES if device.startswith(prefix)), None)
     return Site.load(name) if name else None
