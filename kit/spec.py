@@ -7,9 +7,11 @@ size, V vocabulary, s sequence length.
 import dataclasses
 import enum
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from cluster.record import ConfigError, Record, counted, field_doc, html_table, suggestion
+from cluster.record import ConfigError, Record, counted, field_doc, html_table, must, suggestion
+
+above_0 = must(lambda number: number > 0, "Give a number above 0.")
 
 
 class FlopBasis(enum.Enum):
@@ -63,13 +65,15 @@ class ModelSpec(Record):
     """The shapes of one decoder-only transformer (GPT or Llama family)."""
 
     name: str = field_doc("what the model is called")
-    num_layers: int = field_doc("transformer blocks")
-    hidden_size: int = field_doc("width of the residual stream")
-    num_heads: int = field_doc("query heads")
-    num_kv_heads: int = field_doc("key/value heads (fewer than num_heads: grouped-query attention)")
-    ffn_hidden_size: int = field_doc("width inside the feed-forward block")
-    vocab_size: int = field_doc("rows of the embedding, padding included")
-    sequence_length: int = field_doc("longest sequence, in tokens")
+    num_layers: int = field_doc("transformer blocks", above_0)
+    hidden_size: int = field_doc("width of the residual stream", above_0)
+    num_heads: int = field_doc("query heads", above_0)
+    num_kv_heads: int = field_doc(
+        "key/value heads (fewer than num_heads: grouped-query attention)", above_0
+    )
+    ffn_hidden_size: int = field_doc("width inside the feed-forward block", above_0)
+    vocab_size: int = field_doc("rows of the embedding, padding included", above_0)
+    sequence_length: int = field_doc("longest sequence, in tokens", above_0)
     norm: Literal["layernorm", "rmsnorm"] = field_doc("normalisation before each block")
     positions: Literal["learned", "rotary"] = field_doc("how positions enter")
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = field_doc(
@@ -77,24 +81,18 @@ class ModelSpec(Record):
     )
     bias: bool = field_doc("biases in linear layers")
     tied_embeddings: bool = field_doc("output projection shares the embedding's weight")
-    norm_eps: float = field_doc("added to the variance", default=1e-5)
-    rope_theta: float = field_doc("rotary base", default=10_000.0)
+    norm_eps: float = field_doc("added to the variance", above_0, default=1e-5)
+    rope_theta: float = field_doc("rotary base", above_0, default=10_000.0)
     rope_scaling: RopeScaling | None = field_doc(
         "rotary frequencies for longer sequences", default=None
     )
-    init_std: float = field_doc("standard deviation of the initial weights", default=0.02)
+    init_std: float = field_doc("standard deviation of the initial weights", above_0, default=0.02)
     scaled_init: bool = field_doc(
         "divide the init of residual output projections by sqrt(2 L)", default=True
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ConfigError(
-                    f"spec.{field.name}: {value} is not allowed. Give a number above 0."
-                )
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"spec.num_heads: {self.num_heads} heads do not divide hidden_size"
@@ -115,31 +113,31 @@ class ModelSpec(Record):
         """Returns a GPT-family spec (LayerNorm, learned positions, GELU, biases, tied) of the
         given shapes.
         """
-        family = dict(
+        defaults: dict[str, Any] = dict(
             norm="layernorm",
             positions="learned",
             activation="gelu",
             bias=True,
             tied_embeddings=True,
+            num_kv_heads=shapes["num_heads"],
+            ffn_hidden_size=4 * shapes["hidden_size"],
         )
-        shapes.setdefault("num_kv_heads", shapes["num_heads"])
-        shapes.setdefault("ffn_hidden_size", 4 * shapes["hidden_size"])
-        return cls(**{**family, **shapes})
+        return cls(**defaults | shapes)
 
     @classmethod
     def llama(cls, **shapes) -> Self:
         """Returns a Llama-family spec (RMSNorm, rotary, SwiGLU, no bias, untied) of the given
         shapes.
         """
-        family = dict(
+        defaults: dict[str, Any] = dict(
             norm="rmsnorm",
             positions="rotary",
             activation="swiglu",
             bias=False,
             tied_embeddings=False,
+            num_kv_heads=shapes["num_heads"],
         )
-        shapes.setdefault("num_kv_heads", shapes["num_heads"])
-        return cls(**{**family, **shapes})
+        return cls(**defaults | shapes)
 
     @classmethod
     def preset(cls, name: str) -> Self:

@@ -12,16 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
 from kit.data.dataset import DESCRIPTION, Dataset, Settings
-from kit.data.pieces import Advance
 from kit.data.readers import TEXT_KEY
-from kit.data.steps import read, tokenize, write
+from kit.data.steps import Advance, read, tokenize, write
 from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer
 from kit.errors import DataError
 
@@ -235,10 +234,16 @@ class Progress:
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        console, named = self._console, TextColumn("{task.description:<22}")
-        columns = named, BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        console = self._console
         is_log = not (console.is_terminal or console.is_jupyter)
-        with Bars(*columns, console=console, disable=console.quiet) as bars:
+        with Bars(
+            TextColumn("{task.description:<22}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=console.quiet,
+        ) as bars:
             task = bars.add_task(title, total=total)
 
             def advance(num_bytes: int) -> None:
@@ -293,11 +298,7 @@ def share_out(
             return [function(*piece, advance) for piece in pieces]
         with ThreadPoolExecutor(workers) as threads:
             try:
-                results = [threads.submit(elsewhere, *of) for of in zip(pieces, sizes, strict=True)]
-                for result in as_completed(results):  # the first error ends all
-                    result.result()
-                return [result.result() for result in results]
+                return list(threads.map(elsewhere, pieces, sizes))  # an error ends all
             finally:
-                threads.shutdown(wait=False, cancel_futures=True)
                 for child in children:
                     child.kill()
