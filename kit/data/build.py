@@ -108,12 +108,13 @@ def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **asked: Any
     are not read. Raises as `build_dataset`.
     """
     corpus, settings, _ = _asked(**asked)
-    left = []
-    for part in ((number, count) for number in range(1, count + 1)):
-        own = settings.replace(sources=corpus.part(*part).sources(hashed=False))
-        if not _existing(_part_folder(out_dir, settings, *part), own, overwrite, hashed=False):
-            left.append(part[0])
-    return left
+
+    def is_lacking(number: int) -> bool:
+        own = settings.replace(sources=corpus.part(number, count).sources(hashed=False))
+        folder = _part_folder(out_dir, settings, number, count)
+        return _existing(folder, own, overwrite, hashed=False) is None
+
+    return [number for number in range(1, count + 1) if is_lacking(number)]
 
 
 def _asked(

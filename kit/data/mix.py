@@ -8,9 +8,8 @@ import math
 from pathlib import Path
 
 from kit.data.dataset import DESCRIPTION, Dataset
-from kit.data.samples import PERIOD, Samples, Turns
+from kit.data.samples import PERIOD, Samples, Turns, Windows
 from kit.data.token_file import TokenFile
-from kit.data.windows import Windows
 from kit.errors import DataError
 from kit.recipe import DataSource, Recipe
 

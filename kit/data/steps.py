@@ -153,8 +153,8 @@ def tokenize(
         DataError: the text does not yield such a vocabulary, or has changed since it was read.
     """
     sizes = [counts["text_bytes"] for counts in text.of_each]
-    how = "Training the tokenizer", _train, [(text, settings.vocab_size)], [sum(sizes)]
-    tokenizer = given or share_out(*how)[0]
+    work = [(text, settings.vocab_size)]
+    tokenizer = given or share_out("Training the tokenizer", _train, work, [sum(sizes)])[0]
     file, order = folder / tokenizer.file_name, f"order {settings.seed}"
     file.write_bytes(tokenizer.data)
     work = [
@@ -250,8 +250,7 @@ def write(
     whole = folder / "dataset"
     whole.mkdir()
     (folder / tokenizer.file_name).rename(whole / tokenizer.file_name)
-    vocab_size = tokenizer.vocab_size
-    work = [(runs, whole / "train", vocab_size)]
+    work = [(runs, whole / "train", tokenizer.vocab_size)]
     (counts,) = share_out("Ordering", merge, work, [text.counts["text_bytes"]])
     size = counts["text_bytes"]
     validation, repeated, cut = _held_out(text, tokenizer, folder, whole)
@@ -261,9 +260,9 @@ def write(
         settings=settings,
         tokenizer_file=tokenizer.file_name,
         tokenizer_sha256=tokenizer.sha256,
-        vocab_size=vocab_size,
+        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
-        dtype=token_dtype(vocab_size).name,
+        dtype=token_dtype(tokenizer.vocab_size).name,
         train=Split(documents=counts["documents"], tokens=counts["tokens"], text_bytes=size),
         validation=validation,
         cut=cut,

@@ -153,11 +153,12 @@ def train_tokenizer(
             " and eos)."
         )
     tokenizer = Tokenizer(models.BPE())
-    pieces = [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -183,20 +184,18 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         DataError: there is no such tokenizer, it cannot be read, or it has no end-of-text token.
     """
     path = Path(source)
-    if path.is_dir():
-        return _load_folder(path)
-    if path.is_file():
-        try:
-            if path.suffix == ".model":
-                return SentencePieceTokenizer(path.read_bytes())
-            return BytePairTokenizer(path.read_bytes(), eos_token=_configured_eos(path.parent))
-        except DataError as error:
-            raise DataError(f"{path}: {error}") from error
-    if path.suffix in (".json", ".model"):
+    if path.suffix in (".json", ".model") and not (path.is_file() or path.is_dir()):
         raise DataError(
             f"{path}: no such file. Give a tokenizer.json, a .model, a folder, or a hub name."
         )
-    return _load_folder(_download(str(source)))
+    if not path.is_file():
+        return _load_folder(path if path.is_dir() else _download(str(source)))
+    try:
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(path.read_bytes())
+        return BytePairTokenizer(path.read_bytes(), eos_token=_configured_eos(path.parent))
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
