@@ -56,8 +56,10 @@ class RopeScaling(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(dataclasses.astuple(self)) <= 0 or self.low_freq_factor >= self.high_freq_factor:
-            told = "Give numbers above 0, low_freq_factor below high_freq_factor."
-            raise ConfigError(f"spec.rope_scaling: {self.to_dict()} is not allowed. {told}")
+            raise ConfigError(
+                f"spec.rope_scaling: {self.to_dict()} is not allowed. Give numbers above 0,"
+                " low_freq_factor below high_freq_factor."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,10 +184,14 @@ class ModelSpec(Record):
     @property
     def params_per_layer(self) -> int:
         """All weights of one block, norms and biases included."""
-        norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
         h, kv, f = self.hidden_size, self.num_kv_heads * self.head_size, self.ffn_hidden_size
         bias = (h + 2 * kv) + h + (2 * f if self.gated else f) + h if self.bias else 0
-        return self.matmul_params_per_layer + 2 * norm + bias
+        return self.matmul_params_per_layer + 2 * self._norm_params + bias
+
+    @property
+    def _norm_params(self) -> int:
+        """Weights of one norm; LayerNorm has biases too."""
+        return self.hidden_size * (2 if self.norm == "layernorm" else 1)
 
     @property
     def embedding_params(self) -> int:
@@ -196,8 +202,9 @@ class ModelSpec(Record):
     @property
     def output_params(self) -> int:
         """Weights of the final norm and, where not tied, the output projection."""
-        norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
-        return norm + (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
+        return self._norm_params + (
+            0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        )
 
     @property
     def num_params(self) -> int:
@@ -355,11 +362,13 @@ def _suggestion(name: str) -> str:
         for preset in PRESETS
         if size and (own := _SIZE.search(preset)) and own.groups() == size.groups()
     ]
-    if not alike:
-        if size:  # another size is no likely slip, however alike the names are
-            return (
-                f"None has {size[0].upper()} parameters. Give a spec.json of your own."
-                f" {suggestion('', PRESETS)}"
-            )
-        return suggestion(name, PRESETS)
-    return f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."
+    if alike:
+        return (
+            f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."
+        )
+    if size:  # another size is no likely slip, however alike the names are
+        return (
+            f"None has {size[0].upper()} parameters. Give a spec.json of your own."
+            f" {suggestion('', PRESETS)}"
+        )
+    return suggestion(name, PRESETS)

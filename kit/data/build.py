@@ -77,7 +77,7 @@ def build_dataset(
     """
     if workers is not None and workers < 1:
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
-    told, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
+    log, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
     corpus, settings, given = _asked(
         sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed, skip_corrupt, text_key
     )
@@ -85,18 +85,18 @@ def build_dataset(
         corpus, directory = corpus.part(*part), _part_folder(out_dir, settings, *part)
     settings = settings.replace(sources=corpus.sources())
     if there := _existing(directory, settings, overwrite):
-        told.say(f"Reusing {directory}: built with the same settings from the same text.")
+        log.say(f"Reusing {directory}: built with the same settings from the same text.")
         return there
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = f".{directory.name}.building-"
     for left in directory.parent.glob(f"{building}*"):
-        told.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
+        log.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
     with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name:
         cores, folder = len(os.sched_getaffinity(0)), Path(name)
-        do = functools.partial(share_out, workers or cores, told)
-        text = read(corpus, settings, do)
-        chosen, runs = tokenize(text, settings, given, folder, do)
-        whole = write(text, settings, chosen, runs, folder, do)
+        by_piece = functools.partial(share_out, workers or cores, log)
+        text = read(corpus, settings, by_piece)
+        vocabulary, runs = tokenize(text, settings, given, folder, by_piece)
+        whole = write(text, settings, vocabulary, runs, folder, by_piece)
         _move_into_place(whole, directory, settings, overwrite)
     return Dataset.open(directory)
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kit.errors import DataError, MissingPackageError
+from kit.errors import DataError, needed
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
@@ -107,12 +107,8 @@ class SentencePieceTokenizer(Tokenizer):
     file_name = "tokenizer.model"
 
     def __init__(self, data: bytes) -> None:
-        try:
+        with needed("sentencepiece", "eval", "Reading a sentencepiece .model"):
             import sentencepiece
-        except ImportError as error:
-            raise MissingPackageError(
-                "sentencepiece", "eval", "Reading a sentencepiece .model"
-            ) from error
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(data)
@@ -212,12 +208,8 @@ def _load_folder(folder: Path) -> Tokenizer:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return load_tokenizer(folder / name)
-    try:
+    with needed("transformers", "eval", f"Reading the tokenizer in {folder}"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingPackageError(
-            "transformers", "eval", f"Reading the tokenizer in {folder}"
-        ) from error
     try:
         wrapper = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         data = wrapper.backend_tokenizer.to_str().encode()
