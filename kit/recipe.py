@@ -173,9 +173,11 @@ class Recipe(Record):
             "recipe.sources too, whose weights they are",
         )
         for i, phase in enumerate(self.phases):
-            later = begin < phase.until_tokens < math.inf
             _require(
-                f"phases[{i}].until_tokens", phase.until_tokens, later, f"a number above {begin:g}"
+                f"phases[{i}].until_tokens",
+                phase.until_tokens,
+                begin < phase.until_tokens < math.inf,
+                f"a number above {begin:g}",
             )
             begin = phase.until_tokens
         allowed = f"{len(own)} numbers of 0 or more, one for each of recipe.sources, not all 0"

@@ -244,11 +244,10 @@ def _configured_eos(folder: Path) -> str | None:
     they do.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            token = json.loads((folder / name).read_text()).get("eos_token")
-            token = token["content"] if isinstance(token, dict) else token
-            if token is not None:
-                return token
+        file = folder / name
+        token = json.loads(file.read_text()).get("eos_token") if file.is_file() else None
+        if token is not None:
+            return token["content"] if isinstance(token, dict) else token
     return None
 
 
