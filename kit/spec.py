@@ -281,9 +281,8 @@ def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
-_GPT2_VOCAB_PADDED = (
-    51_200  # GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
-)
+# GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
+_GPT2_VOCAB_PADDED = 51_200
 _FRONTIER = dict(vocab_size=_GPT2_VOCAB_PADDED, sequence_length=2048, init_std=0.006)
 _HLAT = dict(vocab_size=32_000, sequence_length=4096, init_std=0.021)
 
