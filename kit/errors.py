@@ -3,7 +3,9 @@
 Each message says what, the value, what is allowed, and what to do next.
 """
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.record import ConfigError, kit_command
@@ -17,6 +19,7 @@ __all__ = [
     "RunError",
     "install_command",
     "kit_command",
+    "needed",
 ]
 CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
 """Beside the packages of a checkout, and not beside installed ones."""
@@ -63,3 +66,16 @@ class MissingPackageError(ImportError):
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows in place of a traceback, by a convention of IPython."""
         return [f"{type(self).__name__}: {self}"]
+
+
+@contextlib.contextmanager
+def needed(package: str, extra: str, purpose: str) -> Iterator[None]:
+    """Says how to install a package that an import inside does not find.
+
+    Raises:
+        MissingPackageError: in place of the ImportError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(package, extra, purpose) from error

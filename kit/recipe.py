@@ -4,10 +4,15 @@ import dataclasses
 import math
 from typing import Literal
 
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import ConfigError, Record, field_doc, must
+from kit.spec import above_0
 
 PROFILED = 100
 """Steps. A trace of more would be hundreds of megabytes, all of them in a rank's memory first."""
+
+above_0_or_null = must(lambda number: number > 0, "Give a number above 0, or null.")
+from_0 = must(lambda number: number >= 0, "Give 0 or more.")
+below_1 = must(lambda number: 0 <= number < 1, "Give at least 0 and below 1.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,41 +49,53 @@ class Recipe(Record):
         "folder made by `kit data build`: tokenizer, held-out text and, without sources, training"
         " text; or a pattern of its parts (web/part_*), which are read as one"
     )
-    num_steps: int = field_doc("optimizer steps of the whole run")
-    learning_rate: float = field_doc("peak learning rate", default=3e-4)
-    min_learning_rate: float = field_doc("at the end of the schedule", default=3e-5)
+    num_steps: int = field_doc(
+        "optimizer steps of the whole run",
+        above_0,
+        must(lambda steps: steps < 2**53, "Give less than 2**53, which is what metrics can count."),
+    )
+    learning_rate: float = field_doc("peak learning rate", above_0, default=3e-4)
+    min_learning_rate: float = field_doc("at the end of the schedule", from_0, default=3e-5)
     schedule: Literal["cosine", "wsd", "constant"] = field_doc(
         "after warm-up: down to the floor along a cosine, as in both papers; or stable at the peak,"
         " then straight down (arXiv 2404.06395, 2405.18392); or at the peak for ever",
         default="cosine",
     )
-    warmup_steps: int = field_doc("steps of linear warm-up", default=0)
+    warmup_steps: int = field_doc("steps of linear warm-up", from_0, default=0)
     decay_steps: int | None = field_doc(
         "step at which the schedule ends (default: num_steps; of a resumed run, those of its first"
         " launch)",
+        above_0_or_null,
         default=None,
     )
     decay_share: float = field_doc(
-        "share of the steps up to decay_steps in which wsd goes down, the last", default=0.1
+        "share of the steps up to decay_steps in which wsd goes down, the last",
+        must(lambda share: 0 < share <= 1, "Give a number above 0 up to 1."),
+        default=0.1,
     )
     cosine_floor: Literal["rescaled", "clamped"] = field_doc(
         "how the cosine meets its floor", default="rescaled"
     )
-    beta1: float = field_doc("AdamW", default=0.9)
-    beta2: float = field_doc("AdamW", default=0.95)
-    eps: float = field_doc("AdamW", default=1e-8)
+    beta1: float = field_doc("AdamW", below_1, default=0.9)
+    beta2: float = field_doc("AdamW", below_1, default=0.95)
+    eps: float = field_doc("AdamW", above_0, default=1e-8)
     weight_decay: float = field_doc(
-        "AdamW; on every weight, norms included, as in HLAT", default=0.1
+        "AdamW; on every weight, norms included, as in HLAT", from_0, default=0.1
     )
-    gradient_clip: float | None = field_doc("largest global gradient norm", default=1.0)
+    gradient_clip: float | None = field_doc(
+        "largest global gradient norm", above_0_or_null, default=1.0
+    )
     seed: int = field_doc("weights and data order", default=1234)
-    validation_every: int | None = field_doc("steps between losses on held-out text", default=None)
+    validation_every: int | None = field_doc(
+        "steps between losses on held-out text", above_0_or_null, default=None
+    )
     validation_sequences: int = field_doc(
         "held-out sequences per validation, always the same ones; at most as many as there are",
+        above_0,
         default=64,
     )
     checkpoint_every: int | None = field_doc(
-        "steps between checkpoints (the last step always has one)", default=None
+        "steps between checkpoints (the last step always has one)", above_0_or_null, default=None
     )
     on_nan: Literal["stop", "skip", "roll_back"] = field_doc(
         "answer to a loss or gradient norm that is not finite (skip, roll_back: engine native)",
@@ -90,11 +107,12 @@ class Recipe(Record):
     hung_after_s: float | None = field_doc(
         "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or"
         " engine neuron: never; not given, above 64 ranks: 600)",
+        above_0_or_null,
         default=150.0,
     )
-    keep_last: int = field_doc("newest checkpoints kept", default=2)
+    keep_last: int = field_doc("newest checkpoints kept", above_0, default=2)
     keep_every: int | None = field_doc(
-        "checkpoints at multiples of this step are kept for ever", default=None
+        "checkpoints at multiples of this step are kept for ever", above_0_or_null, default=None
     )
     mask_documents: bool = field_doc(
         "attention ends where a document does, as in Llama 3 (arXiv 2407.21783, 3.2); positions go"
@@ -126,44 +144,21 @@ class Recipe(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above_0 = ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps")
-        or_null = (
-            "decay_steps gradient_clip validation_every checkpoint_every keep_every hung_after_s"
-        ).split()
-        from_0 = ("warmup_steps", "weight_decay", "min_learning_rate")
         first, last = self.profile_steps or (1, 1)
         end = self.decay_steps or self.num_steps
-        rules = (
-            *((name, getattr(self, name) > 0, "a number above 0") for name in above_0),
-            (
-                "num_steps",
-                self.num_steps < 2**53,
-                "less than 2**53, which is what metrics can count",
-            ),
-            *(
-                (name, value is None or value > 0, "a number above 0, or null")
-                for name in or_null
-                for value in [getattr(self, name)]
-            ),
-            *(
-                (name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-                for name in ("beta1", "beta2")
-            ),
-            *((name, getattr(self, name) >= 0, "0 or more") for name in from_0),
-            ("decay_share", 0 < self.decay_share <= 1, "a number above 0 up to 1"),
-            (
-                "min_learning_rate",
-                self.min_learning_rate <= self.learning_rate,
-                f"at most learning_rate {self.learning_rate}",
-            ),
+        for name, holds, allowed in (
             (
                 "profile_steps",
                 1 <= first <= last < first + PROFILED,
                 f"first and last of up to {PROFILED} steps",
             ),
+            (
+                "min_learning_rate",
+                self.min_learning_rate <= self.learning_rate,
+                f"at most learning_rate {self.learning_rate}",
+            ),
             ("warmup_steps", self.warmup_steps <= end, f"at most the decay end {end}"),
-        )
-        for name, holds, allowed in rules:
+        ):
             _require(name, getattr(self, name), holds, allowed)
         self._check_mix()
 
@@ -178,9 +173,11 @@ class Recipe(Record):
             "recipe.sources too, whose weights they are",
         )
         for i, phase in enumerate(self.phases):
-            later = begin < phase.until_tokens < math.inf
             _require(
-                f"phases[{i}].until_tokens", phase.until_tokens, later, f"a number above {begin:g}"
+                f"phases[{i}].until_tokens",
+                phase.until_tokens,
+                begin < phase.until_tokens < math.inf,
+                f"a number above {begin:g}",
             )
             begin = phase.until_tokens
         allowed = f"{len(own)} numbers of 0 or more, one for each of recipe.sources, not all 0"
@@ -203,18 +200,18 @@ class Recipe(Record):
         """
         if 0 < self.warmup_steps >= step:
             return self.learning_rate * step / self.warmup_steps
-        end = self.decay_steps or self.num_steps
         if self.schedule == "constant":
             return self.learning_rate
+        begin, end = self.warmup_steps, self.decay_steps or self.num_steps
         if self.schedule == "wsd":
-            begin = max(self.warmup_steps, end - round(self.decay_share * end))
+            begin = max(begin, end - round(self.decay_share * end))
             height = min(1.0, max(0.0, (end - step) / max(1, end - begin)))
-            return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * height
-        progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        if self.cosine_floor == "clamped":
-            return max(self.min_learning_rate, self.learning_rate * cosine)
-        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * cosine
+        else:
+            progress = min(1.0, (step - begin) / max(1, end - begin))
+            height = 0.5 * (1 + math.cos(math.pi * progress))
+            if self.cosine_floor == "clamped":
+                return max(self.min_learning_rate, self.learning_rate * height)
+        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * height
 
 
 def _require(name: str, value: object, holds: bool, allowed: str) -> None:

@@ -7,9 +7,11 @@ size, V vocabulary, s sequence length.
 import dataclasses
 import enum
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from cluster.record import ConfigError, Record, counted, field_doc, html_table, suggestion
+from cluster.record import ConfigError, Record, counted, field_doc, html_table, must, suggestion
+
+above_0 = must(lambda number: number > 0, "Give a number above 0.")
 
 
 class FlopBasis(enum.Enum):
@@ -54,8 +56,10 @@ class RopeScaling(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(dataclasses.astuple(self)) <= 0 or self.low_freq_factor >= self.high_freq_factor:
-            told = "Give numbers above 0, low_freq_factor below high_freq_factor."
-            raise ConfigError(f"spec.rope_scaling: {self.to_dict()} is not allowed. {told}")
+            raise ConfigError(
+                f"spec.rope_scaling: {self.to_dict()} is not allowed. Give numbers above 0,"
+                " low_freq_factor below high_freq_factor."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,15 @@ class ModelSpec(Record):
     """The shapes of one decoder-only transformer (GPT or Llama family)."""
 
     name: str = field_doc("what the model is called")
-    num_layers: int = field_doc("transformer blocks")
-    hidden_size: int = field_doc("width of the residual stream")
-    num_heads: int = field_doc("query heads")
-    num_kv_heads: int = field_doc("key/value heads (fewer than num_heads: grouped-query attention)")
-    ffn_hidden_size: int = field_doc("width inside the feed-forward block")
-    vocab_size: int = field_doc("rows of the embedding, padding included")
-    sequence_length: int = field_doc("longest sequence, in tokens")
+    num_layers: int = field_doc("transformer blocks", above_0)
+    hidden_size: int = field_doc("width of the residual stream", above_0)
+    num_heads: int = field_doc("query heads", above_0)
+    num_kv_heads: int = field_doc(
+        "key/value heads (fewer than num_heads: grouped-query attention)", above_0
+    )
+    ffn_hidden_size: int = field_doc("width inside the feed-forward block", above_0)
+    vocab_size: int = field_doc("rows of the embedding, padding included", above_0)
+    sequence_length: int = field_doc("longest sequence, in tokens", above_0)
     norm: Literal["layernorm", "rmsnorm"] = field_doc("normalisation before each block")
     positions: Literal["learned", "rotary"] = field_doc("how positions enter")
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = field_doc(
@@ -77,24 +83,18 @@ class ModelSpec(Record):
     )
     bias: bool = field_doc("biases in linear layers")
     tied_embeddings: bool = field_doc("output projection shares the embedding's weight")
-    norm_eps: float = field_doc("added to the variance", default=1e-5)
-    rope_theta: float = field_doc("rotary base", default=10_000.0)
+    norm_eps: float = field_doc("added to the variance", above_0, default=1e-5)
+    rope_theta: float = field_doc("rotary base", above_0, default=10_000.0)
     rope_scaling: RopeScaling | None = field_doc(
         "rotary frequencies for longer sequences", default=None
     )
-    init_std: float = field_doc("standard deviation of the initial weights", default=0.02)
+    init_std: float = field_doc("standard deviation of the initial weights", above_0, default=0.02)
     scaled_init: bool = field_doc(
         "divide the init of residual output projections by sqrt(2 L)", default=True
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ConfigError(
-                    f"spec.{field.name}: {value} is not allowed. Give a number above 0."
-                )
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"spec.num_heads: {self.num_heads} heads do not divide hidden_size"
@@ -115,31 +115,31 @@ class ModelSpec(Record):
         """Returns a GPT-family spec (LayerNorm, learned positions, GELU, biases, tied) of the
         given shapes.
         """
-        family = dict(
+        defaults: dict[str, Any] = dict(
             norm="layernorm",
             positions="learned",
             activation="gelu",
             bias=True,
             tied_embeddings=True,
+            num_kv_heads=shapes["num_heads"],
+            ffn_hidden_size=4 * shapes["hidden_size"],
         )
-        shapes.setdefault("num_kv_heads", shapes["num_heads"])
-        shapes.setdefault("ffn_hidden_size", 4 * shapes["hidden_size"])
-        return cls(**{**family, **shapes})
+        return cls(**defaults | shapes)
 
     @classmethod
     def llama(cls, **shapes) -> Self:
         """Returns a Llama-family spec (RMSNorm, rotary, SwiGLU, no bias, untied) of the given
         shapes.
         """
-        family = dict(
+        defaults: dict[str, Any] = dict(
             norm="rmsnorm",
             positions="rotary",
             activation="swiglu",
             bias=False,
             tied_embeddings=False,
+            num_kv_heads=shapes["num_heads"],
         )
-        shapes.setdefault("num_kv_heads", shapes["num_heads"])
-        return cls(**{**family, **shapes})
+        return cls(**defaults | shapes)
 
     @classmethod
     def preset(cls, name: str) -> Self:
@@ -184,10 +184,14 @@ class ModelSpec(Record):
     @property
     def params_per_layer(self) -> int:
         """All weights of one block, norms and biases included."""
-        norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
         h, kv, f = self.hidden_size, self.num_kv_heads * self.head_size, self.ffn_hidden_size
         bias = (h + 2 * kv) + h + (2 * f if self.gated else f) + h if self.bias else 0
-        return self.matmul_params_per_layer + 2 * norm + bias
+        return self.matmul_params_per_layer + 2 * self._norm_params + bias
+
+    @property
+    def _norm_params(self) -> int:
+        """Weights of one norm; LayerNorm has biases too."""
+        return self.hidden_size * (2 if self.norm == "layernorm" else 1)
 
     @property
     def embedding_params(self) -> int:
@@ -198,8 +202,9 @@ class ModelSpec(Record):
     @property
     def output_params(self) -> int:
         """Weights of the final norm and, where not tied, the output projection."""
-        norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
-        return norm + (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
+        return self._norm_params + (
+            0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        )
 
     @property
     def num_params(self) -> int:
@@ -276,9 +281,8 @@ def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
-_GPT2_VOCAB_PADDED = (
-    51_200  # GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
-)
+# GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
+_GPT2_VOCAB_PADDED = 51_200
 _FRONTIER = dict(vocab_size=_GPT2_VOCAB_PADDED, sequence_length=2048, init_std=0.006)
 _HLAT = dict(vocab_size=32_000, sequence_length=4096, init_std=0.021)
 
@@ -357,11 +361,13 @@ def _suggestion(name: str) -> str:
         for preset in PRESETS
         if size and (own := _SIZE.search(preset)) and own.groups() == size.groups()
     ]
-    if not alike:
-        if size:  # another size is no likely slip, however alike the names are
-            return (
-                f"None has {size[0].upper()} parameters. Give a spec.json of your own."
-                f" {suggestion('', PRESETS)}"
-            )
-        return suggestion(name, PRESETS)
-    return f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."
+    if alike:
+        return (
+            f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."
+        )
+    if size:  # another size is no likely slip, however alike the names are
+        return (
+            f"None has {size[0].upper()} parameters. Give a spec.json of your own."
+            f" {suggestion('', PRESETS)}"
+        )
+    return suggestion(name, PRESETS)

@@ -12,16 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
 from kit.data.dataset import DESCRIPTION, Dataset, Settings
-from kit.data.pieces import Advance
 from kit.data.readers import TEXT_KEY
-from kit.data.steps import read, tokenize, write
+from kit.data.steps import Advance, read, tokenize, write
 from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer
 from kit.errors import DataError
 
@@ -78,7 +77,7 @@ def build_dataset(
     """
     if workers is not None and workers < 1:
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
-    told, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
+    log, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
     corpus, settings, given = _asked(
         sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed, skip_corrupt, text_key
     )
@@ -86,18 +85,18 @@ def build_dataset(
         corpus, directory = corpus.part(*part), _part_folder(out_dir, settings, *part)
     settings = settings.replace(sources=corpus.sources())
     if there := _existing(directory, settings, overwrite):
-        told.say(f"Reusing {directory}: built with the same settings from the same text.")
+        log.say(f"Reusing {directory}: built with the same settings from the same text.")
         return there
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = f".{directory.name}.building-"
     for left in directory.parent.glob(f"{building}*"):
-        told.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
+        log.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
     with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name:
         cores, folder = len(os.sched_getaffinity(0)), Path(name)
-        do = functools.partial(share_out, workers or cores, told)
-        text = read(corpus, settings, do)
-        chosen, runs = tokenize(text, settings, given, folder, do)
-        whole = write(text, settings, chosen, runs, folder, do)
+        by_piece = functools.partial(share_out, workers or cores, log)
+        text = read(corpus, settings, by_piece)
+        vocabulary, runs = tokenize(text, settings, given, folder, by_piece)
+        whole = write(text, settings, vocabulary, runs, folder, by_piece)
         _move_into_place(whole, directory, settings, overwrite)
     return Dataset.open(directory)
 
@@ -109,12 +108,13 @@ def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **asked: Any
     are not read. Raises as `build_dataset`.
     """
     corpus, settings, _ = _asked(**asked)
-    left = []
-    for part in ((number, count) for number in range(1, count + 1)):
-        own = settings.replace(sources=corpus.part(*part).sources(hashed=False))
-        if not _existing(_part_folder(out_dir, settings, *part), own, overwrite, hashed=False):
-            left.append(part[0])
-    return left
+
+    def is_lacking(number: int) -> bool:
+        own = settings.replace(sources=corpus.part(number, count).sources(hashed=False))
+        folder = _part_folder(out_dir, settings, number, count)
+        return _existing(folder, own, overwrite, hashed=False) is None
+
+    return [number for number in range(1, count + 1) if is_lacking(number)]
 
 
 def _asked(
@@ -235,10 +235,16 @@ class Progress:
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        console, named = self._console, TextColumn("{task.description:<22}")
-        columns = named, BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        console = self._console
         is_log = not (console.is_terminal or console.is_jupyter)
-        with Bars(*columns, console=console, disable=console.quiet) as bars:
+        with Bars(
+            TextColumn("{task.description:<22}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=console.quiet,
+        ) as bars:
             task = bars.add_task(title, total=total)
 
             def advance(num_bytes: int) -> None:
@@ -293,11 +299,7 @@ def share_out(
             return [function(*piece, advance) for piece in pieces]
         with ThreadPoolExecutor(workers) as threads:
             try:
-                results = [threads.submit(elsewhere, *of) for of in zip(pieces, sizes, strict=True)]
-                for result in as_completed(results):  # the first error ends all
-                    result.result()
-                return [result.result() for result in results]
+                return list(threads.map(elsewhere, pieces, sizes))  # an error ends all
             finally:
-                threads.shutdown(wait=False, cancel_futures=True)
                 for child in children:
                     child.kill()

@@ -33,8 +33,10 @@ SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])
 PIECE_BYTES = 256 * 1024 * 1024
 """Of files in a piece. A file is in one piece, however large it is."""
 SourcePaths = str | Path | Sequence[str | Path]
-SourceFiles = list[tuple[str, list[tuple[Path, str]]]]
-"""Per source its name and its files, each as (path, name)."""
+Files = list[tuple[Path, str]]
+"""Each as (path, name)."""
+SourceFiles = list[tuple[str, Files]]
+"""Per source its name and its files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +75,8 @@ class Document:
         return int.from_bytes(value, "big") / 2.0**56
 
 
-class Documents:
-    """The documents of some files; every iteration reads them again, in the same order.
+class Corpus:
+    """The documents of some sources; every iteration reads them again, in the same order.
 
     After an iteration, `counts` says how many documents and text_bytes it has yielded, how many
     duplicates, empty and, as far as they are known, skipped_bytes were left out of it, and
@@ -83,18 +85,45 @@ class Documents:
 
     def __init__(
         self,
-        files: list[tuple[Path, str]],
-        max_bytes: int | None,
-        skip_corrupt: bool,
-        text_key: str,
+        sources: SourcePaths | None = None,
+        max_bytes: int | None = None,
+        skip_corrupt: bool = False,
+        text_key: str = TEXT_KEY,
     ) -> None:
-        self.files, self.max_bytes, self.skip_corrupt, self.text_key = (
-            files,
-            max_bytes,
-            skip_corrupt,
-            text_key,
-        )
+        """Finds the files.
+
+        Args:
+            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per
+                file; .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data
+                set's folder of Hugging Face's, of whose splits `train` alone is read. None is the
+                default corpus of this Python installation.
+            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the
+                default corpus.
+            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop.
+                The default corpus always does: nobody here answers for the files of other people's
+                packages.
+            text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
+
+        Raises:
+            DataError: a source does not exist, is of an unknown format, or holds no files.
+        """
+        if max_bytes is not None and max_bytes <= 0:
+            raise DataError(
+                f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no"
+                " limit."
+            )
+        self.max_bytes, self.skip_corrupt, self.text_key = max_bytes, skip_corrupt, text_key
+        if sources is None:
+            self.max_bytes, self.skip_corrupt = max_bytes or DEFAULT_BYTES, True
+            self.groups = installed_files(self.max_bytes)
+        else:
+            self.groups = _local_files(sources)
         self.counts, self.skipped = Counter[str](), list[str]()
+
+    @property
+    def files(self) -> Files:
+        """All files, in the order of reading."""
+        return [file for _, files in self.groups for file in files]
 
     def __iter__(self) -> Iterator[Document]:
         """Yields the documents.
@@ -144,49 +173,6 @@ class Documents:
         self.skipped.append(f"{place}: {reason}")
         self.counts["skipped_bytes"] += num_bytes
 
-
-class Corpus(Documents):
-    """The documents of some sources."""
-
-    def __init__(
-        self,
-        sources: SourcePaths | None = None,
-        max_bytes: int | None = None,
-        skip_corrupt: bool = False,
-        text_key: str = TEXT_KEY,
-    ) -> None:
-        """Finds the files.
-
-        Args:
-            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per
-                file; .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data
-                set's folder of Hugging Face's, of whose splits `train` alone is read. None is the
-                default corpus of this Python installation.
-            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the
-                default corpus.
-            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop.
-                The default corpus always does: nobody here answers for the files of other people's
-                    packages.
-            text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
-
-        Raises:
-            DataError: a source does not exist, is of an unknown format, or holds no files.
-        """
-        if max_bytes is not None and max_bytes <= 0:
-            raise DataError(
-                f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no"
-                " limit."
-            )
-        if sources is None:
-            max_bytes = max_bytes or DEFAULT_BYTES
-        self.groups = (
-            installed_files(max_bytes or DEFAULT_BYTES)
-            if sources is None
-            else _local_files(sources)
-        )
-        files = [file for _, files in self.groups for file in files]
-        super().__init__(files, max_bytes, skip_corrupt or sources is None, text_key)
-
     def sources(self, hashed: bool = True) -> tuple[Source, ...]:
         """Returns what the sources hold now; their files are read for that, unless hashes are
         not wanted.
@@ -217,27 +203,29 @@ class Corpus(Documents):
                 f"part: {number}/{count} of {counted(len(self.files), 'file')} is not allowed. Give"
                 " I/N: the I-th of N parts, of which each has a file or more."
             )
-        part, numbers = copy.copy(self), itertools.count(1 - number)
-        part.groups = [
-            (name, chosen)
+        numbers = itertools.count(1 - number)
+        chosen = [
+            (name, [file for file in files if next(numbers) % count == 0])
             for name, files in self.groups
-            if (chosen := [file for file in files if next(numbers) % count == 0])
         ]
-        part.files = [file for _, files in part.groups for file in files]
-        return part
+        return self._of([(name, files) for name, files in chosen if files])
 
-    def pieces(self) -> list[Documents]:
+    def pieces(self) -> list[Self]:
         """Returns the files by pieces that processes can share; as one if reading has a limit."""
-        pieces, room = list[list[tuple[Path, str]]](), 0
+        pieces, room = list[Files](), 0
         for file in self.files:
             if not pieces or (room <= 0 and self.max_bytes is None):
                 pieces.append([])
                 room = PIECE_BYTES
             pieces[-1].append(file)
             room -= file[0].stat().st_size
-        return [
-            Documents(files, self.max_bytes, self.skip_corrupt, self.text_key) for files in pieces
-        ]
+        return [self._of([("", files)]) for files in pieces]
+
+    def _of(self, groups: SourceFiles) -> Self:
+        """Returns a corpus of some of the files, read in the same way."""
+        chosen = copy.copy(self)
+        chosen.groups = groups
+        return chosen
 
 
 def _local_files(sources: SourcePaths) -> SourceFiles:
@@ -253,34 +241,36 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
         raise DataError(
             "sources: the list is empty. Give files or folders, or None for the default corpus."
         )
-    groups = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(
-                file for file in path.rglob("*") if file_format(file) in FORMATS and file.is_file()
-            )
-            shown = [file for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
-            seen = _without_splits(shown, path)
-            files = [(file, file.relative_to(path.parent).as_posix()) for file in seen]
-            _check_links(seen, path.resolve())
-            if not files:
-                raise DataError(
-                    f"{path}: no files to read in this folder. Allowed:"
-                    f" {', '.join(sorted(FORMATS))}."
-                )
-        elif not path.exists():
-            raise DataError(
-                f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders"
-                " of them."
-            )
-        elif file_format(path) not in FORMATS:
-            raise DataError(
-                f"{path}: cannot read this format. {suggestion(file_format(path), FORMATS)}"
-            )
-        else:
-            files = [(path, path.name)]
-        groups.append((path.name, files))
-    return groups
+    return [(path.name, _files_of(path)) for path in paths]
+
+
+def _files_of(path: Path) -> Files:
+    if path.is_dir():
+        return _folder_files(path)
+    if not path.exists():
+        raise DataError(
+            f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders"
+            " of them."
+        )
+    if file_format(path) not in FORMATS:
+        raise DataError(
+            f"{path}: cannot read this format. {suggestion(file_format(path), FORMATS)}"
+        )
+    return [(path, path.name)]
+
+
+def _folder_files(folder: Path) -> Files:
+    found = sorted(
+        file for file in folder.rglob("*") if file_format(file) in FORMATS and file.is_file()
+    )
+    shown = [file for file in found if "/." not in f"/{file.relative_to(folder).as_posix()}"]
+    files = _without_splits(shown, folder)
+    _check_links(files, folder.resolve())
+    if not files:
+        raise DataError(
+            f"{folder}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}."
+        )
+    return [(file, file.relative_to(folder.parent).as_posix()) for file in files]
 
 
 def _check_links(files: list[Path], folder: Path) -> None:

@@ -18,11 +18,10 @@ import numpy as np
 from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
 from kit.data.readers import TEXT_KEY
-from kit.data.samples import Samples
+from kit.data.samples import Samples, Windows
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
 from kit.data.wheels import file_sha256
-from kit.data.windows import Windows
 from kit.errors import DataError, kit_command
 
 FORMAT = 1
@@ -76,13 +75,9 @@ class Split(Record):
 class StoredFile(Record):
     """A file of the dataset folder."""
 
-    name: str = field_doc("file name")
+    name: str = field_doc("file name", check_file_name)
     size_bytes: int = field_doc("its size")
     sha256: str = field_doc("its hash")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_file_name(self.name, "dataset.files")
 
     @classmethod
     def of(cls, file: Path) -> Self:
@@ -96,7 +91,7 @@ class DatasetInfo(Record):
 
     format: int = field_doc("version of this layout")
     settings: Settings = field_doc("what was asked")
-    tokenizer_file: str = field_doc("name of the tokenizer's file")
+    tokenizer_file: str = field_doc("name of the tokenizer's file", check_file_name)
     tokenizer_sha256: str = field_doc("its hash")
     vocab_size: int = field_doc("token ids are below this")
     eos_id: int = field_doc("token that ends every document")
@@ -111,10 +106,6 @@ class DatasetInfo(Record):
         "documents larger than the held-out share, of which the end is held out", default=0
     )
     files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_file_name(self.tokenizer_file, "dataset.tokenizer_file")
 
 
 class ValidationDocument(NamedTuple):
@@ -158,18 +149,24 @@ class Dataset:
                     f"{directory}: not a dataset ({DESCRIPTION} is missing). Give a folder made by"
                     " `kit data build`."
                 )
-            build = kit_command("data", "build", directory)
-            raise DataError(f"{directory}: not a dataset, but empty or absent. Build it: {build}")
+            raise DataError(
+                f"{directory}: not a dataset, but empty or absent. Build it:"
+                f" {kit_command('data', 'build', directory)}"
+            )
         info = DatasetInfo.read(directory / DESCRIPTION)
         if info.format != FORMAT:
-            found = f"{directory}: format {info.format}, this version reads {FORMAT}."
-            raise DataError(f"{found} {rebuild_hint(directory)}")
+            raise DataError(
+                f"{directory}: format {info.format}, this version reads {FORMAT}."
+                f" {rebuild_hint(directory)}"
+            )
         for stored in info.files:
             file = directory / stored.name
             size = f"{file.stat().st_size:,}" if file.exists() else "no file"
             if size != f"{stored.size_bytes:,}":
-                expected = f"expected {stored.size_bytes:,} bytes, found {size}"
-                raise DataError(f"{file}: {expected}. {rebuild_hint(directory)}")
+                raise DataError(
+                    f"{file}: expected {stored.size_bytes:,} bytes, found {size}."
+                    f" {rebuild_hint(directory)}"
+                )
         return cls(directory, info)
 
     def verify(self) -> None:
@@ -181,9 +178,9 @@ class Dataset:
         for stored in self.info.files:
             found = StoredFile.of(self.directory / stored.name)
             if found != stored:
-                differs = f"expected sha256 {stored.sha256[:12]}..., found {found.sha256[:12]}..."
                 raise DataError(
-                    f"{self.directory / stored.name}: changed: {differs}."
+                    f"{self.directory / stored.name}: changed: expected sha256"
+                    f" {stored.sha256[:12]}..., found {found.sha256[:12]}...."
                     f" {rebuild_hint(self.directory)}"
                 )
 
@@ -282,7 +279,10 @@ class Dataset:
         )
         more = ["and others, named in dataset.json"] if len(info.skipped) > MOST_NAMED else []
         return [
-            ("read", f"{counted(read + len(info.skipped), 'document')} in {files}, {on_disk}"),
+            (
+                "read",
+                f"{counted(read + len(info.skipped), 'document')} in {files}, {on_disk}",
+            ),
             ("training", size(info.train)),
             ("held out", size(info.validation) + ends),
             (

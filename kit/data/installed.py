@@ -62,18 +62,15 @@ def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tupl
             if item[0].stat().st_size <= LARGEST_SOURCE_BYTES
         ],
     }
-    chosen = []
+    chosen = {group: [] for group in groups}
     room = max_bytes
     for group, items in groups.items():
-        fitting = []
         for path, name in sorted(items, key=lambda item: hashlib.sha256(item[1].encode()).digest()):
             size = path.stat().st_size
             if size <= room:
-                fitting.append((path, name))
+                chosen[group].append((path, name))
                 room -= size
-        if fitting:
-            chosen.append((group, fitting))
-    return chosen
+    return [(group, files) for group, files in chosen.items() if files]
 
 
 def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:

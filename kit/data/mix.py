@@ -8,9 +8,8 @@ import math
 from pathlib import Path
 
 from kit.data.dataset import DESCRIPTION, Dataset
-from kit.data.samples import PERIOD, Samples, Turns
+from kit.data.samples import PERIOD, Samples, Turns, Windows
 from kit.data.token_file import TokenFile
-from kit.data.windows import Windows
 from kit.errors import DataError
 from kit.recipe import DataSource, Recipe
 
@@ -137,23 +136,26 @@ def _token_file(path: Path, dataset: Dataset) -> TokenFile:
     """
     info = dataset.info
     if path.with_name(path.name + ".idx").exists():
-        file, mine, theirs = TokenFile(path), f"{info.dtype} tokens", ""
+        file = TokenFile(path)
         # The header does not say of which vocabulary the tokens are; their beginning tells a much
         # larger one.
         largest = int(file.read(0, min(file.num_tokens, 4096)).max())
-        if largest >= info.vocab_size:
-            mine, theirs = f"a vocabulary of {info.vocab_size:,}", f"token {largest:,}"
-        if file.dtype != info.dtype:
-            mine, theirs = f"{info.dtype} tokens", f"{file.dtype} tokens"
+        rules = [
+            (file.dtype == info.dtype, f"{file.dtype} tokens", f"{info.dtype} tokens"),
+            (
+                largest < info.vocab_size,
+                f"token {largest:,}",
+                f"a vocabulary of {info.vocab_size:,}",
+            ),
+        ]
     else:
         other = Dataset.open(path)
-        file, mine, theirs = other.train, f"tokenizer {info.tokenizer_sha256[:12]}", ""
-        if other.info.tokenizer_sha256 != info.tokenizer_sha256:
-            theirs = f"tokenizer {other.info.tokenizer_sha256[:12]}"
-    if theirs:
-        tokenizer = dataset.directory / info.tokenizer_file
-        raise DataError(
-            f"recipe.sources: {path} has {theirs}, recipe.data {mine}. Tokenize it with"
-            f" {tokenizer}, or leave it out."
-        )
+        file, theirs, mine = other.train, other.info.tokenizer_sha256, info.tokenizer_sha256
+        rules = [(theirs == mine, f"tokenizer {theirs[:12]}", f"tokenizer {mine[:12]}")]
+    for holds, theirs, mine in rules:
+        if not holds:
+            raise DataError(
+                f"recipe.sources: {path} has {theirs}, recipe.data {mine}. Tokenize it with"
+                f" {dataset.directory / info.tokenizer_file}, or leave it out."
+            )
     return file

@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.record import suggestion
-from kit.errors import DataError
-
 Report = Callable[..., None]
 Texts = Iterator[tuple[str, str]]
 
@@ -35,20 +32,11 @@ def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) 
     there are several.
 
     `text_key` is that of a .jsonl object, or the column of a .parquet or .arrow file, which holds
-    the document.
-
-    Raises:
-        DataError: the file's format is not known.
+    the document. Only METADATA of an installed package has no format of `FORMATS`.
     """
-    reader = FORMATS.get(file_format(file))
+    reader = FORMATS.get(file_format(file), _readme)
     if file.parts[-2:] == ("pydoc_data", "topics.py"):
         reader = _topics
-    elif file.name == "METADATA":
-        reader = _readme
-    if reader is None:
-        raise DataError(
-            f"{name}: cannot read this format. {suggestion(file_format(file), FORMATS)}"
-        )
     try:
         if (
             file_format(file) not in {**LINES, **TABLES}
@@ -92,10 +80,9 @@ def _readme(file: Path, name: str, report: Report, text_key: str) -> Texts:
 def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
     """Yields the chapters of Python's language reference behind `help("topic")`."""
     try:
-        tree = ast.parse(file.read_bytes())
         value = next(
             node.value
-            for node in tree.body
+            for node in ast.parse(file.read_bytes()).body
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
         )
         # The file is of whoever the text is of, so it is read and never run.
@@ -119,8 +106,7 @@ def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
     number = 0
     with io.BufferedReader(_Unpacked(file), READ_BYTES) as stream:
         try:
-            for line in _lines(stream, name, report):
-                number += 1
+            for number, line in _lines(stream, name, report):
                 yield from _line(line, f"{name}:{number}", report, text_key)
         except OSError as error:
             report(name, f"cannot be read ({error}) beyond line {number:,}: what followed is lost")
@@ -183,13 +169,12 @@ class _Unpacked(io.RawIOBase):
         return stream
 
 
-def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[bytes]:
-    """Yields the lines of a stream; for one that is longer than any document can be, which is
-    reported, nothing.
+def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a stream with their numbers; one that is longer than any document can be
+    is reported, and empty here.
     """
-    number = 0
-    while line := stream.readline(LARGEST_LINE_BYTES):
-        number += 1
+    lines = iter(lambda: stream.readline(LARGEST_LINE_BYTES), b"")
+    for number, line in enumerate(lines, start=1):
         if len(line) == LARGEST_LINE_BYTES:
             report(
                 f"{name}:{number}",
@@ -199,7 +184,7 @@ def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[byt
             while line and not line.endswith(b"\n"):
                 line = stream.readline(READ_BYTES)
             line = b"\n"
-        yield line
+        yield number, line
 
 
 @contextlib.contextmanager
@@ -227,8 +212,8 @@ def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
             if text_key not in schema.names:
                 found = ", ".join(schema.names)
                 return report(name, f"no column {text_key!r} (found: {found}){OTHER_KEY}")
-            for cell in (cell for batch in batches for cell in batch.column(text_key)):
-                number += 1
+            cells = (cell for batch in batches for cell in batch.column(text_key))
+            for number, cell in enumerate(cells, start=1):
                 yield from _cell(cell, f"{name}:row {number}", report, text_key)
     except pyarrow.ArrowException as error:
         kind, reason = file.suffix[1:].title(), str(error).splitlines()[0]

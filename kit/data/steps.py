@@ -1,12 +1,21 @@
-"""The steps of a build: `read` looks what the text holds, `tokenize` and `write` make a dataset."""
+"""The steps of a build: `read` looks what the text holds, `tokenize` and `write` make a dataset.
 
+The files are shared out by the piece, each done by one process. Tokens of a piece are put down in
+runs, each sorted by the places that were drawn for its documents, and all runs are merged: an
+external sort. So neither the number of pieces nor that of processes can be seen in the dataset.
+"""
+
+import heapq
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kit.data.corpus import Corpus, Documents
+import numpy as np
+
+from kit.data.corpus import Corpus, Document
 from kit.data.dataset import (
     DESCRIPTION,
     FORMAT,
@@ -18,9 +27,8 @@ from kit.data.dataset import (
     StoredFile,
     ValidationDocument,
 )
-from kit.data.pieces import Advance, HeldOut, Survey, encode, merge, survey
 from kit.data.token_file import TokenFileWriter, token_dtype
-from kit.data.tokenizer import Tokenizer, train_tokenizer
+from kit.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from kit.errors import DataError
 
 UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 3}
@@ -29,16 +37,52 @@ LEAST_SHARE = 0.01
 """Of the text that must be left to train on."""
 TOKENIZER_BYTES = 32_000_000
 """Text that a tokenizer is trained on; of a larger corpus, a sample of about this size."""
+RUN_TOKENS = 32 * 1024 * 1024
+"""That a piece sorts at once."""
+CHUNK_BYTES = 2 * 1024 * 1024
+"""Text encoded at a time: enough documents for all cores, few enough for their lists of tokens."""
+AT_ONCE = 64
+"""Documents that are read of a run at a time."""
+ROW = np.dtype([("draw", "<f8"), ("digest", "V16"), ("bytes", "<i8"), ("tokens", "<i8")])
+"""Of a document in a run: its place, digest, bytes of text and number of tokens."""
+
 ShareOut = Callable[..., list[Any]]
-"""`team.share_out` of a build: title, function, pieces and their sizes in bytes."""
+"""`build.share_out` of a build: title, function, pieces and their sizes in bytes."""
+Advance = Callable[[int], None]
+"""Is told of so many bytes of text that are done."""
+Side = tuple[Document, bool, bool]
+"""A document or a part of one, whether it is held out, and whether it is a part."""
+
+
+class HeldOut(NamedTuple):
+    """Which documents are held out: those whose draw is below a share; if none is, one by digest.
+
+    Of one that has more than `most` bytes, only the end is.
+    """
+
+    purpose: str
+    share: float
+    digest: str | None
+    most: int
+
+    def sides(self, documents: Iterable[Document]) -> Iterator[Side]:
+        """Yields documents, and of one that is cut both parts."""
+        for document in documents:
+            if document.draw(self.purpose) >= self.share and document.digest.hex() != self.digest:
+                yield document, False, False
+            elif document.num_bytes <= self.most:
+                yield document, True, False
+            else:
+                begin, end = document.cut(self.most)
+                yield from ((begin, False, True), (end, True, True))
 
 
 class Text(NamedTuple):
-    """What the text of a build holds, by the piece and in all."""
+    """What the text of a build holds: by the piece, and in all."""
 
     name: str
-    pieces: list[Documents]
-    surveys: list[Survey]
+    pieces: list[Corpus]
+    of_each: tuple[Counter[str], ...]
     counts: Counter[str]
     skipped: list[str]
     held_out: HeldOut
@@ -52,23 +96,40 @@ def read(corpus: Corpus, settings: Settings, share_out: ShareOut) -> Text:
     """
     purpose, share = f"validation {settings.seed}", settings.validation_fraction
     pieces, name = corpus.pieces(), ", ".join(name for name, _ in corpus.groups)
-    files = [[path for path, _ in piece.files] for piece in pieces]
-    sizes = [sum(UNPACKED.get(file.suffix, 1) * file.stat().st_size for file in of) for of in files]
-    surveys = share_out("Reading", survey, [(piece, purpose, share) for piece in pieces], sizes)
-    counts = sum((each.counts for each in surveys), Counter[str]())
-    skipped = [line for each in surveys for line in each.skipped]
-    drawn = sum(each.drawn for each in surveys)
-    size, longest = max(each.longest for each in surveys)
+    work = [(piece, purpose, share) for piece in pieces]
+    found = share_out("Reading", survey, work, [_expected_bytes(piece) for piece in pieces])
+    of_each, skipped, drawn, longest = zip(*found, strict=True)
+    counts = sum(of_each, Counter[str]())
+    size, digest = max(longest)
     most = max(1, int(share * counts["text_bytes"]))
-    held_out = HeldOut(purpose, share, None if drawn else longest, most)
-    text = Text(name, pieces, surveys, counts, skipped, held_out)
+    held_out = HeldOut(purpose, share, None if any(drawn) else digest, most)
+    lost = [line for lines in skipped for line in lines]
+    text = Text(name, pieces, of_each, counts, lost, held_out)
     _check_share(text, counts["text_bytes"], counts["text_bytes"])
-    if size <= most and drawn == counts["documents"]:
+    if size <= most and sum(drawn) == counts["documents"]:
         raise DataError(
-            f"{name}: all {drawn} documents would be held out. Lower validation_fraction "
+            f"{name}: all {sum(drawn)} documents would be held out. Lower validation_fraction "
             f"(--validation-fraction), or add text."
         )
     return text
+
+
+def _expected_bytes(piece: Corpus) -> int:
+    return sum(UNPACKED.get(file.suffix, 1) * file.stat().st_size for file, _ in piece.files)
+
+
+def survey(
+    piece: Corpus, purpose: str, share: float, advance: Advance
+) -> tuple[Counter[str], list[str], int, tuple[int, str]]:
+    """Returns what a piece holds and what of it cannot be read; how many documents draw less than
+    `share`, which are held out; and size and digest of the largest.
+    """
+    drawn, longest = 0, (0, "")
+    for document in piece:
+        drawn += document.draw(purpose) < share
+        longest = max(longest, (document.num_bytes, document.digest.hex()))
+        advance(document.num_bytes)
+    return piece.counts, piece.skipped, drawn, longest
 
 
 def _check_share(text: Text, to_train: int, text_bytes: int) -> None:
@@ -91,19 +152,19 @@ def tokenize(
     Raises:
         DataError: the text does not yield such a vocabulary, or has changed since it was read.
     """
-    sizes = [each.counts["text_bytes"] for each in text.surveys]
-    how = "Training the tokenizer", _train, [(text, settings.vocab_size)], [sum(sizes)]
-    tokenizer = given or share_out(*how)[0]
+    sizes = [counts["text_bytes"] for counts in text.of_each]
+    work = [(text, settings.vocab_size)]
+    tokenizer = given or share_out("Training the tokenizer", _train, work, [sum(sizes)])[0]
     file, order = folder / tokenizer.file_name, f"order {settings.seed}"
     file.write_bytes(tokenizer.data)
     work = [
         (piece, text.held_out, order, (file, tokenizer.eos_id), folder / f"piece-{number}")
         for number, piece in enumerate(text.pieces)
     ]
-    encoded = share_out("Encoding", encode, work, sizes)
-    if [counts for _, counts in encoded] != [before.counts for before in text.surveys]:
+    runs, counts = zip(*share_out("Encoding", encode, work, sizes), strict=True)
+    if counts != text.of_each:
         raise DataError("the text changed while it was read. Build again when nobody writes to it.")
-    return tokenizer, [run for runs, _ in encoded for run in runs]
+    return tokenizer, [run for each in runs for run in each]
 
 
 def _train(text: Text, vocab_size: int, advance: Advance) -> Tokenizer:
@@ -122,6 +183,61 @@ def _train(text: Text, vocab_size: int, advance: Advance) -> Tokenizer:
     return train_tokenizer(texts(), vocab_size)
 
 
+def encode(
+    piece: Corpus,
+    held_out: HeldOut,
+    order: str,
+    tokenizer: tuple[Path, int],
+    prefix: Path,
+    advance: Advance,
+) -> tuple[list[Path], Counter[str]]:
+    """Writes the runs of a piece, and PREFIX.held: its held-out documents in the order of reading.
+
+    Returns the prefixes of the runs, and what was counted, as for the survey.
+    """
+    runs, run, size, reader = [], [], 0, read_tokenizer(*tokenizer)
+    with open(f"{prefix}.held", "w", encoding="utf-8") as held:
+        for chunk in _chunks(held_out.sides(piece)):
+            encoded = reader.encode_batch([document.text for document, *_ in chunk])
+            for (document, is_held_out, is_cut), ids in zip(chunk, encoded, strict=True):
+                tokens, num_bytes = [*ids, reader.eos_id], document.num_bytes
+                digest = document.digest
+                if is_held_out:
+                    row = digest.hex(), document.name, document.text, num_bytes, is_cut, tokens
+                    held.write(json.dumps(row) + "\n")
+                else:
+                    place, found = document.draw(order), np.array(tokens, np.int32)
+                    run.append((place, digest, num_bytes, found))
+                    size += len(tokens)
+                advance(num_bytes)
+            if size >= RUN_TOKENS or (run and not chunk):
+                runs.append(prefix.with_name(f"{prefix.name}-{len(runs)}"))
+                _put_down(run, runs[-1])
+                run, size = [], 0
+    return runs, piece.counts
+
+
+def _chunks(sides: Iterator[Side]) -> Iterator[list[Side]]:
+    """Yields documents by the chunk; the last is empty."""
+    chunk, size = [], 0
+    for side in sides:
+        chunk.append(side)
+        size += side[0].num_bytes
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    yield from (chunk, [])
+
+
+def _put_down(run: list[tuple[float, bytes, int, np.ndarray]], prefix: Path) -> None:
+    """Writes a run in the order of its draws: its tokens, PREFIX.bin, and rows, PREFIX.rows."""
+    run.sort(key=itemgetter(0, 1))
+    rows = [(draw, digest, size, tokens.size) for draw, digest, size, tokens in run]
+    np.array(rows, ROW).tofile(f"{prefix}.rows")
+    with open(f"{prefix}.bin", "wb") as stream:
+        stream.writelines(tokens.data for *_, tokens in run)
+
+
 def write(
     text: Text,
     settings: Settings,
@@ -134,8 +250,7 @@ def write(
     whole = folder / "dataset"
     whole.mkdir()
     (folder / tokenizer.file_name).rename(whole / tokenizer.file_name)
-    vocab_size = tokenizer.vocab_size
-    work = [(runs, whole / "train", vocab_size)]
+    work = [(runs, whole / "train", tokenizer.vocab_size)]
     (counts,) = share_out("Ordering", merge, work, [text.counts["text_bytes"]])
     size = counts["text_bytes"]
     validation, repeated, cut = _held_out(text, tokenizer, folder, whole)
@@ -145,9 +260,9 @@ def write(
         settings=settings,
         tokenizer_file=tokenizer.file_name,
         tokenizer_sha256=tokenizer.sha256,
-        vocab_size=vocab_size,
+        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
-        dtype=token_dtype(vocab_size).name,
+        dtype=token_dtype(tokenizer.vocab_size).name,
         train=Split(documents=counts["documents"], tokens=counts["tokens"], text_bytes=size),
         validation=validation,
         cut=cut,
@@ -159,6 +274,39 @@ def write(
     )
     info.write(whole / DESCRIPTION)
     return whole
+
+
+def merge(runs: list[Path], prefix: Path, vocab_size: int, advance: Advance) -> Counter[str]:
+    """Writes the documents of all runs as a token file, in the order of their draws and each once.
+
+    Returns how many documents, tokens and bytes of text it holds, and how many duplicates it does
+    not.
+    """
+    counts, last, order = Counter[str](), b"", itemgetter(0, 1)
+    with TokenFileWriter(prefix, vocab_size) as writer:
+        for _, digest, num_bytes, tokens in heapq.merge(*map(_documents, runs), key=order):
+            advance(num_bytes)
+            if digest == last:
+                counts["duplicates"] += 1
+                continue
+            writer.add(tokens)
+            counts.update(documents=1, tokens=tokens.size, text_bytes=num_bytes)
+            last = digest
+    return counts
+
+
+def _documents(run: Path) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
+    """Yields draw, digest, bytes and tokens of the documents of a run; no file is held open, since
+    there may be thousands.
+    """
+    first, begin = 0, 0
+    while (rows := np.fromfile(f"{run}.rows", ROW, AT_ONCE, offset=first * ROW.itemsize)).size:
+        ends = np.cumsum(rows["tokens"])
+        tokens = np.fromfile(f"{run}.bin", np.int32, ends[-1], offset=4 * begin)
+        known = (rows[name].tolist() for name in ("draw", "digest", "bytes"))
+        yield from zip(*known, np.split(tokens, ends[:-1]), strict=True)
+        first += rows.size
+        begin += tokens.size
 
 
 def _held_out(

@@ -181,9 +181,9 @@ class TokenFile:
             np.diff(offsets), lengths * np.int64(self.dtype.itemsize)
         )
         if not (inside and whole and dense):
-            hint = rebuild_hint(self._idx.parent)
             raise DataError(
-                f"{self._idx}: damaged: its documents do not cover {self._bin.name}. {hint}"
+                f"{self._idx}: damaged: its documents do not cover {self._bin.name}."
+                f" {rebuild_hint(self._idx.parent)}"
             )
         return offsets[sequences] // self.dtype.itemsize
 

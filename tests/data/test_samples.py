@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.data.samples import PERIOD, Samples
-from kit.data.windows import Windows, permuted
+from kit.data.samples import PERIOD, Samples, Windows, permuted
 from kit.errors import DataError
 from tests.data.orders import quality
 from tests.data.token_files import numbered
