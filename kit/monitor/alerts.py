@@ -50,10 +50,9 @@ class Watchman:
         self._checked_rows, self._revision, self._rises = 0, -1, Rises()
         self._rows, self._rows_since = -1, time.monotonic()
 
-    def look(
-        self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes
-    ) -> list[Alert]:
+    def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
+        columns = curves.columns
 
         def alert(kind: str, level: Level, message: str, row: int | None = None) -> Alert:
             """Returns an alert of a row of the metrics, or of now."""

@@ -24,7 +24,7 @@ from kit.monitor.curves import SERIES, Curves, View
 from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
-from kit.run.columns import Columns, parse_row
+from kit.run.columns import parse_row
 from kit.run.metrics import median, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
@@ -54,51 +54,48 @@ class Dashboard:
     ) -> None:
         self.run = run
         self.lock = threading.RLock()
-        self.columns = _columns(run)
-        self.curves = Curves(self.columns, lambda: self.run, smoothing)
+        self.curves = Curves(run, smoothing)
+        self.columns = self.curves.columns
         self.levels: dict[str, float] = {}
         self.others: dict[str, Curves] = {}
         for name, baseline in (baselines or {}).items():
             if isinstance(baseline, Run):
-                self.others[name] = Curves(_columns(baseline), lambda run=baseline: run)
+                self.others[name] = Curves(baseline)
             else:
                 self.levels[name] = float(baseline)
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
         self.status = read_status(run.directory)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
         self.log_rank, self.log_search = 0, ""
-        self._site_time = self._site_changed()
+        self._opened = self.status.attempt, self._site_changed()
 
     def read(self) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
-            more = self.columns.poll()
             for other in self.others.values():
                 if not other.columns.position:
-                    other.columns.read_all()
-                    other.update()
-            self.curves.update()
-            return more
+                    other.read_all()
+            return self.curves.read()
 
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""
         status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
-        if (status.attempt, self._site_changed()) != (self.status.attempt, self._site_time):
+        if (status.attempt, self._site_changed()) != self._opened:
             self._reopen(status.attempt)
         self.ranks.look()
         with self.lock:
             self.status = status
-            self.watchman.look(self.columns, self.curves, status, self.ranks)
+            self.watchman.look(self.curves, status, self.ranks)
 
-    def read_all(self) -> None:
-        """Takes over all steps that are new."""
+    def read_all(self) -> "Dashboard":
+        """Takes over all steps that are new, and returns itself."""
         while self.read():
             pass
+        return self
 
     def catch_up(self) -> None:
         """Takes over all that is new."""
-        self.read_all()
-        self.look()
+        self.read_all().look()
 
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
@@ -273,17 +270,22 @@ class Dashboard:
     def _reopen(self, attempt: int) -> None:
         """A new attempt may have another plan and more steps to do, a corrected site another
         peak.
+
+        Where it cannot be opened (it is just being written, or was removed) the last picture stays,
+        and the next look tries again.
         """
-        self._site_time = self._site_changed()
+        changed = self._site_changed()
         try:
             run = Run.open(self.run.directory)
-        except (ConfigError, RunError):  # removed while watched: the last picture stays
+        except (ConfigError, RunError):
             return
+        self._opened = attempt, changed
         with self.lock:
-            self.run = self.actions.run = self.watchman.run = run
+            self.run = self.curves.run = self.actions.run = self.watchman.run = run
             self.outlook.again(run)
             self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
             self.curves.restart()
+            self.read()
 
 
 def log_lines(file: Path, search: str = "") -> str:
@@ -310,10 +312,6 @@ def hook_words(run: Run) -> str:
         if name.startswith("hook/") and name != "hook/seconds"
     ]
     return f"hook: {', '.join(numbers) or 'nothing'}"
-
-
-def _columns(run: Run) -> Columns:
-    return Columns(run.directory / "metrics.jsonl")
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:

@@ -16,10 +16,9 @@ from cluster.record import Record, field_doc
 from cluster.site import Site
 from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
 from kit.errors import RunError
-from kit.monitor.export import that_count
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.columns import NAMES, parse_lines
+from kit.run.columns import NAMES, parse_lines, that_count
 from kit.run.tail import Tail
 
 PARTS = {

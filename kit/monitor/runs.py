@@ -16,7 +16,6 @@ from cluster.login.mirror import seen_of
 from cluster.state import JobError
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import drawable
-from kit.monitor.export import metrics_of
 from kit.monitor.figure import smooth
 from kit.run import Run
 from kit.run.columns import parse_row
@@ -124,7 +123,7 @@ def live_row(run: Run) -> dict[str, Any]:
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}
-    metrics = metrics_of(run, newest)
+    metrics = run.metrics(newest)
     if metrics.why_no_mfu == "above the peak":
         row["reason"] = (
             f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"

@@ -20,11 +20,10 @@ from typing import Any
 from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError, refuse_other_owner
 from kit.errors import MissingPackageError
-from kit.monitor.export import derived, metrics_of
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
-from kit.run.columns import is_number, number
-from kit.run.metrics import MetricsFollower
+from kit.run.columns import is_number, number, parse_rows
+from kit.run.tail import Tail
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
@@ -34,7 +33,7 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and
     holds, mfu and hfu.
     """
-    speeds, found = derived(metrics_of(run, rows)), []
+    speeds, found = run.metrics(rows).speeds(), []
     for i, row in enumerate(rows):
         numbers = {name: value for name, value in row.items() if is_number(value)}
         numbers |= {name: column[i] for name, column in speeds.items() if column[i] == column[i]}
@@ -199,17 +198,19 @@ def copy_metrics(
     state = _start(folder)
     sink = SINKS[to](run, folder, state)
     state.write(folder / "sink.json")
-    follower = MetricsFollower(run.directory / "metrics.jsonl", state.offset)
+    tail = Tail(run.directory / "metrics.jsonl", state.offset)
     score_follower = ScoreFollower(run, state.scores)
-    copied, attempts, end = 0, set(), "everything is copied"
+    copied, skipped, attempts, end = 0, 0, set(), "everything is copied"
     try:
         while True:
             # Before reading, so that what was written before the end is not missed.
             final = not follow or _is_over(run)
-            for rows in follower.parts():
+            for text in iter(tail.new_lines, b""):
+                rows, torn = parse_rows(text)
                 for row, values in zip(rows, scalars(run, rows), strict=True):
                     sink.write(row["attempt"], row["step"], _time(row), values)
-                copied, attempts = copied + len(rows), attempts | {row["attempt"] for row in rows}
+                copied, skipped = copied + len(rows), skipped + torn
+                attempts |= {row["attempt"] for row in rows}
             for attempt, step, values in score_follower.read():
                 sink.write(attempt, step, None, values)
             if not run.directory.is_dir():
@@ -223,16 +224,14 @@ def copy_metrics(
     finally:
         sink.close()
     if run.directory.is_dir():  # only now is everything in its files
-        state.replace(offset=follower.position, scores=score_follower.seen).write(
-            folder / "sink.json"
-        )
+        state.replace(offset=tail.position, scores=score_follower.seen).write(folder / "sink.json")
     return SinkReport(
         to=to,
         folder=str(folder),
         rows=copied,
         attempts=tuple(sorted(attempts)),
         end=end,
-        skipped_lines=follower.skipped_lines,
+        skipped_lines=skipped,
     )
 
 

@@ -38,11 +38,9 @@ def status_row(run: Run) -> dict[str, Any]:
     """Returns what is known of a run now, as plain values: state, reason, step, loss, speed,
     MFU, time left, checkpoints, scores.
     """
-    dashboard = Dashboard(run)
-    dashboard.read_all()
     return {
         "run": run.name,
-        **dashboard.row(),
+        **Dashboard(run).read_all().row(),
         "checkpoints": run.checkpoints.steps(),
         "scores": last_scores(run),
         "eval_s": sum(report.seconds for report in eval_reports(run)),
