@@ -5,6 +5,7 @@ Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks fo
 alerts about once a second and may wait for a scheduler. Both may be called from several threads.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Mapping
@@ -56,13 +57,9 @@ class Dashboard:
         self.lock = threading.RLock()
         self.curves = Curves(run, smoothing)
         self.columns = self.curves.columns
-        self.levels: dict[str, float] = {}
-        self.others: dict[str, Curves] = {}
-        for name, baseline in (baselines or {}).items():
-            if isinstance(baseline, Run):
-                self.others[name] = Curves(baseline)
-            else:
-                self.levels[name] = float(baseline)
+        given = (baselines or {}).items()
+        self.others = {name: Curves(other) for name, other in given if isinstance(other, Run)}
+        self.levels = {name: float(loss) for name, loss in given if not isinstance(loss, Run)}
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
         self.status = read_status(run.directory)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
@@ -249,23 +246,20 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
-        x, firsts = self.curves[axis], self.columns.first_steps
-        rows = np.searchsorted(self.columns["step"], list(firsts.values()))
-        starts = zip(firsts, rows.tolist(), strict=True)
+        x, steps = self.curves[axis], self.curves["step"]
+        if not len(x):
+            return []
         return [
-            {"attempt": attempt, "x": float(x[min(row, len(x) - 1)])}
-            for attempt, row in sorted(starts)
-            if len(x)
+            {"attempt": attempt, "x": float(x[min(np.searchsorted(steps, first), len(x) - 1)])}
+            for attempt, first in sorted(self.columns.first_steps.items())
         ]
 
     def _site_changed(self) -> float | None:
         """Returns when site.json was written last: `kit bench --apply` corrects a peak in
         it.
         """
-        try:
+        with contextlib.suppress(OSError):
             return (self.run.directory / "site.json").stat().st_mtime
-        except OSError:
-            return None
 
     def _reopen(self, attempt: int) -> None:
         """A new attempt may have another plan and more steps to do, a corrected site another

@@ -2,6 +2,7 @@
 rest on.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from cluster.files import replacement
 from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
 from kit.run import Run
-from kit.run.columns import COLUMNS, parse_rows, that_count
+from kit.run.columns import COLUMNS, is_number, parse_rows, that_count
 from kit.run.tail import Tail
 
 FORMATS = ("csv", "parquet")
@@ -87,15 +88,11 @@ def _column(values: list[Any]) -> Any:
     import pyarrow
 
     known = [value for value in values if value is not None]
-    try:
-        if all(isinstance(value, int) and not isinstance(value, bool) for value in known):
+    with contextlib.suppress(OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
+        if all(isinstance(value, int) and is_number(value) for value in known):
             return pyarrow.array(values, pyarrow.int64())
-        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
-            return pyarrow.array(
-                [None if value is None else float(value) for value in values], pyarrow.float64()
-            )
-    except (OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
-        pass
-    return pyarrow.array(
-        [None if value is None else json.dumps(value) for value in values], pyarrow.string()
-    )
+        if all(map(is_number, known)):
+            floats = [None if value is None else float(value) for value in values]
+            return pyarrow.array(floats, pyarrow.float64())
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pyarrow.array(texts, pyarrow.string())

@@ -121,12 +121,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:
-    table = {name: metrics[name] for name in ("step", "attempt", "loss")}
-    table["loss_ema"] = smooth(metrics["loss"])
-    table["validation_loss"] = metrics.columns.get("validation_loss", np.full(len(metrics), np.nan))
-    table["tokens_per_s"] = metrics.tokens_per_s
-    mfu = metrics.mfu()
-    return table if mfu is None else {**table, "mfu": mfu}
+    speeds = metrics.speeds()
+    return {
+        **{name: metrics[name] for name in ("step", "attempt", "loss")},
+        "loss_ema": smooth(metrics["loss"]),
+        "validation_loss": metrics.columns.get("validation_loss", np.full(len(metrics), np.nan)),
+        **{name: speeds[name] for name in ("tokens_per_s", "mfu") if name in speeds},
+    }
 
 
 def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:

@@ -90,11 +90,8 @@ class Ledger(Record):
     def goodput(self) -> float:
         """Device-seconds in steps that count over all that were held; NaN before any was."""
         held = sum(share.devices * share.held_s for share in self.attempts)
-        return (
-            sum(share.devices * share.seconds["productive"] for share in self.attempts) / held
-            if held
-            else np.nan
-        )
+        counts = sum(share.devices * share.seconds["productive"] for share in self.attempts)
+        return counts / held if held else np.nan
 
     @property
     def usd(self) -> float | None:
@@ -114,15 +111,16 @@ class Ledger(Record):
             factor = 0 if part == "waiting" else 1 / 3600
             held = factor * np.array([share.seconds[part] for share in self.attempts])
             hours, usd = float(held @ devices), float(held @ prices)
-            row = {
-                "part": part,
-                "seconds": seconds,
-                "share": seconds / wall_s if wall_s else np.nan,
-                "device_hours": hours,
-                "usd": None if np.isnan(usd) else usd,
-                "meaning": PARTS[part],
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "part": part,
+                    "seconds": seconds,
+                    "share": seconds / wall_s if wall_s else np.nan,
+                    "device_hours": hours,
+                    "usd": None if np.isnan(usd) else usd,
+                    "meaning": PARTS[part],
+                }
+            )
         return rows
 
 

@@ -146,14 +146,12 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
             f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare."
         )
     found = dict(zip(_labels(runs), [run.metrics() for run in runs], strict=True))
-    whys = sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)})
+    speeds = {label: metrics.speeds() for label, metrics in found.items()}
     speed, scale, title = "mfu", 100, "MFU, % of peak"
-    speeds = {label: mfu for label, run in found.items() if (mfu := run.mfu()) is not None}
-    if len(speeds) < len(found):
+    if whys := sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)}):
         speed, scale, title = "tokens_per_s", 1, f"Tokens/s\n(no MFU: {', '.join(whys)})"
-        speeds = {label: metrics.tokens_per_s for label, metrics in found.items()}
     table = {
-        label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label]}
+        label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label][speed]}
         for label, metrics in found.items()
     }
     height = 3.2 + 0.25 * (len(runs) // 3)
@@ -207,14 +205,13 @@ def _differing(settings: list[dict[str, Any]]) -> list[str]:
     """Returns the names whose value is not the same in all runs; no shape of a model that the
     model's name tells.
     """
-    by_model: dict[str, list[dict[str, Any]]] = {}
-    for values in settings:
-        by_model.setdefault(values["spec.name"], []).append(values)
 
     def differs(name: str) -> bool:
         is_shape = name.startswith("spec.") and name != "spec.name"
-        groups = by_model.values() if is_shape else [settings]
-        return any(values[name] != group[0][name] for group in groups for values in group)
+        found = {
+            (values["spec.name"] if is_shape else "", repr(values[name])) for values in settings
+        }
+        return len(found) > len({model for model, _ in found})
 
     names = settings[0] if settings else ()
     # The number of steps has its own column.
