@@ -176,8 +176,11 @@ class Watchman:
         checkpoint = BYTES_PER_PARAM * self.run.spec.num_params
         if free <= 2.1 * checkpoint:
             level: Level = "error" if free < 1.05 * checkpoint else "warning"
-            needed = f"a checkpoint takes {checkpoint / 2**30:.1f} GiB"
-            yield "disk", level, f"{free / 2**30:.1f} GiB free, {needed}"
+            yield (
+                "disk",
+                level,
+                f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB",
+            )
 
     def _checkpoint(self, columns: Columns, attempt: int) -> Found:
         every = self.run.recipe.checkpoint_every

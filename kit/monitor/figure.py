@@ -105,9 +105,15 @@ def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
     """Draws losses as dashed lines with their names."""
     for name, loss in levels.items():
         axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
-        text, beside = f"{short(name)} {loss:.2f}", ("axes fraction", "data")
-        style = {"ha": "right", "fontsize": TEXT, **OFFSET}
-        axis.annotate(text, (1, loss), xycoords=beside, xytext=(-2, 3), **style)
+        axis.annotate(
+            f"{short(name)} {loss:.2f}",
+            (1, loss),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
+            ha="right",
+            fontsize=TEXT,
+            **OFFSET,
+        )
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -140,9 +146,15 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     )
     if not finite.all():
         lost = table["step"][~finite]
-        at_top = {"transform": axis.get_xaxis_transform(), "clip_on": False}  # it has no height
-        label = f"not finite ({len(lost):,})"
-        axis.plot(lost, np.ones(len(lost)), "x", color=VERMILION, label=label, **at_top)
+        axis.plot(
+            lost,
+            np.ones(len(lost)),
+            "x",
+            color=VERMILION,
+            label=f"not finite ({len(lost):,})",
+            transform=axis.get_xaxis_transform(),  # at the top: it has no height
+            clip_on=False,
+        )
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
         x, y = table["step"][held_out], table["validation_loss"][held_out]

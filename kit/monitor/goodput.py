@@ -197,15 +197,14 @@ def _attempt(
     took = ends - starts
     extra = max(0.0, took[0] - float(np.median(took[1 : 1 + WARM]))) if len(took) > 2 else 0.0
     took[:1] -= extra
-    counts = steps["counts"].astype(bool)
     gaps = starts[1:] - ends[:-1]
     saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
     validations = np.where(np.isfinite(steps["validation_loss"][:-1]), gaps - saves, 0.0)
     well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
     after = end - last if len(ends) else 0.0
     seconds = {
-        "productive": took[counts].sum(),
-        "repeated": took[~counts].sum(),
+        "productive": took[steps["counts"]].sum(),
+        "repeated": took[~steps["counts"]].sum(),
         "first step": extra,
         "start-up": (starts[0] if len(starts) else end) - start,
         "checkpoints": saves.sum(),
@@ -220,12 +219,12 @@ def _attempt(
 
 def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns all rows that were recorded, in the order of the file, and whether each counts."""
-    tail = Tail(run.directory / "metrics.jsonl")
-    parts = (parse_lines(text)[0] for text in iter(tail.new_lines, b""))
+    texts = iter(Tail(run.directory / "metrics.jsonl").new_lines, b"")
+    parts = (parse_lines(text)[0] for text in texts)
     values: Any = np.hstack([np.empty((len(NAMES), 0)), *parts])
     columns: dict[str, np.ndarray] = dict(zip(NAMES, values, strict=True))
-    columns["counts"] = np.zeros(len(columns["step"]))
-    columns["counts"][that_count(columns["step"], columns["attempt"])] = 1
+    counts = that_count(columns["step"], columns["attempt"])
+    columns["counts"] = np.isin(np.arange(values.shape[1]), counts)
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[known] for name, column in columns.items()}
 
