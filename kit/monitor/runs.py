@@ -89,23 +89,19 @@ def runs_table(folder: str | Path) -> RunsTable:
     """
     folder = Path(folder).expanduser().resolve()
     rows: list[dict[str, Any]] = []
-    opened: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for directory in find_runs(folder):
         name = str(directory.relative_to(folder)) if directory != folder else directory.name
         row: dict[str, Any] = {"run": name, "directory": str(directory)}
         rows.append(row)
         try:
             run = Run.open(directory)
-            row |= live_row(run)
-            opened.append((row, _settings(run)))
+            row |= live_row(run) | _settings(run)
         except Exception as error:
             # Half-made, damaged, hostile, or deleted meanwhile: the others are shown.
             reason = str(error) if directory.is_dir() else "deleted while it was looked at"
             row |= {"state": "unreadable", "reason": reason}
-    shown = _differing([settings for _, settings in opened])
-    for row, settings in opened:
-        row |= {name: settings[name] for name in shown}
-    return RunsTable(folder=folder, rows=rows, settings=shown)
+    opened = [row for row in rows if row["state"] != "unreadable"]
+    return RunsTable(folder=folder, rows=rows, settings=_differing(opened))
 
 
 def live_row(run: Run) -> dict[str, Any]:
@@ -195,25 +191,25 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
 
 def _settings(run: Run) -> dict[str, Any]:
     """Returns every setting by its dotted name."""
-    flat: dict[str, Any] = {"site": run.site.name}
-    for part in ("spec", "plan", "recipe"):
-        flat |= {f"{part}.{name}": value for name, value in getattr(run, part).to_dict().items()}
-    return flat
+    records = {part: getattr(run, part).to_dict() for part in ("spec", "plan", "recipe")}
+    return {"site": run.site.name} | {
+        f"{part}.{name}": value
+        for part, record in records.items()
+        for name, value in record.items()
+    }
 
 
-def _differing(settings: list[dict[str, Any]]) -> list[str]:
-    """Returns the names whose value is not the same in all runs; no shape of a model that the
-    model's name tells.
+def _differing(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of settings whose value is not the same in all rows; no shape of a model
+    that the model's name tells.
     """
 
     def differs(name: str) -> bool:
         is_shape = name.startswith("spec.") and name != "spec.name"
-        found = {
-            (values["spec.name"] if is_shape else "", repr(values[name])) for values in settings
-        }
+        found = {(row["spec.name"] if is_shape else "", repr(row[name])) for row in rows}
         return len(found) > len({model for model, _ in found})
 
-    names = settings[0] if settings else ()
+    names = [name for name in rows[0] if name == "site" or "." in name] if rows else []
     # The number of steps has its own column.
     return [name for name in names if name != "recipe.num_steps" and differs(name)]
 
