@@ -94,8 +94,12 @@ class Watchman:
                 f" random gives {guess:.3g}. Lower the learning rate, or warm up for longer",
             )
         for row, before in spikes(losses, start):
-            told = f"loss spike {losses[row]:.3g} (median before {before:.3g})"
-            yield row, "spike", "warning", told
+            yield (
+                row,
+                "spike",
+                "warning",
+                f"loss spike {losses[row]:.3g} (median before {before:.3g})",
+            )
         phases = [phase.until_tokens for phase in self.run.recipe.phases]
         new_data = np.searchsorted(curves["tokens"], phases).tolist()
         for rise in self._rises.look(losses, columns["learning_rate"], new_data):

@@ -26,7 +26,7 @@ from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.columns import parse_row
-from kit.run.metrics import median, time_left_s
+from kit.run.metrics import last_step, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
@@ -131,7 +131,7 @@ class Dashboard:
         """
         with self.lock:
             run, status = self.run, self.status
-            step = self._last_step() if len(self.columns) else {"step": 0}
+            step = self._last_step() if len(self.curves) else {"step": 0}
             mix = mix_words(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
             left_s = time_left_s(self.columns, run.recipe.num_steps)
             return {
@@ -206,18 +206,16 @@ class Dashboard:
     def _last_step(self) -> dict[str, Any]:
         """Returns the numbers of the last step, its speeds as the median of the last 20."""
         columns, curves = self.columns, self.curves
-        step, held_out = int(columns["step"][-1]), columns["validation_loss"]
-        left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - step)
-        recorded = ("grad_norm", "learning_rate", "memory_bytes")
-        speeds = ("step_time_s", "tokens_per_s", "mfu", "hfu")
+        speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
+        known = last_step(columns, {"step_time_s": columns["step_time_s"], **speeds})
+        left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - known["step"])
+        held_out = columns["validation_loss"]
         return {
-            "step": step,
+            **known,
             "tokens": int(_plain(curves["tokens"][-1]) or 0),
             "tokens_left": _plain(left),
-            "loss": float(columns["loss"][-1]),
             "validation_loss": _last(held_out[np.isfinite(held_out)]),
-            **{name: _last(columns[name]) for name in recorded},
-            **{name: median(curves[name][-20:]) for name in speeds},
+            **{name: _last(columns[name]) for name in ("learning_rate", "memory_bytes")},
             "why_no_mfu": self.why_no_mfu,
         }
 

@@ -81,9 +81,8 @@ async def follow(
 def _bundle(dashboard: Dashboard, curve: str) -> dict[str, str]:
     """Returns the same for a notebook, and in a line for pages that show no HTML."""
     row = dashboard.row()
-    loss = number(row.get("loss"), ".3f")
-    state = f"{row['state']}, step {row['step']} of {row['num_steps']}"
-    text = f"{dashboard.run.name}: {state}, loss {loss}"
+    text = f"{dashboard.run.name}: {row['state']}, step {row['step']} of {row['num_steps']}"
+    text += f", loss {number(row.get('loss'), '.3f')}"
     return {"text/html": view_html(dashboard, curve), "text/plain": text}
 
 

@@ -101,8 +101,12 @@ def _view(dashboard: Dashboard, width: int) -> Group:
     """
     width = max(40, min(width, 120))
     row, facts = dashboard.row(), dashboard.facts()
-    parts = [*_heading(row, facts, width), *_curves(dashboard, row, facts, width)]
-    return Group(*parts, *_told(dashboard, facts), *_alerts(dashboard))
+    return Group(
+        *_heading(row, facts, width),
+        *_curves(dashboard, row, facts, width),
+        *_told(dashboard, facts),
+        *_alerts(dashboard),
+    )
 
 
 def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[RenderableType]:

@@ -203,9 +203,12 @@ class Run:
         """
         from kit.run.metrics import Metrics, rows_to_metrics
 
-        if rows is not None:
-            return rows_to_metrics(rows, **self.facts())
-        return Metrics.read(self.directory / "metrics.jsonl", **self.facts())
+        facts = self.facts()
+        return (
+            Metrics.read(self.directory / "metrics.jsonl", **facts)
+            if rows is None
+            else rows_to_metrics(rows, **facts)
+        )
 
     def facts(self) -> dict[str, Any]:
         """Returns what the derived values of `Metrics` rest on."""

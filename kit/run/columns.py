@@ -173,11 +173,13 @@ def that_count(
 
 def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
     """Returns the values of whole lines, [names, n], and how many lines were torn or foreign."""
-    if len(text) < FAST_FROM_BYTES:
-        return _parse_slowly(text)
-    # NaN is not JSON, and costs nothing; a lost line costs its own chunk only.
-    without_nan = text.replace(b": NaN", b": null")
-    return _parse_fast(text) or _parse_fast(without_nan) or _parse_slowly(text)
+    if len(text) >= FAST_FROM_BYTES:
+        without_nan = text.replace(b": NaN", b": null")  # which is not JSON, and costs nothing
+        if found := _parse_fast(text) or _parse_fast(without_nan):
+            return found
+    # A lost line costs its own chunk only.
+    rows, skipped = parse_rows(text)
+    return values_of(rows), skipped
 
 
 def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
@@ -216,11 +218,6 @@ def _floats(array: Any) -> np.ndarray:
     filled = array.fill_null(np.nan)
     values = np.frombuffer(filled.buffers()[1], np.float64)
     return values[filled.offset : filled.offset + len(filled)]
-
-
-def _parse_slowly(text: bytes) -> tuple[np.ndarray, int]:
-    rows, skipped = parse_rows(text)
-    return values_of(rows), skipped
 
 
 def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:

@@ -160,27 +160,35 @@ class Metrics:
         """
         if not len(self):
             return {"step": 0}
-        mfu, recent = self.mfu(), slice(-20, None)
+        speeds = {"step_time_s": self["step_time_s"], **self.speeds()}
         return {
-            "step": int(self["step"][-1]),
+            "mfu": None,
+            **last_step(self, speeds),
             "tokens": int(self.total_tokens[-1]),
-            "loss": float(self["loss"][-1]),
-            "grad_norm": (
-                None if np.isnan(self["grad_norm"]).all() else float(self["grad_norm"][-1])
-            ),
-            "step_time_s": median(self["step_time_s"][recent]),
-            "tokens_per_s": median(self.tokens_per_s[recent]),
-            "mfu": None if mfu is None else median(mfu[recent]),
             "attempt": int(self["attempt"][-1]),
         }
+
+
+def last_step(steps: Metrics | Columns, speeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the numbers of the last of some steps, `speeds` as the median of the last 20.
+
+    A loss or gradient norm that was not finite stays what it was; None is what was never recorded,
+    or is not known.
+    """
+    norms = steps["grad_norm"]
+    return {
+        "step": int(steps["step"][-1]),
+        "loss": float(steps["loss"][-1]),
+        "grad_norm": None if np.isnan(norms).all() else float(norms[-1]),
+        **{name: median(values[-20:]) for name, values in speeds.items()},
+    }
 
 
 def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
     """Returns rows as they are, in their order and with repeated steps, as metrics with their
     derived speeds; `facts` as in `Metrics.read`.
     """
-    columns = dict(zip(NAMES, values_of(rows), strict=True))
-    return Metrics(columns=columns, skipped_lines=0, **facts)
+    return Metrics(columns=dict(zip(NAMES, values_of(rows), strict=True)), skipped_lines=0, **facts)
 
 
 def utilisation_rates(

@@ -142,7 +142,7 @@ def test_a_line_without_end_is_not_held_in_memory(file: Path) -> None:
 
 
 def test_many_rows_take_the_fast_way(file: Path, monkeypatch) -> None:
-    monkeypatch.delattr(columns_module, "_parse_slowly")
+    monkeypatch.delattr(columns_module, "parse_rows")
     rows = [f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000)]
     file.write_text("".join(rows))
     assert len(Columns(file).read_all()) == 200_000
