@@ -171,7 +171,7 @@ STATEMENTS = {
     "kit/foreign": 516,
     "kit/measure": 322,
     "kit/model": 276,
-    "kit/monitor": 1937,
+    "kit/monitor": 1886,
     "kit/papers": 1826,
     "kit/parallel": 382,
     "kit/rehearsal": 177,

@@ -50,10 +50,9 @@ class Watchman:
         self._checked_rows, self._revision, self._rises = 0, -1, Rises()
         self._rows, self._rows_since = -1, time.monotonic()
 
-    def look(
-        self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes
-    ) -> list[Alert]:
+    def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
+        columns = curves.columns
 
         def alert(kind: str, level: Level, message: str, row: int | None = None) -> Alert:
             """Returns an alert of a row of the metrics, or of now."""
@@ -95,8 +94,12 @@ class Watchman:
                 f" random gives {guess:.3g}. Lower the learning rate, or warm up for longer",
             )
         for row, before in spikes(losses, start):
-            told = f"loss spike {losses[row]:.3g} (median before {before:.3g})"
-            yield row, "spike", "warning", told
+            yield (
+                row,
+                "spike",
+                "warning",
+                f"loss spike {losses[row]:.3g} (median before {before:.3g})",
+            )
         phases = [phase.until_tokens for phase in self.run.recipe.phases]
         new_data = np.searchsorted(curves["tokens"], phases).tolist()
         for rise in self._rises.look(losses, columns["learning_rate"], new_data):
@@ -177,8 +180,11 @@ class Watchman:
         checkpoint = BYTES_PER_PARAM * self.run.spec.num_params
         if free <= 2.1 * checkpoint:
             level: Level = "error" if free < 1.05 * checkpoint else "warning"
-            needed = f"a checkpoint takes {checkpoint / 2**30:.1f} GiB"
-            yield "disk", level, f"{free / 2**30:.1f} GiB free, {needed}"
+            yield (
+                "disk",
+                level,
+                f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB",
+            )
 
     def _checkpoint(self, columns: Columns, attempt: int) -> Found:
         every = self.run.recipe.checkpoint_every

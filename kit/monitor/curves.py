@@ -7,14 +7,13 @@ million.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError
 from kit.run import Run
-from kit.run.columns import Columns, tokens_seen
+from kit.run.columns import Columns, Growing, tokens_seen
 from kit.run.metrics import Metrics, refutes_peak
 
 AXES = ("step", "tokens", "time")
@@ -70,27 +69,24 @@ class Curves:
     averages.
 
     Args:
-        columns: read by someone else; `update` takes over what is new.
-        run: returns the run whose columns they are, as it is now.
+        run: whose steps they are, as it is now.
         smoothing: weight of the past in the average, from 0 (none) to below 1.
     """
 
-    def __init__(
-        self,
-        columns: Columns,
-        run: Callable[[], Run],
-        smoothing: float = 0.9,
-    ) -> None:
-        self.columns, self.run, self.smoothing = columns, run, smoothing
+    def __init__(self, run: Run, smoothing: float = 0.9) -> None:
+        self.run, self.smoothing = run, smoothing
+        self.columns = Columns(run.directory / "metrics.jsonl")
         self.restart()
 
     def __len__(self) -> int:
-        return len(self._values["time"])
+        return self._values.length
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in DERIVED:
+            return self.columns[name][: len(self)]
         if name in UTILISATIONS and self.times_peak is not None:
             return np.broadcast_to(np.nan, len(self))
-        return self._values[name].array if name in DERIVED else self.columns[name][: len(self)]
+        return self._values.values[DERIVED.index(name)]
 
     @property
     def times_peak(self) -> float | None:
@@ -99,36 +95,50 @@ class Curves:
 
         There is then no MFU and no HFU, by the rule of `kit.run.metrics.Metrics.mfu`.
         """
-        above = self._above_peak.array
+        above = self._above_peak.values[0]
         return float(np.median(above)) if refutes_peak(len(above), self._known_peak) else None
 
     def restart(self) -> None:
         """Works everything out again at the next update: the run has another peak now."""
         self._revision = self.columns.revision
-        self._values = {name: Growing() for name in DERIVED}
-        self._above_peak, self._known_peak = Growing(), 0
+        self._values = Growing(len(DERIVED))
+        self._above_peak, self._known_peak = Growing(1), 0
         self._averages: dict[str, Average] = {}
 
-    def update(self) -> None:
-        """Takes over the rows that are new in the columns; all of them where older ones have
-        changed.
+    def read(self) -> bool:
+        """Takes over new steps, a few MiB at most, and all of them again where older ones have
+        changed; returns whether there is more to read.
         """
+        more = self.columns.poll()
         if self.columns.revision != self._revision:
             self.restart()
+        if len(self) < len(self.columns):
+            self._extend()
+        return more
+
+    def read_all(self) -> "Curves":
+        """Takes over all steps that are new, and returns itself."""
+        while self.read():
+            pass
+        return self
+
+    def metrics(self) -> Metrics:
+        """Returns the steps that were read so far."""
+        return Metrics.of(self.columns, **self.run.facts())
+
+    def _extend(self) -> None:
+        """Derives what belongs to the rows that are new in the columns."""
         first = len(self)
-        if first == len(self.columns):
-            return
         new = {name: self.columns[name][first:] for name in TAKEN}
-        metrics = Metrics(columns=new, skipped_lines=0, **facts_of(self.run()))
+        metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
         speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
-        self._values["tokens_per_s"].extend(speed)
-        self._utilise(metrics.utilisations(), len(speed))
-        tokens, time = self._values["tokens"], self._values["time"]
-        seen = tokens.array[-1] if first else None
-        tokens.extend(tokens_seen(new["tokens"], new["consumed_tokens"], seen))
+        seen = self["tokens"][-1] if first else None
+        tokens = tokens_seen(new["tokens"], new["consumed_tokens"], seen)
         # A clock that was set back must not make time run backwards.
-        elapsed = np.append(time.array[-1:], new["time"] - self.columns["time"][0])
-        time.extend(np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :])
+        elapsed = np.append(self["time"][-1:], new["time"] - self.columns["time"][0])
+        time = np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :]
+        rates = self._believable(metrics.utilisations(), len(speed))
+        self._values.extend(np.vstack([speed, rates, tokens, time]))
 
     def average(self, name: str) -> np.ndarray:
         """Returns the average of a series over all its steps, not of what is drawn, at the
@@ -155,54 +165,17 @@ class Curves:
             at[0] = x[edges[0]]
         return at, np.stack(rows)
 
-    def _utilise(self, values: np.ndarray | None, count: int) -> None:
-        """Takes over MFU and HFU of further steps; a value above 1 is none."""
-        values = np.full((2, count), np.nan) if values is None else values
-        was_refuted, hardware = self.times_peak is not None, values[1]
+    def _believable(self, rates: np.ndarray | None, count: int) -> np.ndarray:
+        """Returns MFU and HFU of `count` further steps, [2, count]; a value above 1 is none."""
+        if rates is None:
+            return np.full((2, count), np.nan)
+        was_refuted, hardware = self.times_peak is not None, rates[1]
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
-        for name, row in zip(UTILISATIONS, values, strict=True):
-            self._values[name].extend(np.where(row > 1, np.nan, row))
         if was_refuted != (self.times_peak is not None):
             # What was averaged is no longer what is shown.
             self._averages.clear()
-
-
-def facts_of(run: Run) -> dict[str, Any]:
-    """Returns what the derived values of `Metrics` rest on."""
-    try:
-        plans, elsewhere = run.plans(), run.other_sites()
-    except ConfigError:  # written this moment, or damaged; what was recorded is still worth having
-        plans, elsewhere = {}, {}
-    return {
-        "spec": run.spec,
-        "site": run.site,
-        "is_imported": run.is_imported,
-        "plans": plans,
-        "other_sites": elsewhere,
-    }
-
-
-class Growing:
-    """A float64 array that grows at its end."""
-
-    def __init__(self) -> None:
-        self._data, self._length = np.empty(1024), 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def array(self) -> np.ndarray:
-        return self._data[: self._length]
-
-    def extend(self, values: np.ndarray) -> None:
-        needed = self._length + len(values)
-        if needed > len(self._data):
-            room = np.empty(max(needed - self._length, len(self._data)))
-            self._data = np.append(self.array, room)
-        self._data[self._length : needed] = values
-        self._length = needed
+        return np.where(rates > 1, np.nan, rates)
 
 
 class Average:
@@ -219,20 +192,20 @@ class Average:
                 f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1."
             )
         self.smoothing = smoothing
-        self._result, self._total, self._count = Growing(), 0.0, 0
+        self._result, self._total, self._count = Growing(1), 0.0, 0
 
     def update(self, values: np.ndarray) -> np.ndarray:
         """Returns the average at each of `values`, of which those seen before must not have
         changed.
         """
-        new = values[len(self._result) :]
+        new = values[self._result.length :]
         finite = np.isfinite(new)
-        averages = np.append(self._result.array[-1:], self._extend(new[finite]))
+        averages = np.append(self._result.values[0, -1:], self._extend(new[finite]))
         # Only finite values move the average; in their places it is the one of the last of them.
         if len(averages) == finite.sum():
             averages = np.append(np.nan, averages)
         self._result.extend(averages[np.cumsum(finite)])
-        return self._result.array
+        return self._result.values[0]
 
     def _extend(self, values: np.ndarray) -> np.ndarray:
         """Returns the averages at further values, all finite.

@@ -5,6 +5,7 @@ Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks fo
 alerts about once a second and may wait for a scheduler. Both may be called from several threads.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ from kit.monitor.curves import SERIES, Curves, View
 from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
-from kit.run.columns import Columns, parse_row
-from kit.run.metrics import median, time_left_s
+from kit.run.columns import parse_row
+from kit.run.metrics import last_step, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
@@ -54,51 +55,44 @@ class Dashboard:
     ) -> None:
         self.run = run
         self.lock = threading.RLock()
-        self.columns = _columns(run)
-        self.curves = Curves(self.columns, lambda: self.run, smoothing)
-        self.levels: dict[str, float] = {}
-        self.others: dict[str, Curves] = {}
-        for name, baseline in (baselines or {}).items():
-            if isinstance(baseline, Run):
-                self.others[name] = Curves(_columns(baseline), lambda run=baseline: run)
-            else:
-                self.levels[name] = float(baseline)
+        self.curves = Curves(run, smoothing)
+        self.columns = self.curves.columns
+        given = (baselines or {}).items()
+        self.others = {name: Curves(other) for name, other in given if isinstance(other, Run)}
+        self.levels = {name: float(loss) for name, loss in given if not isinstance(loss, Run)}
         self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
         self.status = read_status(run.directory)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
         self.log_rank, self.log_search = 0, ""
-        self._site_time = self._site_changed()
+        self._opened = self.status.attempt, self._site_changed()
 
     def read(self) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
-            more = self.columns.poll()
             for other in self.others.values():
                 if not other.columns.position:
-                    other.columns.read_all()
-                    other.update()
-            self.curves.update()
-            return more
+                    other.read_all()
+            return self.curves.read()
 
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""
         status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
-        if (status.attempt, self._site_changed()) != (self.status.attempt, self._site_time):
+        if (status.attempt, self._site_changed()) != self._opened:
             self._reopen(status.attempt)
         self.ranks.look()
         with self.lock:
             self.status = status
-            self.watchman.look(self.columns, self.curves, status, self.ranks)
+            self.watchman.look(self.curves, status, self.ranks)
 
-    def read_all(self) -> None:
-        """Takes over all steps that are new."""
+    def read_all(self) -> "Dashboard":
+        """Takes over all steps that are new, and returns itself."""
         while self.read():
             pass
+        return self
 
     def catch_up(self) -> None:
         """Takes over all that is new."""
-        self.read_all()
-        self.look()
+        self.read_all().look()
 
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
@@ -137,7 +131,7 @@ class Dashboard:
         """
         with self.lock:
             run, status = self.run, self.status
-            step = self._last_step() if len(self.columns) else {"step": 0}
+            step = self._last_step() if len(self.curves) else {"step": 0}
             mix = mix_words(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
             left_s = time_left_s(self.columns, run.recipe.num_steps)
             return {
@@ -212,18 +206,16 @@ class Dashboard:
     def _last_step(self) -> dict[str, Any]:
         """Returns the numbers of the last step, its speeds as the median of the last 20."""
         columns, curves = self.columns, self.curves
-        step, held_out = int(columns["step"][-1]), columns["validation_loss"]
-        left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - step)
-        recorded = ("grad_norm", "learning_rate", "memory_bytes")
-        speeds = ("step_time_s", "tokens_per_s", "mfu", "hfu")
+        speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
+        known = last_step(columns, {"step_time_s": columns["step_time_s"], **speeds})
+        left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - known["step"])
+        held_out = columns["validation_loss"]
         return {
-            "step": step,
+            **known,
             "tokens": int(_plain(curves["tokens"][-1]) or 0),
             "tokens_left": _plain(left),
-            "loss": float(columns["loss"][-1]),
             "validation_loss": _last(held_out[np.isfinite(held_out)]),
-            **{name: _last(columns[name]) for name in recorded},
-            **{name: median(curves[name][-20:]) for name in speeds},
+            **{name: _last(columns[name]) for name in ("learning_rate", "memory_bytes")},
             "why_no_mfu": self.why_no_mfu,
         }
 
@@ -252,38 +244,40 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
-        x, firsts = self.curves[axis], self.columns.first_steps
-        rows = np.searchsorted(self.columns["step"], list(firsts.values()))
-        starts = zip(firsts, rows.tolist(), strict=True)
+        x, steps = self.curves[axis], self.curves["step"]
+        if not len(x):
+            return []
         return [
-            {"attempt": attempt, "x": float(x[min(row, len(x) - 1)])}
-            for attempt, row in sorted(starts)
-            if len(x)
+            {"attempt": attempt, "x": float(x[min(np.searchsorted(steps, first), len(x) - 1)])}
+            for attempt, first in sorted(self.columns.first_steps.items())
         ]
 
     def _site_changed(self) -> float | None:
         """Returns when site.json was written last: `kit bench --apply` corrects a peak in
         it.
         """
-        try:
+        with contextlib.suppress(OSError):
             return (self.run.directory / "site.json").stat().st_mtime
-        except OSError:
-            return None
 
     def _reopen(self, attempt: int) -> None:
         """A new attempt may have another plan and more steps to do, a corrected site another
         peak.
+
+        Where it cannot be opened (it is just being written, or was removed) the last picture stays,
+        and the next look tries again.
         """
-        self._site_time = self._site_changed()
+        changed = self._site_changed()
         try:
             run = Run.open(self.run.directory)
-        except (ConfigError, RunError):  # removed while watched: the last picture stays
+        except (ConfigError, RunError):
             return
+        self._opened = attempt, changed
         with self.lock:
-            self.run = self.actions.run = self.watchman.run = run
+            self.run = self.curves.run = self.actions.run = self.watchman.run = run
             self.outlook.again(run)
             self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
             self.curves.restart()
+            self.read()
 
 
 def log_lines(file: Path, search: str = "") -> str:
@@ -310,10 +304,6 @@ def hook_words(run: Run) -> str:
         if name.startswith("hook/") and name != "hook/seconds"
     ]
     return f"hook: {', '.join(numbers) or 'nothing'}"
-
-
-def _columns(run: Run) -> Columns:
-    return Columns(run.directory / "metrics.jsonl")
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:

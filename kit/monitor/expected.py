@@ -135,17 +135,18 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
         else published_calibration(site)
     )
     prediction = calibration.predict(layouts, hardware)
-    low_s, high_s = _one(prediction.low_s), _one(prediction.high_s)
-    terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
+    low_s, high_s = np.asarray(prediction.low_s).item(), np.asarray(prediction.high_s).item()
+    terms = prediction.step_time.terms_s.items()
+    terms_s = {name: np.asarray(value).item() for name, value in terms}
     took_s, parts_s = _took(run.metrics(), attempt)
     tokens = plan.global_batch_size * run.spec.sequence_length
     slow, fast = tokens / high_s, tokens / low_s
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
     return Pace(
-        expected_s=_one(prediction.total_s),
+        expected_s=np.asarray(prediction.total_s).item(),
         low_s=low_s,
         high_s=high_s,
-        terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])),
+        terms_s=dict(sorted(terms_s.items(), key=lambda item: -item[1])),
         calibration=calibration.label,
         warnings=prediction.warnings,
         took_s=took_s,
@@ -191,10 +192,6 @@ def _took(metrics: Metrics, attempt: int) -> tuple[float, dict[str, float]]:
     if phases and DATA in parts:  # beside a GPU's work it costs nothing
         parts[DATA] = min(parts[DATA], max(0.0, took_s - sum(phases)))
     return took_s, parts
-
-
-def _one(values: Any) -> float:
-    return float(np.ravel(values)[0])
 
 
 class Outlook:

@@ -2,22 +2,21 @@
 rest on.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from cluster.files import replacement
 from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
-from kit.monitor.curves import facts_of
 from kit.run import Run
-from kit.run.columns import first_steps, supersede
-from kit.run.metrics import Metrics, MetricsFollower, rows_to_metrics
+from kit.run.columns import COLUMNS, is_number, parse_rows, that_count
+from kit.run.tail import Tail
 
 FORMATS = ("csv", "parquet")
+COUNT = "consumed_tokens"
+"""Of what not every run records, the first column."""
 
 
 def export_table(run: Run) -> Any:
@@ -30,17 +29,15 @@ def export_table(run: Run) -> Any:
     """
     import pyarrow
 
-    recorded = [
-        row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows
-    ]
+    tail = Tail(run.directory / "metrics.jsonl")
+    recorded = [row for text in iter(tail.new_lines, b"") for row in parse_rows(text)[0]]
     steps, attempts = ([row[name] for row in recorded] for name in ("step", "attempt"))
     kept = [recorded[place] for place in that_count(steps, attempts)]
-    metrics = metrics_of(run, kept)
-    names = list(metrics.columns) + sorted(
-        {name for row in kept for name in row} - set(metrics.columns)
-    )
+    metrics = run.metrics(kept)
+    told = {name for row in kept for name in row}
+    names = [*COLUMNS, *sorted(told - {*COLUMNS}, key=lambda name: (name != COUNT, name))]
     columns = {name: _column([row.get(name) for row in kept]) for name in names}
-    for name, column in (derived(metrics) | {"total_tokens": metrics.total_tokens}).items():
+    for name, column in (metrics.speeds() | {"total_tokens": metrics.total_tokens}).items():
         columns[name] = pyarrow.array(column)
     facts = {
         "run": run.name,
@@ -84,25 +81,6 @@ def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int
     return table.num_rows
 
 
-def that_count(steps: ArrayLike, attempts: ArrayLike) -> np.ndarray:
-    """Returns the places of the rows that count, by step: a newer attempt's rows replace all that
-    older ones did from its first step on.
-    """
-    rows = np.array([steps, attempts, np.arange(np.size(steps))], float)
-    return supersede(rows, first_steps(rows, {}))[2].astype(int)
-
-
-def metrics_of(run: Run, rows: list[dict[str, Any]]) -> Metrics:
-    """Returns rows of a run as they are, in their order and with repeated steps, as metrics."""
-    return rows_to_metrics(rows, **facts_of(run))
-
-
-def derived(metrics: Metrics) -> dict[str, np.ndarray]:
-    """Returns tokens_per_s and, where the peak is known and holds, mfu and hfu."""
-    speeds = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
-    return {name: values for name, values in speeds.items() if values is not None}
-
-
 def _column(values: list[Any]) -> Any:
     """Returns recorded values as an Arrow array: of numbers where all are numbers, else of JSON
     texts.
@@ -110,15 +88,11 @@ def _column(values: list[Any]) -> Any:
     import pyarrow
 
     known = [value for value in values if value is not None]
-    try:
-        if all(isinstance(value, int) and not isinstance(value, bool) for value in known):
+    with contextlib.suppress(OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
+        if all(isinstance(value, int) and is_number(value) for value in known):
             return pyarrow.array(values, pyarrow.int64())
-        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
-            return pyarrow.array(
-                [None if value is None else float(value) for value in values], pyarrow.float64()
-            )
-    except (OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
-        pass
-    return pyarrow.array(
-        [None if value is None else json.dumps(value) for value in values], pyarrow.string()
-    )
+        if all(map(is_number, known)):
+            floats = [None if value is None else float(value) for value in values]
+            return pyarrow.array(floats, pyarrow.float64())
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pyarrow.array(texts, pyarrow.string())

@@ -105,9 +105,15 @@ def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
     """Draws losses as dashed lines with their names."""
     for name, loss in levels.items():
         axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
-        text, beside = f"{short(name)} {loss:.2f}", ("axes fraction", "data")
-        style = {"ha": "right", "fontsize": TEXT, **OFFSET}
-        axis.annotate(text, (1, loss), xycoords=beside, xytext=(-2, 3), **style)
+        axis.annotate(
+            f"{short(name)} {loss:.2f}",
+            (1, loss),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
+            ha="right",
+            fontsize=TEXT,
+            **OFFSET,
+        )
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -121,12 +127,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:
-    table = {name: metrics[name] for name in ("step", "attempt", "loss")}
-    table["loss_ema"] = smooth(metrics["loss"])
-    table["validation_loss"] = metrics.columns.get("validation_loss", np.full(len(metrics), np.nan))
-    table["tokens_per_s"] = metrics.tokens_per_s
-    mfu = metrics.mfu()
-    return table if mfu is None else {**table, "mfu": mfu}
+    speeds = metrics.speeds()
+    return {
+        **{name: metrics[name] for name in ("step", "attempt", "loss")},
+        "loss_ema": smooth(metrics["loss"]),
+        "validation_loss": metrics.columns.get("validation_loss", np.full(len(metrics), np.nan)),
+        **{name: speeds[name] for name in ("tokens_per_s", "mfu") if name in speeds},
+    }
 
 
 def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
@@ -139,9 +146,15 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     )
     if not finite.all():
         lost = table["step"][~finite]
-        at_top = {"transform": axis.get_xaxis_transform(), "clip_on": False}  # it has no height
-        label = f"not finite ({len(lost):,})"
-        axis.plot(lost, np.ones(len(lost)), "x", color=VERMILION, label=label, **at_top)
+        axis.plot(
+            lost,
+            np.ones(len(lost)),
+            "x",
+            color=VERMILION,
+            label=f"not finite ({len(lost):,})",
+            transform=axis.get_xaxis_transform(),  # at the top: it has no height
+            clip_on=False,
+        )
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
         x, y = table["step"][held_out], table["validation_loss"][held_out]

@@ -16,10 +16,9 @@ from cluster.record import Record, field_doc
 from cluster.site import Site
 from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
 from kit.errors import RunError
-from kit.monitor.export import that_count
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.columns import NAMES, parse_lines
+from kit.run.columns import NAMES, parse_lines, that_count
 from kit.run.tail import Tail
 
 PARTS = {
@@ -91,11 +90,8 @@ class Ledger(Record):
     def goodput(self) -> float:
         """Device-seconds in steps that count over all that were held; NaN before any was."""
         held = sum(share.devices * share.held_s for share in self.attempts)
-        return (
-            sum(share.devices * share.seconds["productive"] for share in self.attempts) / held
-            if held
-            else np.nan
-        )
+        counts = sum(share.devices * share.seconds["productive"] for share in self.attempts)
+        return counts / held if held else np.nan
 
     @property
     def usd(self) -> float | None:
@@ -115,15 +111,16 @@ class Ledger(Record):
             factor = 0 if part == "waiting" else 1 / 3600
             held = factor * np.array([share.seconds[part] for share in self.attempts])
             hours, usd = float(held @ devices), float(held @ prices)
-            row = {
-                "part": part,
-                "seconds": seconds,
-                "share": seconds / wall_s if wall_s else np.nan,
-                "device_hours": hours,
-                "usd": None if np.isnan(usd) else usd,
-                "meaning": PARTS[part],
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "part": part,
+                    "seconds": seconds,
+                    "share": seconds / wall_s if wall_s else np.nan,
+                    "device_hours": hours,
+                    "usd": None if np.isnan(usd) else usd,
+                    "meaning": PARTS[part],
+                }
+            )
         return rows
 
 
@@ -200,15 +197,14 @@ def _attempt(
     took = ends - starts
     extra = max(0.0, took[0] - float(np.median(took[1 : 1 + WARM]))) if len(took) > 2 else 0.0
     took[:1] -= extra
-    counts = steps["counts"].astype(bool)
     gaps = starts[1:] - ends[:-1]
     saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
     validations = np.where(np.isfinite(steps["validation_loss"][:-1]), gaps - saves, 0.0)
     well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
     after = end - last if len(ends) else 0.0
     seconds = {
-        "productive": took[counts].sum(),
-        "repeated": took[~counts].sum(),
+        "productive": took[steps["counts"]].sum(),
+        "repeated": took[~steps["counts"]].sum(),
         "first step": extra,
         "start-up": (starts[0] if len(starts) else end) - start,
         "checkpoints": saves.sum(),
@@ -223,12 +219,12 @@ def _attempt(
 
 def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns all rows that were recorded, in the order of the file, and whether each counts."""
-    tail = Tail(run.directory / "metrics.jsonl")
-    parts = (parse_lines(text)[0] for text in iter(tail.new_lines, b""))
+    texts = iter(Tail(run.directory / "metrics.jsonl").new_lines, b"")
+    parts = (parse_lines(text)[0] for text in texts)
     values: Any = np.hstack([np.empty((len(NAMES), 0)), *parts])
     columns: dict[str, np.ndarray] = dict(zip(NAMES, values, strict=True))
-    columns["counts"] = np.zeros(len(columns["step"]))
-    columns["counts"][that_count(columns["step"], columns["attempt"])] = 1
+    counts = that_count(columns["step"], columns["attempt"])
+    columns["counts"] = np.isin(np.arange(values.shape[1]), counts)
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[known] for name, column in columns.items()}
 

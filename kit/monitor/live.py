@@ -7,7 +7,6 @@ It needs no front-end extension, and a saved notebook shows its last state.
 import asyncio
 import html
 import time
-from typing import Any
 
 import numpy as np
 from IPython.display import DisplayHandle
@@ -15,9 +14,9 @@ from IPython.display import DisplayHandle
 from cluster.job import JobStatus
 from cluster.record import counted
 from cluster.state import JobState, read_exit
-from kit.monitor.expected import Outlook
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import loss_figure
-from kit.monitor.text import COLOURS, duration, status_row
+from kit.monitor.text import COLOURS, duration
 from kit.run import Run
 from kit.show.terminal import number
 from kit.show.theme import MUTED
@@ -58,15 +57,17 @@ async def follow(
     Raises:
         TimeoutError: the job has not ended after `limit_s`; it goes on.
     """
-    handle, start, outlook = DisplayHandle(), time.monotonic(), Outlook(run)
-    curve, drawn = curve_html(run, baselines), start
-    handle.display(_bundle(run, curve), raw=True)
+    handle, start = DisplayHandle(), time.monotonic()
+    dashboard = Dashboard(run, baselines=baselines).read_all()
+    curve, drawn = curve_html(dashboard), start
+    handle.display(_bundle(dashboard, curve), raw=True)
     while True:
-        status = run.job.status()  # before the view, which then shows at least this state
+        status = dashboard.status = run.job.status()
+        dashboard.read_all()
         if status.state.is_final or time.monotonic() - drawn > DRAW_S:
-            curve, drawn = curve_html(run, baselines), time.monotonic()
-        outlook.refresh(wait=status.state.is_final)
-        handle.update(_bundle(run, curve, outlook.facts["verdict"]), raw=True)
+            curve, drawn = curve_html(dashboard), time.monotonic()
+        dashboard.outlook.refresh(wait=status.state.is_final)
+        handle.update(_bundle(dashboard, curve), raw=True)
         if status.state.is_final:
             return status
         if time.monotonic() - start > limit_s:
@@ -77,21 +78,19 @@ async def follow(
         await asyncio.sleep(refresh_s)
 
 
-def _bundle(run: Run, curve: str, verdict: str = "") -> dict[str, str]:
+def _bundle(dashboard: Dashboard, curve: str) -> dict[str, str]:
     """Returns the same for a notebook, and in a line for pages that show no HTML."""
-    row = status_row(run)
-    loss = number(row.get("loss"), ".3f")
-    text = f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {loss}"
-    return {"text/html": view_html(run, curve, verdict, row), "text/plain": text}
+    row = dashboard.row()
+    text = f"{dashboard.run.name}: {row['state']}, step {row['step']} of {row['num_steps']}"
+    text += f", loss {number(row.get('loss'), '.3f')}"
+    return {"text/html": view_html(dashboard, curve), "text/plain": text}
 
 
-def view_html(run: Run, curve: str, verdict: str = "", row: dict[str, Any] | None = None) -> str:
+def view_html(dashboard: Dashboard, curve: str) -> str:
     """Returns the view of a run: state with its reason, progress, numbers, and the loss
     (`curve_html`).
-
-    `verdict` is the sentence of an `Outlook`, `row` that of `status_row`, by default of now.
     """
-    row = row or status_row(run)
+    run, row, verdict = dashboard.run, dashboard.row(), dashboard.outlook.facts["verdict"]
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
     tiles = {
@@ -127,15 +126,15 @@ def view_html(run: Run, curve: str, verdict: str = "", row: dict[str, Any] | Non
     )
 
 
-def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:
+def curve_html(dashboard: Dashboard) -> str:
     """Returns the loss as `run_figure` draws it, over the whole planned length of the run, in
     the page's theme.
     """
-    metrics = run.metrics()
+    metrics, num_steps = dashboard.curves.metrics(), dashboard.run.recipe.num_steps
     if not len(metrics):
         return f"<div style='{MUTED};padding-top:12px'>Waiting for the first step.</div>"
     first, last = (number(float(metrics["loss"][row]), ".2f") for row in (0, -1))
     alt = f"training loss from {first} to {last} in {counted(len(metrics), 'step')}"
     lost = np.sum(~np.isfinite(metrics["loss"]))
     note = f"<div>✖ {lost:,} losses were not finite.</div>" if lost else ""
-    return loss_figure(metrics, run.recipe.num_steps, baselines=baselines).to_html(alt=alt) + note
+    return loss_figure(metrics, num_steps, baselines=dashboard.levels).to_html(alt=alt) + note

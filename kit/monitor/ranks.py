@@ -59,7 +59,7 @@ class RankTimes:
     Attributes:
         samples: of the last looks, each step time over the median of all ranks, float32 [rank];
             NaN where a rank has not said.
-        hosts: by rank.
+        beats: the newest of each rank.
         slowest: rank in one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples.
     """
 
@@ -67,7 +67,6 @@ class RankTimes:
         self.run_dir, self.num_ranks, self.attempt = run_dir, num_ranks, attempt
         self._step, self._rest_until = -1, 0.0
         self.samples: list[np.ndarray] = []
-        self.hosts: dict[int, str | None] = {}
         self.beats: dict[int, RankHeartbeat] = {}
         self.slowest: Straggler | None = None
 
@@ -85,8 +84,8 @@ class RankTimes:
         step = max((beat.step for beat in beats.values()), default=-1)
         if step <= self._step:
             return False
-        self._step, self.beats = step, beats
-        self.hosts |= {rank: beat.host for rank, beat in beats.items()}
+        self._step = step
+        self.beats |= beats
         sample = np.full(self.num_ranks, np.nan, dtype=np.float32)
         for rank, beat in beats.items():
             # A whole step includes waiting for the slow.
@@ -124,9 +123,10 @@ class RankTimes:
         }
         rows = []
         for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:SPLIT]):
-            seconds = [part or 0.0 for part in self.beats[rank].parts_s]
+            beat = self.beats[rank]
+            seconds = [part or 0.0 for part in beat.parts_s]
             seconds[1] = max(0.0, seconds[1] - seconds[-1])
-            rows.append({"rank": rank, "host": self.hosts.get(rank), "seconds": seconds})
+            rows.append({"rank": rank, "host": beat.host, "seconds": seconds})
         return rows
 
     def _slowest(self) -> Straggler | None:
@@ -139,7 +139,7 @@ class RankTimes:
             return None
         rank, ratio, by_chance = min(found, key=lambda each: each[2])
         return Straggler(
-            rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.hosts.get(rank)
+            rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.beats[rank].host
         )
 
 

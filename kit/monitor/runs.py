@@ -16,7 +16,6 @@ from cluster.login.mirror import seen_of
 from cluster.state import JobError
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import drawable
-from kit.monitor.export import metrics_of
 from kit.monitor.figure import smooth
 from kit.run import Run
 from kit.run.columns import parse_row
@@ -90,23 +89,19 @@ def runs_table(folder: str | Path) -> RunsTable:
     """
     folder = Path(folder).expanduser().resolve()
     rows: list[dict[str, Any]] = []
-    opened: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for directory in find_runs(folder):
         name = str(directory.relative_to(folder)) if directory != folder else directory.name
         row: dict[str, Any] = {"run": name, "directory": str(directory)}
         rows.append(row)
         try:
             run = Run.open(directory)
-            row |= live_row(run)
-            opened.append((row, _settings(run)))
+            row |= live_row(run) | _settings(run)
         except Exception as error:
             # Half-made, damaged, hostile, or deleted meanwhile: the others are shown.
             reason = str(error) if directory.is_dir() else "deleted while it was looked at"
             row |= {"state": "unreadable", "reason": reason}
-    shown = _differing([settings for _, settings in opened])
-    for row, settings in opened:
-        row |= {name: settings[name] for name in shown}
-    return RunsTable(folder=folder, rows=rows, settings=shown)
+    opened = [row for row in rows if row["state"] != "unreadable"]
+    return RunsTable(folder=folder, rows=rows, settings=_differing(opened))
 
 
 def live_row(run: Run) -> dict[str, Any]:
@@ -124,7 +119,7 @@ def live_row(run: Run) -> dict[str, Any]:
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}
-    metrics = metrics_of(run, newest)
+    metrics = run.metrics(newest)
     if metrics.why_no_mfu == "above the peak":
         row["reason"] = (
             f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"
@@ -147,14 +142,12 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
             f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare."
         )
     found = dict(zip(_labels(runs), [run.metrics() for run in runs], strict=True))
-    whys = sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)})
+    speeds = {label: metrics.speeds() for label, metrics in found.items()}
     speed, scale, title = "mfu", 100, "MFU, % of peak"
-    speeds = {label: mfu for label, run in found.items() if (mfu := run.mfu()) is not None}
-    if len(speeds) < len(found):
+    if whys := sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)}):
         speed, scale, title = "tokens_per_s", 1, f"Tokens/s\n(no MFU: {', '.join(whys)})"
-        speeds = {label: metrics.tokens_per_s for label, metrics in found.items()}
     table = {
-        label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label]}
+        label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label][speed]}
         for label, metrics in found.items()
     }
     height = 3.2 + 0.25 * (len(runs) // 3)
@@ -198,26 +191,25 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
 
 def _settings(run: Run) -> dict[str, Any]:
     """Returns every setting by its dotted name."""
-    flat: dict[str, Any] = {"site": run.site.name}
-    for part in ("spec", "plan", "recipe"):
-        flat |= {f"{part}.{name}": value for name, value in getattr(run, part).to_dict().items()}
-    return flat
+    records = {part: getattr(run, part).to_dict() for part in ("spec", "plan", "recipe")}
+    return {"site": run.site.name} | {
+        f"{part}.{name}": value
+        for part, record in records.items()
+        for name, value in record.items()
+    }
 
 
-def _differing(settings: list[dict[str, Any]]) -> list[str]:
-    """Returns the names whose value is not the same in all runs; no shape of a model that the
-    model's name tells.
+def _differing(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of settings whose value is not the same in all rows; no shape of a model
+    that the model's name tells.
     """
-    by_model: dict[str, list[dict[str, Any]]] = {}
-    for values in settings:
-        by_model.setdefault(values["spec.name"], []).append(values)
 
     def differs(name: str) -> bool:
         is_shape = name.startswith("spec.") and name != "spec.name"
-        groups = by_model.values() if is_shape else [settings]
-        return any(values[name] != group[0][name] for group in groups for values in group)
+        found = {(row["spec.name"] if is_shape else "", repr(row[name])) for row in rows}
+        return len(found) > len({model for model, _ in found})
 
-    names = settings[0] if settings else ()
+    names = [name for name in rows[0] if name == "site" or "." in name] if rows else []
     # The number of steps has its own column.
     return [name for name in names if name != "recipe.num_steps" and differs(name)]
 

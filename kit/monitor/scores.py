@@ -4,6 +4,7 @@ scores against training tokens, with their 95 % intervals. No torch, no lm-eval.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -146,10 +147,8 @@ class ScoreFollower:
         """
         found = []
         for report in eval_reports(self.run):
-            values: dict[str, float] = {}
-            for score in report.scores:
-                values |= self._new(report, score)
-            if values:
+            new = [self._new(report, score).items() for score in report.scores]
+            if values := dict(itertools.chain.from_iterable(new)):
                 found.append((report.attempt or 1, report.step or 0, values))
         return found
 
@@ -215,12 +214,13 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
             axis.plot(x[here], y[here], marker, color=colour, markerfacecolor=face, markersize=5)
         if accuracy and np.isfinite(curve.chance):
             axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
-    names = [f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves]
-    title = ", ".join(dict.fromkeys(names))
     if accuracy:
         title = "Score, %; bars: 95 % interval; dotted: guessing"
     elif of_answers:
         title = "Bits per byte of the right answer: less is better"
+    else:
+        names = [f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves]
+        title = ", ".join(dict.fromkeys(names))
     hollow = "\nhollow: a part of the items" if any(curve.partial.any() for curve in curves) else ""
     axis.set(title=title + hollow, xlabel="training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +21,10 @@ from typing import Any
 from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError, refuse_other_owner
 from kit.errors import MissingPackageError
-from kit.monitor.export import derived, metrics_of
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
-from kit.run.columns import is_number, number
-from kit.run.metrics import MetricsFollower
+from kit.run.columns import is_number, number, parse_rows
+from kit.run.tail import Tail
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
@@ -34,7 +34,7 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and
     holds, mfu and hfu.
     """
-    speeds, found = derived(metrics_of(run, rows)), []
+    speeds, found = run.metrics(rows).speeds(), []
     for i, row in enumerate(rows):
         numbers = {name: value for name, value in row.items() if is_number(value)}
         numbers |= {name: column[i] for name, column in speeds.items() if column[i] == column[i]}
@@ -76,10 +76,8 @@ class TensorBoardSink:
         if attempt not in self.writers:
             self.writers[attempt] = self.open_writer(str(self.folder / f"attempt_{attempt:02d}"))
         tags = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = self.event(
-            wall_time=time_s or time.time(), step=step, summary=self.summary(value=tags)
-        )
-        self.writers[attempt].add_event(event)
+        told = {"wall_time": time_s or time.time(), "step": step}
+        self.writers[attempt].add_event(self.event(summary=self.summary(value=tags), **told))
 
     def close(self) -> None:
         """Returns once everything is in files."""
@@ -126,8 +124,8 @@ class WandbSink:
 
     def _open(self, attempt: int) -> Any:
         run, part = self.run, self.state.starts
-        config = {name: getattr(run, name).to_dict() for name in ("spec", "plan", "recipe")}
-        config["plan"] = run.plans().get(attempt, run.plan).to_dict()
+        plan = run.plans().get(attempt, run.plan)
+        asked = {"spec": run.spec, "plan": plan, "recipe": run.recipe}
         settings = self.wandb.Settings(
             console="off",
             silent=True,
@@ -144,7 +142,11 @@ class WandbSink:
             name=f"{run.name}, attempt {attempt}" + (f", part {part}" if part > 1 else ""),
             id=f"{self.state.identity}-{attempt:02d}-{part:02d}",
             dir=str(self.folder),
-            config={**config, "site": run.site.name, "attempt": attempt},
+            config={
+                **{name: record.to_dict() for name, record in asked.items()},
+                "site": run.site.name,
+                "attempt": attempt,
+            },
             reinit="create_new",
             settings=settings,
         )
@@ -199,23 +201,22 @@ def copy_metrics(
     state = _start(folder)
     sink = SINKS[to](run, folder, state)
     state.write(folder / "sink.json")
-    follower = MetricsFollower(run.directory / "metrics.jsonl", state.offset)
-    score_follower = ScoreFollower(run, state.scores)
-    copied, attempts, end = 0, set(), "everything is copied"
+    tail = Tail(run.directory / "metrics.jsonl", state.offset)
+    scores = ScoreFollower(run, state.scores)
+    copied, skipped, end = Counter[int](), 0, "everything is copied"
     try:
         while True:
             # Before reading, so that what was written before the end is not missed.
             final = not follow or _is_over(run)
-            for rows in follower.parts():
+            for text in iter(tail.new_lines, b""):
+                rows, torn = parse_rows(text)
                 for row, values in zip(rows, scalars(run, rows), strict=True):
                     sink.write(row["attempt"], row["step"], _time(row), values)
-                copied, attempts = copied + len(rows), attempts | {row["attempt"] for row in rows}
-            for attempt, step, values in score_follower.read():
+                copied.update(row["attempt"] for row in rows)
+                skipped += torn
+            for attempt, step, values in scores.read():
                 sink.write(attempt, step, None, values)
-            if not run.directory.is_dir():
-                end = f"{run.directory} was deleted"
-                break
-            if final:
+            if final or not run.directory.is_dir():
                 break
             idle(poll_s)
     except KeyboardInterrupt:
@@ -223,16 +224,16 @@ def copy_metrics(
     finally:
         sink.close()
     if run.directory.is_dir():  # only now is everything in its files
-        state.replace(offset=follower.position, scores=score_follower.seen).write(
-            folder / "sink.json"
-        )
+        state.replace(offset=tail.position, scores=scores.seen).write(folder / "sink.json")
+    else:
+        end = f"{run.directory} was deleted"
     return SinkReport(
         to=to,
         folder=str(folder),
-        rows=copied,
-        attempts=tuple(sorted(attempts)),
+        rows=copied.total(),
+        attempts=tuple(sorted(copied)),
         end=end,
-        skipped_lines=follower.skipped_lines,
+        skipped_lines=skipped,
     )
 
 

@@ -38,11 +38,9 @@ def status_row(run: Run) -> dict[str, Any]:
     """Returns what is known of a run now, as plain values: state, reason, step, loss, speed,
     MFU, time left, checkpoints, scores.
     """
-    dashboard = Dashboard(run)
-    dashboard.read_all()
     return {
         "run": run.name,
-        **dashboard.row(),
+        **Dashboard(run).read_all().row(),
         "checkpoints": run.checkpoints.steps(),
         "scores": last_scores(run),
         "eval_s": sum(report.seconds for report in eval_reports(run)),
@@ -103,8 +101,12 @@ def _view(dashboard: Dashboard, width: int) -> Group:
     """
     width = max(40, min(width, 120))
     row, facts = dashboard.row(), dashboard.facts()
-    parts = [*_heading(row, facts, width), *_curves(dashboard, row, facts, width)]
-    return Group(*parts, *_told(dashboard, facts), *_alerts(dashboard))
+    return Group(
+        *_heading(row, facts, width),
+        *_curves(dashboard, row, facts, width),
+        *_told(dashboard, facts),
+        *_alerts(dashboard),
+    )
 
 
 def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[RenderableType]:

@@ -156,20 +156,17 @@ class Monitor(anywidget.AnyWidget):
             self._heard = number
         if kind == "view":
             self.view = View.from_message(message)
-            self._guarded(self._send_frame)
         elif kind == "smoothing":
             value = message.get("value")
             if isinstance(value, int | float) and 0 <= value < 1:
                 self.dashboard.curves.smoothing = float(value)
-                self._guarded(self._send_frame)
         elif kind == "log":
             self.dashboard.log_search = str(message.get("search", ""))[:200]
             rank = message.get("rank", 0)
             self.dashboard.log_rank = rank if isinstance(rank, int) and rank >= 0 else 0
-            self._guarded(self._send_facts)
         elif kind == "action":
             self.dashboard.actions.start(str(message.get("name")), self.dashboard.status)
-            self._guarded(self._send_facts)
+        self._guarded(self._send_frame if kind in ("view", "smoothing") else self._send_facts)
 
     def _ipython_display_(self) -> None:
         """Shows the view, and under it a picture for readers without a kernel, which a live view

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cluster.job import Job
 from cluster.login.mirror import look, mirror_of
-from cluster.record import Record, html_table
+from cluster.record import ConfigError, Record, html_table
 from cluster.site import Site
 from kit.errors import RunError, kit_command
 from kit.plan import Plan
@@ -87,13 +87,10 @@ class Run:
             RunError: the hook's file cannot be read, and there is no copy of this file from an
                 earlier launch.
         """
-        records: dict[str, Record] = {
-            "plan": self.plan,
-            "recipe": self.recipe,
-            "site": self.site,
-            "spec": self.spec,
+        texts = {
+            f"{name}.json": getattr(self, name).to_json()
+            for name in ("plan", "recipe", "site", "spec")
         }
-        texts = {f"{name}.json": record.to_json() for name, record in records.items()}
         if (hook := self.recipe.hook) is not None:
             try:
                 return {HOOK: Path(hook).read_text(encoding="utf-8"), **texts}
@@ -200,18 +197,32 @@ class Run:
             if (match := re.search(r"attempt_(\d+)\.json$", file.name))
         ]
 
-    def metrics(self) -> "Metrics":
-        """Returns the steps recorded so far."""
-        from kit.run.metrics import Metrics
+    def metrics(self, rows: list[dict[str, Any]] | None = None) -> "Metrics":
+        """Returns the steps recorded so far; or `rows` of these as they are, in their order and
+        with repeated steps.
+        """
+        from kit.run.metrics import Metrics, rows_to_metrics
 
-        return Metrics.read(
-            self.directory / "metrics.jsonl",
-            spec=self.spec,
-            plans=self.plans(),
-            site=self.site,
-            other_sites=self.other_sites(),
-            is_imported=self.is_imported,
+        facts = self.facts()
+        return (
+            Metrics.read(self.directory / "metrics.jsonl", **facts)
+            if rows is None
+            else rows_to_metrics(rows, **facts)
         )
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the derived values of `Metrics` rest on."""
+        try:
+            plans, elsewhere = self.plans(), self.other_sites()
+        except ConfigError:  # written this moment, or damaged; the steps are still worth having
+            plans, elsewhere = {}, {}
+        return {
+            "spec": self.spec,
+            "site": self.site,
+            "is_imported": self.is_imported,
+            "plans": plans,
+            "other_sites": elsewhere,
+        }
 
     def dataset(self) -> "Dataset":
         """Returns the token files that the run reads."""

@@ -78,8 +78,6 @@ class AlertLog(Tail):
 
         Where they cannot be written, only the record is lost.
         """
-        if not alerts:
-            return []
         self.read()
         new = [alert for alert in alerts if self._take(alert)]
         lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()

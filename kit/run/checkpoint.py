@@ -91,10 +91,9 @@ class Checkpoints:
             CheckpointError: there is none yet.
         """
         if not (steps := self.steps()):
-            run = self.directory.parent
             raise CheckpointError(
-                f"{run} has no complete checkpoint yet. Wait for one, or ask the job, if it "
-                f"runs: `{kit_command('checkpoint', run)}`."
+                f"{self.directory.parent} has no complete checkpoint yet. Wait for one, or ask the"
+                f" job, if it runs: `{kit_command('checkpoint', self.directory.parent)}`."
             )
         return steps[-1]
 

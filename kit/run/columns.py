@@ -1,7 +1,7 @@
-"""Columns: metrics.jsonl as NumPy columns that grow with the file.
+"""Columns: metrics.jsonl as NumPy columns that grow with the file: only new bytes are read.
 
-The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what an older one did
-after its first. Only new bytes are read each time.
+The rule by which a newer attempt's steps replace what older ones did from its first on stands in
+`that_count`; everything that reads steps uses it.
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kit.run.tail import CHUNK_BYTES, Tail
 
@@ -43,9 +44,30 @@ its skipped ones. `consumed_tokens` is another trainer's own count at the end of
 five, of rank 0, say where its step's time went: waiting for the batch; three phases of the native
 engine; and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks.
 """
-NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
+NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20
 """A few steps are parsed before a faster parser is even imported."""
+
+
+class Growing:
+    """Rows of float64 values, [rows, n], that grow at their end."""
+
+    def __init__(self, rows: int) -> None:
+        self._data, self.length = np.empty((rows, 1024)), 0
+
+    @property
+    def values(self) -> np.ndarray:
+        return self._data[:, : self.length]
+
+    def extend(self, values: ArrayLike, start: int | None = None) -> None:
+        """Adds further values, [rows, n]; in place of those from `start` on, if it is given."""
+        values, start = np.asarray(values), self.length if start is None else start
+        needed = start + values.shape[-1]
+        if needed > self._data.shape[1]:
+            room = np.empty((len(self._data), max(needed - start, self._data.shape[1])))
+            self._data = np.hstack([self._data[:, :start], room])
+        self._data[:, start:needed] = values
+        self.length = needed
 
 
 class Columns(Tail):
@@ -65,10 +87,10 @@ class Columns(Tail):
         self.restart()
 
     def __len__(self) -> int:
-        return self._rows
+        return self._rows.length
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._data[NAMES.index(name), : self._rows]
+        return self._rows.values[NAMES.index(name)]
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there
@@ -91,25 +113,16 @@ class Columns(Tail):
     def restart(self) -> None:
         """Forgets what was read."""
         super().restart()
-        self._data, self._rows, self.skipped_lines = np.empty((len(NAMES), 1024)), 0, 0
+        self._rows, self.skipped_lines = Growing(len(NAMES)), 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
     def _append(self, rows: np.ndarray) -> None:
         """Adds parsed rows, [names, n], in the order of the file."""
-        if not rows.shape[1]:
-            return
-        first_steps(rows, self.first_steps)
-        start = int(np.searchsorted(self["step"], rows[0].min()))
-        self.revision += start < self._rows
-        rows = supersede(np.hstack([self._data[:, start : self._rows], rows]), self.first_steps)
-        needed = start + rows.shape[1]
-        if needed > self._data.shape[1]:
-            larger = np.empty((len(NAMES), max(needed, 2 * self._data.shape[1])))
-            larger[:, :start] = self._data[:, :start]
-            self._data = larger
-        self._data[:, start:needed] = rows
-        self._rows = needed
+        start = int(np.searchsorted(self["step"], rows[0].min(initial=np.inf)))
+        self.revision += start < len(self)
+        rows = np.hstack([self._rows.values[:, start:], rows])
+        self._rows.extend(rows[:, that_count(rows[0], rows[1], self.first_steps)], start)
 
 
 def tokens_seen(
@@ -134,42 +147,39 @@ def tokens_seen(
     )
 
 
-def first_steps(rows: np.ndarray, known: dict[int, int]) -> dict[int, int]:
-    """Takes the first step of each attempt of some rows, [names, n], into those that are known,
-    and returns these.
+def that_count(
+    steps: ArrayLike, attempts: ArrayLike, first_steps: dict[int, int] | None = None
+) -> np.ndarray:
+    """Returns the places of the rows that count, by step, each step once: without an attempt's
+    steps from the first of a newer one on.
+
+    The rows are in the order of the file: the later of two equals counts. `first_steps` are those
+    of the attempts of rows before, and get those of these rows.
     """
-    for attempt in np.unique(rows[1]):
-        first = int(rows[0, rows[1] == attempt].min())
-        known[int(attempt)] = min(first, known.get(int(attempt), first))
-    return known
-
-
-def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
-    """Returns rows, [names, n], by step, each step once: without an attempt's steps from the first
-    of a newer one on.
-
-    Of the names step and attempt are the first two. The rows are in the order of the file: the
-    later of two equals counts.
-    """
-    attempts = sorted(first_steps)
-    firsts = [float(first_steps[attempt]) for attempt in attempts]
+    steps, attempts = np.asarray(steps, float), np.asarray(attempts, float)
+    firsts = {} if first_steps is None else first_steps
+    for attempt in np.unique(attempts).tolist():
+        first = int(steps[attempts == attempt].min())
+        firsts[int(attempt)] = min(first, firsts.get(int(attempt), first))
+    numbers = sorted(firsts)
+    starts = [float(firsts[number]) for number in numbers]
     # Of all newer attempts.
-    bounds = np.append(np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf)
-    rows = rows[:, rows[0] < bounds[np.searchsorted(attempts, rows[1])]]
-    order = np.argsort(rows[0], kind="stable")
-    steps = rows[0, order]
-    is_last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
-    return rows[:, order[is_last]]
+    bounds = np.append(np.minimum.accumulate(starts[::-1])[::-1][1:], np.inf)
+    kept = np.flatnonzero(steps < bounds[np.searchsorted(numbers, attempts)])
+    order = kept[np.argsort(steps[kept], kind="stable")]
+    is_last = np.append(np.diff(steps[order]) != 0, True)[: len(order)]
+    return order[is_last]
 
 
 def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
     """Returns the values of whole lines, [names, n], and how many lines were torn or foreign."""
-    rows = None
     if len(text) >= FAST_FROM_BYTES:
-        rows = _parse_fast(text)
-        if rows is None and b": NaN" in text:  # which is not JSON, and costs nothing
-            rows = _parse_fast(text.replace(b": NaN", b": null"))
-    return _parse_slowly(text) if rows is None else rows  # a lost line costs its own chunk only
+        without_nan = text.replace(b": NaN", b": null")  # which is not JSON, and costs nothing
+        if found := _parse_fast(text) or _parse_fast(without_nan):
+            return found
+    # A lost line costs its own chunk only.
+    rows, skipped = parse_rows(text)
+    return values_of(rows), skipped
 
 
 def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
@@ -205,19 +215,22 @@ def _floats(array: Any) -> np.ndarray:
 
     Its own `to_numpy` would import pandas, which takes a second.
     """
-    valid, values = array.buffers()
-    part = slice(array.offset, array.offset + len(array))
-    result = np.frombuffer(values, np.float64)[part]
-    if array.null_count:
-        known = np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[part]
-        result = np.where(known, result, np.nan)
-    return result
+    filled = array.fill_null(np.nan)
+    values = np.frombuffer(filled.buffers()[1], np.float64)
+    return values[filled.offset : filled.offset + len(filled)]
 
 
-def _parse_slowly(text: bytes) -> tuple[np.ndarray, int]:
-    parsed = [parse_row(line) for line in text.splitlines()]
-    rows = [[number(row.get(name)) for name in NAMES] for row in parsed if row is not None]
-    return np.array(rows, dtype=float).reshape(-1, len(NAMES)).T, len(parsed) - len(rows)
+def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Returns the rows in whole lines, and how many lines were torn or foreign."""
+    found = [parse_row(line) for line in text.splitlines()]
+    rows = [row for row in found if row is not None]
+    return rows, len(found) - len(rows)
+
+
+def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
+    """Returns the values of rows, [names, n], NaN where a row has none."""
+    values = [[number(row.get(name)) for name in NAMES] for row in rows]
+    return np.array(values, dtype=float).reshape(-1, len(NAMES)).T
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ No torch.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from cluster.site import Site
 from kit.plan import Plan
 from kit.run.columns import (
     COLUMNS,
+    NAMES,
     OPTIONAL_COLUMNS,
     Columns,
-    number,
-    parse_row,
     tokens_seen,
+    values_of,
 )
-from kit.run.tail import Tail
 from kit.spec import ModelSpec
 
 MAX_ABOVE_PEAK = 0.05
@@ -51,25 +50,6 @@ class MetricsWriter:
             del self.pending[: self.stream.write(self.pending)]
 
 
-class MetricsFollower(Tail):
-    """Reads the lines that are appended to a `metrics.jsonl`, each once, in the order of the
-    file.
-    """
-
-    def __init__(self, file: Path, position: int = 0) -> None:
-        super().__init__(file, position)
-        self.skipped_lines = 0
-
-    def parts(self) -> Iterator[list[dict[str, Any]]]:
-        """Yields the new rows, a few MB of lines at a time, until nothing is new; foreign lines
-        are counted.
-        """
-        while text := self.new_lines():
-            rows = [parse_row(line) for line in text.splitlines()]
-            self.skipped_lines += sum(row is None for row in rows)
-            yield [row for row in rows if row is not None]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metrics:
     """The steps of a run, oldest first, each once: a newer attempt's steps replace what an older
@@ -94,7 +74,11 @@ class Metrics:
         `facts` are the run's own: spec, the plans of its attempts, the site, whose peak makes
         MFU, and what else is known of `other_sites` and `is_imported`.
         """
-        read = Columns(file).read_all()
+        return cls.of(Columns(file).read_all(), **facts)
+
+    @classmethod
+    def of(cls, read: Columns, **facts: Any) -> "Metrics":
+        """Returns the metrics of steps that were read; `facts` as in `read`."""
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
         for name in ("step", "attempt", "tokens"):
@@ -131,6 +115,11 @@ class Metrics:
     def hfu(self) -> np.ndarray | None:
         """Returns the same with recomputed FLOPs counted; None and NaN as in `mfu`."""
         return self._believable(1)
+
+    def speeds(self) -> dict[str, np.ndarray]:
+        """Returns tokens_per_s and, where the peak is known and holds, mfu and hfu."""
+        speeds = {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu(), "hfu": self.hfu()}
+        return {name: values for name, values in speeds.items() if values is not None}
 
     @property
     def why_no_mfu(self) -> str | None:
@@ -171,33 +160,35 @@ class Metrics:
         """
         if not len(self):
             return {"step": 0}
-        mfu, recent = self.mfu(), slice(-20, None)
+        speeds = {"step_time_s": self["step_time_s"], **self.speeds()}
         return {
-            "step": int(self["step"][-1]),
+            "mfu": None,
+            **last_step(self, speeds),
             "tokens": int(self.total_tokens[-1]),
-            "loss": float(self["loss"][-1]),
-            "grad_norm": (
-                None if np.isnan(self["grad_norm"]).all() else float(self["grad_norm"][-1])
-            ),
-            "step_time_s": median(self["step_time_s"][recent]),
-            "tokens_per_s": median(self.tokens_per_s[recent]),
-            "mfu": None if mfu is None else median(mfu[recent]),
             "attempt": int(self["attempt"][-1]),
         }
+
+
+def last_step(steps: Metrics | Columns, speeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the numbers of the last of some steps, `speeds` as the median of the last 20.
+
+    A loss or gradient norm that was not finite stays what it was; None is what was never recorded,
+    or is not known.
+    """
+    norms = steps["grad_norm"]
+    return {
+        "step": int(steps["step"][-1]),
+        "loss": float(steps["loss"][-1]),
+        "grad_norm": None if np.isnan(norms).all() else float(norms[-1]),
+        **{name: median(values[-20:]) for name, values in speeds.items()},
+    }
 
 
 def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
     """Returns rows as they are, in their order and with repeated steps, as metrics with their
     derived speeds; `facts` as in `Metrics.read`.
     """
-    names = [
-        *COLUMNS,
-        *(["consumed_tokens"] if any("consumed_tokens" in row for row in rows) else []),
-    ]
-    columns = {
-        name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names
-    }
-    return Metrics(columns=columns, skipped_lines=0, **facts)
+    return Metrics(columns=dict(zip(NAMES, values_of(rows), strict=True)), skipped_lines=0, **facts)
 
 
 def utilisation_rates(

@@ -100,6 +100,8 @@ def _box(
 ) -> None:
     from matplotlib.patches import Rectangle
 
-    axis.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=0.22, edgecolor="none"))
-    axis.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=1.2))
+    face = (colour, 0.22)
+    axis.add_patch(
+        Rectangle((x, y), width, height, facecolor=face, edgecolor=colour, linewidth=1.2)
+    )
     axis.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=13)

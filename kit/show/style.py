@@ -59,9 +59,9 @@ def check_picture(file: Path) -> Path:
         ConfigError: its ending is none of PICTURES, it is a folder, or a file stands in its way.
     """
     if file.suffix.lower() not in PICTURES:
-        named = file.suffix or "no ending"
         raise ConfigError(
-            f"{file}: {named} is no format of a picture. Allowed: {', '.join(PICTURES)}."
+            f"{file}: {file.suffix or 'no ending'} is no format of a picture."
+            f" Allowed: {', '.join(PICTURES)}."
         )
     if (
         file.is_dir()

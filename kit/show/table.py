@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kit.show.terminal import Table as TextTable
-from kit.show.terminal import as_text
 
 
 def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
@@ -24,7 +23,7 @@ NUMERIC = ("", *"0123456789+-")
 """How the cells of a column of numbers begin."""
 
 
-class Table:
+class Table(TextTable):
     """Rows shown as a table in a notebook, and as aligned text elsewhere.
 
     Whole numbers get thousands separators. `runs` are the reader's own runs in it, and `left_out`
@@ -38,25 +37,24 @@ class Table:
         notes: Sequence[str] = (),
         runs: Iterable[str] = (),
     ) -> None:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        cells = ([_show(row.get(name)) for name in names] for row in rows)
+        super().__init__(*names, rows=cells, title=caption)
         self.rows, self.caption, self.notes = rows, caption, tuple(notes)
-        self.columns = list(dict.fromkeys(name for row in rows for name in row))
-        self.cells = [[_show(row.get(column)) for column in self.columns] for row in rows]
         self.runs = frozenset(runs)
         self.left_out: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
+        rows = [[cell.plain for cell in cells] for cells in self.cells]
         sides = [
             "right" if all(cell[:1] in NUMERIC for cell in column) else "left"
-            for column in zip(*self.cells, strict=True)
+            for column in zip(*rows, strict=True)
         ]
-        body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in self.cells)
-        caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>"
+        body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in rows)
+        caption = f"<caption style='text-align:left'>{html.escape(self.title)}</caption>"
         head = f"<thead><tr>{_html_cells('th', self.columns, sides)}</tr></thead>"
-        table = f"<table>{caption if self.caption else ''}{head}<tbody>{body}</tbody></table>"
+        table = f"<table>{caption if self.title else ''}{head}<tbody>{body}</tbody></table>"
         return table + notes_html(self.notes, self.left_out)
-
-    def __repr__(self) -> str:
-        return as_text(TextTable(*self.columns, rows=self.cells, title=self.caption))
 
 
 def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:

@@ -144,13 +144,16 @@ class Table:
         title: str = "",
     ) -> None:
         self.columns, self.right, self.title = columns, frozenset(right), title
-        self.rows: list[list[Text]] = []
+        self.cells: list[list[Text]] = []
         for cells in rows:
             self.add(*cells)
 
     def add(self, *cells: str | Text) -> None:
         """Adds a row."""
-        self.rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
+        self.cells.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
+
+    def __repr__(self) -> str:
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -165,7 +168,7 @@ class Table:
         least = len(GAP) * (len(self.columns) - 1)
         for i, name in enumerate(self.columns):
             whole = name in self.right
-            texts = [name, *(cells[i].plain for cells in self.rows)]
+            texts = [name, *(cells[i].plain for cells in self.cells)]
             parts = [
                 part for text in texts for part in (text.splitlines() if whole else text.split())
             ]
@@ -178,7 +181,7 @@ class Table:
                 overflow="fold",
                 min_width=width,
             )
-        for cells in self.rows:
+        for cells in self.cells:
             table.add_row(*cells)
         if least <= options.max_width:
             for line in console.render_lines(table, options, pad=False):
@@ -192,7 +195,7 @@ class Table:
         """Yields each row as its first cell, then its others after their names, as many in a
         line as fit.
         """
-        for cells in self.rows:
+        for cells in self.cells:
             line = Text(overflow="fold")
             for name, cell in zip(self.columns, cells, strict=True):
                 pair = Text.assemble((f"{name} " if name else "", "dim"), cell)

@@ -142,7 +142,7 @@ def test_a_line_without_end_is_not_held_in_memory(file: Path) -> None:
 
 
 def test_many_rows_take_the_fast_way(file: Path, monkeypatch) -> None:
-    monkeypatch.delattr(columns_module, "_parse_slowly")
+    monkeypatch.delattr(columns_module, "parse_rows")
     rows = [f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000)]
     file.write_text("".join(rows))
     assert len(Columns(file).read_all()) == 200_000
@@ -196,15 +196,12 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
     one = Plan(global_batch_size=2)
     run = made(tmp_path / "run", rows, one.replace(data_parallel=2), one)
     file = run.directory / "metrics.jsonl"
-    columns = Columns(file).read_all()
-    curves = Curves(columns, lambda: run, smoothing=0.5)
-    curves.update()
+    curves = Curves(run, smoothing=0.5).read_all()
     assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
     curves.window(("loss",), View(axis="step", width=100))
     with file.open("a") as stream:
         stream.write(line(11, attempt=2, loss=1.0))
-    columns.read_all()
-    curves.update()
+    curves.read_all()
     x, values = curves.window(("loss", "mfu"), View(axis="tokens", width=100))
     assert len(x) == 11 and x[-1] == 11 * 1024
     assert values.shape == (6, 11) and values[0, -1] == 1.0
@@ -212,12 +209,11 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
     assert values[4].tolist() == pytest.approx([mfu / 2] * 10 + [mfu])
     coarse, _ = curves.window(("loss",), View(axis="step", width=3))
     assert (coarse[0], coarse[-1], len(coarse)) == (1, 11, 3), "from the first step to the last"
-    fresh = Average(0.5).update(columns["loss"])
+    fresh = Average(0.5).update(curves["loss"])
     np.testing.assert_allclose(values[2], fresh)
 
 
 def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
-    curves = Curves(Columns(tmp_path / "absent").read_all(), lambda: pytest.fail("not asked for"))
-    curves.update()
+    curves = Curves(made(tmp_path / "run", [], Plan(global_batch_size=2))).read_all()
     x, values = curves.window(("loss", "mfu"), View(axis="time", width=10, log_x=True))
     assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 22

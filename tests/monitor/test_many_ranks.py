@@ -63,7 +63,9 @@ def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path: Path) -> No
             "status": reads(run, partial(status_row, run)),
             "runs": reads(run, partial(runs_table, folder.parent)),
         }
-        assert dashboard.ranks.hosts[ranks - 1] and dashboard.ranks.samples[-1].shape == (ranks,)
+        assert dashboard.ranks.beats[ranks - 1].host and dashboard.ranks.samples[-1].shape == (
+            ranks,
+        )
     small, large = found.values()
     assert "FOLDER/run/ranks/all.jsonl" in small["look"] + small["ranks"]
     assert large == small and max(map(len, small.values())) < 40

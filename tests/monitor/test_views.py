@@ -16,11 +16,12 @@ from cluster.job import Job, JobSpec, JobStatus
 from cluster.state import JobState
 from kit.commands.options import strict_json
 from kit.monitor import live, run_figure, status_table
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import loss_figure, smooth
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.text import status_row
 from kit.plan import Plan
-from kit.run import Run
+from kit.run import Run, columns
 from tests.monitor.recorded import lines, made, row, spoil
 from tests.pictures import check_figure
 
@@ -44,8 +45,9 @@ def test_status_row_tells_step_loss_and_speed(run: Run) -> None:
 
 
 def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run: Run) -> None:
-    curve = curve_html(run, {"unigram <i>": 6.62})
-    page = view_html(run, curve)
+    dashboard = Dashboard(run, baselines={"unigram <i>": 6.62}).read_all()
+    curve = curve_html(dashboard)
+    page = view_html(dashboard, curve)
     assert "a &lt;b&gt; run" in page and "<b> run" not in page
     assert curve in page and page.count("<img ") == 2
     assert "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
@@ -59,14 +61,16 @@ def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run: Run) -> No
 
 def test_html_view_before_the_first_step(run: Run) -> None:
     (run.directory / "metrics.jsonl").write_text("")
-    assert "Waiting for the first step" in curve_html(run)
+    assert "Waiting for the first step" in curve_html(Dashboard(run).read_all())
 
 
 @pytest.mark.parametrize("losses", [[8.0, 7.0, math.inf, math.nan], [math.nan] * 3])
 def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
     rows = [row(step, loss=loss) for step, loss in enumerate(losses, start=1)]
     (run.directory / "metrics.jsonl").write_text(lines(rows))
-    assert f"✖ {2 if 8.0 in losses else 3} losses were not finite" in curve_html(run)
+    assert f"✖ {2 if 8.0 in losses else 3} losses were not finite" in curve_html(
+        Dashboard(run).read_all()
+    )
     figure = loss_figure(run.metrics(), 80)
     raw = np.asarray(figure.axes[0].get_lines()[0].get_ydata(), dtype=float)
     assert raw[np.isfinite(raw)].tolist() == [loss for loss in losses if math.isfinite(loss)]
@@ -87,11 +91,15 @@ def test_following_draws_at_the_end_and_not_at_every_look(
         return ended.replace(state=JobState.RUNNING if len(looks) < 20 else JobState.DONE)
 
     monkeypatch.setattr(Job, "status", status)
+    monkeypatch.setattr("kit.monitor.expected.Outlook.refresh", lambda *_, **__: None)
+    read, parse = [], columns.parse_lines
+    monkeypatch.setattr(columns, "parse_lines", lambda text: read.append(len(text)) or parse(text))
     # A browser test before this one leaves a loop running in the main thread.
     with ThreadPoolExecutor(1) as own_thread:
         followed = own_thread.submit(asyncio.run, live.follow(run, refresh_s=0.0)).result(60)
     assert followed.state is JobState.DONE
     assert len(drawn) == 2 and len(shown) > 3
+    assert read == [(run.directory / "metrics.jsonl").stat().st_size], "each line once"
     assert "curve 1" in shown[0]["text/html"] and "curve 2" in shown[-1]["text/html"]
 
 

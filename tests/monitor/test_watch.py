@@ -120,6 +120,10 @@ def too_fast(run: Run) -> Run:
     return Run.open(run.directory)
 
 
+def page(dashboard: Dashboard) -> str:
+    return view_html(dashboard, curve_html(dashboard))
+
+
 STEP = {"tokens": 4096, "step_time_s": 1, "loss": 1}
 READERS = {
     "status": lambda run: status_row(run),
@@ -129,7 +133,7 @@ READERS = {
     "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
     "sink": lambda run: scalars(run, [{"step": 1, "attempt": 1} | STEP])[0],
     "dashboard": lambda run: (dashboard := Dashboard(run)).read() or dashboard.facts(),
-    "notebook": lambda run: {"loss": 1, "text": view_html(run, curve_html(run))},
+    "notebook": lambda run: {"loss": 1, "text": page(Dashboard(run).read_all())},
 }
 
 

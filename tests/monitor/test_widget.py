@@ -238,3 +238,18 @@ def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None
     late = "{'anywidget', 'rich', 'numpy', 'torch'}"
     code = f"import sys, kit.monitor; sys.exit(bool({late} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=100)
+    dashboard, recipe = looked_at(run), run.directory / "recipe.json"
+    whole = run.recipe.replace(num_steps=2000).to_json()
+    recipe.write_text(whole[:40])
+    say(run, JobState.RUNNING, attempt=2, step=100)
+    for _ in range(2):
+        dashboard.look()
+        facts = dashboard.facts()
+        assert (facts["attempt"], facts["num_steps"]) == (2, 1000), "the last picture stays"
+    recipe.write_text(whole)
+    dashboard.look()
+    assert dashboard.facts()["num_steps"] == 2000

@@ -256,14 +256,14 @@ VIEWS: Views = {
     "alerts": recorded_alerts,
     "goodput": lambda run: strict_json(ledger(run).rows()),
     "dashboard": dashboard_of,
-    "notebook": lambda run: view_html(run, ""),
+    "notebook": lambda run: view_html(Dashboard(run).read_all(), ""),
     "records": records_of,
 }
 COMMANDS = "status RUN", "status RUN --json", "status RUN --why"
 SLOW: Views = {f"kit {words}": command(words) for words in COMMANDS}
 """Of these each case has one, in turn."""
 DRAWN: Views = {
-    "curve": curve_html,
+    "curve": lambda run: curve_html(Dashboard(run).read_all()),
     "figure": lambda run: drawn(run_figure(run)[0]),
     "compared": lambda run: drawn(compare_figure([run])[0]),
     "widget": lambda run: drawn(snapshot(looked_at(run))),

@@ -34,8 +34,9 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.alerts import AlertLog
 from kit.run.checkpoint import Manifest
-from kit.run.columns import NAMES
-from kit.run.metrics import Metrics, MetricsFollower, rows_to_metrics
+from kit.run.columns import NAMES, parse_rows
+from kit.run.metrics import Metrics, rows_to_metrics
+from kit.run.tail import Tail
 from kit.spec import ModelSpec
 
 OURS = (ConfigError, DataError, RunError)
@@ -97,7 +98,7 @@ def read_metrics(folder: Path) -> None:
     assert metrics["step"].tolist() == sorted(set(metrics["step"].tolist()))
     with in_time(*OURS):
         metrics.summary()
-    rows = [row for rows in MetricsFollower(file).parts() for row in rows]
+    rows = [row for text in iter(Tail(file).new_lines, b"") for row in parse_rows(text)[0]]
     with in_time(*OURS):
         rows_to_metrics(rows, spec=SPEC, plans=plans, site=SITE).mfu()
 

@@ -345,7 +345,7 @@ VIEWS: tuple[Callable[[Run], Any], ...] = (
     dashboard,
     widget,
     status_table,
-    curve_html,
+    lambda run: curve_html(Dashboard(run).read_all()),
     lambda run: run.metrics().summary(),
 )
 WRITERS: dict[str, Callable[[Run], Any]] = {

@@ -21,6 +21,7 @@ from cluster.site import Fact, Site
 from cluster.slurm.queries import client_environment
 from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
 from kit.launcher import launch
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.text import status_table, watch
@@ -220,7 +221,8 @@ def pages(run: Run) -> dict[str, str]:
         "state": RunState.read(run.directory / "state.json"),
         "job spec": run.job.spec,
     }
-    view = view_html(run, curve_html(run, {SCRIPT: 2.0}))
+    read = Dashboard(run, baselines={SCRIPT: 2.0}).read_all()
+    view = view_html(read, curve_html(read))
     return {"view": view} | {name: each._repr_html_() for name, each in shown.items()}
 
 
