@@ -153,7 +153,7 @@ STATEMENTS = {
     "cluster": 1489,
     "cluster/kubernetes": 184,
     "cluster/local": 264,
-    "cluster/login": 357,
+    "cluster/login": 353,
     "cluster/sandbox": 231,
     "cluster/slurm": 716,
     "kit": 896,
