@@ -86,6 +86,14 @@ def strict_json(value: Any) -> str:
     return json.dumps(named, allow_nan=False)
 
 
+def refuse(given: dict[str, Any], why: str) -> None:
+    """Raises ConfigError for the first option that is given and of no use here, with the reason."""
+    if unfit := [
+        flag for flag, value in given.items() if value not in (None, []) and value is not False
+    ]:
+        raise ConfigError(f"{unfit[0]}: {why}")
+
+
 def tell(values: Any, *parts: RenderableType) -> None:
     """Prints plain values as JSON if that was asked for, or else what people read, one part below
     the other.
