@@ -17,9 +17,7 @@ from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
 from cluster.site import Site
 from cluster.state import refuse_other_owner
-from kit.engines import check_engine, check_site
-from kit.engines.configuration import FILES as ENGINE_FILES
-from kit.engines.configuration import configuration_files
+from kit.engines import check_engine, check_site, configuration
 from kit.engines.neuron.configuration import job_environment
 from kit.errors import CheckpointError, ConfigError, RunError
 from kit.measure.device import DeviceName, on_device
@@ -115,13 +113,13 @@ def resume(
         As `launch`.
     """
     run = Run.open(directory)
-    refuse_done(run, plan or run.plan, num_steps or run.recipe.num_steps)
+    plan = plan or run.plan
+    refuse_done(run, plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     recipe = run.recipe.replace(
         **{name: steps for name, steps in lengths.items() if steps is not None}
     )
-    plan, site = plan or run.plan, run.site
-    moves = device is not None and (site := on_device(site, plan, device)) is not run.site
+    site = run.site if device is None else on_device(run.site, plan, device)
     return launch(
         run.directory,
         spec=run.spec,
@@ -129,7 +127,7 @@ def resume(
         recipe=recipe,
         site=site,
         time_limit_s=time_limit_s,
-        measured=measured_site if moves else None,
+        measured=None if site is run.site else measured_site,
     )
 
 
@@ -137,10 +135,10 @@ def submit(run: Run, time_limit_s: float | None = None) -> Run:
     """Starts the job of a prepared run on its site and returns the run; what was asked is
     written with the job.
     """
-    told = configuration_files(run.spec, run.plan, run.recipe)
-    of_another_engine = dict.fromkeys({*ENGINE_FILES} - told.keys())  # which an earlier plan had
+    told = configuration.configuration_files(run.spec, run.plan, run.recipe)
+    of_any_engine = dict.fromkeys(configuration.FILES)  # those that an earlier plan had go
     submission.submit(
-        job_spec(run, time_limit_s), run.site, {**of_another_engine, **told, **run.asked()}
+        job_spec(run, time_limit_s), run.site, {**of_any_engine, **told, **run.asked()}
     )
     return run
 
@@ -151,11 +149,8 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its
     ranks alone.
     """
-    argv, num_processes = (
-        (sys.executable, "-m", "kit.train", "--run", str(run.directory)),
-        run.plan.num_devices,
-    )
-    is_local = run.site.scheduler == "local"
+    argv = (sys.executable, "-m", "kit.train", "--run", str(run.directory))
+    num_processes, is_local = run.plan.num_devices, run.site.scheduler == "local"
     if is_local:
         local.check_count(num_processes)  # a torchrun would count as one
     if is_local and run.plan.engine == "neuron" and num_processes > 1:
@@ -236,15 +231,11 @@ def _newest_whole(checkpoints: Checkpoints) -> int | None:
     Raises:
         CheckpointError: there are checkpoints, but none is whole.
     """
-    damaged = None
-    for step in reversed(checkpoints.steps()):
-        try:
+    steps = checkpoints.steps()
+    for step in reversed(steps):
+        with contextlib.suppress(CheckpointError):
             return checkpoints.manifest(step).step
-        except CheckpointError as error:
-            damaged = damaged or error
-    if damaged:
-        raise damaged
-    return None
+    return checkpoints.manifest(steps[-1]).step if steps else None  # says what ails the newest
 
 
 def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
