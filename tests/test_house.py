@@ -157,7 +157,7 @@ STATEMENTS = {
     "cluster/sandbox": 231,
     "cluster/slurm": 716,
     "kit": 889,
-    "kit/commands": 877,
+    "kit/commands": 865,
     "kit/convert": 744,
     "kit/data": 1264,
     "kit/engines": 1343,

@@ -256,10 +256,10 @@ def _draw_run(run: Run, out: Path | None) -> None:
 def _all(out: Path | None, runs: Sequence[Path]) -> None:
     """Lists the figures of papers, or draws all of them into a folder."""
     if out is None:
-        if runs:
-            raise ConfigError(
-                "--run: a list has no use for runs. Name a folder for the figures: --out FOLDER."
-            )
+        refuse(
+            {"--run": [*runs]},
+            "a list has no use for runs. Name a folder for the figures: --out FOLDER.",
+        )
         rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
         tell(
             {name: title for name, _, title in rows},

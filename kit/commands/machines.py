@@ -14,13 +14,13 @@ from rich.text import Text
 
 from cluster.files import write_atomic
 from cluster.login.connection import ssh
-from cluster.record import ConfigError, counted
+from cluster.record import ConfigError, counted, kit_command
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.slurm import inventory
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
-from kit.commands.options import SiteOption, facts_table, hint, note, refuse, tell
+from kit.commands.options import SiteOption, advice, facts_table, note, refuse, tell
 from kit.doctor import examine
 from kit.measure.device import on_device
 from kit.measure.gemm import measured_site
@@ -28,7 +28,7 @@ from kit.measure.site import measure_site, remeasure, to_toml
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.results import format_value
-from kit.show.terminal import PlainConsole, Table
+from kit.show.terminal import Table
 
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
@@ -226,21 +226,20 @@ def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
     """Writes a site file and says what is left to do."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
-    site = Site.load(str(out))
-    console = PlainConsole(soft_wrap=True)
-    console.print(
-        f"{out}: {site.description}"
-        + (f". Other partitions: {', '.join(others)}" if others else "")
-    )
+    more = f". Other partitions: {', '.join(others)}" if others else ""
     left = [
         f"  {out}, line {n}: {line}"
         for n, line in enumerate(text.splitlines(), start=1)
         if f"{EDIT}:" in line
     ]
     then = f"Edit {counted(len(left), 'line')} of it, as below. Then look" if left else "Look"
-    hint(f"{then} at a job of it:", "launch", "runs/first", "--site", out, "--show")
-    for line in left:
-        console.print(line)
+    said, words = f"{then} at a job of it:", ("launch", "runs/first", "--site", out, "--show")
+    tell(
+        {"said": said, "command": kit_command(*words), "left": left},
+        f"{out}: {Site.load(str(out)).description}{more}",
+        advice(said, *words),
+        *left,
+    )
 
 
 def _ask(login: str | None, words: Sequence[str]) -> str:

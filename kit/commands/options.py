@@ -122,14 +122,14 @@ def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
     )
 
 
-def advice(text: str, name: str, *words: str | Path) -> Text:
+def advice(text: str, *words: str | Path) -> Text:
     """Returns a text that ends in a command of the kit."""
-    return Text.assemble(f"{text} ", (kit_command(name, *words), "bold"))
+    return Text.assemble(f"{text} ", (kit_command(*words), "bold"))
 
 
-def hint(text: str, name: str, *words: str | Path) -> None:
+def hint(text: str, *words: str | Path) -> None:
     """Prints a text that ends in a command of the kit."""
-    tell({"said": text, "command": kit_command(name, *words)}, advice(text, name, *words))
+    tell({"said": text, "command": kit_command(*words)}, advice(text, *words))
 
 
 def note(text: str | Text) -> None:

@@ -155,9 +155,8 @@ def _list() -> None:
     """Prints what MODEL, --recipe and --site can name."""
     from kit.papers.recipes import names, published_recipe
 
-    sizes = {name: ModelSpec.preset(name).num_params for name in PRESETS}
     found = {
-        "model": {name: f"{size:,} parameters" for name, size in sizes.items()},
+        "model": {name: f"{ModelSpec.preset(name).num_params:,} parameters" for name in PRESETS},
         "recipe": {name: f"that of {published_recipe(name).model}" for name in names()},
         "site": {name: Site.load(name).description for name in Site.names()},
     }
