@@ -154,10 +154,10 @@ def _say_if_alive(directory: Path, console: Console) -> None:
         return
     if alive:
         watch, stop = (escape(kit_command(name, directory)) for name in ("watch", "stop"))
-        told = (
-            f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}"
+        console.print(
+            f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}",
+            soft_wrap=True,
         )
-        console.print(told, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -197,8 +197,10 @@ def _alone(directory: Path) -> Iterator[None]:
         stack.callback(os.close, handle)
         # where the file system has no locks, the attempt's owner decides
         if not is_locked(handle, 0.0):
-            told = "is being launched by another process. Use that run, or another run directory."
-            raise RunError(f"{directory} {told}")
+            raise RunError(
+                f"{directory} is being launched by another process. Use that run, or another run"
+                " directory."
+            )
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield
@@ -217,10 +219,9 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     there = run.site.login is not None  # of which a mirror knows the checkpoints' names
     newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
     if newest is not None and newest >= num_steps:
-        advice = Run.open(run.directory).how_to_go_on(plan, num_steps)
         raise RunError(
             f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for."
-            f" {advice}"
+            f" {Run.open(run.directory).how_to_go_on(plan, num_steps)}"
         )
 
 
@@ -253,10 +254,10 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
     folder, dataset = Path(str(recipe.init_from)), Dataset.open(Path(recipe.data))
     hugging_face_weights(folder, spec)
     if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        theirs = load_tokenizer(folder).sha256
-        if theirs != dataset.info.tokenizer_sha256:
+        ours, theirs = dataset.info.tokenizer_sha256, load_tokenizer(folder).sha256
+        if theirs != ours:
             raise ConfigError(
-                f"recipe.data: {recipe.data} is in tokens of {dataset.info.tokenizer_sha256[:12]},"
+                f"recipe.data: {recipe.data} is in tokens of {ours[:12]},"
                 f" the weights in {folder} know those of its own tokenizer, {theirs[:12]}. Build"
                 f" the data with --tokenizer {folder}."
             )

@@ -242,9 +242,12 @@ def _living(run: Path, what: str) -> Job:
     status = opened.job.status()
     if status.state.is_final:
         is_whole = opened.checkpoints.steps()[-1:] >= [opened.recipe.num_steps]
+        go_on = (
+            kit_command("resume", run, "--steps", "N") if is_whole else kit_command("resume", run)
+        )
         raise RunError(
             f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason}). Go on"
-            f" with `{kit_command('resume', run, *(['--steps', 'N'] if is_whole else []))}`."
+            f" with `{go_on}`."
         )
     return opened.job
 
