@@ -15,6 +15,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from traitlets.config import Config
 
 from cluster.state import JobError
 from kit.errors import ConfigError, RunError, kit_command
@@ -30,9 +31,13 @@ class TerminalClient(NotebookClient):
     live view says.
     """
 
-    def __init__(self, document: nbformat.NotebookNode, directory: Path, console: Console) -> None:
+    def __init__(
+        self, document: nbformat.NotebookNode, directory: Path, sockets: str, console: Console
+    ) -> None:
         super().__init__(
             document,
+            # Unix sockets: a free port found for a kernel may be another's by the time it starts
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             timeout=CELL_LIMIT_S,
             # with it, a saved page would wait for a live kernel instead of showing pictures
             store_widget_state=False,
@@ -41,18 +46,9 @@ class TerminalClient(NotebookClient):
             on_cell_execute=self._started,
             on_cell_executed=self._ended,
         )
-        self.sockets = tempfile.TemporaryDirectory(prefix="kit-kernel-")
         self.console, self.status = console, console.status("Starting a kernel")
         self.number, self.start = 0, time.monotonic()
         self.total = sum(cell.cell_type == "code" for cell in document.cells)
-
-    def create_kernel_manager(self) -> Any:
-        """Speaks to the kernel over Unix sockets: a free port found for it may be another's by
-        the time it starts.
-        """
-        manager = super().create_kernel_manager()
-        manager.transport, manager.ip = "ipc", f"{self.sockets.name}/kernel"
-        return manager
 
     def _started(self, cell: Any, cell_index: int) -> None:
         self.number += 1
@@ -83,10 +79,12 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
         CellExecutionError, CellTimeoutError, DeadKernelError: what stopped it.
     """
     document = nbformat.read(notebook, as_version=4)
-    client = TerminalClient(document, notebook.parent, console or Console(quiet=True))
+    console = console or Console(quiet=True)
     try:
-        with client.status:
-            client.execute()
+        with tempfile.TemporaryDirectory(prefix="kit-kernel-") as sockets:
+            client = TerminalClient(document, notebook.parent, sockets, console)
+            with client.status:
+                client.execute()
     finally:
         out.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(document, out)
@@ -156,10 +154,10 @@ def _say_if_alive(directory: Path, console: Console) -> None:
         return
     if alive:
         watch, stop = (escape(kit_command(name, directory)) for name in ("watch", "stop"))
-        told = (
-            f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}"
+        console.print(
+            f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}",
+            soft_wrap=True,
         )
-        console.print(told, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
 from cluster.site import Site
 from cluster.state import refuse_other_owner
-from kit.engines import check_engine, check_site
-from kit.engines.configuration import FILES as ENGINE_FILES
-from kit.engines.configuration import configuration_files
+from kit.engines import check_engine, check_site, configuration
 from kit.engines.neuron.configuration import job_environment
 from kit.errors import CheckpointError, ConfigError, RunError
 from kit.measure.device import DeviceName, on_device
@@ -115,13 +113,13 @@ def resume(
         As `launch`.
     """
     run = Run.open(directory)
-    refuse_done(run, plan or run.plan, num_steps or run.recipe.num_steps)
+    plan = plan or run.plan
+    refuse_done(run, plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     recipe = run.recipe.replace(
         **{name: steps for name, steps in lengths.items() if steps is not None}
     )
-    plan, site = plan or run.plan, run.site
-    moves = device is not None and (site := on_device(site, plan, device)) is not run.site
+    site = run.site if device is None else on_device(run.site, plan, device)
     return launch(
         run.directory,
         spec=run.spec,
@@ -129,7 +127,7 @@ def resume(
         recipe=recipe,
         site=site,
         time_limit_s=time_limit_s,
-        measured=measured_site if moves else None,
+        measured=None if site is run.site else measured_site,
     )
 
 
@@ -137,10 +135,10 @@ def submit(run: Run, time_limit_s: float | None = None) -> Run:
     """Starts the job of a prepared run on its site and returns the run; what was asked is
     written with the job.
     """
-    told = configuration_files(run.spec, run.plan, run.recipe)
-    of_another_engine = dict.fromkeys({*ENGINE_FILES} - told.keys())  # which an earlier plan had
+    told = configuration.configuration_files(run.spec, run.plan, run.recipe)
+    of_any_engine = dict.fromkeys(configuration.FILES)  # those that an earlier plan had go
     submission.submit(
-        job_spec(run, time_limit_s), run.site, {**of_another_engine, **told, **run.asked()}
+        job_spec(run, time_limit_s), run.site, {**of_any_engine, **told, **run.asked()}
     )
     return run
 
@@ -151,11 +149,8 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its
     ranks alone.
     """
-    argv, num_processes = (
-        (sys.executable, "-m", "kit.train", "--run", str(run.directory)),
-        run.plan.num_devices,
-    )
-    is_local = run.site.scheduler == "local"
+    argv = (sys.executable, "-m", "kit.train", "--run", str(run.directory))
+    num_processes, is_local = run.plan.num_devices, run.site.scheduler == "local"
     if is_local:
         local.check_count(num_processes)  # a torchrun would count as one
     if is_local and run.plan.engine == "neuron" and num_processes > 1:
@@ -202,8 +197,10 @@ def _alone(directory: Path) -> Iterator[None]:
         stack.callback(os.close, handle)
         # where the file system has no locks, the attempt's owner decides
         if not is_locked(handle, 0.0):
-            told = "is being launched by another process. Use that run, or another run directory."
-            raise RunError(f"{directory} {told}")
+            raise RunError(
+                f"{directory} is being launched by another process. Use that run, or another run"
+                " directory."
+            )
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield
@@ -222,10 +219,9 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     there = run.site.login is not None  # of which a mirror knows the checkpoints' names
     newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
     if newest is not None and newest >= num_steps:
-        advice = Run.open(run.directory).how_to_go_on(plan, num_steps)
         raise RunError(
             f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for."
-            f" {advice}"
+            f" {Run.open(run.directory).how_to_go_on(plan, num_steps)}"
         )
 
 
@@ -236,15 +232,11 @@ def _newest_whole(checkpoints: Checkpoints) -> int | None:
     Raises:
         CheckpointError: there are checkpoints, but none is whole.
     """
-    damaged = None
-    for step in reversed(checkpoints.steps()):
-        try:
+    steps = checkpoints.steps()
+    for step in reversed(steps):
+        with contextlib.suppress(CheckpointError):
             return checkpoints.manifest(step).step
-        except CheckpointError as error:
-            damaged = damaged or error
-    if damaged:
-        raise damaged
-    return None
+    return checkpoints.manifest(steps[-1]).step if steps else None  # says what ails the newest
 
 
 def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
@@ -262,10 +254,10 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
     folder, dataset = Path(str(recipe.init_from)), Dataset.open(Path(recipe.data))
     hugging_face_weights(folder, spec)
     if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        theirs = load_tokenizer(folder).sha256
-        if theirs != dataset.info.tokenizer_sha256:
+        ours, theirs = dataset.info.tokenizer_sha256, load_tokenizer(folder).sha256
+        if theirs != ours:
             raise ConfigError(
-                f"recipe.data: {recipe.data} is in tokens of {dataset.info.tokenizer_sha256[:12]},"
+                f"recipe.data: {recipe.data} is in tokens of {ours[:12]},"
                 f" the weights in {folder} know those of its own tokenizer, {theirs[:12]}. Build"
                 f" the data with --tokenizer {folder}."
             )

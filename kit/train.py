@@ -81,11 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
         traceback.print_exc()
         code = 1
         if gpu.is_out_of_memory(error):
-            from kit.estimate.choose.memory_advice import memory_advice
-
-            # Again the last word, and none that another try would change.
-            print(memory_advice(Run.open(directory)), file=sys.stderr, flush=True)
-            code = os.EX_CONFIG
+            # Again the last word, of a process that may fail: this rank imports no planner.
+            advice = [sys.executable, "-m", "kit.estimate.choose.memory_advice", str(directory)]
+            subprocess.run(advice, stdout=sys.stderr.fileno())
+            code = os.EX_CONFIG  # another try would change nothing
     # Hard exit: leaving collectively would wait for ranks that have not failed.
     os._exit(code)
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
-from cluster.kubernetes.manifest import INSTANCE, MANAGED_BY, job_name, kubernetes_table, mark
+from cluster.kubernetes.manifest import (
+    INSTANCE,
+    MANAGED_BY,
+    id_of,
+    job_name,
+    kubernetes_table,
+    mark,
+)
 from cluster.kubernetes.manifest import texts as texts
 from cluster.poll import POLLER, Look, answer_of
 from cluster.render import check_submittable, scripts
@@ -34,7 +41,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     place = f"{context}/{table.namespace}"
     kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **asked}
     with claimed(run_dir, kept) as attempt:
-        name = f"{table.kind.lower()}/{job_name(job, attempt)}"
+        name = id_of(table.kind, job_name(job, attempt))
         made = SchedulerJob(scheduler="kubernetes", id=name, config=place)
         try:
             _kubectl("create", "--filename=-", place=place, text=asked["submit.json"])
@@ -55,8 +62,9 @@ def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
     kinds = ",".join(sorted({job.id.split("/")[0] for job in jobs}))
     mine = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
     answer = _kubectl("get", kinds, f"--selector={mine}", "--output=json", place=jobs[0].config)
-    items = json.loads(answer)["items"]
-    found = {f"{item['kind'].lower()}/{item['metadata']['name']}": item for item in items}
+    found = {
+        id_of(item["kind"], item["metadata"]["name"]): item for item in json.loads(answer)["items"]
+    }
     return {job.id: judge(found.get(job.id)) for job in jobs}
 
 
@@ -95,17 +103,20 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
 def judge(item: dict | None) -> Look:
     """Returns what a Job or JobSet, as the API gives it, means in our words."""
     if item is None:
-        lost = "Kubernetes no longer has this job, and it left no exit.json"
-        return Look(state=JobState.LOST, reason=lost)
+        return Look(
+            state=JobState.LOST,
+            reason="Kubernetes no longer has this job, and it left no exit.json",
+        )
     status, name = item.get("status") or {}, item["metadata"]["name"]
-    conditions = status.get("conditions") or []
-    told = {each["type"]: each for each in conditions if each["status"] == "True"}
+    told = {
+        each["type"]: each for each in status.get("conditions") or [] if each["status"] == "True"
+    }
     if "Complete" in told or "Completed" in told:
         return Look(state=JobState.DONE, reason="Kubernetes: complete", exit_code=0)
     if failed := told.get("Failed"):
         why = ": ".join(filter(None, ("Kubernetes", failed.get("reason"), failed.get("message"))))
-        advice = f"{why.rstrip('.')}. `kit resume` starts it again"
-        return Look(state=JobState.FAILED, reason=advice, exit_code=1)
+        reason = f"{why.rstrip('.')}. `kit resume` starts it again"
+        return Look(state=JobState.FAILED, reason=reason, exit_code=1)
     if item["metadata"].get("deletionTimestamp"):
         return Look(state=JobState.STOPPING, reason="Kubernetes: being deleted")
     if item["spec"].get("suspend"):

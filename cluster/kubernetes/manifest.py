@@ -73,21 +73,17 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
             )
     name = job_name(job, attempt)
     labels = {**MANAGED_BY, INSTANCE: name}
+    named = {"name": name, "namespace": table.namespace, "labels": labels}
     script = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": table.namespace, "labels": labels},
+        "metadata": named,
         "data": {SCRIPT: pod_script(job, table, name)},
     }
-    queue = {QUEUE_LABEL: table.queue} if table.queue else {}
-    metadata = {"name": name, "namespace": table.namespace, "labels": labels | queue}
+    metadata = {**named, "labels": labels | ({QUEUE_LABEL: table.queue} if table.queue else {})}
     spec = _job_spec(job, table, name, labels)
     if table.kind == "JobSet":
-        replicated = {
-            "name": REPLICATED_JOB,
-            "replicas": 1,
-            "template": {"metadata": {"labels": labels}, "spec": spec},
-        }
+        template = {"metadata": {"labels": labels}, "spec": spec}
         job_set = {
             "network": {
                 "enableDNSHostnames": True,
@@ -96,7 +92,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
             },
             "failurePolicy": {"maxRestarts": table.max_restarts, "rules": [USELESS]},
             "suspend": bool(table.queue),
-            "replicatedJobs": [replicated],
+            "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": template}],
         }
         return [
             {"apiVersion": JOB_SET_API, "kind": "JobSet", "metadata": metadata, "spec": job_set},
@@ -105,7 +101,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": name, "namespace": table.namespace, "labels": labels},
+        "metadata": named,
         # Ranks look each other up before all pods are ready.
         "spec": {
             "clusterIP": "None",
@@ -127,6 +123,11 @@ def job_name(job: JobSpec, attempt: int) -> str:
     """
     words = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:24].strip("-")
     return f"{words or 'run'}-{mark(job.run_dir)}-{attempt}"
+
+
+def id_of(kind: str, name: str) -> str:
+    """Returns how kubectl calls a Job or JobSet, which is the id of its job."""
+    return f"{kind.lower()}/{name}"
 
 
 def mark(run_dir: str) -> str:
@@ -174,9 +175,9 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if table.compilation:
-        cache = {"path": table.compilation.node_cache, "type": "DirectoryOrCreate"}
-        volumes.append({"name": "cache", "hostPath": cache})
-        mounts.append({"name": "cache", "mountPath": table.compilation.node_cache})
+        cache = table.compilation.node_cache
+        volumes.append({"name": "cache", "hostPath": {"path": cache, "type": "DirectoryOrCreate"}})
+        mounts.append({"name": "cache", "mountPath": cache})
     secrets = [
         {
             "name": variable,
@@ -225,7 +226,6 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         ),
         *job.argv[1:],
     ]
-    job_id = f"{table.kind.lower()}/{name}"
     lines = [
         f"cd {quote(job.working_directory)} || exit",
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
@@ -271,7 +271,8 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         "# The first pod counts the attempt, also when Kubernetes has started it again.",
         (
             '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
-            f'"$KIT_RUN_DIR" {table.namespace} {quote(job_id)} >"$KIT_RUN_DIR/logs/attempt" || exit'
+            f'"$KIT_RUN_DIR" {table.namespace} {quote(id_of(table.kind, name))} '
+            '>"$KIT_RUN_DIR/logs/attempt" || exit'
         ),
         "run_node &",
         "agent=$!",

@@ -24,7 +24,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """
     run_dir, wanted = Path(request["run"]).expanduser(), request["do"]
     if wanted == "lacking":
-        return {"lacking": [path for path in request["paths"] if not _exists(path)]}
+        paths = [Path(path) for path in request["paths"]]
+        return {"lacking": [str(it) for it in paths if not any(it.parent.glob(f"{it.name}*"))]}
     if wanted == "submit":
         if request["new"] and run_dir.is_dir() and any(run_dir.iterdir()):
             raise JobError(
@@ -59,11 +60,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "alerts": alerts[known:whole].decode(errors="replace"),
         "alerts_end": whole,
     }
-
-
-def _exists(path: str) -> bool:
-    full = Path(path).expanduser()
-    return any(full.parent.glob(f"{full.name}*"))
 
 
 def main() -> None:

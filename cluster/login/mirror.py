@@ -80,8 +80,7 @@ class Mirror(Record):
         """Where it is noted that this user has made it: run directories are passed on, and this
         file of one says what is run where.
         """
-        name = hashlib.sha256(self.to_json().encode()).hexdigest()
-        return config_folder() / "mirrors" / name
+        return config_folder() / "mirrors" / hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def own(self) -> Self:
         """Notes that this user has made it, and returns it."""
@@ -116,10 +115,9 @@ class Mirror(Record):
             JobError: the mirror was made by somebody else, so what it names may be anything.
         """
         if not self.note.exists():
-            told = f"`kit launch RUN --site FILE.toml --there {shlex.quote(self.directory)}`"
             raise JobError(
                 f"somebody else made this mirror of {self.directory} on {self.login}. Make your"
-                f" own: {told}."
+                f" own: `kit launch RUN --site FILE.toml --there {shlex.quote(self.directory)}`."
             )
         return command(self.source, self.python, module, *words)
 
@@ -214,8 +212,9 @@ def look(run_dir: Path, now: bool = False) -> Seen:
     and where nobody has asked for a while.
     """
     if owner := other_owner(run_dir):
-        trouble = f"the mirror is {owner}'s, so it is asked for nothing new"
-        return seen_of(run_dir).replace(trouble=trouble)
+        return seen_of(run_dir).replace(
+            trouble=f"the mirror is {owner}'s, so it is asked for nothing new"
+        )
     quiet_s = _age_s(run_dir / LOCK)
     if now or quiet_s > INTERVAL_S:
         asking = threading.Thread(target=_ask, args=(run_dir, now), name="login-poll", daemon=True)

@@ -40,31 +40,22 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
-    sent = {
-        name: theirs.to_json() if name == "site.json" else text
-        for name, text in (files or {}).items()
-    }
-    kept = {
-        MIRROR: mirror.to_json(),
-        "job.json": there.to_json(),
-        **(files or {}),
-        "site.json": site.to_json(),
-    }
-    lost = None
+    asked = {"job.json": there.to_json(), **(files or {})}
+    kept = {MIRROR: mirror.to_json(), **asked, "site.json": site.to_json()}
     with new_folders(run_dir):
         try:
             mirror.ask(
                 do="submit",
                 job=there.to_dict(),
                 site=theirs.to_dict(),
-                files=sent,
+                files={**asked, "site.json": theirs.to_json()},
                 new=known is None,
             )
         except NoConnectionError as error:
-            lost = error
+            write_files(run_dir, kept)
+            told = f"{error}. Whether the job was taken: `kit status` tells then."
+            raise NoConnectionError(told) from error
         write_files(run_dir, kept)
-    if lost:
-        raise NoConnectionError(f"{lost}. Whether the job was taken: `kit status` tells then.")
     look(run_dir, now=True)
     return Job.attach(run_dir)
 
@@ -111,14 +102,13 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
             " there."
         )
     mirror = _mirror(site, directory)
-    mirror.ask(do="status", began=None, alerts=0)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        fetch(run_dir, mirror)
-    except JobError:
-        shutil.rmtree(run_dir)
-        raise
-    write_files(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json()})
+    with new_folders(run_dir):
+        try:
+            fetch(run_dir, mirror)
+        except JobError:
+            shutil.rmtree(run_dir)
+            raise
+        write_files(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json()})
     return Job.attach(run_dir)
 
 

@@ -53,9 +53,9 @@ def ask_for(
     Raises:
         ConfigError: model, recipe or layout is missing or unknown.
     """
-    is_file = recipe is not None and Path(recipe).suffix in (".toml", ".json")
-    published = None
-    if recipe is not None and not is_file:
+    if recipe is None or Path(recipe).suffix in (".toml", ".json"):
+        published = None
+    else:
         from kit.papers.recipes import published_recipe
 
         published = published_recipe(recipe)
@@ -65,9 +65,9 @@ def ask_for(
             f"recipe.init_from: {begin}: no such folder. Give one with config.json and"
             " *.safetensors, or, where it lies behind a login node, its --model too."
         )
-    name = model or begin or (published.model if published else None)
-    spec = begun.spec if begun and name is None else load_spec(str(name or DEMO))
-    name = str(name or DEMO)
+    named = model or begin or (published.model if published else None)
+    name = str(named or DEMO)
+    spec = begun.spec if begun and named is None else load_spec(name)
     given = {key: value for key, value in given.items() if value is not None}
     if begun:
         fields = begun.recipe.to_dict()
@@ -75,12 +75,11 @@ def ask_for(
         fields = {} if recipe else _demo_fields(name, given)
     stated = published.stated if published else read_fields(Path(recipe)) if recipe else {}
     fields = {**fields, **stated, **given, **changes["recipe"]}
-    wanted = dict(NEEDED)
-    if published:
-        wanted |= {
-            key: f"{recipe} does not state it ({why}). Give --set recipe.{key}=VALUE"
-            for key, why in published.not_stated.items()
-        }
+    not_stated = published.not_stated if published else {}
+    wanted = NEEDED | {
+        key: f"{recipe} does not state it ({why}). Give --set recipe.{key}=VALUE"
+        for key, why in not_stated.items()
+    }
     wanted |= {key: f"still {EDIT!r} in {recipe}" for key, value in fields.items() if value == EDIT}
     lacking = {key: how for key, how in wanted.items() if fields.get(key, EDIT) == EDIT}
     known = published.plan if published and published.model == name else None

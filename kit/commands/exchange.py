@@ -23,6 +23,7 @@ from kit.commands.options import (
     check_not_in_a_strangers_run,
     note,
     parse_settings,
+    refuse,
     tell,
     tell_record,
 )
@@ -42,8 +43,8 @@ TAKEN_BY = {
     "--out": TABLES + FOLDERS,
     "--step": FOLDERS,
     "--precision": FOLDERS,
-    "--overwrite": TABLES,
     "--follow": SINKS,
+    "--overwrite": TABLES,
 }
 """The formats that take an option."""
 CHECKPOINTS = {
@@ -80,11 +81,10 @@ def export(
     """
     if format not in FORMATS:
         raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, FORMATS)}")
-    given = {"--out": out, "--step": step, "--precision": precision}
-    given |= {"--follow": follow or None, "--overwrite": overwrite or None}
-    for flag, value in given.items():
-        if value is not None and format not in TAKEN_BY[flag]:
-            raise ConfigError(f"{flag}: only with --format {' or '.join(TAKEN_BY[flag])}.")
+    given = (out, step, precision, follow, overwrite)
+    for (flag, formats), value in zip(TAKEN_BY.items(), given, strict=True):
+        if format not in formats:
+            refuse({flag: value}, f"only with --format {' or '.join(formats)}.")
     opened = Run.open(run)
     if format in SINKS:
         from kit.monitor.sinks import copy_metrics
@@ -144,9 +144,10 @@ def import_(
     spec = None if model is None else load_spec(model)
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     if source.is_dir():
-        of_a_log = {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings}
-        if unfit := [flag for flag, value in of_a_log.items() if value]:
-            raise ConfigError(f"{unfit[0]}: only with a log, and {source} is a folder.")
+        refuse(
+            {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings},
+            f"only with a log, and {source} is a folder.",
+        )
         if spec is None:
             raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
         from kit.convert.hugging_face import export_hugging_face
@@ -235,12 +236,11 @@ def figure(
         close = difflib.get_close_matches(name, FIGURES, n=1)
         near = f"Did you mean {close[0]!r}?" if close else "`kit figure` lists those of papers."
         raise RunError(f"{name} is neither a run directory nor a figure of a paper. {near}")
-    elif points or points_template or own:
-        flag = "--run" if own else "--points"
-        raise ConfigError(
-            f"{flag}: only with a figure of a paper, which {name} is not. `kit figure` lists them."
-        )
     else:
+        refuse(
+            {"--run": own, "--points": points or points_template},
+            f"only with a figure of a paper, which {name} is not. `kit figure` lists them.",
+        )
         _draw_run(Run.open(Path(name)), out)
 
 
@@ -256,13 +256,15 @@ def _draw_run(run: Run, out: Path | None) -> None:
 def _all(out: Path | None, runs: Sequence[Path]) -> None:
     """Lists the figures of papers, or draws all of them into a folder."""
     if out is None:
-        if runs:
-            raise ConfigError(
-                "--run: a list has no use for runs. Name a folder for the figures: --out FOLDER."
-            )
+        refuse(
+            {"--run": [*runs]},
+            "a list has no use for runs. Name a folder for the figures: --out FOLDER.",
+        )
         rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
-        table = Table("name", "in the paper", "what it shows", title="kit figure NAME", rows=rows)
-        tell({name: title for name, _, title in rows}, table)
+        tell(
+            {name: title for name, _, title in rows},
+            Table("name", "in the paper", "what it shows", title="kit figure NAME", rows=rows),
+        )
         return
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file. Give a folder; it is made if it is not there.")

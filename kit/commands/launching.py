@@ -30,13 +30,13 @@ from kit.commands.options import (
     hint,
     note,
     parse_settings,
+    tell,
 )
 from kit.engines import check_site
 from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.show.terminal import PlainConsole
 
 app = typer.Typer()
 SELECTIVE = (
@@ -44,6 +44,7 @@ SELECTIVE = (
     "micro-batch, in which a GPU may wait. Compile it (--set plan.compile=true), or use --set "
     "plan.recompute=full."
 )
+NOT_STARTED = "Interrupted: nothing was started."
 
 
 @app.command()
@@ -202,12 +203,14 @@ def _show(
     check_site(asked.spec, asked.plan, site)
     job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
     texts = {} if site.login and lacking else scripts(job, site)
-    left = []
     for name, text in texts.items():
         print(text if len(texts) == 1 else f"#### {name} {'#' * 60}\n{text}", end="")
-        for number, line in enumerate(text.splitlines(), start=1):
-            if re.search(rf"\b{EDIT}\b", line):
-                left.append(f"{name}, line {number}: {line.strip()}")
+    left = [
+        f"{name}, line {number}: {line.strip()}"
+        for name, text in texts.items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if re.search(rf"\b{EDIT}\b", line)
+    ]
     left += [f"{field}: {where}" for field in lacking]
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
     if not asked.lacking and site.login is None:
@@ -232,11 +235,10 @@ def _tell_data(asked: Asked, recipe: Recipe) -> None:
         f"Reads {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {name}"
         for name, epochs in sources
     ]
-    for name, (wanted, drawn) in rounded_weights(located(recipe)).items():
-        told.append(
-            f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to"
-            " 1/65,536."
-        )
+    told += [
+        f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536."
+        for name, (wanted, drawn) in rounded_weights(located(recipe)).items()
+    ]
     there = Dataset.open(located(recipe).data).held_out_sequences(asked.spec.sequence_length)
     if recipe.validation_every and there < recipe.validation_sequences:
         told.append(
@@ -288,7 +290,7 @@ def told_if_interrupted(run: Path) -> Iterator[None]:
         except (RunError, JobError, ConfigError):
             status = None
         if status is None or status.state.is_final:
-            PlainConsole().print("Interrupted: nothing was started.")
+            tell({"said": NOT_STARTED}, NOT_STARTED)
         else:
             hint(
                 f"Interrupted, but the job runs: attempt {status.attempt} is {status.state}."

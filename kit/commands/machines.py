@@ -14,13 +14,13 @@ from rich.text import Text
 
 from cluster.files import write_atomic
 from cluster.login.connection import ssh
-from cluster.record import ConfigError, counted
+from cluster.record import ConfigError, counted, kit_command
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.slurm import inventory
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
-from kit.commands.options import SiteOption, facts_table, hint, note, tell
+from kit.commands.options import SiteOption, advice, facts_table, note, refuse, tell
 from kit.doctor import examine
 from kit.measure.device import on_device
 from kit.measure.gemm import measured_site
@@ -28,7 +28,7 @@ from kit.measure.site import measure_site, remeasure, to_toml
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.results import format_value
-from kit.show.terminal import PlainConsole, Table
+from kit.show.terminal import Table
 
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
@@ -63,10 +63,11 @@ def validate(
         (r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim"))
         for r in found
     ]
-    table = Table(
-        "", "found", "target", "met", "", title="Estimates against measurements", rows=lines
+    title = "Estimates against measurements"
+    tell(
+        [item.to_dict() for item in found],
+        Table("", "found", "target", "met", "", title=title, rows=lines),
     )
-    tell([item.to_dict() for item in found], table)
 
 
 @app.command()
@@ -82,18 +83,17 @@ def calibrate(
     from kit.estimate.fit.calibrate import calibrate as fit
 
     found = fit(runs, Site.load(site) if site else None)
-    coefficients = found.coefficients.to_dict()
-    rows = [
-        (name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
-        for name, value in coefficients.items()
-    ]
-    title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
     record = {
-        "coefficients": coefficients,
+        "coefficients": found.coefficients.to_dict(),
         "unidentified": found.unidentified,
         "num_runs": found.num_runs,
         "error": found.error,
     }
+    rows = [
+        (name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
+        for name, value in record["coefficients"].items()
+    ]
+    title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
     tell(record, Table("coefficient", "value", "told by the runs", title=title, rows=rows))
 
 
@@ -127,9 +127,11 @@ def bench(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_toml(site.replace(name=out.stem)))
-    peaks = site.device.peak_flops_per_s.items()
     facts = {
-        **{f"peak {dtype}, FLOP/s": str(fact) for dtype, fact in peaks},
+        **{
+            f"peak {dtype}, FLOP/s": str(fact)
+            for dtype, fact in site.device.peak_flops_per_s.items()
+        },
         "memory, bytes/s": str(site.device.memory_bytes_per_s),
         **{
             f"within {link.num_devices} processes, bytes/s": str(link.bytes_per_s)
@@ -143,16 +145,17 @@ def _apply_peak(directory: Path) -> None:
     """Measures a run's peak again, and reads the run again with it."""
     found = remeasure(Run.open(directory))
     metrics = Run.open(directory).metrics()
-    mfu = metrics.summary().get("mfu")
+    mfu, why = metrics.summary().get("mfu"), metrics.why_no_mfu
     facts = {
         f"{dtype} peak, FLOP/s": f"{old or 'unknown'} before, {new} now"
         for dtype, (old, new) in found.items()
     }
-    why = f"none: {metrics.why_no_mfu or 'no step'}"
-    facts["MFU, last 20 steps"] = why if mfu is None else f"{mfu:.1%}"
+    facts["MFU, last 20 steps"] = f"none: {why or 'no step'}" if mfu is None else f"{mfu:.1%}"
     peaks = {dtype: new.to_dict() for dtype, (_, new) in found.items()}
-    record = {"peak_flops_per_s": peaks, "mfu": mfu, "why_no_mfu": metrics.why_no_mfu}
-    tell(record, facts_table(str(directory), facts.items()))
+    tell(
+        {"peak_flops_per_s": peaks, "mfu": mfu, "why_no_mfu": why},
+        facts_table(str(directory), facts.items()),
+    )
 
 
 @app.command()
@@ -165,8 +168,10 @@ def doctor(
     findings = examine(deep=deep)
     mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
     rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
-    table = Table("", "", "found", "advice", title="This machine", rows=rows)
-    tell([dataclasses.asdict(finding) for finding in findings], table)
+    tell(
+        [dataclasses.asdict(finding) for finding in findings],
+        Table("", "", "found", "advice", title="This machine", rows=rows),
+    )
     raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
 
 
@@ -194,11 +199,10 @@ def init(
         )
 
     if local:
-        given = {"--partition": partition, "--login": login, "--account": account}
-        if unfit := [name for name, value in given.items() if value]:
-            raise ConfigError(
-                f"{unfit[0]}: not with --local, which asks no Slurm. Leave one of them out."
-            )
+        refuse(
+            {"--partition": partition, "--login": login, "--account": account},
+            "not with --local, which asks no Slurm. Leave one of them out.",
+        )
         here = on_device(Site.load("laptop"), Plan()).replace(
             name=os.uname().nodename.partition(".")[0]
         )
@@ -222,21 +226,20 @@ def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
     """Writes a site file and says what is left to do."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
-    site = Site.load(str(out))
-    console = PlainConsole(soft_wrap=True)
-    console.print(
-        f"{out}: {site.description}"
-        + (f". Other partitions: {', '.join(others)}" if others else "")
-    )
+    more = f". Other partitions: {', '.join(others)}" if others else ""
     left = [
         f"  {out}, line {n}: {line}"
         for n, line in enumerate(text.splitlines(), start=1)
         if f"{EDIT}:" in line
     ]
     then = f"Edit {counted(len(left), 'line')} of it, as below. Then look" if left else "Look"
-    hint(f"{then} at a job of it:", "launch", "runs/first", "--site", out, "--show")
-    for line in left:
-        console.print(line)
+    said, words = f"{then} at a job of it:", ("launch", "runs/first", "--site", out, "--show")
+    tell(
+        {"said": said, "command": kit_command(*words), "left": left},
+        f"{out}: {Site.load(str(out)).description}{more}",
+        advice(said, *words),
+        *left,
+    )
 
 
 def _ask(login: str | None, words: Sequence[str]) -> str:

@@ -86,6 +86,14 @@ def strict_json(value: Any) -> str:
     return json.dumps(named, allow_nan=False)
 
 
+def refuse(given: dict[str, Any], why: str) -> None:
+    """Raises ConfigError for the first option that is given and of no use here, with the reason."""
+    if unfit := [
+        flag for flag, value in given.items() if value not in (None, []) and value is not False
+    ]:
+        raise ConfigError(f"{unfit[0]}: {why}")
+
+
 def tell(values: Any, *parts: RenderableType) -> None:
     """Prints plain values as JSON if that was asked for, or else what people read, one part below
     the other.
@@ -114,14 +122,14 @@ def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
     )
 
 
-def advice(text: str, name: str, *words: str | Path) -> Text:
+def advice(text: str, *words: str | Path) -> Text:
     """Returns a text that ends in a command of the kit."""
-    return Text.assemble(f"{text} ", (kit_command(name, *words), "bold"))
+    return Text.assemble(f"{text} ", (kit_command(*words), "bold"))
 
 
-def hint(text: str, name: str, *words: str | Path) -> None:
+def hint(text: str, *words: str | Path) -> None:
     """Prints a text that ends in a command of the kit."""
-    tell({"said": text, "command": kit_command(name, *words)}, advice(text, name, *words))
+    tell({"said": text, "command": kit_command(*words)}, advice(text, *words))
 
 
 def note(text: str | Text) -> None:

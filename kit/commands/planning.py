@@ -10,7 +10,7 @@ from cluster.record import ConfigError
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from kit.commands.asked import ask_for
-from kit.commands.options import SetOption, SiteOption, facts_table, parse_settings, tell
+from kit.commands.options import SetOption, SiteOption, facts_table, parse_settings, refuse, tell
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -71,10 +71,10 @@ def plan(
     changes = parse_settings(settings, ("plan", "recipe") if rehearse else ("plan",))
     sizes = {"--site": site, "--devices": devices, "--batch": batch}
     if rehearse and (known := _known(name, site, changes)):
-        if given := [flag for flag in ("--devices", "--batch") if sizes[flag] is not None]:
-            raise ConfigError(
-                f"{given[0]}: {name} has a layout of its own. Change it by --set plan.KEY=VALUE."
-            )
+        refuse(
+            {"--devices": devices, "--batch": batch},
+            f"{name} has a layout of its own. Change it by --set plan.KEY=VALUE.",
+        )
         _rehearse(*known)
         return
     if site is None or devices is None or batch is None:
@@ -145,9 +145,8 @@ def _rehearse(spec: ModelSpec, layout: Plan, fields: dict[str, Any], site: Site)
     from kit.rehearsal import rehearse
 
     found = rehearse(spec, layout, Recipe.from_dict(fields), site)
-    table = Table(*found.header, title=found.title, rows=found.rows)
     untested = (Text(f"Not yet tested: {text}.", style="dim") for text in found.never_run)
-    tell(found.to_dict(), table, *untested)
+    tell(found.to_dict(), Table(*found.header, title=found.title, rows=found.rows), *untested)
     if not found.fits:
         raise typer.Exit(1)
 
@@ -156,9 +155,8 @@ def _list() -> None:
     """Prints what MODEL, --recipe and --site can name."""
     from kit.papers.recipes import names, published_recipe
 
-    sizes = {name: ModelSpec.preset(name).num_params for name in PRESETS}
     found = {
-        "model": {name: f"{size:,} parameters" for name, size in sizes.items()},
+        "model": {name: f"{ModelSpec.preset(name).num_params:,} parameters" for name in PRESETS},
         "recipe": {name: f"that of {published_recipe(name).model}" for name in names()},
         "site": {name: Site.load(name).description for name in Site.names()},
     }

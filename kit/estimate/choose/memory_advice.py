@@ -1,7 +1,11 @@
-"""Out of memory: which change of the plan would need less, by the planner's estimate. No torch."""
+"""Out of memory: which change of the plan would need less, by the planner's estimate. No torch.
+
+`python -m kit.estimate.choose.memory_advice RUN` prints it, for a rank that has no memory left.
+"""
 
 import dataclasses
 import itertools
+import sys
 from typing import Any
 
 import numpy as np
@@ -44,12 +48,12 @@ def memory_advice(run: Run) -> str:
     """Returns in one line what the plan is estimated to need, and which smallest changes need
     less, with numbers.
     """
-    device = run.site.device.memory_bytes
     now, *options = estimated(
         run.spec, run.plan, [{}, *changes(run.spec, run.plan)], run.site.device
     )
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
-    limit = device.value if device is not None else None
+    memory_bytes = run.site.device.memory_bytes
+    limit = memory_bytes and memory_bytes.value
     fits = [option for option in smaller if limit is None or option.used_bytes <= limit]
     has = "" if limit is None else f" of {limit / 2**30:.2f} GiB"
     need = f"Out of memory. Estimated need of a device: {now.used_bytes / 2**30:.2f} GiB{has}."
@@ -59,21 +63,21 @@ def memory_advice(run: Run) -> str:
             " (`kit plan`)."
         )
     which = "would fit" if limit is not None and now.used_bytes > limit else "need less"
-    best = "; ".join(map(str, fits[:SHOWN]))
-    resume = kit_command("resume", run.directory)
-    return f"{need} These {which}: {best}. Resume with one of them: `{resume} {fits[0].settings}`."
+    return (
+        f"{need} These {which}: {'; '.join(map(str, fits[:SHOWN]))}. Resume with one of them:"
+        f" `{kit_command('resume', run.directory)} {fits[0].settings}`."
+    )
 
 
 def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     """Returns changes that need less memory on as many devices, the smallest first: one setting,
     then two and three.
     """
-    smaller = [size for size in (2**power for power in range(16)) if size < plan.micro_batch_size]
     single: list[list[dict[str, Any]]] = [
         [
             {"micro_batch_size": size}
-            for size in reversed(smaller)
-            if plan.micro_batch_size % size == 0
+            for size in (2**power for power in range(15, -1, -1))
+            if size < plan.micro_batch_size and plan.micro_batch_size % size == 0
         ],
         [{"recompute": mode} for mode in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]],
         [{"shard_size": None}] if plan.shard_size else [],
@@ -116,3 +120,7 @@ def estimated(
         for name, value in terms.items()
     )
     return [Option(change, float(each)) for change, each in zip(tried, np.ravel(used), strict=True)]
+
+
+if __name__ == "__main__":
+    print(memory_advice(Run.open(sys.argv[1])))
