@@ -169,7 +169,7 @@ STATEMENTS = {
     "kit/estimate/validation": 194,
     "kit/evaluate": 1576,
     "kit/foreign": 516,
-    "kit/measure": 322,
+    "kit/measure": 314,
     "kit/model": 276,
     "kit/monitor": 1937,
     "kit/papers": 1826,
