@@ -168,7 +168,7 @@ STATEMENTS = {
     "kit/estimate/tuning": 245,
     "kit/estimate/validation": 194,
     "kit/evaluate": 1576,
-    "kit/foreign": 516,
+    "kit/foreign": 509,
     "kit/measure": 314,
     "kit/model": 276,
     "kit/monitor": 1937,
