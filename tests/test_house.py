@@ -169,10 +169,10 @@ STATEMENTS = {
     "kit/estimate/validation": 194,
     "kit/evaluate": 1576,
     "kit/foreign": 509,
-    "kit/measure": 314,
+    "kit/measure": 312,
     "kit/model": 276,
     "kit/monitor": 1937,
-    "kit/papers": 1826,
+    "kit/papers": 1822,
     "kit/parallel": 382,
     "kit/rehearsal": 177,
     "kit/run": 805,  # instead of a run that another process replaced being written to

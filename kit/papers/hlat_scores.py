@@ -13,8 +13,9 @@ from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import compare, published_table
 from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
+from kit.papers.facts import Fact
 from kit.papers.hlat_model import FACTS
-from kit.papers.layers import Fact, Layer, Runs, opened, own_points, scale_of
+from kit.papers.layers import Layer, Runs, opened, own_points, scale_of
 from kit.papers.panels import HOLLOW, finish, pairs, panel, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -33,10 +34,6 @@ PANELS = {
     "code": "HumanEval",
 }
 """Of both figures, (a) to (f)."""
-IN_WORDS = {
-    "7B": "In words: common sense saturates, math stays flat until about 1 trillion.",
-    "70B": "In words: math, code and MMLU jump after 1.4 trillion (dotted; Table III).",
-}
 IN_WORDS_TOO = "In words, too: world knowledge grows almost with tokens, at any number of shots."
 OF_DEMO = (
     "Runs of this machine are scored by the same harness; bars are 95 % intervals, dotted is"
@@ -67,11 +64,14 @@ SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Headings of Table IV, against Table II."""
 
 
-def scores_figure(runs: Runs = (), *, model: str, paper_panels: bool = False) -> tuple[Any, Rows]:
+def scores_figure(
+    runs: Runs = (), *, model: str, words: str, paper_panels: bool = False
+) -> tuple[Any, Rows]:
     """Returns Figure 3 (7B) or 4 (70B) as far as it was read: the end points, and the curves of
     your runs; and the table.
 
-    `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
+    `words` are the paper's about its curves. `paper_panels` draws all panels of the paper, also
+    those that have no curve of your runs.
     """
     panels = {name: end_points(model, name) for name in PANELS}
     demo: dict[str, list[Layer]] = {}
@@ -108,7 +108,7 @@ def scores_figure(runs: Runs = (), *, model: str, paper_panels: bool = False) ->
             panels | {f"here: {name}": layers for name, layers in demo.items()},
             f"Scores of the {model}: its last checkpoints"
             + (", and those of runs by tokens." if curves else "."),
-            IN_WORDS[model],
+            words,
             "The points of the paper's curves could not be read.",
             notes=[
                 "The last checkpoints are from the paper's tables, the axes as in its panels.",
