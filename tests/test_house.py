@@ -172,7 +172,7 @@ STATEMENTS = {
     "kit/measure": 312,
     "kit/model": 276,
     "kit/monitor": 1937,
-    "kit/papers": 1822,
+    "kit/papers": 1818,
     "kit/parallel": 382,
     "kit/rehearsal": 177,
     "kit/run": 805,  # instead of a run that another process replaced being written to

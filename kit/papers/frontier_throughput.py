@@ -60,7 +60,6 @@ SCALED_PLANS = {
 """A constant number of micro-batches per stage, by stages."""
 ALONE = {"data_parallel": 1, "micro_batch_size": 1}
 """Fields of the demo-scale runs that these figures show: one replica."""
-NOT_PUBLISHED = "The paper's own points could not be read, so none are drawn."
 NAMES = {
     "tensor_parallel": "tensor parallel",
     "num_microbatches": "micro-batches",
@@ -156,7 +155,7 @@ def _figure(
         dress,
         shows,
         holds,
-        NOT_PUBLISHED,
+        "The paper's own points could not be read, so none are drawn.",
         notes=[
             "HFU counts the forward pass that recomputation repeats. Here a process is a core.",
             *notes,
