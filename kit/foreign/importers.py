@@ -26,9 +26,8 @@ from cluster.site import Site
 from cluster.state import JobState, log_path, refuse_other_owner, update_state
 from kit.errors import DataError, RunError
 from kit.foreign.formats import FORMATS, NAMES, pattern_format
-from kit.foreign.logs import Parser, Step
+from kit.foreign.logs import Parser, Step, StepRecorder
 from kit.foreign.setup import describe
-from kit.foreign.step_recorder import StepRecorder
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from kit.spec import ModelSpec
@@ -105,8 +104,10 @@ def import_log(
     _fill_in(rows, parser.changed)
     notes += _check_speed(rows, steps, run)
     if parser.has_local_times:
-        told = f"its time stamps name no zone and are read as {zone}"
-        notes.append(f"{told}; for another: --set import.zone=Europe/Berlin")
+        notes.append(
+            f"its time stamps name no zone and are read as {zone}; for another: --set"
+            " import.zone=Europe/Berlin"
+        )
     report = ImportReport(
         log=str(file),
         format=parser.form.name,
@@ -118,9 +119,10 @@ def import_log(
     )
     _create(run, file)
     write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    following = follow and not parser.done
-    _tell(run, parser, recorder.last_row, report, following)
-    return _followed(run, parser, recorder, report, idle) if following else report
+    if follow:
+        report = _followed(run, parser, recorder, report, idle)
+    _tell(run, parser, recorder.last_row, report, following=False)
+    return report
 
 
 def _check_target(out: Path, log: Path) -> None:
@@ -140,8 +142,10 @@ def _zone(given: dict[str, Any]) -> datetime.tzinfo:
     try:
         return ZoneInfo(str(given["zone"])) if given else datetime.UTC
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        told = f"import.zone: {given['zone']!r} is unknown."
-        raise ConfigError(f"{told} Give one as Europe/Berlin, or leave it out: UTC.") from error
+        raise ConfigError(
+            f"import.zone: {given['zone']!r} is unknown. Give one as Europe/Berlin, or leave it"
+            " out: UTC."
+        ) from error
 
 
 def _read(
@@ -236,10 +240,8 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
             f"from the clock and the sequences run it is {typical * model / 1e12:.1f} of the "
             f"model, {typical * hardware / 1e12:.1f} with recomputation"
         )
-    rates, rate = (
-        [rate for step in steps if (rate := step.get("samples_per_s"))],
-        typical * devices / spec.sequence_length,
-    )
+    rates = [rate for step in steps if (rate := step.get("samples_per_s"))]
+    rate = typical * devices / spec.sequence_length
     if rates and abs(median(rates) / rate - 1) > SPEED_TOLERANCE:
         notes.append(
             f"the log prints {median(rates):.3g} sequences/s, but clock and batch make {rate:.3g}"
@@ -250,9 +252,9 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
 def _create(run: Run, log: Path) -> None:
     """Writes what was asked for, in the place of an earlier import."""
     out = run.directory
-    files = ("spec", "state", "exit", "history", "alerts", "plan.attempt_*")
-    for old in [file for name in files for file in out.glob(f"{name}.json*")]:
-        old.unlink()
+    for name in ("spec", "state", "exit", "history", "alerts", "plan.attempt_*"):
+        for old in out.glob(f"{name}.json*"):
+            old.unlink()
     shutil.rmtree(out / "logs", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     for name, text in run.asked().items():
@@ -307,6 +309,7 @@ def _followed(
     ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)  # the user, or one is deleted
     with contextlib.closing(writer.stream), ended:
         while not parser.done and run.directory.is_dir() and parser.file.exists():
+            _tell(run, parser, recorder.last_row, report, following=True)
             idle(POLL_S)
             rows = [row for step in parser.steps() for row in recorder.rows(step)]
             writer.write({**row, "time": row["time"] or time.time()} for row in rows)
@@ -316,6 +319,4 @@ def _followed(
                 attempts=parser.attempt,
                 skipped_lines=parser.skipped_lines,
             )
-            _tell(run, parser, recorder.last_row, report, following=True)
-    _tell(run, parser, recorder.last_row, report, following=False)
     return report

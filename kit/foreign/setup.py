@@ -10,8 +10,7 @@ from typing import Any
 from cluster.record import ConfigError
 from kit.convert.other_trainers import OTHER_WORK, megatron_spec
 from kit.foreign.formats import Texts
-from kit.foreign.logs import Parser, Step, number
-from kit.foreign.step_recorder import StepRecorder
+from kit.foreign.logs import Parser, Step, StepRecorder, number
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -78,12 +77,14 @@ def describe(
     plan = {"precision": "bf16", **told, "global_batch_size": int(really), **given}
     recipe, interval = _recipe(settings, steps, changes["recipe"]), _interval(settings, steps)
     if "lr" not in settings:
-        lost = "the log does not tell the recipe"
-        notes.append(f"{lost}: fields of recipe.json that were not given are defaults")
-    if interval > 1:
-        values = parser.form.values
         notes.append(
-            f"one line stands for {interval} steps; each of them is recorded with {values}"
+            "the log does not tell the recipe: fields of recipe.json that were not given are"
+            " defaults"
+        )
+    if interval > 1:
+        notes.append(
+            f"one line stands for {interval} steps; each of them is recorded with"
+            f" {parser.form.values}"
         )
     recorder = StepRecorder(
         batch=batch,

@@ -4,6 +4,7 @@ datasheet has one.
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from cluster.site import Fact, Site
 from kit.measure.device import torch_device
@@ -31,14 +32,13 @@ def measure_gemm_flops_per_s(
     """
     import torch
 
-    from kit.measure.timing import best_within, one_thread
+    from kit.measure.timing import best_within
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     size = SIZE if device == "cpu" else 16 * SIZE
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
-    with one_thread():
-        return 2 * size**3 / best_within(seconds, lambda: torch.matmul(a, b), clock)
+    return 2 * size**3 / best_within(seconds, lambda: torch.matmul(a, b), clock)
 
 
 def measure_peak(
@@ -52,17 +52,19 @@ def measure_peak(
     as rounds that differ: after `ROUNDS` of them the machine was too busy, `is_settled` is False,
     and the source says so. Tests give their own `round_rate`.
     """
-    rates = []
-    while len(rates) < ROUNDS and not (len(rates) > 1 and _spread(rates) <= AGREE):
-        rates.append((round_rate or _round(dtype, device))())
-    how = f"best {dtype} matrix product on one device, {len(rates)} rounds"
-    fact = Fact(
-        value=max(rates), source=f"measured on this machine: {how}", error=min(1.0, _spread(rates))
+    clock = time.thread_time if device == "cpu" else time.perf_counter
+    measure = round_rate or partial(
+        measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock
     )
-    return (
-        fact
-        if is_settled(fact)
-        else fact.replace(source=f"{fact.source}, no two agree: it was too busy")
+    rates = [measure(), measure()]
+    while len(rates) < ROUNDS and _spread(rates) > AGREE:
+        rates.append(measure())
+    how = f"best {dtype} matrix product on one device, {len(rates)} rounds"
+    doubt = "" if _spread(rates) <= AGREE else ", no two agree: it was too busy"
+    return Fact(
+        value=max(rates),
+        source=f"measured on this machine: {how}{doubt}",
+        error=min(1.0, _spread(rates)),
     )
 
 
@@ -77,11 +79,6 @@ def measured_site(site: Site, dtype: str = "fp32") -> Site:
     """
     peak = measure_peak(dtype, device=torch_device(site))
     return site.with_measured_peak(dtype, peak.value, peak.source, peak.error)
-
-
-def _round(dtype: str, device: str) -> Callable[[], float]:
-    clock = time.thread_time if device == "cpu" else time.perf_counter
-    return lambda: measure_gemm_flops_per_s(dtype, device=device, seconds=ROUND_S, clock=clock)
 
 
 def _spread(rates: list[float]) -> float:

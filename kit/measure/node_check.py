@@ -88,12 +88,12 @@ def check_nodes(device: torch.device, dtype: str) -> NodeReport:
     ranks = _gather((name, measure_gemm_flops_per_s(dtype, seconds=SECONDS)))
     names = list(dict.fromkeys(node for node, _ in ranks))
     firsts = [next(rank for rank, (node, _) in enumerate(ranks) if node == name) for name in names]
-    sent = [rate for rates in _gather(_exchange_rates(firsts, device)) for rate in rates]
+    sent = _gather(_exchange_rates(firsts, device))
     nodes = tuple(
         NodeRate(
             node=name,
             matmul_flops_per_s=min(rate for node, rate in ranks if node == name),
-            bytes_per_s=max((rate for rank, rate in sent if rank == first), default=None),
+            bytes_per_s=max(sent[first], default=None),
         )
         for name, first in zip(names, firsts, strict=True)
     )
@@ -118,18 +118,17 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
     return bus_factor(ranks) * tensor.nbytes / max(_gather(seconds))
 
 
-def _exchange_rates(firsts: list[int], device: torch.device) -> list[tuple[int, float]]:
-    """Returns (rank, bytes/s) of the exchanges of this rank, which speaks for its node if it is
-    one of `firsts`.
+def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
+    """Returns bytes/s of the exchanges of this rank, which speaks for its node if it is one of
+    `firsts`.
     """
-    rates = []
+    own, rates = dist.get_rank(), []
     for pairs in _rounds(len(firsts)):
-        for a, b in pairs:
-            rank, partner = firsts[a], firsts[b]
-            if dist.get_rank() == partner:
-                rank, partner = partner, rank
-            if dist.get_rank() == rank:
-                rates.append((rank, _exchange_bytes_per_s(partner, device)))
+        for pair in pairs:
+            ranks = [firsts[node] for node in pair]
+            if own in ranks:
+                partner = ranks[1 - ranks.index(own)]
+                rates.append(_exchange_bytes_per_s(partner, device))
         dist.barrier()
     return rates
 

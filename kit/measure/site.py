@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +106,18 @@ def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
     """
     attempt, step = last_attempt(run.directory), run.metrics().summary()["step"]
     told = [
-        f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a device: it was "
-        + ("unknown" if old is None else f"{old.value / 1e12:.3g}")
+        Alert(
+            message=f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a device:"
+            f" it was {'unknown' if old is None else f'{old.value / 1e12:.3g}'}",
+            kind="peak",
+            level="warning",
+            attempt=attempt,
+            step=step,
+            time=time.time(),
+        )
         for dtype, (old, new) in found.items()
     ]
-    about: dict[str, Any] = {
-        "kind": "peak",
-        "level": "warning",
-        "attempt": attempt,
-        "step": step,
-        "time": time.time(),
-    }
-    AlertLog(run.directory / "alerts.jsonl").add(
-        [Alert(message=message, **about) for message in told]
-    )
+    AlertLog(run.directory / "alerts.jsonl").add(told)
 
 
 def to_toml(site: Site) -> str:
@@ -130,16 +129,19 @@ def to_toml(site: Site) -> str:
             f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
         )
 
+    memory = {name: getattr(site.device, name) for name in ("memory_bytes", "memory_bytes_per_s")}
     lines = [
-        f'base = "laptop"\nname = {json.dumps(site.name)}\ndevices_per_node ='
-        f" {site.devices_per_node}\n"
+        'base = "laptop"',
+        f"name = {json.dumps(site.name)}",
+        f"devices_per_node = {site.devices_per_node}",
+        "",
+        "[device]",
+        f"name = {json.dumps(site.device.name)}",
+        *(fact(name, held) for name, held in memory.items() if held),
+        "",
+        "[device.peak_flops_per_s]",
+        *(fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()),
     ]
-    lines.append(f"[device]\nname = {json.dumps(site.device.name)}")
-    for name in ("memory_bytes", "memory_bytes_per_s"):
-        if held := getattr(site.device, name):
-            lines.append(fact(name, held))
-    lines += ["", "[device.peak_flops_per_s]"]
-    lines += [fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()]
     for link in site.links.intra_node:
         lines += ["", "[[links.intra_node]]", f"num_devices = {link.num_devices}"]
         lines.append(fact("bytes_per_s", link.bytes_per_s))
@@ -169,10 +171,8 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
 
 def best_rates(rows: list[dict]) -> dict[int, float]:
     """Returns the highest bus rate of `collectives.measure` in bytes/s, by number of ranks."""
-    rates: dict[int, float] = {}
-    for row in rows:
-        rates[row["ranks"]] = max(row["bus_bytes_per_s"], rates.get(row["ranks"], 0.0))
-    return rates
+    slowest_first = sorted(rows, key=itemgetter("bus_bytes_per_s"))
+    return {row["ranks"]: row["bus_bytes_per_s"] for row in slowest_first}
 
 
 def memory_bytes_per_s() -> float:
@@ -181,8 +181,7 @@ def memory_bytes_per_s() -> float:
     """
     import torch
 
-    from kit.measure.timing import best_within, one_thread
+    from kit.measure.timing import best_within
 
     a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))
-    with one_thread():
-        return 12 * TRIAD_NUMBERS / best_within(1.0, lambda: torch.add(b, c, out=a))
+    return 12 * TRIAD_NUMBERS / best_within(1.0, lambda: torch.add(b, c, out=a))

@@ -29,11 +29,12 @@ def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_coun
     return clock() - start
 
 
+@one_thread()
 def best_within(
     seconds: float, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns the shortest of the calls that fit into some seconds on the wall, at least one, by
-    any clock.
+    """Returns the shortest of the calls on one thread that fit into some seconds on the wall, at
+    least one, by any clock.
     """
     end, best = time.perf_counter() + seconds, timed(run, clock)
     while time.perf_counter() < end:

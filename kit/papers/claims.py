@@ -15,7 +15,8 @@ from typing import Any, Literal
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
 from kit.papers import FIGURES, frontier_model, hlat_model
-from kit.papers.layers import DATA, Known, Relation, Rows, Runs, plain
+from kit.papers.facts import DATA, Known, Relation, plain
+from kit.papers.layers import Rows, Runs
 
 Paper = Literal["frontier", "hlat"]
 HEAD = """# Claims of {title}

@@ -14,15 +14,7 @@ import numpy as np
 
 from kit.estimate.tuning.objectives import MeasuredRate
 from kit.estimate.tuning.tune import Trials, tune
-from kit.papers.layers import (
-    WARM_UP,
-    Runs,
-    kept,
-    note_load,
-    opened,
-    scale_of,
-    tokens_per_s_and_device,
-)
+from kit.papers.layers import WARM_UP, Runs, kept, note_load, opened, scale_of
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -153,3 +145,17 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
         return math.nan, math.nan, math.nan
     low, middle, high = np.quantile(tokens_per_s_and_device(chosen[0])[WARM_UP:], (0.25, 0.5, 0.75))
     return float(middle), float(low), float(high)
+
+
+def run_hfu_percent(run: Run) -> np.ndarray:
+    """Returns HFU of each step in per cent, NaN where the site's peak is not known."""
+    hfu = run.metrics().hfu()
+    return np.full(len(run.metrics()), math.nan) if hfu is None else 100 * hfu
+
+
+def tokens_per_s_and_device(run: Run) -> np.ndarray:
+    """Returns tokens/s of each step and device; processes that share a core count as one device."""
+    devices = run.plan.num_devices
+    if scale_of(run) == "demo":
+        devices = min(devices, run.site.devices_per_node)
+    return run.metrics().tokens_per_s / devices

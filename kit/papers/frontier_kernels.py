@@ -3,12 +3,13 @@ changes.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cluster.site import Site
-from kit.papers.frontier_demo import ATTENTION
+from kit.papers.frontier_demo import ATTENTION, run_hfu_percent
 from kit.papers.frontier_model import (
     FACTS,
     MODELS,
@@ -28,7 +29,6 @@ from kit.papers.layers import (
     demo_source,
     folders_with,
     on_clusters,
-    run_hfu_percent,
     study_points,
 )
 from kit.papers.panels import legend_above, picture
@@ -63,8 +63,10 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
     return flops / (products + attention + elementwise)
 
 
-def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the roofline of a GCD with the three recipes below it, and the table."""
+def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> tuple[Any, Rows]:
+    """Returns the roofline of a GCD with the three recipes below it, and the table; `dress` as
+    `picture` takes it.
+    """
     fused, written = _under_roof("fused attention", 2), _under_roof("scores written out", 0)
     rates = [
         fact.replace(x=str(place))
@@ -97,18 +99,9 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         legend_above(figure, 2)
         _note(axis, "memory, 1.6 TB/s", (34, 34e-12 * memory.value), (-4, 6), GREY, rotation=45)
 
-    style = {
-        "xscale": "log",
-        "yscale": "log",
-        "xlim": (30, 3000),
-        "ylim": (20, 260),
-        "xlabel": "FLOP per byte moved, one layer",
-        "ylabel": "TFLOP/s of a GCD",
-        "title": "Roofline of half an MI250X",
-    }
     return picture(
         [paper, fused, written, *roofs, *own],
-        [style],
+        dress,
         "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
         f"All stand right of the ridge ({peak / memory.value:.0f} FLOP per byte): computation binds"
         " them.",

@@ -3,6 +3,7 @@ Frontier and LUMI.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,9 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return figure, [*rows, *table([published, *own])]
 
 
-def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> tuple[Any, Rows]:
     """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the
-    logs; its table.
+    logs; its table. `dress` as `picture` takes it, without the ends of y.
     """
     after, peak = frontier_stages()
     static, dynamic, lumi = (
@@ -105,22 +106,11 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         x=lambda run: run.plan.data_parallel,
         y=lambda run: run.metrics()["memory_bytes"] / GIB,
     )
-    stages, unit = {"xlabel": "pipeline stage", "xticks": range(0, 16, 3)}, "GiB on a GCD"
-    dress: tuple[dict[str, Any], ...] = (
-        stages | {"title": "(a) 175B, between steps", "ylabel": unit},
-        stages | {"title": "(b) 175B, at the peak"},
-        {
-            "title": "(c) LUMI 176B, last stage, between steps",
-            "ylabel": unit,
-            "xlabel": "replicas",
-            "xscale": "log",
-            "ticks": (2, 4, 8, 16, 32),
-        },
-    )
-    for layers, style in zip(panels.values(), dress, strict=True):
-        style["ylim"] = (0, 1.7 * max(float(layer.y.max()) for layer in layers))
-        style["legend"] = {"loc": "upper right"}
-    return picture(panels, dress, *caption, notes=[note], mosaic="ab;cc", height=5.9)
+    dressed = [
+        {**style, "ylim": (0, 1.7 * max(float(layer.y.max()) for layer in layers))}
+        for layers, style in zip(panels.values(), dress, strict=True)
+    ]
+    return picture(panels, dressed, *caption, notes=[note], mosaic="ab;cc", height=5.9)
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:

@@ -24,7 +24,8 @@ from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.monitor.expected import sentence
-from kit.papers.layers import Facts, Layer, plain
+from kit.papers.facts import Facts, plain
+from kit.papers.layers import Layer
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 

@@ -1,5 +1,6 @@
 """Frontier: the recipes of the three sizes, and what training 1T parameters on 20T tokens takes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from cluster.site import Site
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
+from kit.papers.frontier_demo import run_hfu_percent
 from kit.papers.frontier_model import (
     FACTS,
     MODELS,
@@ -19,7 +21,7 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import STRONG_BATCH
-from kit.papers.layers import Layer, Rows, Runs, by_scale, on_clusters, run_hfu_percent
+from kit.papers.layers import Layer, Rows, Runs, by_scale, on_clusters
 from kit.papers.panels import facts_table, legend_above, picture, recipe_of
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
@@ -27,24 +29,11 @@ from kit.spec import FlopBasis, ModelSpec
 TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DAY = 86_400.0
-PUBLISHED = {
-    "recipe_tensor_parallel": "tensor parallel",
-    "recipe_pipeline_parallel": "pipeline parallel",
-    "recipe_micro_batch_size": "micro-batch, sequences",
-    "recipe_global_batch_size": "global batch, sequences",
-    "recipe_devices": "GCDs of the script",
-    "recipe_zero_stage": "ZeRO",
-    "recipe_precision": "precision",
-    "recipe_flash_attention": "flash attention",
-    "recipe_recompute": "recompute",
-    "throughput_percent": "% of peak, abstract",
-}
-"""Rows of the recipe that were read, by their facts; the others are the model's."""
 
 
-def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the recipes as the authors' scripts have them, with what the model says of each,
-    as a table.
+def recipes_figure(runs: Runs = (), *, labels: Mapping[str, str]) -> tuple[Any, Rows]:
+    """Returns the recipes as the authors' scripts have them, with what the model says of each, as a
+    table; `labels` are of the rows that were read, by their series.
     """
     layers = [
         Layer.published(FACTS["throughput_percent"], label="throughput"),
@@ -54,9 +43,9 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     ]
     return facts_table(
         FACTS,
-        PUBLISHED,
+        labels,
         {model: _modelled(model) for model in MODELS},
-        [(run, _own_recipe(run)) for run in by_scale(runs)["cluster"]],
+        [(run, _own_recipe(run, labels)) for run in by_scale(runs)["cluster"]],
         layers,
         "Layouts of the authors' launch scripts, and what the model says of them.",
         "Which of them made the headline numbers is not proven.",
@@ -87,9 +76,9 @@ def _modelled(model: str) -> dict[str, str]:
     }
 
 
-def _own_recipe(run: Run) -> dict[str, str]:
+def _own_recipe(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
     """Returns the same rows of a run of a cluster; what only scripts have stays empty."""
-    return recipe_of(run, PUBLISHED) | {
+    return recipe_of(run, labels) | {
         "GCDs of the script": str(run.plan.num_devices),
         "% of peak, abstract": f"{np.nanmedian(run_hfu_percent(run)):.1f} (measured)",
     }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.papers.frontier_demo import MICROBATCHES, select
+from kit.papers.frontier_demo import MICROBATCHES, run_hfu_percent, select, tokens_per_s_and_device
 from kit.papers.frontier_model import (
     FACTS,
     LUMI,
@@ -22,16 +22,7 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import (
-    Layer,
-    Rows,
-    Runs,
-    measured,
-    on_clusters,
-    run_hfu_percent,
-    scale_of,
-    tokens_per_s_and_device,
-)
+from kit.papers.layers import Layer, Rows, Runs, measured, on_clusters, scale_of
 from kit.papers.panels import pairs, picture
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec

@@ -74,9 +74,12 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     the table.
     """
     panels = {f"{name}: % of the variance": [_importance(name)] for name in SPACES}
-    for folder, trials in demo_searches(runs).items():
-        own = study_points(folder, "this machine", **_shares(trials))
-        panels[f"{folder.name}: % of the variance"] = [own]
+    panels |= {
+        f"{folder.name}: % of the variance": [
+            study_points(folder, "this machine", **_shares(trials))
+        ]
+        for folder, trials in demo_searches(runs).items()
+    }
     bars = [len(layer.y) for [layer] in panels.values()]
     height = 0.36 * sum(bars) + 0.6 * len(bars) + 0.9
     mosaic = ";".join("abcdefgh"[: len(bars)])

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from kit.papers.frontier_demo import MICROBATCHES, median_rate, select
+from kit.papers.facts import Relation
+from kit.papers.frontier_demo import (
+    MICROBATCHES,
+    median_rate,
+    run_hfu_percent,
+    select,
+    tokens_per_s_and_device,
+)
 from kit.papers.frontier_model import (
     FACTS,
     layouts_of,
@@ -21,17 +28,7 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import (
-    Layer,
-    Relation,
-    Rows,
-    Runs,
-    measured,
-    on_clusters,
-    opened,
-    run_hfu_percent,
-    tokens_per_s_and_device,
-)
+from kit.papers.layers import Layer, Rows, Runs, measured, on_clusters, opened
 from kit.papers.panels import paper_table, picture
 from kit.plan import Plan
 from kit.run import Run
@@ -63,7 +60,6 @@ SCALED_PLANS = {
 """A constant number of micro-batches per stage, by stages."""
 ALONE = {"data_parallel": 1, "micro_batch_size": 1}
 """Fields of the demo-scale runs that these figures show: one replica."""
-NOT_PUBLISHED = "The paper's own points could not be read, so none are drawn."
 NAMES = {
     "tensor_parallel": "tensor parallel",
     "num_microbatches": "micro-batches",
@@ -159,7 +155,7 @@ def _figure(
         dress,
         shows,
         holds,
-        NOT_PUBLISHED,
+        "The paper's own points could not be read, so none are drawn.",
         notes=[
             "HFU counts the forward pass that recomputation repeats. Here a process is a core.",
             *notes,
@@ -228,12 +224,16 @@ def modelled_relations() -> list[Relation]:
         "III.3": (FIXED_PLANS[8], FIXED_PLANS[16], "16 stages over 8, same batch: below 1"),
         "III.4": (SCALED_PLANS[8], SCALED_PLANS[16], "16 stages over 8, same m/p: at least 0.9"),
     }
-    found = []
-    for claim, (old, new, expected) in pairs.items():
-        layouts = layouts_of(ModelSpec.preset(MODEL), [old, new])
-        ratio = ratio_interval(relative_rates(layouts)[:, 1])
-        found.append(_relation(claim, "modelled", ratio, expected))
-    return found
+    spec = ModelSpec.preset(MODEL)
+    return [
+        _relation(
+            claim,
+            "modelled",
+            ratio_interval(relative_rates(layouts_of(spec, [old, new]))[:, 1]),
+            expected,
+        )
+        for claim, (old, new, expected) in pairs.items()
+    ]
 
 
 def measured_relations(runs: Runs) -> list[Relation]:

@@ -2,6 +2,7 @@
 nodes (Figure 5).
 """
 
+import itertools
 import math
 from functools import lru_cache
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from cluster.site import Site
 from kit.monitor.goodput import usd_per_hour
+from kit.papers.facts import Fact, Relation
 from kit.papers.hlat_model import (
     BATCH,
     FACTS,
@@ -30,7 +32,7 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Fact, Layer, Relation, Rows, Runs, on_clusters
+from kit.papers.layers import Layer, Rows, Runs, on_clusters
 from kit.papers.panels import picture
 from kit.plan import Plan
 from kit.run import Run
@@ -198,16 +200,18 @@ def _cost_texts() -> tuple[tuple[str, str, str], list[str]]:
     notes: prices, what does not fit, whose layouts are drawn, and each ratio that is missed.
     """
     checked = relations()
-    missed: dict[str, list[Relation]] = {}
-    for relation in checked:
-        if relation.verdict == "fails":
-            missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
+    failed = [relation for relation in checked if relation.verdict == "fails"]
+    missed = {
+        claim: [*found]
+        for claim, found in itertools.groupby(
+            failed, key=lambda relation: relation.claim.rpartition(",")[0]
+        )
+    }
     told = "; ".join(
         f"{claim}: {found[0].value:.2f} to {found[-1].value:.2f}, {found[0].expected.split(':')[0]}"
         " published"
         for claim, found in missed.items()
     )
-    failed = [relation for found in missed.values() for relation in found]
     intervals = "; ".join(
         f"{relation.claim} {relation.value:.2g} ({relation.low:.2g} to {relation.high:.2g})"
         for relation in failed

@@ -197,8 +197,8 @@ class SmallTraining:
 
     def save(self) -> Any:
         """Returns a copy of weights and optimizer."""
-        engine = self.engine
-        return copy.deepcopy((engine.decoders[0].state_dict(), engine.optimizer.state_dict()))
+        weights = self.engine.decoders[0].state_dict()
+        return copy.deepcopy((weights, self.engine.optimizer.state_dict()))
 
     def restore(self, saved: Any) -> None:
         """Takes back what `save` returned."""

@@ -22,7 +22,7 @@ from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.papers.layers import Facts
+from kit.papers.facts import Facts
 from kit.plan import Plan
 from kit.spec import ModelSpec
 

@@ -3,6 +3,7 @@ the last stage.
 """
 
 import bisect
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -15,57 +16,20 @@ from kit.show.style import Rows, new_figure
 from kit.show.theme import GREY
 from kit.spec import ModelSpec
 
-SHAPES = {
-    "model_num_layers": "layers",
-    "model_hidden_size": "hidden size",
-    "model_num_heads": "heads",
-    "model_num_kv_heads": "key/value heads",
-    "model_ffn_hidden_size": "feed-forward size (SwiGLU)",
-    "model_vocab_size": "vocabulary",
-    "model_sequence_length": "sequence length",
-    "model_norm_eps": "epsilon of RMSNorm",
-    "model_rope_theta": "rotary base",
-    "model_init_std": "initial standard deviation",
-}
-RECIPE = {
-    "recipe_global_batch_size": "global batch, sequences",
-    "recipe_micro_batch_size": "micro-batch, sequences",
-    "recipe_learning_rate": "peak learning rate",
-    "recipe_min_learning_rate": "lowest learning rate",
-    "recipe_warmup_steps": "warm-up, steps",
-    "recipe_decay_steps": "cosine ends at step",
-    "recipe_cosine_floor": "cosine meets its floor",
-    "recipe_beta1": "beta 1",
-    "recipe_beta2": "beta 2",
-    "recipe_eps": "epsilon of AdamW",
-    "recipe_weight_decay": "weight decay, norms too",
-    "recipe_gradient_clip": "gradient clip, L2",
-    "recipe_precision": "precision",
-    "recipe_tensor_parallel": "tensor parallel",
-    "recipe_pipeline_parallel": "pipeline parallel",
-    "recipe_zero_stage": "ZeRO",
-    "recipe_sequence_parallel": "sequence parallel",
-    "recipe_recompute": "recompute (core attention)",
-    "recipe_checkpoint_every": "checkpoint, every steps",
-    "recipe_kept_checkpoint_every": "kept checkpoint, every steps",
-    "recipe_seed": "seed",
-    "recipe_nodes_of_script": "nodes of the script",
-    "recipe_nodes_at_most": "nodes at most",
-}
 STEPS_SHOWN = 60
 """Of a schedule of half a million."""
 
 
-def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns both models' shapes from the released code with what follows from them, as a
-    table.
+def models_figure(runs: Runs = (), *, labels: Mapping[str, str]) -> tuple[Any, Rows]:
+    """Returns both models' shapes from the released code with what follows from them, as a table;
+    `labels` are of the fields of a shape, by their series.
     """
     own = [
         (
             run,
             {
                 label: f"{getattr(run.spec, series.removeprefix('model_')):g}"
-                for series, label in SHAPES.items()
+                for series, label in labels.items()
             }
             | _counts(run.spec),
         )
@@ -77,7 +41,7 @@ def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     ]
     return facts_table(
         FACTS,
-        SHAPES,
+        labels,
         {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()},
         own,
         layers,
@@ -87,9 +51,9 @@ def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
 
 
-def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def hyperparameters_figure(runs: Runs = (), *, labels: Mapping[str, str]) -> tuple[Any, Rows]:
     """Returns both models' hyperparameters and layouts as released, with what follows from them,
-    as a table.
+    as a table; `labels` are of the fields of a recipe, by their series.
     """
     schedules = {
         name: {
@@ -102,7 +66,7 @@ def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     own = [
         (
             run,
-            recipe_of(run, RECIPE)
+            recipe_of(run, labels)
             | {
                 "sequence parallel": "on" if run.plan.sequence_parallel else "off",
                 "tokens per step": f"{run.plan.global_batch_size * run.spec.sequence_length:,}",
@@ -111,10 +75,10 @@ def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for run in opened(runs)
     ]
     words = ("cosine_floor", "precision", "sequence_parallel", "recompute")
-    numbers = [series for series in RECIPE if series.removeprefix("recipe_") not in words]
+    numbers = [series for series in labels if series.removeprefix("recipe_") not in words]
     return facts_table(
         FACTS,
-        RECIPE,
+        labels,
         schedules,
         own,
         [Layer.published(FACTS[series], label=series) for series in numbers],

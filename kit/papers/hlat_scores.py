@@ -13,8 +13,9 @@ from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import compare, published_table
 from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
+from kit.papers.facts import Fact
 from kit.papers.hlat_model import FACTS
-from kit.papers.layers import Fact, Layer, Runs, opened, own_points, scale_of
+from kit.papers.layers import Layer, Runs, opened, own_points, scale_of
 from kit.papers.panels import HOLLOW, finish, pairs, panel, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -33,20 +34,7 @@ PANELS = {
     "code": "HumanEval",
 }
 """Of both figures, (a) to (f)."""
-IN_WORDS = {
-    "7B": "In words: common sense saturates, math stays flat until about 1 trillion.",
-    "70B": "In words: math, code and MMLU jump after 1.4 trillion (dotted; Table III).",
-}
-IN_WORDS_TOO = "In words, too: world knowledge grows almost with tokens, at any number of shots."
-OF_DEMO = (
-    "Runs of this machine are scored by the same harness; bars are 95 % intervals, dotted is"
-    " guessing. Bits per byte: less is better."
-)
 DEMO = "measured, demo scale"
-HEADINGS = (
-    "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: GSM8K, p@:"
-    " HumanEval."
-)
 SHORT = {
     "sequence_length": "tokens",
     "commonsense": "CR",
@@ -67,10 +55,13 @@ SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Headings of Table IV, against Table II."""
 
 
-def scores_figure(runs: Runs = (), *, model: str, paper_panels: bool = False) -> tuple[Any, Rows]:
+def scores_figure(
+    runs: Runs = (), *, model: str, words: Sequence[str], paper_panels: bool = False
+) -> tuple[Any, Rows]:
     """Returns Figure 3 (7B) or 4 (70B) as far as it was read: the end points, and the curves of
     your runs; and the table.
 
+    `words` are what the paper says of its curves: one for the caption, the others for the notes.
     `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
     """
     panels = {name: end_points(model, name) for name in PANELS}
@@ -108,12 +99,19 @@ def scores_figure(runs: Runs = (), *, model: str, paper_panels: bool = False) ->
             panels | {f"here: {name}": layers for name, layers in demo.items()},
             f"Scores of the {model}: its last checkpoints"
             + (", and those of runs by tokens." if curves else "."),
-            IN_WORDS[model],
+            words[0],
             "The points of the paper's curves could not be read.",
             notes=[
                 "The last checkpoints are from the paper's tables, the axes as in its panels.",
-                *([IN_WORDS_TOO] if model == "7B" else []),
-                *([OF_DEMO] if demo else []),
+                *words[1:],
+                *(
+                    [
+                        "Runs of this machine are scored by the same harness; bars are 95 %"
+                        " intervals, dotted is guessing. Bits per byte: less is better."
+                    ]
+                    if demo
+                    else []
+                ),
             ],
         )
 
@@ -218,11 +216,14 @@ def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return _table("I", own, [run["model"] for run in own])
 
 
-def compared_figure(runs: Runs = (), *, table: str) -> tuple[Any, Rows]:
+def compared_figure(
+    runs: Runs = (), *, table: str, headings: Sequence[str] = ()
+) -> tuple[Any, Rows]:
     """Returns Table II, quality, or V, bias and truthfulness, with the scores of the newest
     checkpoint of your runs above; and its rows.
 
-    A column needs all of its data sets in the paper's shots, whole.
+    A column needs all of its data sets in the paper's shots, whole. `headings` say what its name
+    stands for.
     """
     found, columns = reports(runs), published_table(table).columns
     own = []
@@ -230,7 +231,7 @@ def compared_figure(runs: Runs = (), *, table: str) -> tuple[Any, Rows]:
         cells = compare(report, table).own[0]
         name = cells["model"].split(",")[0] if made == DEMO else cells["model"]
         own.append({"made": made, **cells, "model": name})
-    notes, left = [HEADINGS] if table == "II" else [], ""
+    notes, left = [*headings], ""
     if own:
         notes.append("Own rows: 95 % intervals in brackets.")
     if missing := sum(not any(row[column] for column in columns) for row in own):

@@ -4,6 +4,7 @@ of it measured here.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ SPIKES, PRECISION = "spikes.json", "precision.json"
 """What the studies of `hlat_demo` leave in their folder."""
 
 
-def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
+def loss_figure(
+    runs: Runs = (), *, dress: Mapping[str, Mapping[str, Any]], paper_panels: bool = False
+) -> tuple[Any, Rows]:
     """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the
     table.
 
-    `paper_panels` adds an empty one for the paper's own curve, which could not be read.
+    `dress` is that of the paper's panel and of yours, as `picture` takes it. `paper_panels` adds an
+    empty one for the paper's own curve, which could not be read.
 
     Raises:
         ConfigError: none of the runs has a step, and there is no such panel.
@@ -46,21 +50,10 @@ def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Ro
                 rows = [row for row, _ in spikes(layer.y)]
                 axis.plot(layer.x[rows], layer.y[rows], "x", color=VERMILION, zorder=5)
 
-    published = {
-        "title": "HLAT: training loss, nats per token",
-        "xlabel": "tokens, billions",
-        "xlim": (0, 1900),
-        "ylim": (1, 11),  # ln 32,000 is 10.4: where training begins
-    }
-    measured = {
-        "title": "training loss, nats per token",
-        "xlabel": "tokens, millions",
-        "legend": {"loc": "upper right"},
-    }
     count = sum(len(spikes(layer.y)) for layers in panels.values() for layer in layers)
     return picture(
         panels,
-        [published if name == "paper" else measured for name in panels],
+        [dress["paper" if name == "paper" else "yours"] for name in panels],
         "Training loss of your runs; crosses: what the kit's alerts call a spike.",
         f"Spikes: {count}. The paper's own curve could not be read.",
         also=mark_spikes,

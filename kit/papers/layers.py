@@ -18,8 +18,6 @@ never drawn as published, a modelled line says how wrong the model is, and demo-
 share a panel with a paper's.
 """
 
-import contextlib
-import csv
 import dataclasses
 import json
 import math
@@ -31,15 +29,15 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from cluster.files import write_atomic
-from cluster.record import ConfigError, Record, field_doc, suggestion
+from cluster.record import ConfigError
 from kit.errors import kit_command
 from kit.monitor.runs import find_runs
+from kit.papers.facts import Fact
 from kit.run import Run
 from kit.show.style import Rows
 
 Runs = Sequence[Run | str | Path]
 """Runs, run directories, or folders of them."""
-DATA = Path(__file__).parent / "data"
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 LOAD = "load.json"
@@ -47,98 +45,6 @@ LOAD = "load.json"
 YOURS = "your runs"
 QUIET_LOAD = 1.5
 """Processes at work besides; with more, measured times mean little."""
-
-
-Known = Literal["read", "quoted", "derived", "remembered"]
-"""How a number of a paper is known.
-
-read: in the paper, or in its authors' own code and logs. quoted: in somebody else's account of it.
-derived: computed from numbers that were read; the note says how. remembered: not found in any
-source that could be checked, so a hint, never drawn and never a test's yardstick.
-"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fact(Record):
-    """One number that a paper or a public log states, or one word of a recipe."""
-
-    series: str = field_doc("what the number is one of")
-    x: str = field_doc("which one: a number on the axis, or a name")
-    value: str = field_doc("as a number, or a word")
-    known: Known = field_doc("how")
-    source: str = field_doc("that anyone can look up")
-    unit: str = field_doc("of the value", default="")
-    note: str = field_doc("what to know about it", default="")
-
-    @property
-    def number(self) -> float:
-        """The value as a number."""
-        return float(self.value)
-
-    @property
-    def parsed(self) -> int | float | str:
-        """The value as a number, whole where it is written so, or as the words that it is."""
-        for kind in (int, float):
-            with contextlib.suppress(ValueError):
-                return kind(self.value)
-        return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """The facts of one paper, by series."""
-
-    name: str
-    facts: tuple[Fact, ...]
-
-    @classmethod
-    def load(cls, name: str) -> Self:
-        """Returns the facts in `kit/papers/data/NAME.csv`.
-
-        Raises:
-            ConfigError: a line is no fact; the message says which.
-        """
-        with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
-            lines = list(csv.DictReader(stream))
-        return cls(
-            name,
-            tuple(
-                Fact.from_dict({k: v for k, v in line.items() if v}, f"{name}.csv:{number}")
-                for number, line in enumerate(lines, start=2)
-            ),
-        )
-
-    def __getitem__(self, series: str) -> tuple[Fact, ...]:
-        found = tuple(fact for fact in self.facts if fact.series == series)
-        if not found:
-            near = suggestion(series, dict.fromkeys(fact.series for fact in self.facts))
-            raise ConfigError(f"{self.name}.csv: {series!r} is unknown. {near}")
-        return found
-
-    def only(self, series: str, x: str) -> Fact:
-        """Returns one fact of a series."""
-        return {fact.x: fact for fact in self[series]}[x]
-
-    def value(self, series: str, x: str) -> float:
-        """Returns the number of one fact."""
-        return self.only(series, x).number
-
-    def fields(self, record: type[Record], model: str) -> dict[str, Any]:
-        """Returns the fields of a plan or a recipe that are stated of a model: of `tensor_parallel`
-        in the series `recipe_tensor_parallel`.
-        """
-        stated = {
-            fact.series.removeprefix("recipe_"): fact.parsed
-            for fact in self.facts
-            if fact.x == model
-        }
-        names = [field.name for field in dataclasses.fields(record)]
-        return {name: stated[name] for name in names if name in stated}
-
-    def text(self, series: str, x: str) -> str:
-        """Returns one fact as a table has it: a long number with separators."""
-        value = self.only(series, x).value
-        return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -244,41 +150,9 @@ class Layer:
         ]
 
 
-def plain(value: float) -> str:
-    """Returns a number as a caption or a page has it."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def table(layers: Iterable[Layer], **columns: Any) -> Rows:
     """Returns the rows of all layers; `columns` are put before each, such as `panel="(a)"`."""
     return [columns | row for layer in layers for row in layer.rows()]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Relation:
-    """A statement of a paper, checked on one layer: a number that must lie in a range."""
-
-    claim: str
-    layer: Literal["modelled", "measured"]
-    value: float
-    low: float = math.nan
-    """End of the number's own 90 % interval, NaN where it has none; so `high`."""
-    high: float = math.nan
-    expected: str
-    """In words."""
-    within: tuple[float, ...]
-    """Both ends of what is expected."""
-
-    @property
-    def verdict(self) -> str:
-        """`holds` (the whole interval), `holds within the interval` (part of it), `fails`, or
-        `holds` by value.
-        """
-        least, most = self.within
-        low, high = (self.value, self.value) if math.isnan(self.low) else (self.low, self.high)
-        if least <= low and high <= most:
-            return "holds"
-        return "holds within the interval" if low <= most and least <= high else "fails"
 
 
 # Runs of your own, and of this machine ------------------------------------------------------------
@@ -432,26 +306,12 @@ def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
     """Returns one column of the metrics of each run that has a step against millions of tokens,
     by scale.
     """
-    found = {}
-    for scale, group in by_scale(runs).items():
-        made = [(run, steps) for run in group if len(steps := run.metrics())]
-        if made:
-            found[scale] = [
-                own_points([run], steps.total_tokens / 1e6, steps[column], joined=True)
-                for run, steps in made
-            ]
-    return found
-
-
-def run_hfu_percent(run: Run) -> np.ndarray:
-    """Returns HFU of each step in per cent, NaN where the site's peak is not known."""
-    hfu = run.metrics().hfu()
-    return np.full(len(run.metrics()), math.nan) if hfu is None else 100 * hfu
-
-
-def tokens_per_s_and_device(run: Run) -> np.ndarray:
-    """Returns tokens/s of each step and device; processes that share a core count as one device."""
-    devices = run.plan.num_devices
-    if scale_of(run) == "demo":
-        devices = min(devices, run.site.devices_per_node)
-    return run.metrics().tokens_per_s / devices
+    found = {
+        scale: [
+            own_points([run], steps.total_tokens / 1e6, steps[column], joined=True)
+            for run in group
+            if len(steps := run.metrics())
+        ]
+        for scale, group in by_scale(runs).items()
+    }
+    return {scale: layers for scale, layers in found.items() if layers}

@@ -10,7 +10,8 @@ import numpy as np
 
 from cluster.record import ConfigError
 from kit.estimate.choose.figures import plain_ticks
-from kit.papers.layers import Facts, Layer, scale_of, table
+from kit.papers.facts import Facts
+from kit.papers.layers import Layer, scale_of, table
 from kit.run import Run
 from kit.show.style import Rows, new_figure, short
 from kit.show.table import Table

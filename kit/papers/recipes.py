@@ -10,7 +10,7 @@ from kit.papers import frontier_model, hlat_model, hlat_recipes
 from kit.plan import Plan
 from kit.recipe import Recipe
 
-MODELS = {"frontier": frontier_model.MODELS, "hlat": hlat_model.MODELS}
+PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
 NOT_STATED = {
     "frontier": {
         "num_steps": "the scripts only time some steps",
@@ -38,7 +38,9 @@ class PublishedRecipe:
 
 def names() -> tuple[str, ...]:
     """Returns the names that `published_recipe` takes."""
-    return tuple(f"{paper}-{size.lower()}" for paper, sizes in MODELS.items() for size in sizes)
+    return tuple(
+        f"{paper}-{size.lower()}" for paper, found in PAPERS.items() for size in found.MODELS
+    )
 
 
 def published_recipe(name: str) -> PublishedRecipe:
@@ -53,22 +55,20 @@ def published_recipe(name: str) -> PublishedRecipe:
             " file."
         )
     paper, _, size = name.partition("-")
-    model = size.upper()
+    model, facts = size.upper(), PAPERS[paper].FACTS
+    stated = facts.fields(Recipe, model)
     if paper == "frontier":
-        facts, derived = frontier_model.FACTS, {}
         plan = frontier_model.recipe_plan(model, engine="deepspeed", precision="fp16")
     else:
-        facts, derived = hlat_model.FACTS, {"num_steps": hlat_recipes.last_step(model)}
-        nodes, zero = (
-            facts.value("recipe_nodes_of_script", model),
-            facts.value("recipe_zero_stage", model),
-        )
-        plan = hlat_model.trn1_plan(model, int(nodes), zero_stage=int(zero), engine="neuron")
+        stated["num_steps"] = hlat_recipes.last_step(model)
+        nodes = int(facts.value("recipe_nodes_of_script", model))
+        zero = int(facts.value("recipe_zero_stage", model))
+        plan = hlat_model.trn1_plan(model, nodes, zero_stage=zero, engine="neuron")
     return PublishedRecipe(
         name=name,
-        model=MODELS[paper][model],
+        model=PAPERS[paper].MODELS[model],
         plan=plan,
-        stated=facts.fields(Recipe, model) | derived,
+        stated=stated,
         not_stated=NOT_STATED[paper],
         source=facts.only("recipe_learning_rate", model).source,
     )

@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 
 from kit.errors import ConfigError, RunError
-from kit.papers.layers import (
-    DATA,
-    LOAD,
-    Facts,
-    Layer,
-    Relation,
-    measured,
-    opened,
-    run_hfu_percent,
-    table,
-)
+from kit.papers.facts import DATA, Facts, Relation
+from kit.papers.frontier_demo import run_hfu_percent
+from kit.papers.layers import LOAD, Layer, measured, opened, table
 from kit.papers.panels import draw, finish
 from kit.show.style import new_figure
 from tests.papers.recorded import cluster_run, demo_study
