@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.errors import ConfigError
 from kit.estimate.fit.fitting import fit_reserve, minimise
-from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
+from kit.estimate.theory.activations import KIT, MEGATRON, LayerActivations, in_flight
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, TERMS, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
@@ -57,7 +57,7 @@ def test_activations_of_the_kits_own_block(family, recompute):
         y.backward(torch.ones_like(y))
     # The CPU has no fused RMSNorm, so what it keeps shows in `norm_bytes`.
     layouts = Layouts.of(spec, [Plan(recompute=recompute)], fused_norm=False)
-    layer, tokens = layer_activations(layouts, KIT), batch * spec.sequence_length
+    layer, tokens = LayerActivations(layouts, KIT), batch * spec.sequence_length
     assert tokens * layer.kept.item() == pytest.approx(kept, rel=0.01)
     held = kept + 2 * y.nbytes  # the output and its gradient
     assert tokens * layer.workspace.item() == pytest.approx(live.peak - held, rel=0.15)
@@ -87,7 +87,7 @@ def test_activations_of_a_tensor_parallel_rank(
         y = middle(x * 1)
         kept = live.now - (y.to_local() if isinstance(y, DTensor) else y).nbytes
     plan = Plan(tensor_parallel=2, sequence_parallel=sequence_parallel, recompute=recompute)
-    layer = layer_activations(Layouts.of(spec, [plan], fused_norm=False), KIT)
+    layer = LayerActivations(Layouts.of(spec, [plan], fused_norm=False), KIT)
     assert batch * spec.sequence_length * layer.kept.item() == pytest.approx(kept, rel=0.01)
 
 
@@ -202,7 +202,7 @@ def test_korthikanti_layer_in_closed_form():
         for recompute in ("none", "selective")
     ]
     kept = (
-        layer_activations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept
+        LayerActivations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept
         / spec.hidden_size
     )
     scores = 5 * spec.num_heads * spec.sequence_length / spec.hidden_size
