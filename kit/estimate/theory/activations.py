@@ -152,8 +152,8 @@ class LayerActivations:
     @cached_property
     def inputs(self) -> Array:
         """Of the query and feed-forward matrices: 4 h / q, or whole, 4 h."""
-        whole = self.kernels.gathered_inputs
-        return 4 * self.layouts.hidden_size if whole else 4 * self.residual
+        is_whole = self.kernels.gathered_inputs
+        return 4 * (self.layouts.hidden_size if is_whole else self.residual)
 
     @cached_property
     def norms(self) -> Array:

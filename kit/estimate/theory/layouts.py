@@ -170,6 +170,11 @@ class Layouts(Columns):
         """p x v."""
         return self.pipeline_parallel * self.virtual_stages
 
+    @cached_property
+    def most_layers(self) -> Array:
+        """On a pipeline device with most of them: L / p, its v stages rounded up."""
+        return np.ceil(self.num_layers / self.num_stages) * self.virtual_stages
+
     @property
     def is_hybrid(self) -> Array:
         """As `Plan.is_hybrid`."""

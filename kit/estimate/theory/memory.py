@@ -25,6 +25,7 @@ shards; q = t with sequence parallelism, else 1 (other letters: layouts.py).
 """
 
 import dataclasses
+import functools
 from functools import cached_property
 from typing import Any
 
@@ -83,17 +84,14 @@ class StageMemory:
 class Memory:
     """Bytes per device of many layouts, on the pipeline devices of which one is the heaviest."""
 
-    first: StageMemory
-    last: StageMemory
-    second: StageMemory | None
-    """Only where some layout has fewer layers on its first and last stage."""
+    stages: tuple[StageMemory, ...]
+    """The first, the last, and the second where some layout has fewer layers on these two."""
     reserve: Reserve
 
     @property
     def used_bytes(self) -> Array:
         """Bytes of the heaviest device, reserve included: what a monitor shows."""
-        used = np.maximum(self._used(self.first), self._used(self.last))
-        return used if self.second is None else np.maximum(used, self._used(self.second))
+        return functools.reduce(np.maximum, map(self._used, self.stages))
 
     def out_of_memory_probability(self, device_bytes: float) -> Array:
         """Returns the probability, 0 to 1, of running out on devices of `device_bytes`."""
@@ -103,18 +101,13 @@ class Memory:
         """Returns bytes of the heaviest device by term, `reserve` last; their sum is what it
         uses.
         """
-        stages = [each for each in (self.first, self.last, self.second) if each is not None]
-        used = np.stack(np.broadcast_arrays(*(self._used(each) for each in stages)))
-        heaviest = used.argmax(axis=0)[None]
-        columns = [each.with_reserve(self.reserve) for each in stages]
-        return {
-            name: np.take_along_axis(
-                np.stack([np.broadcast_to(column[name], used.shape[1:]) for column in columns]),
-                heaviest,
-                axis=0,
-            )[0]
-            for name in columns[0]
-        }
+        used = np.stack(np.broadcast_arrays(*map(self._used, self.stages)))
+        columns = [each.with_reserve(self.reserve) for each in self.stages]
+        terms = {}
+        for name in columns[0]:
+            values = np.stack([np.broadcast_to(each[name], used.shape[1:]) for each in columns])
+            terms[name] = np.take_along_axis(values, used.argmax(axis=0)[None], axis=0)[0]
+        return terms
 
     def _used(self, stage: StageMemory) -> Array:
         return self.reserve.used_bytes(stage.state, stage.dynamic)
@@ -135,12 +128,15 @@ def memory(
     Llama 3), else rounded up. `kernels` is what the code base keeps; flash attention, fused norms
     and the width of gradients are in `layouts`.
     """
-    stages = _Devices(layouts, kernels, convention)
+    devices = _Devices(layouts, kernels, convention)
     p, zbv = layouts.pipeline_parallel, layouts.schedule == _ZBV
-    first = stages.memory(0.0, is_first=True, is_last=(p == 1) | zbv)
-    last = stages.memory(p - 1, is_first=p == 1, is_last=(p == 1) | ~zbv)
-    second = stages.memory(1.0, is_first=False, is_last=False) if np.any(stages.balanced) else None
-    return Memory(first=first, last=last, second=second, reserve=reserve)
+    stages = [
+        devices.memory(0.0, is_first=True, is_last=(p == 1) | zbv),
+        devices.memory(p - 1, is_first=p == 1, is_last=(p == 1) | ~zbv),
+    ]
+    if np.any(devices.balanced):
+        stages.append(devices.memory(1.0, is_first=False, is_last=False))
+    return Memory(stages=tuple(stages), reserve=reserve)
 
 
 def memory_by_stage(
@@ -185,15 +181,11 @@ class _Devices(ModelState):
         return LayerActivations(self.layouts, self.kernels)
 
     @cached_property
-    def layers(self) -> Array:
-        """Of a device: L / p, its v stages rounded up."""
-        per_stage = np.ceil(self.layouts.num_layers / self.layouts.num_stages)
-        return per_stage * self.layouts.virtual_stages
-
-    @cached_property
     def balanced(self) -> Array:
         """Where embedding and output stand in the place of a layer each, bool."""
-        return self.layers * self.layouts.pipeline_parallel == self.layouts.num_layers + 2
+        return (
+            self.layouts.most_layers * self.layouts.pipeline_parallel == self.layouts.num_layers + 2
+        )
 
     @cached_property
     def head(self) -> Array:
@@ -252,7 +244,7 @@ class _Devices(ModelState):
         """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
         x, layer, tokens = self.layouts, self.layer, self.layouts.tokens
         if layers is None:
-            layers = self.layers - self.balanced * np.add(is_first, is_last, dtype=tokens.dtype)
+            layers = x.most_layers - self.balanced * np.add(is_first, is_last, dtype=tokens.dtype)
         params = self.params(layers, is_first, is_last)
         flying = in_flight(x, stage)
         # Cut over tensor ranks, as Megatron and DeepSpeed send.

@@ -143,8 +143,11 @@ class ModelState:
     @cached_property
     def state_bytes_per_param(self) -> Array:
         """Weights + gradients + optimizer."""
-        each = self.bytes_per_param
-        return each["weights"] + each["gradients"] + each["optimizer"]
+        return (
+            self.bytes_per_param["weights"]
+            + self.bytes_per_param["gradients"]
+            + self.bytes_per_param["optimizer"]
+        )
 
     @cached_property
     def late_bytes_per_param(self) -> Array:
@@ -161,9 +164,9 @@ class ModelState:
         """Of one block, whole where they are reduced as they come; fully_shard makes them in bf16
         and adds them to their sums block by block.
         """
-        made = 2.0 if self.kernels.fully_sharded else 0.0
         whole = self.gradients_cut | self.gradients_late
-        return np.where(whole, self.gradient_bytes, made) * self.block_params
+        made = np.where(whole, self.gradient_bytes, 2.0 * self.kernels.fully_sharded)
+        return made * self.block_params
 
     @cached_property
     def gathered(self) -> Array:
@@ -171,5 +174,4 @@ class ModelState:
         which ZeRO 2 and 3 collect gradients.
         """
         weights = np.where(self.layouts.zero_stage == 3, 4 * self.block_params, 0.0)
-        bucket = self.layouts.where(self.gradients_cut, self.kernels.bucket_bytes, 0.0)
-        return weights + bucket
+        return weights + self.layouts.where(self.gradients_cut, self.kernels.bucket_bytes, 0.0)

@@ -150,16 +150,9 @@ class StepTime:
         return self.send + self.coefficients.microbatch_s
 
     @cached_property
-    def most(self) -> Array:
-        """Layers on a device with most of them: L / p, its v stages rounded up."""
-        return (
-            np.ceil(self.layouts.num_layers / self.layouts.num_stages) * self.layouts.virtual_stages
-        )
-
-    @cached_property
     def middle(self) -> Array:
         """A stage with most layers, without embedding and logits, per micro-batch."""
-        return self.most * self.layer.total + self.each
+        return self.layouts.most_layers * self.layer.total + self.each
 
     @cached_property
     def mean(self) -> Array:
@@ -174,7 +167,7 @@ class StepTime:
         logits, which has a layer less where stages are uneven, as frameworks place the logits.
         """
         p = self.layouts.pipeline_parallel
-        lighter = p * self.most > self.layouts.num_layers
+        lighter = p * self.layouts.most_layers > self.layouts.num_layers
         last = self.middle - lighter * self.layer.total + self.logits
         ends = np.where(p > 1, np.maximum(self.middle + self.embedding, last), 0.0)
         return np.maximum(ends, self.mean)
@@ -219,13 +212,13 @@ class StepTime:
     @property
     def own(self) -> Array:
         """Of a step, whatever its micro-batches: host, and sums of a few bytes over all ranks."""
-        sums = small_sums(self.layouts, self.hardware, self.coefficients)
-        return self.coefficients.step_s + sums
+        return self.coefficients.step_s + small_sums(self.layouts, self.hardware, self.coefficients)
 
     @cached_property
     def params(self) -> Array:
         """Weights that a device reduces and updates: (layers + h V) / t."""
-        x, layers = self.layouts, self.most * layer_params(self.layouts)
+        x = self.layouts
+        layers = x.most_layers * layer_params(x)
         return (layers + x.vocab_size * x.hidden_size) / x.tensor_parallel
 
     @property
@@ -261,7 +254,7 @@ class StepTime:
     def _by_layer(self, bytes_per_param: Array) -> Array:
         """Returns seconds to gather or scatter all weights of a device, layer by layer."""
         size, ranks = bytes_per_param * self.params, self.layouts.num_shards
-        return all_gather(size, ranks, self.links.shard, steps=self.most)
+        return all_gather(size, ranks, self.links.shard, steps=self.layouts.most_layers)
 
     @property
     def data_parallel(self) -> Array:
@@ -300,12 +293,12 @@ class StepTime:
         x, m, once = self.layouts, self.layouts.num_microbatches, self.once
         gather, scatter = self._by_layer(x.gathered_bytes), self._by_layer(x.gradient_bytes)
         piped = x.pipeline_parallel > 1
-        forward = exposed(gather, (1 - BACKWARD) * self.middle) + gather / self.most
+        forward = exposed(gather, (1 - BACKWARD) * self.middle) + gather / self.layouts.most_layers
         sent = gather + np.where(piped, 0.0, scatter)
         at_end = sent + (once + np.where(piped, scatter, 0.0))
         backward = exposed(sent, BACKWARD * self.middle)
         last = exposed(at_end, BACKWARD * self.middle)
-        return m * forward + (m - 1) * backward + last + (scatter + once) / self.most
+        return m * forward + (m - 1) * backward + last + (scatter + once) / self.layouts.most_layers
 
 
 def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> StepTime:
