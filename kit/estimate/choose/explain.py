@@ -88,8 +88,19 @@ class Answer:
 
     @cached_property
     def simulated_s(self) -> float:
-        """Step time with the schedule run event by event instead of its closed form."""
-        return simulated_step_time(self)
+        """Step time with the schedule run event by event instead of its closed form, from the
+        closed form's stage times.
+        """
+        plan, terms = self.plan, self.time_terms_s
+        outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
+        m, p = plan.num_microbatches, plan.pipeline_parallel
+        times = self.search.machine.stage_times(plan, terms)
+        # Per stage and micro-batch.
+        whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
+        simulated = min(m, SIMULATED_ROUNDS * p)
+        result = simulate_plan(plan, num_microbatches=simulated, **times)
+        per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
+        return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
 
     @cached_property
     def binding(self) -> str:
@@ -252,22 +263,6 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
         Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)
     ]
     return sorted(found, key=lambda answer: (answer.simulated_s, answer.row["used_bytes"]))
-
-
-def simulated_step_time(answer: Answer) -> float:
-    """Returns the step time with the schedule simulated from the closed form's stage times,
-    seconds.
-    """
-    plan, terms = answer.plan, answer.time_terms_s
-    outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
-    m, p = plan.num_microbatches, plan.pipeline_parallel
-    times = answer.search.machine.stage_times(plan, terms)
-    # Per stage and micro-batch.
-    whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
-    simulated = min(m, SIMULATED_ROUNDS * p)
-    result = simulate_plan(plan, num_microbatches=simulated, **times)
-    per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
-    return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
 
 
 def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
