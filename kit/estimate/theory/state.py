@@ -83,9 +83,10 @@ class ModelState:
         norms = (2 + 4 * plain) * hidden_size
         return (attention + feed_forward + biases) / x.tensor_parallel + norms
 
-    def params(self, layers: Array, is_first: Any, is_last: Any) -> Array:
-        """Returns weights of a device: its layers, on the first the embedding, h V / t, and learned
-        positions, h s; on the last the output projection, unless it is the embedding, and a norm.
+    @cached_property
+    def end_params(self) -> tuple[Array, Array]:
+        """What the first and the last device have beside their layers: the embedding, h V / t, and
+        learned positions, h s; the output projection, unless it is the embedding, and a norm.
         """
         x, plain = self.layouts, self.layouts.plain
         table = x.hidden_size * x.vocab_size / x.tensor_parallel
@@ -93,8 +94,13 @@ class ModelState:
         output = table * (self.piped | np.logical_not(x.tied_embeddings))
         norm = (1 + plain) * x.hidden_size
         last = output + norm + positions * (self.piped & self.kernels.tied_positions)
+        return table + positions, last
+
+    def params(self, layers: Array, is_first: Any, is_last: Any) -> Array:
+        """Returns weights of a device with so many layers."""
+        first, last = self.end_params
         params = layers * self.block_params + np.where(is_last, last, 0.0)
-        return params + np.where(is_first, table + positions, 0.0)
+        return params + np.where(is_first, first, 0.0)
 
     @cached_property
     def gradient_bytes(self) -> Array:
