@@ -18,8 +18,9 @@ _NAMES = {
     "theory.memory": ("memory_by_stage",),
     "theory.schedule": ("simulate_plan",),
     "theory.timeline": ("timeline_figure",),
+    "tuning.figures": ("sensitivity_figure", "trials_figure"),
     "tuning.objectives": ("EstimatedRate",),
-    "tuning.tune": ("sensitivity", "sensitivity_figure", "trials_figure", "tune"),
+    "tuning.tune": ("sensitivity", "tune"),
     "validation.validate": ("predictions", "validate"),
 }
 

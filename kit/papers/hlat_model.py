@@ -95,7 +95,7 @@ def other_a100() -> dict[str, float]:
             groups.setdefault(f"{run.system}: {run.source.split(' (')[0]}", []).append(run)
     errors = {}
     for name, runs in groups.items():
-        sites = Hardware.stack([Hardware.of(site) for run in runs if (site := run.site())])
+        sites = Hardware.joined([Hardware.of(site) for run in runs if (site := run.site())])
         predicted = found.predict(published.layouts(runs), sites).total_s
         errors[name] = float(np.median(np.log(predicted / published.step_times(runs))))
     return errors

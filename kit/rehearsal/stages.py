@@ -12,7 +12,7 @@ import torch
 from cluster.record import counted
 from cluster.render import STORM_NODES, nodes_for, reads_shared_disk
 from cluster.site import Fact, Site
-from kit.estimate.choose.search import Machine, machine_of
+from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.fit.calibrate import Prediction, published_calibration
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, memory

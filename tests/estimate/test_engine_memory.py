@@ -39,7 +39,7 @@ def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
         for _ in range(2):
             live.peak = 0
             engine.train_step(samples, 1e-3)
-    found = memory(Layouts.of(spec, [plan], fused_norm=False)).first
+    found = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0]
     assert found.total.item() == pytest.approx(live.peak, rel=0.05)
 
 
@@ -54,7 +54,7 @@ def test_what_deepspeed_keeps_of_gradients():
         Plan(data_parallel=2, global_batch_size=2, zero_stage=zero, engine="deepspeed")
         for zero in (1, 2)
     ]
-    found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).first
+    found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).stages[0]
     assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
     assert found.total[0] / spec.num_params == pytest.approx(16.0, rel=0.01)
     assert found.total[1] / spec.num_params == pytest.approx(51.5, rel=0.03)

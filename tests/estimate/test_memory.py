@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.errors import ConfigError
 from kit.estimate.fit.fitting import fit_reserve, minimise
-from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
+from kit.estimate.theory.activations import KIT, MEGATRON, LayerActivations, in_flight
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, TERMS, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
@@ -57,7 +57,7 @@ def test_activations_of_the_kits_own_block(family, recompute):
         y.backward(torch.ones_like(y))
     # The CPU has no fused RMSNorm, so what it keeps shows in `norm_bytes`.
     layouts = Layouts.of(spec, [Plan(recompute=recompute)], fused_norm=False)
-    layer, tokens = layer_activations(layouts, KIT), batch * spec.sequence_length
+    layer, tokens = LayerActivations(layouts, KIT), batch * spec.sequence_length
     assert tokens * layer.kept.item() == pytest.approx(kept, rel=0.01)
     held = kept + 2 * y.nbytes  # the output and its gradient
     assert tokens * layer.workspace.item() == pytest.approx(live.peak - held, rel=0.15)
@@ -87,7 +87,7 @@ def test_activations_of_a_tensor_parallel_rank(
         y = middle(x * 1)
         kept = live.now - (y.to_local() if isinstance(y, DTensor) else y).nbytes
     plan = Plan(tensor_parallel=2, sequence_parallel=sequence_parallel, recompute=recompute)
-    layer = layer_activations(Layouts.of(spec, [plan], fused_norm=False), KIT)
+    layer = LayerActivations(Layouts.of(spec, [plan], fused_norm=False), KIT)
     assert batch * spec.sequence_length * layer.kept.item() == pytest.approx(kept, rel=0.01)
 
 
@@ -104,7 +104,7 @@ def test_loss_of_the_kit(chunk, monkeypatch):
             loss = cross_entropy(logits, tokens, None)
         loss.backward()
     layouts = Layouts.of(spec, [Plan(micro_batch_size=2, global_batch_size=2)])
-    modelled = memory(layouts, kernels=KIT.replace(chunk_logits=chunk)).first
+    modelled = memory(layouts, kernels=KIT.replace(chunk_logits=chunk)).stages[0]
     logit_bytes = modelled.embedding_logits + modelled.workspace
     # bf16, made by the backward pass, where the peak is; in chunks it is in the forward pass,
     # before them.
@@ -117,7 +117,7 @@ def test_loss_of_the_kit(chunk, monkeypatch):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_weight_is_counted(name):
     spec = ModelSpec.preset(name)
-    assert memory(Layouts.of(spec, [Plan()])).first.params.item() == spec.num_params
+    assert memory(Layouts.of(spec, [Plan()])).stages[0].params.item() == spec.num_params
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -151,10 +151,10 @@ def test_zero_stages_divide_state_as_the_engine_does(
     plan = Plan(data_parallel=4 if shard_size is None else 8, global_batch_size=16)
     plans = [plan.replace(zero_stage=stage, shard_size=shard_size) for stage in stages]
     layouts = Layouts.of(spec, plans, gradient_bytes=4.0)
-    stage = memory(layouts).first
+    stage = memory(layouts).stages[0]
     for name, bytes_each in zip(STATE, (weights, gradients, optimizer), strict=True):
         assert np.allclose(stage.term(name), np.array(bytes_each) * spec.num_params)
-    megatron = memory(layouts, kernels=MEGATRON).first
+    megatron = memory(layouts, kernels=MEGATRON).stages[0]
     assert megatron.term("weights")[-1] == pytest.approx(2 * spec.num_params / over)
     sharded = view_rank(spec, plans[-1].replace(precision="bf16"), 0).num_params
     assert stage.params[-1] / over == pytest.approx(sharded, rel=0.01)
@@ -162,7 +162,7 @@ def test_zero_stages_divide_state_as_the_engine_does(
 
 def test_gradients_stay_whole_under_a_pipeline():
     plan = Plan(pipeline_parallel=2, data_parallel=2, global_batch_size=4, zero_stage=2)
-    stage = memory(Layouts.of(TINY["gpt"], [plan], gradient_bytes=4.0)).first
+    stage = memory(Layouts.of(TINY["gpt"], [plan], gradient_bytes=4.0)).stages[0]
     assert stage.term("gradients").item() == 4 * stage.params.item()
 
 
@@ -202,7 +202,7 @@ def test_korthikanti_layer_in_closed_form():
         for recompute in ("none", "selective")
     ]
     kept = (
-        layer_activations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept
+        LayerActivations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept
         / spec.hidden_size
     )
     scores = 5 * spec.num_heads * spec.sequence_length / spec.hidden_size
@@ -232,7 +232,7 @@ def test_heaviest_device_is_the_heaviest_of_all():
         found = memory(layouts)
         assert found.used_bytes.item() == pytest.approx(everywhere.max())
         assert sum(found.terms().values()).item() == pytest.approx(everywhere.max())
-        last = RESERVE.used_bytes(found.last.state, found.last.dynamic)
+        last = RESERVE.used_bytes(found.stages[1].state, found.stages[1].dynamic)
         assert last.item() == pytest.approx(everywhere[-1])
 
 
@@ -240,8 +240,8 @@ def test_layers_that_do_not_divide():
     spec = TINY["llama"].replace(num_layers=70)
     run = Layouts.of(spec, [Plan(pipeline_parallel=12, global_batch_size=24)])
     ends, second = memory(run), memory_by_stage(run, layers=[5, *[6] * 10, 5])
-    assert ends.second is not None and ends.second.params.item() == second.params[1]
-    assert ends.first.params.item() == second.params[0]
+    assert ends.stages[2].params.item() == second.params[1]
+    assert ends.stages[0].params.item() == second.params[0]
     with pytest.raises(ConfigError, match="Give 12 numbers"):
         memory_by_stage(run, layers=[6] * 11)
 
@@ -251,7 +251,7 @@ def test_frontier_conventions():
     per_param = {
         name: (
             (
-                memory(layouts, convention=convention).first.state
+                memory(layouts, convention=convention).stages[0].state
                 / ModelSpec.preset("gpt-1t").num_params
             ).item()
         )
@@ -299,7 +299,7 @@ def test_fits_find_what_made_the_data():
     layouts = Layouts.of(ModelSpec.preset("hlat-7b"), plans)
     true = RESERVE.replace(factor=1.4, extra_bytes=4e9, sharpness=30.0)
     found = memory(layouts, reserve=true)
-    state, dynamic = found.first.state, found.first.dynamic
+    state, dynamic = found.stages[0].state, found.stages[0].dynamic
     fitted = fit_reserve(state, dynamic, true.used_bytes(state, dynamic), start=RESERVE, source="")
     assert (fitted.factor, fitted.extra_bytes) == (
         pytest.approx(1.4, rel=0.01),
@@ -331,9 +331,9 @@ def test_float32_is_enough():
         **{n: c.astype(np.float32) if c.dtype == np.float64 else c for n, c in columns.items()}
     )
     for name in TERMS:
-        assert memory(small).first.term(name).dtype == np.float32
-        assert memory(small).first.term(name) == pytest.approx(
-            memory(layouts).first.term(name), rel=1e-6
+        assert memory(small).stages[0].term(name).dtype == np.float32
+        assert memory(small).stages[0].term(name) == pytest.approx(
+            memory(layouts).stages[0].term(name), rel=1e-6
         )
 
 
@@ -357,5 +357,5 @@ def test_peak_of_a_whole_step_of_the_kit(family, recompute):
     with LiveBytes() as live:
         decoder(tokens, tokens).backward()
     plan = Plan(recompute=recompute, micro_batch_size=batch, global_batch_size=batch)
-    modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).first.dynamic.item()
+    modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0].dynamic.item()
     assert modelled == pytest.approx(live.peak, rel=0.15)

@@ -8,7 +8,7 @@ import pytest
 from cluster.record import ConfigError
 from cluster.site import Site
 from kit.estimate.fit import published
-from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed
+from kit.estimate.theory.communication import Link, Links, all_gather, all_reduce, exposed
 from kit.estimate.theory.hardware import BOUNDS, NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import TERMS, step_time
@@ -147,13 +147,13 @@ def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
     layouts = Layouts.of(
         spec, [plan(**base), plan(**base, shard_size=8), plan(**base, shard_size=64)]
     )
-    links = Links.of(layouts, SELENE, PERFECT)
-    assert links.shard_rate.tolist() == [
-        links.data_rate[0],
+    links = Links(layouts, SELENE, PERFECT)
+    assert links.shard.rate.tolist() == [
+        links.data.rate[0],
         SELENE.node_bytes_per_s,
-        links.data_rate[0],
+        links.data.rate[0],
     ]
-    assert links.copy_rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), (
+    assert links.copy.rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), (
         "eight devices share the node's ports"
     )
     flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
@@ -184,17 +184,19 @@ def test_one_call_equals_many_and_select_gives_parts():
 
 
 def test_collectives_follow_the_ring():
-    assert all_reduce(1e9, np.array([1.0, 2.0, 4.0]), 1e9, 0.1) == pytest.approx([0, 1.1, 1.6])
-    assert all_gather(1e9, np.array(4.0), 1e9, 0.1) == pytest.approx(0.8)
+    assert all_reduce(1e9, np.array([1.0, 2.0, 4.0]), Link(1e9, 0.1)) == pytest.approx(
+        [0, 1.1, 1.6]
+    )
+    assert all_gather(1e9, np.array(4.0), Link(1e9, 0.1)) == pytest.approx(0.8)
     assert exposed(np.array([0.0, 3.0, 1e9]), 4.0) == pytest.approx([0, 1, 1e9 - 4], rel=1e-6)
 
 
 def test_links_never_exceed_the_machines_own():
     runs = published.load()[::11]
-    links = Links.of(published.layouts(runs), SELENE, PERFECT)
-    assert (links.tensor_rate <= SELENE.near_bytes_per_s).all()
-    assert (links.data_rate <= SELENE.near_bytes_per_s).all()
-    assert (links.pipeline_rate <= SELENE.near_bytes_per_s).all()
+    links = Links(published.layouts(runs), SELENE, PERFECT)
+    assert (links.tensor.rate <= SELENE.near_bytes_per_s).all()
+    assert (links.data.rate <= SELENE.near_bytes_per_s).all()
+    assert (links.pipeline.rate <= SELENE.near_bytes_per_s).all()
 
 
 def test_pairs_of_gcds_have_a_faster_link_than_the_node():
@@ -202,7 +204,7 @@ def test_pairs_of_gcds_have_a_faster_link_than_the_node():
     layouts = Layouts.of(
         ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4)]
     )
-    rate = Links.of(layouts, frontier, PERFECT).tensor_rate
+    rate = Links(layouts, frontier, PERFECT).tensor.rate
     assert rate == pytest.approx([200e9, 75e9], rel=0.01)
 
 
@@ -211,8 +213,8 @@ def test_a_group_that_does_not_fill_a_node_loses_links_as_the_node_is_wired():
         ModelSpec.preset("gpt-22b"),
         [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)],
     )
-    mesh = Links.of(layouts, SELENE, dataclasses.replace(PERFECT, node_sharing=1.0)).tensor_rate
-    switch = Links.of(layouts, SELENE, PERFECT).tensor_rate
+    mesh = Links(layouts, SELENE, dataclasses.replace(PERFECT, node_sharing=1.0)).tensor.rate
+    switch = Links(layouts, SELENE, PERFECT).tensor.rate
     assert mesh == pytest.approx(SELENE.near_bytes_per_s * np.array([1 / 4, 1 / 2, 1]))
     assert switch == pytest.approx(SELENE.near_bytes_per_s, rel=0.02)
 

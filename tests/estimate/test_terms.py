@@ -66,7 +66,7 @@ def plan(**changes):
 def timed(*plans, **kernels):
     layouts = Layouts.of(LLAMA, plans, **kernels)
     hardware = Hardware.of(H100, plans[0].precision)
-    return step_time(layouts, hardware, C), Links.of(layouts, hardware, C), layouts
+    return step_time(layouts, hardware, C), Links(layouts, hardware, C), layouts
 
 
 def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_key_heads():
@@ -74,10 +74,10 @@ def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_ke
     tokens = LLAMA.sequence_length / x.context_parallel
     kv = LLAMA.hidden_size * 8 / 32
     blocks = (x.context_parallel - 1) * (
-        4 * tokens * kv / 2 / links.context_rate + links.context_latency_s
+        4 * tokens * kv / 2 / links.context.rate + links.context.latency_s
     )
-    attention = time.layer.attention / 3.5
-    assert time.layer.context_parallel == pytest.approx(3 * exposed(blocks, attention))
+    attention = time.layer.terms["attention"] / 3.5
+    assert time.layer.terms["context_parallel"] == pytest.approx(3 * exposed(blocks, attention))
     assert time.terms_s["context_parallel"][0] == 0 < time.terms_s["context_parallel"][1]
     assert attention == pytest.approx(attention[0] / x.context_parallel), (
         "each rank has an equal part of a causal mask"
@@ -91,8 +91,8 @@ def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
     )
     tokens, c = LLAMA.sequence_length / x.context_parallel, x.context_parallel
     sent = (c - 1) / c * 2 * tokens * (2 * LLAMA.hidden_size + 2 * LLAMA.hidden_size * 8 / 32) / 2
-    once = sent / links.context_rate + 2 * links.context_latency_s
-    assert time.layer.context_parallel == pytest.approx(2 * once)
+    once = sent / links.context.rate + 2 * links.context.latency_s
+    assert time.layer.terms["context_parallel"] == pytest.approx(2 * once)
     ring, _, _ = timed(plan(context_parallel=2))
     assert time.terms_s["gemm"][0] == pytest.approx(ring.terms_s["gemm"][0])
 
@@ -178,9 +178,11 @@ def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memor
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     tokens, h, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.ffn_hidden_size
     numbers = tokens * (h / 2 + 2 * h + (h + h / 2) / 2) + layer_params(x) / 2
-    assert narrow.layer.elementwise - wide.layer.elementwise == pytest.approx(4 * numbers / rate)
-    assert 1.8 < float((wide.layer.gemm / narrow.layer.gemm)[0]) < 2
-    assert narrow.layer.attention == wide.layer.attention
+    assert narrow.layer.terms["elementwise"] - wide.layer.terms["elementwise"] == pytest.approx(
+        4 * numbers / rate
+    )
+    assert 1.8 < float((wide.layer.terms["gemm"] / narrow.layer.terms["gemm"])[0]) < 2
+    assert narrow.layer.terms["attention"] == wide.layer.terms["attention"]
     assert narrow.terms_s["embedding_logits"] == pytest.approx(wide.terms_s["embedding_logits"]), (
         "logits stay in bf16"
     )
@@ -189,7 +191,7 @@ def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memor
         timed(plan(), fused_norm=False)[0],
     )
     more = tokens * (2 * h + f / 2 + 2 * f / 2)
-    assert unfused.layer.elementwise - plain.layer.elementwise == pytest.approx(
+    assert unfused.layer.terms["elementwise"] - plain.layer.terms["elementwise"] == pytest.approx(
         4 * (numbers + more) / rate
     )
     faster = H100.device.peak_flops_per_s["fp8"].replace(value=3 * 989.4e12)
@@ -273,15 +275,15 @@ def test_sharded_weights_of_fsdp2_expose_the_first_gather_the_last_scatter_and_w
     ]
     time, links, x = timed(*plans)
     params = 32 * layer_params(x) + LLAMA.vocab_size * LLAMA.hidden_size
-    gather = all_gather(2 * params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
-    scatter = all_gather(4 * params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
+    gather = all_gather(2 * params, x.num_shards, links.shard, steps=32)
+    scatter = all_gather(4 * params, x.num_shards, links.shard, steps=32)
     work = 32 * time.layer.total + C.microbatch_s
     seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
     assert time.terms_s["data_parallel"] / C.factor == pytest.approx(
         x.num_microbatches * seen + scatter / 32
     )
     half = timed(*plans, gathered_bytes=1.0)[0]
-    gather = all_gather(params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
+    gather = all_gather(params, x.num_shards, links.shard, steps=32)
     seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
     assert half.terms_s["data_parallel"] / C.factor == pytest.approx(
         x.num_microbatches * seen + scatter / 32
@@ -305,8 +307,10 @@ def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_one
         LLAMA.ffn_hidden_size,
     )
     more = tokens * (48 * (h + kv) + 4 * f) / 2 / rate
-    assert eager.layer.elementwise - fused.layer.elementwise == pytest.approx(2.6 * more)
-    assert fused.layer.elementwise - compiled.layer.elementwise == pytest.approx(
+    assert eager.layer.terms["elementwise"] - fused.layer.terms["elementwise"] == pytest.approx(
+        2.6 * more
+    )
+    assert fused.layer.terms["elementwise"] - compiled.layer.terms["elementwise"] == pytest.approx(
         2.6 * tokens * 4 * h / 2 / rate
     )
     gpt = Layouts.of(ModelSpec.preset("gpt-22b"), [plan()])
@@ -343,16 +347,16 @@ def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut
     }
     hardware = Hardware.of(H100)
     times = {key: step_time(x, hardware, C) for key, x in layouts.items()}
-    assert times[False, True].layer == times[False, False].layer, (
+    assert times[False, True].layer.terms == times[False, False].layer.terms, (
         "sums without sequence parallelism cannot be cut"
     )
-    plain, cut = times[True, False].layer, times[True, True].layer
-    moved = np.sqrt((plain.gemm / 3) ** 2 - _products(layouts[True, False], hardware, 1) ** 2)
+    plain, cut = times[True, False].layer.terms, times[True, True].layer.terms
+    moved = np.sqrt((plain["gemm"] / 3) ** 2 - _products(layouts[True, False], hardware, 1) ** 2)
     gemm = np.hypot(_products(layouts[True, True], hardware, t), moved)
-    assert cut.gemm == pytest.approx(3 * gemm) and cut.gemm > 1.01 * plain.gemm
-    forward, beside = plain.tensor_parallel / 2.25, (t - 1) / t * gemm
+    assert cut["gemm"] == pytest.approx(3 * gemm) and cut["gemm"] > 1.01 * plain["gemm"]
+    forward, beside = plain["tensor_parallel"] / 2.25, (t - 1) / t * gemm
     seen = exposed(forward, beside) + exposed(1.25 * forward, 2 * beside)
-    assert cut.tensor_parallel == pytest.approx(seen) and seen < 0.6 * plain.tensor_parallel
+    assert cut["tensor_parallel"] == pytest.approx(seen) and seen < 0.6 * plain["tensor_parallel"]
     assert times[True, True].total_s < times[True, False].total_s
 
 

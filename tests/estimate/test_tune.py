@@ -21,13 +21,12 @@ from kit.estimate.fit.calibrate import calibrate
 from kit.estimate.theory.activations import KIT
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.tuning.figures import sensitivity_figure, trials_figure
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
 from kit.estimate.tuning.tune import (
     TrialFailure,
     Trials,
     sensitivity,
-    sensitivity_figure,
-    trials_figure,
     tune,
 )
 from kit.plan import Plan

@@ -4,7 +4,6 @@ is from measurements.
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +12,8 @@ import numpy as np
 from cluster.record import html_table
 from kit.errors import ConfigError
 from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
-from kit.estimate.choose.search import Machine, Search, describe, interval, seconds
-from kit.estimate.theory.layouts import SCHEDULES
+from kit.estimate.choose.search import Search, describe, interval, seconds
 from kit.estimate.theory.schedule import simulate_plan
-from kit.estimate.theory.step_time import exposed_trips
 from kit.plan import Plan
 
 SHORTLIST = 2000
@@ -91,8 +88,19 @@ class Answer:
 
     @cached_property
     def simulated_s(self) -> float:
-        """Step time with the schedule run event by event instead of its closed form."""
-        return simulated_step_time(self)
+        """Step time with the schedule run event by event instead of its closed form, from the
+        closed form's stage times.
+        """
+        plan, terms = self.plan, self.time_terms_s
+        outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
+        m, p = plan.num_microbatches, plan.pipeline_parallel
+        times = self.search.machine.stage_times(plan, terms)
+        # Per stage and micro-batch.
+        whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
+        simulated = min(m, SIMULATED_ROUNDS * p)
+        result = simulate_plan(plan, num_microbatches=simulated, **times)
+        per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
+        return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
 
     @cached_property
     def binding(self) -> str:
@@ -255,64 +263,6 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
         Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)
     ]
     return sorted(found, key=lambda answer: (answer.simulated_s, answer.row["used_bytes"]))
-
-
-def simulated_step_time(answer: Answer) -> float:
-    """Returns the step time with the schedule simulated from the closed form's stage times,
-    seconds.
-    """
-    plan, terms = answer.plan, answer.time_terms_s
-    outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
-    m, p = plan.num_microbatches, plan.pipeline_parallel
-    times = stage_times(plan, terms, answer.search.machine)
-    # Per stage and micro-batch.
-    whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
-    simulated = min(m, SIMULATED_ROUNDS * p)
-    result = simulate_plan(plan, num_microbatches=simulated, **times)
-    per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
-    return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
-
-
-def stage_times(plan: Plan, terms: Mapping[str, float], machine: Machine) -> dict[str, Any]:
-    """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it,
-    from a step's terms.
-
-    A third of the matrix products is forward, a third input gradients, a third weight gradients;
-    recomputation is part of the backward pass; logits and embedding are on the last stage, the
-    heavier of the two by far.
-    """
-    m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
-    share = {name: value / (m * v) for name, value in terms.items()}  # of one stage and micro-batch
-    weight = share["gemm"] / 3
-    forward = (
-        weight
-        + share["attention"] / 3.5
-        + share["elementwise"] / 2.6
-        + share["tensor_parallel"] / 2
-    )
-    forward += share["context_parallel"] / 3 + share["host_launch"] / 3
-    layers = (
-        "gemm",
-        "attention",
-        "elementwise",
-        "tensor_parallel",
-        "context_parallel",
-        "host_launch",
-        "recompute",
-    )
-    backward = sum(share[name] for name in layers) - forward - weight
-    ends = np.zeros(p * v)
-    ends[-1] = terms["embedding_logits"] * p / m
-    trips = exposed_trips(
-        p, v, m, SCHEDULES.index(plan.schedule), machine.coefficients.pipeline_exposed
-    )
-    send = terms["pipeline_send"] / (2 * v * float(trips))
-    return {
-        "forward_s": forward + ends / 3,
-        "backward_input_s": backward + ends / 3,
-        "backward_weight_s": weight + ends / 3,
-        "send_s": send if p > 1 else 0.0,
-    }
 
 
 def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:

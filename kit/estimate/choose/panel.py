@@ -11,9 +11,9 @@ import numpy as np
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate.choose.explain import stage_times
 from kit.estimate.choose.figures import breakdown_figure, memory_figure
-from kit.estimate.choose.search import Machine, machine_of, seconds
+from kit.estimate.choose.machine import Machine, machine_of
+from kit.estimate.choose.search import seconds
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
@@ -72,9 +72,6 @@ class Estimate:
             plan.num_microbatches,
             max(plan.pipeline_parallel, ROUNDS // (2 * plan.pipeline_parallel)),
         )
-        risk = machine.reserve.out_of_memory_probability(
-            memory.used_bytes, float(machine.hardware.memory_bytes)
-        )
         return cls(
             spec=spec,
             plan=plan,
@@ -87,9 +84,9 @@ class Estimate:
                 float(found.high_s[0]),
             ),
             stages=memory_by_stage(layouts, kernels=machine.kernels),
-            risk=float(risk[0]),
+            risk=float(machine.risk(memory.used_bytes)[0]),
             timeline=simulate_plan(
-                plan, num_microbatches=shown, **stage_times(plan, terms, machine)
+                plan, num_microbatches=shown, **machine.stage_times(plan, terms)
             ),
         )
 

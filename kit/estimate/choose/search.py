@@ -8,7 +8,7 @@ answer, and what would change it, is in `explain.py`.
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,69 +16,18 @@ from cluster.record import counted
 from cluster.site import Site
 from kit.engines import check_site
 from kit.errors import ConfigError
-from kit.estimate.choose.candidates import candidates, single_precision
-from kit.estimate.fit.calibrate import Calibration, Prediction, calibrate
-from kit.estimate.theory.activations import Kernels, engine_kernels
-from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
-from kit.estimate.theory.memory import Memory, memory
-from kit.estimate.theory.out_of_memory import RESERVE, Reserve
-from kit.estimate.theory.step_time import step_time
-from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
+from kit.estimate.choose.candidates import candidates
+from kit.estimate.choose.machine import Machine, machine_of
+from kit.estimate.fit.calibrate import Calibration, Prediction
+from kit.estimate.theory.activations import Kernels
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.plan import EngineName, Plan, Precision
+from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from kit.estimate.theory.step_time import StepTime
-
-CHUNK = 8192
-"""Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
-cache."""
-
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
 """Short names of what `cells` returns."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What layouts are evaluated on: a site's numbers, and fitted ones."""
-
-    site: Site
-    hardware: Hardware
-    calibration: Calibration
-    kernels: Kernels
-    reserve: Reserve
-
-    @property
-    def coefficients(self) -> Coefficients:
-        """Efficiencies and latencies that step times are computed with."""
-        return self.calibration.coefficients
-
-    def step_time(self, layouts: Layouts) -> "StepTime":
-        """Returns modelled step times."""
-        return step_time(layouts, self.hardware, self.coefficients)
-
-    def memory(self, layouts: Layouts) -> Memory:
-        """Returns modelled bytes per device."""
-        return memory(layouts, kernels=self.kernels, reserve=self.reserve)
-
-    def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
-        """Returns (step time in seconds, used bytes of the heaviest device) of each layout,
-        float32.
-        """
-        layouts, count = single_precision(layouts), len(layouts)
-        time_s, used_bytes = np.empty(count, np.float32), np.empty(count, np.float32)
-        for start in range(0, count, CHUNK):
-            rows = slice(start, start + CHUNK)
-            chunk = layouts.select(rows)
-            time_s[rows] = self.step_time(chunk).total_s
-            used_bytes[rows] = self.memory(chunk).used_bytes
-        return time_s, used_bytes
-
-    def most_bytes(self, max_risk: float) -> float:
-        """Returns the used bytes at which the probability of running out is `max_risk`."""
-        odds = max_risk / (1 - max_risk)
-        return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,12 +91,7 @@ class Search:
 
     def risk(self, index: int) -> float:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
-        capacity = float(self.machine.hardware.memory_bytes)
-        return float(
-            self.machine.reserve.out_of_memory_probability(
-                self.used_bytes[index].astype(float), capacity
-            )
-        )
+        return float(self.machine.risk(self.used_bytes[index].astype(float)))
 
     def mfu(self, index: int) -> float:
         """Returns the modelled MFU of one layout, of the peak in bf16: narrower products may
@@ -263,9 +207,7 @@ def search(
             **layout_kernels,
         )
         if ours:  # as `Plan.gpu_defaults` has it
-            cut = np.isin(
-                layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")]
-            )
+            cut = layouts.is_one_of("schedule", *SPLIT_SCHEDULES)
             layouts = dataclasses.replace(
                 layouts, compiled=~(cut & (layouts.pipeline_parallel > 1))
             )
@@ -307,34 +249,6 @@ def _enough(on: Callable[[int], Search], num_devices: int) -> str:
     except ConfigError:  # the batch does not divide over so many
         return "more devices"
     return f"{num_devices:,} devices"
-
-
-def machine_of(
-    site: Site,
-    calibration: Calibration | None = None,
-    *,
-    engine: EngineName | None = None,
-    kernels: Kernels | None = None,
-    precision: Precision = "bf16",
-) -> Machine:
-    """Returns what layouts are evaluated on; the arguments are as in `search`.
-
-    Raises:
-        ConfigError: the site lacks a number.
-    """
-    if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(
-        precision, precision == "bf16"
-    ):
-        raise ConfigError(
-            f"search.precision: {precision!r} is not known of {site.device.name}: site {site.name}"
-            f" has no device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
-        )
-    hardware = Hardware.of(site, precision)
-    calibration = calibration or calibrate([], site, hardware=hardware)
-    kernels = kernels or engine_kernels(engine or site.engine, site.device)
-    return Machine(
-        site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE
-    )
 
 
 def describe(row: Mapping[str, Any]) -> str:

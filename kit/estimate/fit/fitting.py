@@ -51,15 +51,8 @@ class Rows:
 
     def select(self, rows: Array) -> Self:
         """Returns some of the rows, by index or mask."""
-        names = [field.name for field in dataclasses.fields(Layouts)]
-        layouts = Layouts(
-            **{
-                name: np.broadcast_to(getattr(self.layouts, name), len(self))[rows]
-                for name in names
-            }
-        )
         return type(self)(
-            layouts=layouts,
+            layouts=self.layouts.select(rows),
             hardware=self.hardware.select(rows),
             seconds=self.seconds[rows],
             stack=self.stack[rows],

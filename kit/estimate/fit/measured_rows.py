@@ -7,7 +7,6 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from kit.run import Run
 
 AnyRun = PublishedRun | Run | str | os.PathLike[str]
 """A published run, or a run of the kit by its directory."""
-Columns = TypeVar("Columns", Layouts, Hardware)
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
@@ -42,8 +40,8 @@ def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | 
     parts = [_rows(run, site, hardware) for run in runs]
     sizes = list(map(len, parts))
     return Rows(
-        layouts=_joined([part.layouts for part in parts], sizes),
-        hardware=_joined([part.hardware for part in parts], sizes),
+        layouts=Layouts.joined([part.layouts for part in parts], sizes),
+        hardware=Hardware.joined([part.hardware for part in parts], sizes),
         seconds=np.concatenate([part.seconds for part in parts]),
         stack=np.concatenate([part.stack for part in parts]),
     )
@@ -59,7 +57,7 @@ def rows_of(runs: Sequence[PublishedRun]) -> Rows:
     stacks = sorted({run.stack for run in runs})
     return Rows(
         layouts=published.layouts(runs),
-        hardware=Hardware.stack([hardware_of(run) for run in runs]),
+        hardware=Hardware.joined([hardware_of(run) for run in runs]),
         seconds=published.step_times(runs),
         stack=np.array([stacks.index(run.stack) for run in runs]),
     )
@@ -134,7 +132,7 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
         return (
             rows
             if machine is None
-            else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
+            else dataclasses.replace(rows, hardware=Hardware.joined([machine]))
         )
     run = run if isinstance(run, Run) else Run.open(Path(run))
     if site is not None and site.device.name != run.site.device.name:
@@ -161,22 +159,9 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
             f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time"
             " yet."
         )
-    sizes = [1] * len(times)
     return Rows(
-        layouts=_joined(layouts, sizes),
-        hardware=_joined(machines, sizes),
+        layouts=Layouts.joined(layouts),
+        hardware=Hardware.joined(machines),
         seconds=np.array(times),
         stack=np.zeros(len(times), int),
     )
-
-
-def _joined(parts: Sequence[Columns], sizes: Sequence[int]) -> Columns:
-    """Returns the columns of all parts end to end, each as long as its part says."""
-    columns = {}
-    for field in dataclasses.fields(parts[0]):
-        values = [
-            np.broadcast_to(getattr(part, field.name), size)
-            for part, size in zip(parts, sizes, strict=True)
-        ]
-        columns[field.name] = np.concatenate(values)
-    return type(parts[0])(**columns)

@@ -22,6 +22,7 @@ his s b h / t (34 + 5 a s / h). Full recomputation keeps the input, 2 h / q.
 """
 
 import dataclasses
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -136,70 +137,113 @@ def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LayerActivations:
-    """Bytes per token of one layer."""
+    """Bytes per token of a micro-batch that one layer keeps and needs, a property a term."""
 
-    kept: Array
-    """From the forward pass until the backward pass, per micro-batch."""
-    workspace: Array
-    """In the backward pass of one layer at a time: what is made again, and gradients."""
-    sequence: Array
-    """q: over how many devices sequence parallelism cuts what lies between blocks."""
+    layouts: Layouts
+    kernels: Kernels
 
+    @cached_property
+    def residual(self) -> Array:
+        """Numbers between blocks: h / q."""
+        return self.layouts.hidden_size / self.layouts.sequence_shards
 
-def layer_activations(layouts: Layouts, kernels: Kernels) -> LayerActivations:
-    """Returns what one layer keeps and needs, per token of a micro-batch."""
-    t, h, f, a = (
-        layouts.tensor_parallel,
-        layouts.hidden_size,
-        layouts.ffn_hidden_size,
-        layouts.num_heads,
-    )
-    gated = layouts.gated.astype(h.dtype)
-    plain = 1 - gated
-    q = np.where(layouts.sequence_parallel, t, 1.0)
-    key = h * (layouts.num_kv_heads / a)
-    residual = h / q
-    inputs = 4 * h if kernels.gathered_inputs else 4 * residual
-    fused = layouts.fused_norm | np.logical_not(layouts.gated)
-    # The first norm's is the input of the layer.
-    shared_input = np.where(fused, 2.0, 0.0).astype(h.dtype) * (h / q)
-    norms = np.where(fused, 4.0, 2 * kernels.norm_bytes).astype(h.dtype) * residual
-    heads = (4 * h + 4 * key) / t
-    # The result lies there as parts of heads and as parts of the sequence.
-    if np.any(layouts.context_exchange):
-        heads = heads + np.where(
-            layouts.context_exchange == EXCHANGES.index("all_to_all"), 2 * h / t, 0.0
+    @cached_property
+    def inputs(self) -> Array:
+        """Of the query and feed-forward matrices: 4 h / q, or whole, 4 h."""
+        is_whole = self.kernels.gathered_inputs
+        return 4 * (self.layouts.hidden_size if is_whole else self.residual)
+
+    @cached_property
+    def norms(self) -> Array:
+        """Of their inputs: 4 h / q, or for an RMSNorm that is not fused 2 `norm_bytes` h / q."""
+        fused = self.layouts.fused_norm | np.logical_not(self.layouts.gated)
+        return self.layouts.where(fused, 4.0, 2 * self.kernels.norm_bytes) * self.residual
+
+    @cached_property
+    def layer_input(self) -> Array:
+        """What the first norm keeps and full recomputation keeps too: 2 h / q, fused."""
+        fused = self.layouts.fused_norm | np.logical_not(self.layouts.gated)
+        return self.layouts.where(fused, 2.0, 0.0) * self.residual
+
+    @cached_property
+    def heads(self) -> Array:
+        """Query, key, value and result of attention: (4 h + 4 K) / t.
+
+        All to all, the result lies there as parts of heads and as parts of the sequence: + 2 h / t.
+        """
+        layouts, tensor_parallel = self.layouts, self.layouts.tensor_parallel
+        heads = (4 * layouts.hidden_size + 4 * layouts.kv_size) / tensor_parallel
+        if not np.any(layouts.context_exchange):
+            return heads
+        is_swapped = layouts.context_exchange == EXCHANGES.index("all_to_all")
+        return heads + np.where(is_swapped, 2 * layouts.hidden_size / tensor_parallel, 0.0)
+
+    @cached_property
+    def scores(self) -> Array:
+        """Log-sum-exp of fused attention, 4 a / t; written out `score_bytes` a s / t, with dropout
+        3 a s / t more.
+        """
+        layouts, kernels = self.layouts, self.kernels
+        each = layouts.where(layouts.fused_softmax, 2.0, kernels.score_bytes)
+        each = each + 3.0 * layouts.plain if kernels.dropout else each
+        heads = layouts.num_heads / layouts.tensor_parallel
+        written = each * layouts.sequence_length
+        return np.where(layouts.flash_attention > 0, 4.0, written) * heads
+
+    @property
+    def hidden(self) -> Array:
+        """Of feed-forward: 4 f / t, gated 8 f / t, or 6 f / t where the gate is fused."""
+        gate = 2.0 if self.kernels.fused_gate else 4.0
+        width = self.layouts.ffn_hidden_size / self.layouts.tensor_parallel
+        return (4 + (1 - self.layouts.plain) * gate) * width
+
+    @cached_property
+    def everything(self) -> Array:
+        """All of that and masks of dropout, 2 h / q."""
+        masks = 2 * self.layouts.plain * self.residual if self.kernels.dropout else 0.0
+        return self.inputs + self.norms + self.heads + self.hidden + self.scores + masks
+
+    @cached_property
+    def _selective(self) -> tuple[Array, Array]:
+        """(kept, made again) under selective recomputation.
+
+        By `attention` written-out scores are made again. By `elementwise` the input, the results
+        of all matrix products (those of row-split ones whole, and summed) and of attention are
+        kept, and norms, rotation, activation function and inputs of products made again.
+        """
+        layouts = self.layouts
+        if self.kernels.selective == "attention":
+            scores = np.where(layouts.flash_attention > 0, 0.0, self.scores)
+            return self.everything - scores, scores
+        hidden_size, tensor_parallel = layouts.hidden_size, layouts.tensor_parallel
+        gated = 1 - self.layouts.plain
+        hidden = (2 + 2 * gated) * (layouts.ffn_hidden_size / tensor_parallel)
+        summed = np.where(tensor_parallel > 1, 4 * self.residual, 0.0)
+        results = 2 * self.residual + self.heads + 4 * hidden_size + summed + hidden
+        rotated = gated * (2 * hidden_size + 2 * layouts.kv_size) / tensor_parallel
+        return (
+            results + 4 * layouts.num_heads / tensor_parallel,
+            self.inputs + self.norms - self.layer_input + rotated + hidden,
         )
-    hidden = (4 + gated * (2.0 if kernels.fused_gate else 4.0)) * (f / t)
-    flash = layouts.flash_attention > 0
-    score_bytes = np.where(layouts.fused_softmax, 2.0, kernels.score_bytes).astype(h.dtype)
-    score_bytes = score_bytes + 3.0 * plain if kernels.dropout else score_bytes
-    scores = np.where(flash, 4.0, score_bytes * layouts.sequence_length) * (a / t)
-    whole = inputs + norms + heads + hidden + scores
-    if kernels.dropout:
-        whole = whole + 2 * plain * residual
-    if kernels.selective == "attention":
-        again = np.where(flash, 0.0, scores)
-        kept = whole - again
-    # kept: input, results of all matrix products (those of row-split ones whole, and summed) and of
-    # attention
-    else:
-        summed = np.where(t > 1, 4 * residual, 0.0)
-        kept = 2 * residual + heads + 4 * h + summed + (2 + 2 * gated) * (f / t) + 4 * a / t
-        again = (
-            inputs
-            + norms
-            - shared_input
-            + gated * (2 * h + 2 * key) / t
-            + (2 + 2 * gated) * (f / t)
-        )
-    none, full = layouts.recompute == _NONE, layouts.recompute == _FULL
-    again = np.where(full, whole - shared_input, np.where(none, 0.0, again))
-    kept = np.where(full, 2 * residual, np.where(none, whole, kept))
-    # Besides, the gradients before and after the activation function are there together.
-    return LayerActivations(kept=kept, workspace=again + 4 * f / t, sequence=q)
+
+    @cached_property
+    def kept(self) -> Array:
+        """From the forward pass until the backward pass, per micro-batch."""
+        recompute, (selective, _) = self.layouts.recompute, self._selective
+        some = np.where(recompute == _NONE, self.everything, selective)
+        return np.where(recompute == _FULL, 2 * self.residual, some)
+
+    @cached_property
+    def workspace(self) -> Array:
+        """In the backward pass of one layer at a time: what is made again, and the gradients before
+        and after the activation function, 4 f / t.
+        """
+        recompute, (_, selective) = self.layouts.recompute, self._selective
+        some = np.where(recompute == _NONE, 0.0, selective)
+        again = np.where(recompute == _FULL, self.everything - self.layer_input, some)
+        return again + 4 * self.layouts.ffn_hidden_size / self.layouts.tensor_parallel
 
 
 def in_flight(layouts: Layouts, stage: Any) -> Array:

@@ -6,6 +6,8 @@ the ring and takes 2 (g - 1) steps inside a node; between nodes trees are used, 
 """
 
 import dataclasses
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,127 +19,181 @@ SMALL_SUMS = 4
 training.py, clip_grads.py)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link(NamedTuple):
+    """What a group of ranks communicates over."""
+
+    rate: Array
+    """Bytes/s of one rank."""
+    latency_s: Array
+    """That one collective takes, whatever its size."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Links:
-    """What each group of a layout gets: bytes/s of one rank, and seconds that one collective takes
-    whatever its size.
+    """What each group of a layout gets.
 
     Ranks are laid out as tensor, context, data, pipeline, neighbours first, as Megatron and
     DeepSpeed do.
     """
 
-    tensor_rate: Array
-    tensor_latency_s: Array
-    context_rate: Array
-    context_latency_s: Array
-    """Of one hop of a ring, or one exchange of all with all."""
-    data_rate: Array
-    data_latency_s: Array
-    shard_rate: Array
-    shard_latency_s: Array
-    copy_rate: Array
-    """Between copies of a shard. Without `shard_size` there are none, and a shard's links are
-    those of data."""
-    pipeline_rate: Array
-    pipeline_latency_s: Array
-    network_rate: Array | float
-    """Of one device, all devices of a node sending at once."""
+    layouts: Layouts
+    hardware: Hardware
+    coefficients: Coefficients
 
-    @classmethod
-    def of(cls, layouts: Layouts, hardware: Hardware, c: Coefficients) -> "Links":
-        """Returns the links that each group of each layout uses."""
-        t, cp, node = layouts.tensor_parallel, layouts.context_parallel, hardware.node_devices
-        model = t * cp
-        replicas = cp * layouts.data_parallel
-        devices = model * layouts.data_parallel * layouts.pipeline_parallel
-        inside = _inside(t, hardware)
-        full = np.where(
-            t <= hardware.near_devices,
-            np.minimum(hardware.near_devices, hardware.full_devices),
-            hardware.full_devices,
-        ).astype(t.dtype)
-        # On a mesh a group only has the links between its own devices; on a switch it should have
-        # all, but rarely has.
-        node_rate, model_rate, pair_rate = (
-            inside * c.node_efficiency * np.minimum(1.0, group / full) ** c.node_sharing
-            for group in (t, model, 2.0)
-        )
-        network = hardware.network_bytes_per_s * c.network_efficiency
-        ranks_inside = np.minimum(t, node)  # of one tensor-parallel group
-        # That a data-parallel group and its neighbours span.
-        nodes = np.maximum(1.0, t * replicas / node)
-        crosses = t * replicas > node
-        # All groups of a node share its network, and the more so the larger the job (no fabric is
-        # free of it).
-        contention = np.maximum(1.0, devices / (8 * node)) ** -c.data_contention
-        share = hardware.network_bytes_per_s / ranks_inside * contention
-        one_node = devices <= node
-        data_rate = np.where(crosses, np.minimum(inside, share), inside) * c.data_efficiency
-        hop = np.where(crosses, c.network_latency_s, 0.0).astype(t.dtype)
-        data_latency_s = 2 * (c.node_latency_s + hop * np.log2(2 * nodes))
-        shard_rate, shard_latency_s, copy_rate = data_rate, data_latency_s, data_rate
-        if np.any(layouts.shard_size):
-            group = t * layouts.num_shards
-            shard_inside = _inside(group, hardware) * c.data_efficiency
-            # else it crosses nodes like any data-parallel group
-            alone = layouts.is_hybrid & (group <= node)
-            # The ring inside a node is part of the ring over all replicas, so it is no slower.
-            shard_rate = np.where(alone, np.maximum(shard_inside, data_rate), data_rate)
-            shard_latency_s = np.where(alone, 2 * c.node_latency_s, data_latency_s)
-            # Each device of a group sums its own shard, so that they share the node's network.
-            shared = share * c.data_efficiency * ranks_inside / np.minimum(group, node)
-            copy_rate = np.where(crosses, np.minimum(data_rate, shared), data_rate)
-        return cls(
-            tensor_rate=np.where(t <= node, node_rate, np.minimum(node_rate, network)),
-            tensor_latency_s=2 * c.node_latency_s * (ranks_inside - 1)
-            + 2 * c.network_latency_s * np.log2(t / ranks_inside),
-            context_rate=np.where(
-                model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)
+    @cached_property
+    def tensor(self) -> Link:
+        """Inside a node its links, in 2 (g - 1) steps of a ring; across nodes no more than the
+        network, in 2 log2 of the nodes steps of a tree.
+        """
+        ranks, coefficients = self.layouts.tensor_parallel, self.coefficients
+        rate, inside = self._on_node(ranks), np.minimum(ranks, self.hardware.node_devices)
+        return Link(
+            np.where(
+                ranks <= self.hardware.node_devices, rate, np.minimum(rate, self._network_rate)
             ),
-            context_latency_s=np.where(model <= node, c.node_latency_s, c.network_latency_s).astype(
-                t.dtype
-            ),
-            data_rate=data_rate,
-            data_latency_s=data_latency_s,
-            shard_rate=shard_rate,
-            shard_latency_s=shard_latency_s,
-            copy_rate=copy_rate,
-            pipeline_rate=np.where(one_node, pair_rate, network / node),
-            pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s).astype(
-                t.dtype
-            ),
-            network_rate=network / node,
+            2 * coefficients.node_latency_s * (inside - 1)
+            + 2 * coefficients.network_latency_s * np.log2(ranks / inside),
         )
 
+    @property
+    def context(self) -> Link:
+        """As tensor parallelism's, but all groups of a node share the network; the latency is that
+        of one hop of a ring, or of one exchange of all with all.
+        """
+        ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
+        groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
+        rate, fits = self._on_node(ranks), ranks <= self.hardware.node_devices
+        crossing = np.minimum(rate, self._network_rate / groups)
+        return Link(np.where(fits, rate, crossing), self._hop(fits))
 
-def _inside(ranks: Array, hardware: Hardware) -> Array:
-    """Returns bytes/s of one device in groups of so many neighbours on a node."""
-    near = ranks <= hardware.near_devices
-    rate = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
-    return rate.astype(ranks.dtype)
+    @property
+    def pipeline(self) -> Link:
+        """Between neighbours: a pair's links on one node, else a device's part of the network."""
+        one_node = self.layouts.num_devices <= self.hardware.node_devices
+        rate = np.where(one_node, self._on_node(2.0), self.network_rate)
+        return Link(rate, self._hop(one_node))
+
+    @cached_property
+    def data(self) -> Link:
+        """Of all replicas: links inside a node, or the share of the network that is left, with 2
+        log2 of twice the nodes steps between these.
+        """
+        inside, coefficients = self._inside(self.layouts.tensor_parallel), self.coefficients
+        rate = np.where(self._nodes > 1, np.minimum(inside, self._network_share), inside)
+        hop = self.layouts.where(self._nodes > 1, coefficients.network_latency_s, 0.0)
+        hops = hop * np.log2(2 * np.maximum(1.0, self._nodes))
+        return Link(rate * coefficients.data_efficiency, 2 * (coefficients.node_latency_s + hops))
+
+    @cached_property
+    def shard(self) -> Link:
+        """Of ZeRO's shards: with `shard_size` the links of a node, which are no slower than the
+        ring over all replicas that they are part of; else, or across nodes, those of data.
+        """
+        if not np.any(self.layouts.shard_size):
+            return self.data
+        ranks = self.layouts.tensor_parallel * self.layouts.num_shards
+        alone = self.layouts.is_hybrid & (ranks <= self.hardware.node_devices)
+        rate = np.maximum(self._inside(ranks) * self.coefficients.data_efficiency, self.data.rate)
+        return Link(
+            np.where(alone, rate, self.data.rate),
+            np.where(alone, 2 * self.coefficients.node_latency_s, self.data.latency_s),
+        )
+
+    @property
+    def copy(self) -> Link:
+        """Between copies of a shard: each device of a group sums its own shard, so that they share
+        the node's network.
+        """
+        tensor_parallel, node_devices = self.layouts.tensor_parallel, self.hardware.node_devices
+        groups = np.minimum(tensor_parallel, node_devices)
+        ranks = np.minimum(tensor_parallel * self.layouts.num_shards, node_devices)
+        shared = self._network_share * self.coefficients.data_efficiency * groups / ranks
+        crossing = np.minimum(self.data.rate, shared)
+        return Link(np.where(self._nodes > 1, crossing, self.data.rate), self.data.latency_s)
+
+    @property
+    def network_rate(self) -> Array | float:
+        """Bytes/s of one device, all devices of a node sending at once."""
+        return self._network_rate / self.hardware.node_devices
+
+    @property
+    def _network_rate(self) -> Array | float:
+        """Bytes/s out of a node."""
+        return self.hardware.network_bytes_per_s * self.coefficients.network_efficiency
+
+    @cached_property
+    def _nodes(self) -> Array:
+        """t c r / node: that a data-parallel group and its neighbours span; it crosses them from 1
+        on.
+        """
+        replicas = self.layouts.context_parallel * self.layouts.data_parallel
+        return self.layouts.tensor_parallel * replicas / self.hardware.node_devices
+
+    @property
+    def _network_share(self) -> Array:
+        """Bytes/s between nodes of one data-parallel group.
+
+        All groups of a node share its network, and the more so the larger the job: no fabric is
+        free of contention.
+        """
+        node_devices = self.hardware.node_devices
+        jobs = np.maximum(1.0, self.layouts.num_devices / (8 * node_devices))
+        share = self.hardware.network_bytes_per_s / np.minimum(
+            self.layouts.tensor_parallel, node_devices
+        )
+        return share * jobs**-self.coefficients.data_contention
+
+    def _inside(self, ranks: Array) -> Array:
+        """Returns bytes/s of one device in groups of so many neighbours on a node."""
+        hardware, near = self.hardware, ranks <= self.hardware.near_devices
+        return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
+
+    def _on_node(self, ranks: Array | float) -> Array:
+        """Returns bytes/s of one device in a group on the links of tensor parallelism: their
+        efficiency x min(1, ranks / all) ^ sharing.
+
+        On a mesh a group only has the links between its own devices; on a switch it should have
+        all, but rarely has.
+        """
+        hardware, coefficients = self.hardware, self.coefficients
+        near = self.layouts.tensor_parallel <= hardware.near_devices
+        nearest = np.minimum(hardware.near_devices, hardware.full_devices)
+        all_ranks = self.layouts.where(near, nearest, hardware.full_devices)
+        rate = self._inside(self.layouts.tensor_parallel) * coefficients.node_efficiency
+        return rate * np.minimum(1.0, ranks / all_ranks) ** coefficients.node_sharing
+
+    def _hop(self, on_node: Array) -> Array:
+        """Returns seconds of one step, inside a node or between nodes."""
+        node_s, network_s = self.coefficients.node_latency_s, self.coefficients.network_latency_s
+        return self.layouts.where(on_node, node_s, network_s)
 
 
-def all_reduce(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Array:
+def all_reduce(size: Array, ranks: Array, link: Link) -> Array:
     """Returns seconds to sum `size` bytes over `ranks`; 0 for one rank."""
-    return np.where(ranks > 1, 2 * (ranks - 1) / ranks * size / rate + latency_s, 0.0)
+    return np.where(ranks > 1, 2 * (ranks - 1) / ranks * size / link.rate + link.latency_s, 0.0)
 
 
-def all_gather(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Array:
-    """Returns seconds to gather, or to reduce and scatter, `size` bytes in all over `ranks`; 0
-    for one rank.
+def all_gather(size: Array, ranks: Array, link: Link, steps: Array | float = 1.0) -> Array:
+    """Returns seconds to gather, or to reduce and scatter, `size` bytes in all over `ranks`, in so
+    many collectives one after the other; 0 for one rank.
     """
-    return all_reduce(size, ranks, rate, latency_s) / 2
+    return all_reduce(size, ranks, link._replace(latency_s=link.latency_s * steps)) / 2
 
 
-def small_sums(layouts: Layouts, hardware: Hardware, c: Coefficients) -> Array:
+def small_sums(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> Array:
     """Returns seconds per step of summing a few bytes over all ranks, `SMALL_SUMS` times: latency
     alone.
 
     Up and down a tree, twice log2 of the ranks steps (Thakur et al. 2005), inside a node first.
     """
-    ranks, node = layouts.num_devices, hardware.node_devices
-    inside, outside = np.log2(np.minimum(ranks, node)), np.log2(np.maximum(1.0, ranks / node))
-    return 2 * SMALL_SUMS * (c.node_latency_s * inside + c.network_latency_s * outside)
+    ranks, node_devices = layouts.num_devices, hardware.node_devices
+    inside = np.log2(np.minimum(ranks, node_devices))
+    outside = np.log2(np.maximum(1.0, ranks / node_devices))
+    return (
+        2
+        * SMALL_SUMS
+        * (coefficients.node_latency_s * inside + coefficients.network_latency_s * outside)
+    )
 
 
 def exposed(communication_s: Array, work_s: Array) -> Array:

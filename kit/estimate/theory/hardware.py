@@ -9,6 +9,7 @@ import numpy as np
 
 from cluster.record import ConfigError, Record
 from cluster.site import Site
+from kit.estimate.theory.layouts import Columns
 
 Number = float | np.ndarray
 FULL_DEVICES = 8
@@ -22,7 +23,7 @@ stays in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Hardware(Columns):
     """What a step's time depends on; every number may be an array, one value per layout.
 
     Bandwidths are of one direction. Groups of up to `near_devices` use `near_bytes_per_s`, up to
@@ -109,7 +110,7 @@ class Hardware:
             peak_flops_per_s=peak_flops_per_s,
             attention_flops_per_s=peak_flops_per_s * TYPICAL_CEILING,
             matmul_flops_per_s=peak_flops_per_s * TYPICAL_CEILING,
-            memory_bytes=80 * 2**30,
+            memory_bytes=80.0 * 2**30,
             memory_bytes_per_s=2.0e12 * scale,
             near_devices=8.0,
             near_bytes_per_s=300e9 * scale,
@@ -120,23 +121,9 @@ class Hardware:
             price_per_device_hour=float("nan"),
         )
 
-    @classmethod
-    def stack(cls, machines: list[Self]) -> Self:
-        """Returns arrays, one element per machine given, to go with as many layouts."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(
-            **{
-                name: np.array([getattr(machine, name) for machine in machines], float)
-                for name in names
-            }
-        )
-
     def select(self, rows: Any) -> Self:
         """Returns some elements; numbers that are not arrays stay."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(
-            **{name: v[rows] if isinstance(v, np.ndarray) else v for name, v in values.items()}
-        )
+        return self.map(lambda value: value[rows] if isinstance(value, np.ndarray) else value)
 
 
 def _network_per_domain(site: Site, per_node: float) -> float:

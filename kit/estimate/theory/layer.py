@@ -5,7 +5,7 @@ Symbols: layouts.py.
 """
 
 import dataclasses
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
@@ -22,179 +22,240 @@ FIRST_GENERATION = 0.6
 """Speed of fused attention's first generation over its second (FlashAttention-2, arXiv
 2307.08691, section 4.1)."""
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+Both = tuple[Array | float, Array | float]
+"""Of a forward pass, and of a backward pass."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def layer_params(layouts: Layouts) -> Array:
+    """Returns the weights of one layer that multiply activations: 2 h (h + K) + 2 h f, gated
+    3 h f.
+    """
+    hidden_size = layouts.hidden_size
+    attention = 2 * hidden_size * (hidden_size + layouts.kv_size)
+    return attention + (2.0 + layouts.gated) * hidden_size * layouts.ffn_hidden_size
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
-    """Seconds of one layer and micro-batch on one device."""
+    """Seconds of one layer and micro-batch on one device: first of a forward pass or of both, then
+    the terms, which add up to the total.
+    """
 
-    gemm: Array
-    attention: Array
-    elementwise: Array
-    tensor_parallel: Array
-    """Forward and backward, not what recomputation repeats."""
-    context_parallel: Array
-    host_launch: Array
-    recompute: Array
-    total: Array
+    layouts: Layouts
+    hardware: Hardware
+    coefficients: Coefficients
+    links: Links
 
+    @cached_property
+    def memory_rate(self) -> Array | float:
+        """Bytes/s that kernels reach."""
+        return self.hardware.memory_bytes_per_s * self.coefficients.memory_efficiency
 
-def layer_params(x: Layouts) -> Array:
-    """Returns the weights of one layer that multiply activations."""
-    h, kv = x.hidden_size, x.hidden_size * x.num_kv_heads / x.num_heads
-    return 2 * h * (h + kv) + (2.0 + x.gated) * h * x.ffn_hidden_size
+    @cached_property
+    def gemm_forward(self) -> Array:
+        """The four products: a rounded roofline of multiplying and of moving 2 (T (4 h + (2 h + 2 K
+        + 2 or 3 f) / t) + weights) bytes.
 
-
-def layer_time(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Layer:
-    """Returns what the forward and the backward pass of a layer take, and its recomputation."""
-    h, t, f, s = x.hidden_size, x.tensor_parallel, x.ffn_hidden_size, x.sequence_length
-    tokens = x.micro_batch_size * s / x.context_parallel
-    memory_rate = hardware.memory_bytes_per_s * c.memory_efficiency
-    kv = h * x.num_kv_heads / x.num_heads
-    params = layer_params(x) / t
-    moved = tokens * (4 * h + (2 * h + 2 * kv + (2.0 + x.gated) * f) / t) + params
-    # A rounded roofline.
-    gemm = np.hypot(_products(x, tokens, params, hardware, c), 2 * moved / memory_rate)
-    attention, flash = _attention(x, tokens, hardware, c, memory_rate)
-    sharded = np.where(x.sequence_parallel, t, 1.0)
-    traffic = tokens * (22 * h / sharded + (8 * h + (4.0 + 2.0 * x.gated) * f) / t)
-    if np.any(x.compiled | x.native):
-        traffic = traffic + tokens * np.where(
-            x.compiled, -4 * h / sharded, np.where(x.native, _eager(x, kv), 0.0)
+        Where torch overlaps them with collectives it cuts the tokens in as many parts as there are
+        ranks: an all-gather is pipelined with the product that reads it, a product with the
+        reduce-scatter of its result (asynchronous TP:
+        `torch._inductor.fx_passes.micro_pipeline_tp`). All-reduces, without sequence parallelism,
+        are left as they are.
+        """
+        x, hidden_size, parts = self.layouts, self.layouts.hidden_size, 1.0
+        if np.any(x.overlap & x.native):
+            is_cut = x.overlap & x.native & x.sequence_parallel
+            parts = np.where(is_cut, x.tensor_parallel, 1.0)
+        params, rate = layer_params(x) / x.tensor_parallel, self.hardware.matmul_flops_per_s
+        part = product_time(
+            x.tokens / parts, hidden_size, params / hidden_size, 4.0, rate, self.coefficients
         )
-    elementwise = traffic / memory_rate * x.where(x.fused_norm, 1.0, c.unfused_traffic)
-    casts, casts_backward = _casts(x, tokens, kv, params, memory_rate)
-    sums = 2 * all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
-    # Megatron gathers an input once more.
-    sums_backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
-    if np.any(x.overlap):
-        # A rank begins with its own part while the next is on its way; without sequence parallelism
-        # there are no parts.
-        beside = np.where(x.native, (t - 1) / t * gemm, gemm)
+        cut = 2 * hidden_size + 2 * x.kv_size + (2.0 + x.gated) * x.ffn_hidden_size
+        moved = x.tokens * (4 * hidden_size + cut / x.tensor_parallel) + params
+        return np.hypot(parts * part, 2 * moved / self.memory_rate)
+
+    @cached_property
+    def attention_forward(self) -> Array:
+        """Between projections, 4 T s h / t FLOPs: fused, half of them, since the causal mask is
+        skipped, and 8 T h / t bytes; written out, all, and `score_bytes` for each of T s a / t
+        scores.
+        """
+        x, coefficients = self.layouts, self.coefficients
+        flops = 4 * x.tokens * x.sequence_length * x.hidden_size / x.tensor_parallel
+        products = flops / self.hardware.attention_flops_per_s
+        speed = coefficients.flash_efficiency * x.where(
+            x.flash_attention == 1, FIRST_GENERATION, 1.0
+        )
+        moved = 8 * x.tokens * x.hidden_size / x.tensor_parallel
+        per_score = (
+            coefficients.score_bytes
+            * x.where(x.gated, DROPOUT, 1.0)
+            * x.where(x.fused_softmax, 1.0, coefficients.unfused_traffic)
+        )
+        scores = per_score * x.tokens * x.sequence_length * x.num_heads / x.tensor_parallel
+        return np.where(
+            x.flash_attention > 0,
+            0.5 * products / speed + moved / self.memory_rate,
+            products / coefficients.attention_efficiency + scores / self.memory_rate,
+        )
+
+    @cached_property
+    def elementwise_forward(self) -> Array:
+        """Norms, residuals, activation: T (22 h / q + (8 h + 4 or 6 f) / t) bytes.
+
+        The kit's decoder moves more where it is not compiled. Rotation by positions takes seven
+        kernels over queries and keys (`kit.model.rotate`: to fp32, half negated, joined, two
+        products, sum, to bf16: 52 bytes a number, not 4); silu(gate) is written and read again.
+        Compiled, on the other hand, a residual is added in the kernel of the norm that reads it: 2
+        bytes fewer for each of two norms.
+        """
+        x, hidden_size = self.layouts, self.layouts.hidden_size
+        cut = 8 * hidden_size + (4.0 + 2.0 * x.gated) * x.ffn_hidden_size
+        traffic = x.tokens * (22 * hidden_size / x.sequence_shards + cut / x.tensor_parallel)
+        if np.any(x.compiled | x.native):
+            eager = x.gated * (48 * (hidden_size + x.kv_size) + 4 * x.ffn_hidden_size)
+            eager = np.where(x.native, eager / x.tensor_parallel, 0.0)
+            compiled = -4 * hidden_size / x.sequence_shards
+            traffic = traffic + x.tokens * np.where(x.compiled, compiled, eager)
+        unfused = x.where(x.fused_norm, 1.0, self.coefficients.unfused_traffic)
+        return traffic / self.memory_rate * unfused
+
+    @property
+    def casts(self) -> Both:
+        """In which operands of linear layers become narrower.
+
+        Weights and inputs going forward, gradients of outputs going back (torchao's
+        `Float8Linear`). A number takes 2 bytes to read and 2 to write, as it is and transposed,
+        since the products of the backward pass read along the other side (`cast_transpose` of
+        Transformer Engine). Fused norms and activations write both in place of one in bf16; what
+        attention gives and takes, and gradients of the residual stream, are cast by themselves.
+        """
+        x, hidden_size = self.layouts, self.layouts.hidden_size
+        if not np.any(x.narrow):
+            return 0.0, 0.0
+        t, f, unfused = x.tensor_parallel, x.ffn_hidden_size, np.where(x.fused_norm, 0.0, 1.0)
+        inputs = hidden_size / t + unfused * (2 * hidden_size + f / t)
+        products = 2 * hidden_size + (hidden_size + 2 * x.kv_size) / t
+        outputs = products + unfused * (1.0 + x.gated) * f / t
+        cast = np.where(x.narrow, 4.0, 0.0) / self.memory_rate
+        forward = cast * (x.tokens * inputs + layer_params(x) / t)
+        return forward, cast * x.tokens * outputs
+
+    @cached_property
+    def sums(self) -> Both:
+        """Two sums of 2 T h bytes over tensor ranks in each pass; in the backward pass Megatron
+        gathers an input once more under sequence parallelism.
+
+        Overlapped, a rank begins with its own part while the next is on its way; without sequence
+        parallelism there are no parts.
+        """
+        x, ranks = self.layouts, self.layouts.tensor_parallel
+        sums = 2 * all_reduce(2 * x.tokens * x.hidden_size, ranks, self.links.tensor)
+        backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
+        if not np.any(x.overlap):
+            return sums, backward
+        beside = np.where(x.native, (ranks - 1) / ranks * self.gemm_forward, self.gemm_forward)
         overlap = x.overlap & (x.sequence_parallel | np.logical_not(x.native))
-        sums = np.where(overlap, exposed(sums, beside), sums)
-        sums_backward = np.where(overlap, exposed(sums_backward, 2 * beside), sums_backward)
-    context, context_backward = _context_parallel(x, tokens, kv, attention, links)
-    forward = gemm + attention + elementwise + casts + sums + context
-    backward = 2 * gemm + x.where(flash, 2.5, 2.0) * attention + 1.6 * elementwise + casts_backward
-    backward = backward + sums_backward + context_backward
-    launches = x.where(flash, KERNELS - 6.0, KERNELS) * c.launch_s + x.where(
-        t > 1, 2 * c.collective_launch_s, 0.0
-    )
-    forward_s = np.maximum(forward, launches)
-    backward_s = np.maximum(backward, c.backward_launches * launches)
-    again = np.where(x.recompute == SELECTIVE, np.where(flash, elementwise, attention), 0.0)
-    # Blocks of the kit that are not compiled stop before their last product and its sum:
-    # `Plan.recomputes_whole`.
-    last = np.where(
-        x.native & np.logical_not(x.compiled), gemm * h * f / layer_params(x) + sums / 2, 0.0
-    )
-    again = np.where(x.recompute == FULL, forward_s - last, again)
-    return Layer(
-        gemm=3 * gemm,
-        attention=x.where(flash, 3.5, 3.0) * attention,
-        elementwise=2.6 * elementwise + casts + casts_backward,
-        tensor_parallel=sums + sums_backward,
-        context_parallel=context + context_backward,
-        host_launch=forward_s - forward + backward_s - backward,
-        recompute=again,
-        total=forward_s + backward_s + again,
-    )
+        return (
+            np.where(overlap, exposed(sums, beside), sums),
+            np.where(overlap, exposed(backward, 2 * beside), backward),
+        )
 
+    @cached_property
+    def context(self) -> Both:
+        """In which parts of a sequence wait for each other.
 
-def _products(
-    x: Layouts, tokens: Array, params: Array, hardware: Hardware, c: Coefficients
-) -> Array:
-    """Returns seconds of the four products of a layer.
+        Ring (arXiv 2310.01889): keys and values go round while attention computes, and with them
+        their gradients in the backward pass. All to all (DeepSpeed-Ulysses, arXiv 2309.14509):
+        query, key, value and result change from parts of the sequence to parts of the heads and
+        back, and nothing hides it. Both take each rank's work as equal: each has a part of the head
+        of the sequence and one of its tail (as torch's and Megatron-LM's context parallelism),
+        since in plain order the last of c ranks has 2 - 1/c times the mean under a causal mask.
+        """
+        x, ranks = self.layouts, self.layouts.context_parallel
+        if not np.any(ranks > 1):
+            return 0.0, 0.0
+        link = self.links.context
+        width = 2 * x.tokens / x.tensor_parallel / link.rate
+        blocks = (ranks - 1) * (2 * x.kv_size * width + link.latency_s)
+        ring = exposed(blocks, self.attention_forward)
+        exchanged = (ranks - 1) / ranks * (2 * x.hidden_size + 2 * x.kv_size) * width
+        swap = exchanged + 2 * link.latency_s
+        is_ring = x.context_exchange == EXCHANGES.index("ring")
+        return (
+            np.where(ranks > 1, np.where(is_ring, ring, swap), 0.0),
+            np.where(ranks > 1, np.where(is_ring, 2 * ring, swap), 0.0),
+        )
 
-    Where torch overlaps them with collectives it cuts the tokens in as many parts as there are
-    ranks: an all-gather is pipelined with the product that reads it, a product with the
-    reduce-scatter of its result (asynchronous TP: `torch._inductor.fx_passes.micro_pipeline_tp`).
-    All-reduces, without sequence parallelism, are left as they are.
-    """
-    h, parts = x.hidden_size, 1.0
-    if np.any(x.overlap & x.native):
-        parts = np.where(x.overlap & x.native & x.sequence_parallel, x.tensor_parallel, 1.0)
-    return parts * product_time(tokens / parts, h, params / h, 4.0, hardware.matmul_flops_per_s, c)
+    @cached_property
+    def work(self) -> Both:
+        """What the device does; in a backward pass twice the products, 2.5 times fused attention or
+        twice a written-out one, and 1.6 times the element-wise traffic.
+        """
+        gemm, attention, elementwise = (
+            self.gemm_forward,
+            self.attention_forward,
+            self.elementwise_forward,
+        )
+        again = self.layouts.where(self.layouts.flash_attention > 0, 2.5, 2.0) * attention
+        (casts, casts_back), (sums, sums_back) = self.casts, self.sums
+        context, context_back = self.context
+        return (
+            gemm + attention + elementwise + casts + sums + context,
+            2 * gemm + again + 1.6 * elementwise + casts_back + sums_back + context_back,
+        )
 
+    @cached_property
+    def passes(self) -> Both:
+        """The longer of what the device does and of what its host needs to launch it: kernels, and
+        two collectives over tensor ranks.
+        """
+        x, coefficients, (forward, backward) = self.layouts, self.coefficients, self.work
+        kernels = x.where(x.flash_attention > 0, KERNELS - 6.0, KERNELS) * coefficients.launch_s
+        sums = x.where(x.tensor_parallel > 1, 2 * coefficients.collective_launch_s, 0.0)
+        host = kernels + sums
+        return (
+            np.maximum(forward, host),
+            np.maximum(backward, coefficients.backward_launches * host),
+        )
 
-def _eager(x: Layouts, kv: Array) -> Array:
-    """Returns bytes per token that a layer of the kit's decoder moves beyond fused kernels where it
-    is not compiled.
+    @property
+    def recompute(self) -> Array:
+        """A forward pass once more, or under selective recomputation attention, where it is fused
+        the element-wise kernels.
 
-    Rotation by positions takes seven kernels over queries and keys (`kit.model.rotate`: to fp32,
-    half negated, joined, two products, sum, to bf16: 52 bytes a number, not 4); silu(gate) is
-    written and read again. Compiled, on the other hand, a residual is added in the kernel of the
-    norm that reads it: 2 bytes fewer for each of two norms.
-    """
-    return x.gated * (48 * (x.hidden_size + kv) + 4 * x.ffn_hidden_size) / x.tensor_parallel
+        Blocks of the kit that are not compiled stop before their last product and its sum:
+        `Plan.recomputes_whole`.
+        """
+        x, flash = self.layouts, self.layouts.flash_attention > 0
+        some = np.where(flash, self.elementwise_forward, self.attention_forward)
+        product = self.gemm_forward * x.hidden_size * x.ffn_hidden_size / layer_params(x)
+        stops = x.native & np.logical_not(x.compiled)
+        whole = self.passes[0] - np.where(stops, product + self.sums[0] / 2, 0.0)
+        some = np.where(x.recompute == SELECTIVE, some, 0.0)
+        return np.where(x.recompute == FULL, whole, some)
 
+    @cached_property
+    def total(self) -> Array:
+        """Forward + backward + recompute."""
+        return self.passes[0] + self.passes[1] + self.recompute
 
-def _casts(x: Layouts, tokens: Array, kv: Array, params: Array, memory_rate: Any) -> tuple:
-    """Returns (seconds of a forward pass, of a backward pass) in which operands of linear layers
-    become narrower.
-
-    Weights and inputs going forward, gradients of outputs going back (torchao's `Float8Linear`). A
-    number takes 2 bytes to read and 2 to write, as it is and transposed, since the products of the
-    backward pass read along the other side (`cast_transpose` of Transformer Engine). Fused norms
-    and activations write both in place of one in bf16; what attention gives and takes, and
-    gradients of the residual stream, are cast by themselves.
-    """
-    if not np.any(x.narrow):
-        return 0.0, 0.0
-    h, t, f = x.hidden_size, x.tensor_parallel, x.ffn_hidden_size
-    unfused = np.where(x.fused_norm, 0.0, 1.0)
-    inputs = h / t + unfused * (2 * h + f / t)
-    outputs = 2 * h + (h + 2 * kv) / t + unfused * (1.0 + x.gated) * f / t
-    cast = np.where(x.narrow, 4.0, 0.0) / memory_rate
-    return cast * (tokens * inputs + params), cast * tokens * outputs
-
-
-def _attention(
-    x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, memory_rate: Array | float
-) -> tuple:
-    """Returns (seconds of a forward pass between projections, where attention is fused)."""
-    h, t, s = x.hidden_size, x.tensor_parallel, x.sequence_length
-    flash = x.flash_attention > 0
-    products = 4 * tokens * s * h / t / hardware.attention_flops_per_s
-    speed = c.flash_efficiency * x.where(x.flash_attention == 1, FIRST_GENERATION, 1.0)
-    # half: the causal mask is skipped.
-    fused = 0.5 * products / speed + 8 * tokens * h / t / memory_rate
-    per_score = (
-        c.score_bytes
-        * x.where(x.gated, DROPOUT, 1.0)
-        * x.where(x.fused_softmax, 1.0, c.unfused_traffic)
-    )
-    written = (
-        products / c.attention_efficiency + per_score * tokens * s * x.num_heads / t / memory_rate
-    )
-    return np.where(flash, fused, written), flash
-
-
-def _context_parallel(
-    x: Layouts, tokens: Array, kv: Array, attention: Array, links: Links
-) -> tuple:
-    """Returns (seconds of a forward pass, of a backward pass) in which parts of a sequence wait for
-    each other.
-
-    Ring (arXiv 2310.01889): keys and values go round while attention computes, and with them their
-    gradients in the backward pass. All to all (DeepSpeed-Ulysses, arXiv 2309.14509): query, key,
-    value and result change from parts of the sequence to parts of the heads and back, and nothing
-    hides it. Both take each rank's work as equal: each has a part of the head of the sequence and
-    one of its tail (as torch's and Megatron-LM's context parallelism), since in plain order the
-    last of c ranks has 2 - 1/c times the mean under a causal mask.
-    """
-    ranks = x.context_parallel
-    if not np.any(ranks > 1):
-        return 0.0, 0.0
-    width = 2 * tokens / x.tensor_parallel / links.context_rate
-    ring = exposed((ranks - 1) * (2 * kv * width + links.context_latency_s), attention)
-    swap = (ranks - 1) / ranks * (2 * x.hidden_size + 2 * kv) * width + 2 * links.context_latency_s
-    is_ring = x.context_exchange == EXCHANGES.index("ring")
-    return (
-        np.where(ranks > 1, np.where(is_ring, ring, swap), 0.0),
-        np.where(ranks > 1, np.where(is_ring, 2 * ring, swap), 0.0),
-    )
+    @property
+    def terms(self) -> dict[str, Array | float]:
+        """Both passes by kind of work, and what comes on top: how much longer the host takes than
+        the device, and recomputation (which repeats sums too).
+        """
+        attention = self.layouts.where(self.layouts.flash_attention > 0, 3.5, 3.0)
+        (forward, backward), (forward_work, backward_work) = self.passes, self.work
+        return {
+            "gemm": 3 * self.gemm_forward,
+            "attention": attention * self.attention_forward,
+            "elementwise": 2.6 * self.elementwise_forward + self.casts[0] + self.casts[1],
+            "host_launch": forward - forward_work + backward - backward_work,
+            "tensor_parallel": self.sums[0] + self.sums[1],
+            "context_parallel": self.context[0] + self.context[1],
+            "recompute": self.recompute,
+        }
 
 
 def product_time(

@@ -7,7 +7,8 @@ global batch size in sequences; m micro-batches.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,8 +24,26 @@ CODES = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "context_exchange": EXCH
 Array = np.ndarray
 
 
+class Columns:
+    """A dataclass whose fields are numbers of many layouts: arrays, or one number for all."""
+
+    def map(self, change: Callable[[Any], Any]) -> Self:
+        """Returns the same with each field changed."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return type(self)(**{field.name: change(getattr(self, field.name)) for field in fields})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], sizes: Sequence[int] | None = None) -> Self:
+        """Returns the fields of all parts end to end, each as long as its part says, or of one."""
+        columns, sizes = {}, sizes or [1] * len(parts)
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            values = [getattr(part, field.name) for part in parts]
+            columns[field.name] = np.concatenate(list(map(np.broadcast_to, values, sizes)))
+        return cls(**columns)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layouts:
+class Layouts(Columns):
     """Shapes and plans of many training steps, as arrays that broadcast against each other.
 
     Whole numbers are float64 arrays, since products of them pass 2^63; flags are bool; codes are
@@ -111,12 +130,32 @@ class Layouts:
         kernels = {name: np.asarray(each) for name, each in (KERNELS | own | kernels).items()}
         return cls(**columns, **kernels)
 
-    @property
+    @cached_property
     def num_microbatches(self) -> Array:
         """m, per replica and step."""
         return self.global_batch_size / (self.micro_batch_size * self.data_parallel)
 
-    @property
+    @cached_property
+    def tokens(self) -> Array:
+        """T = b s / c, of a micro-batch on one device."""
+        return self.micro_batch_size * self.sequence_length / self.context_parallel
+
+    @cached_property
+    def kv_size(self) -> Array:
+        """K = h k / a, the width of keys, and of values."""
+        return self.hidden_size * self.num_kv_heads / self.num_heads
+
+    @cached_property
+    def sequence_shards(self) -> Array:
+        """q: over how many devices sequence parallelism cuts what lies between blocks; t or 1."""
+        return np.where(self.sequence_parallel, self.tensor_parallel, 1.0)
+
+    @cached_property
+    def plain(self) -> Array:
+        """1 for GPT-style layers (LayerNorm, biases, learned positions), 0 for gated ones."""
+        return 1 - self.gated.astype(self.hidden_size.dtype)
+
+    @cached_property
     def num_devices(self) -> Array:
         """t x p x c x r."""
         return (
@@ -130,6 +169,11 @@ class Layouts:
     def num_stages(self) -> Array:
         """p x v."""
         return self.pipeline_parallel * self.virtual_stages
+
+    @cached_property
+    def most_layers(self) -> Array:
+        """On a pipeline device with most of them: L / p, its v stages rounded up."""
+        return np.ceil(self.num_layers / self.num_stages) * self.virtual_stages
 
     @property
     def is_hybrid(self) -> Array:
@@ -151,7 +195,7 @@ class Layouts:
             return getattr(self, field) in names
         return np.isin(getattr(self, field), [CODES[field].index(name) for name in names])
 
-    @property
+    @cached_property
     def num_shards(self) -> Array:
         """Ranks that ZeRO, where it is on, cuts states over."""
         whole = self.context_parallel * self.data_parallel
@@ -171,17 +215,15 @@ class Layouts:
         """Returns np.where in the precision of the layouts, which two plain numbers would raise
         to float64.
         """
-        return np.where(condition, yes, no).astype(self.hidden_size.dtype)
+        return np.where(condition, yes, no).astype(self.hidden_size.dtype, copy=False)
 
     def select(self, rows: Array | slice) -> Self:
         """Returns some of the layouts, flat, by index, mask or slice; columns of size 1 stay so."""
         shape = self.shape
-        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(
-            **{
-                name: np.broadcast_to(column, shape)[rows] if column.size > 1 else column.ravel()
-                for name, column in columns.items()
-            }
+        return self.map(
+            lambda column: (
+                np.broadcast_to(column, shape)[rows] if column.size > 1 else column.ravel()
+            )
         )
 
     def plan(self, index: int, engine: EngineName = "native") -> Plan:

@@ -76,8 +76,7 @@ def simulate(
             once, beside computation.
 
     Raises:
-        ConfigError: a time is negative or has another shape, or the order lacks an operation or
-            waits for ever.
+        ConfigError: a time is negative or has another shape.
     """
     forward, backward_input, backward_weight = (
         _times(name, value, order.num_stages)
@@ -161,23 +160,7 @@ def _places(order: Order) -> Array:
     kind, stage, micro_batch = (
         column.ravel()[work] for column in (order.kind, order.stage, order.micro_batch)
     )
-    split = np.zeros(place.shape[1:], dtype=bool)
-    split[stage[kind == BACKWARD_INPUT], micro_batch[kind == BACKWARD_INPUT]] = True
     place[np.where(kind == BACKWARD_INPUT, BACKWARD, kind), stage, micro_batch] = work
-    expected = 2 * split.size + split.sum()
-    missing = (
-        (place[FORWARD] < 0) | (place[BACKWARD] < 0) | ((place[BACKWARD_WEIGHT] >= 0) != split)
-    )
-    if missing.any() or len(work) != expected:
-        where = (
-            ", ".join(f"stage {s} micro-batch {b}" for s, b in np.argwhere(missing)[:3])
-            or "some is there twice"
-        )
-        raise ConfigError(
-            f"order {order.name!r}: {len(work)} operations, expected {expected}: one forward and"
-            " one backward of each stage and micro-batch, the backward whole or in two parts"
-            f" ({where})."
-        )
     return place
 
 
@@ -210,13 +193,4 @@ def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[st
         here[ready] += 1
         column[ready] += 1
     start, end = start.reshape(order.kind.shape), end[:-2].reshape(order.kind.shape)
-    stuck = np.isinf(end) & (order.kind != PADDING)
-    if stuck.any():
-        device, index = np.argwhere(stuck)[0]
-        raise ConfigError(
-            f"order {order.name!r}: waits for ever. Device {device} stops before stage"
-            f" {order.stage[device, index]}, kind {KINDS[order.kind[device, index]]}, micro-batch"
-            f" {order.micro_batch[device, index]}: what that needs stands behind it on another"
-            " device."
-        )
     return {"start_s": start, "end_s": np.where(np.isinf(end), np.nan, end)}

@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.record import ConfigError, counted
 from cluster.state import JobState
-from kit.estimate.choose.search import Machine
+from kit.estimate.choose.machine import Machine
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.tuning.tune import Parameters, TrialFailure
 from kit.plan import Plan
@@ -105,9 +105,7 @@ class EstimatedRate:
 
     def _risk_and_rate(self, plans: list[Plan]) -> tuple[Array, Array]:
         layouts = Layouts.of(self.spec, plans)
-        risk = self.machine.memory(layouts).out_of_memory_probability(
-            float(self.machine.hardware.memory_bytes)
-        )
+        risk = self.machine.risk(self.machine.memory(layouts).used_bytes)
         return risk, self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
 
 

@@ -14,8 +14,6 @@ from cluster.record import ConfigError, counted, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
 from kit.estimate.theory.layouts import Array
-from kit.show.style import Rows, new_figure
-from kit.show.theme import BLUE, GREY, VERMILION
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
@@ -276,56 +274,6 @@ def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | Non
     return (value, None) if math.isfinite(value) else (None, f"value {value}")
 
 
-def trials_figure(
-    trials: Trials, *, unit: str = "objective", control: Trials | None = None
-) -> tuple[Any, Rows]:
-    """Returns a picture of a search: each trial's value, the best so far, failures below; and its
-    table.
-
-    The best so far of `control`, another search such as a random one, is drawn beside it.
-
-    Raises:
-        RunError: no trial succeeded.
-    """
-    values, best, highest = trials.values, trials.best_so_far, trials.best.value or 0.0
-    top = float(np.nanmax(control.values, initial=highest)) if control else highest
-    rows = [
-        {
-            "trial": number,
-            **trial.parameters,
-            "value": trial.value,
-            "best": best[number - 1],
-            "failure": trial.failure,
-        }
-        for number, trial in enumerate(trials.trials, start=1)
-    ]
-    number = np.arange(1, len(values) + 1)
-    failed = np.isnan(values)
-    with new_figure(2, height=3.6, sharex=True, height_ratios=(8, 1)) as (figure, (axis, below)):
-        axis.plot(number, values, "o", color=BLUE, alpha=0.55, label="trial")
-        axis.step(number, best, where="post", color=BLUE, label="best so far")
-        if control is not None:
-            axis.step(
-                np.arange(1, len(control.trials) + 1),
-                control.best_so_far,
-                where="post",
-                color=GREY,
-                linestyle=(0, (4, 2)),
-                linewidth=1.2,
-                label=f"best so far, {control.sampler} search",
-            )
-        axis.set_title(f"{unit}, by trial ({trials.sampler})")
-        axis.set_ylim(min(0.0, np.nanmin(values)), 1.12 * top)
-        axis.legend(loc="lower right", frameon=True)
-        axis.tick_params(axis="x", length=0)
-        below.vlines(number[failed], 0, 1, color=VERMILION, linewidth=1.4)
-        below.set(yticks=[0.5], ylim=(0, 1), xlabel="trial", xlim=(0, len(values) + 1))
-        below.set_yticklabels([f"failed: {failed.sum()}\nof {len(values)}"], color=VERMILION)
-        below.grid(visible=False)
-        below.tick_params(axis="y", length=0)
-    return figure, rows
-
-
 def sensitivity(trials: Trials) -> dict[str, float]:
     """Returns the share of the objective's variance that each parameter explains, largest first.
 
@@ -353,21 +301,3 @@ def sensitivity(trials: Trials) -> dict[str, float]:
     forest = optuna().importance.FanovaImportanceEvaluator(seed=trials.seed)
     shares = optuna().importance.get_param_importances(study, evaluator=forest)
     return {name: float(share) for name, share in shares.items()}
-
-
-def sensitivity_figure(shares: Mapping[str, float]) -> tuple[Any, Rows]:
-    """Returns a picture of what `sensitivity` found, the largest share on top, and its table."""
-    with new_figure(height=0.35 * len(shares) + 0.9) as (figure, axis):
-        drawn = axis.barh(
-            [name.replace("_", " ") for name in shares],
-            [100 * share for share in shares.values()],
-            color=BLUE,
-            height=0.6,
-        )
-        axis.bar_label(drawn, fmt="%.0f %%", padding=3)
-        axis.set(title="share of the variance, %", xlim=(0, 115 * max(shares.values())))
-        axis.invert_yaxis()
-        axis.grid(visible=False)
-    return figure, [
-        {"parameter": name, "share of the variance": share} for name, share in shares.items()
-    ]

@@ -308,7 +308,7 @@ def _counted_error(engine: EngineName, x: dict[str, Any]) -> float:
         engine=engine,
     )
     found = memory(Layouts.of(spec, [plan], fused_norm=False), kernels=engine_kernels(engine))
-    return abs(found.first.total.item() / x["peak_bytes"] - 1)
+    return abs(found.stages[0].total.item() / x["peak_bytes"] - 1)
 
 
 def _accuracy(name: str, out: Array, predicted: Array, note: str) -> list[Row]:

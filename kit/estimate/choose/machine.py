@@ -1,0 +1,141 @@
+"""Machine: what layouts are evaluated on, and their time and memory there."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate.choose.candidates import single_precision
+from kit.estimate.fit.calibrate import Calibration, calibrate
+from kit.estimate.theory.activations import Kernels, engine_kernels
+from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
+from kit.estimate.theory.memory import Memory, memory
+from kit.estimate.theory.out_of_memory import RESERVE, Reserve
+from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
+from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
+
+CHUNK = 8192
+"""Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
+cache."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What layouts are evaluated on: a site's numbers, and fitted ones."""
+
+    site: Site
+    hardware: Hardware
+    calibration: Calibration
+    kernels: Kernels
+    reserve: Reserve
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Efficiencies and latencies that step times are computed with."""
+        return self.calibration.coefficients
+
+    def step_time(self, layouts: Layouts) -> StepTime:
+        """Returns modelled step times."""
+        return step_time(layouts, self.hardware, self.coefficients)
+
+    def memory(self, layouts: Layouts) -> Memory:
+        """Returns modelled bytes per device."""
+        return memory(layouts, kernels=self.kernels, reserve=self.reserve)
+
+    def risk(self, used_bytes: Array) -> Array:
+        """Returns the probability, 0 to 1, that devices run out of memory with so much in use."""
+        capacity = float(self.hardware.memory_bytes)
+        return self.reserve.out_of_memory_probability(used_bytes, capacity)
+
+    def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
+        """Returns (step time in seconds, used bytes of the heaviest device) of each layout,
+        float32.
+        """
+        layouts, count = single_precision(layouts), len(layouts)
+        time_s, used_bytes = np.empty(count, np.float32), np.empty(count, np.float32)
+        for start in range(0, count, CHUNK):
+            rows = slice(start, start + CHUNK)
+            chunk = layouts.select(rows)
+            time_s[rows] = self.step_time(chunk).total_s
+            used_bytes[rows] = self.memory(chunk).used_bytes
+        return time_s, used_bytes
+
+    def most_bytes(self, max_risk: float) -> float:
+        """Returns the used bytes at which the probability of running out is `max_risk`."""
+        odds = max_risk / (1 - max_risk)
+        return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
+
+    def stage_times(self, plan: Plan, terms: Mapping[str, float]) -> dict[str, Any]:
+        """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it,
+        from a step's terms.
+
+        A third of the matrix products is forward, a third input gradients, a third weight
+        gradients; recomputation is part of the backward pass; logits and embedding are on the last
+        stage, the heavier of the two by far.
+        """
+        m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
+        share = {
+            name: value / (m * v) for name, value in terms.items()
+        }  # of one stage and micro-batch
+        weight = share["gemm"] / 3
+        forward = (
+            weight
+            + share["attention"] / 3.5
+            + share["elementwise"] / 2.6
+            + share["tensor_parallel"] / 2
+        )
+        forward += share["context_parallel"] / 3 + share["host_launch"] / 3
+        layers = (
+            "gemm",
+            "attention",
+            "elementwise",
+            "tensor_parallel",
+            "context_parallel",
+            "host_launch",
+            "recompute",
+        )
+        backward = sum(share[name] for name in layers) - forward - weight
+        ends = np.zeros(p * v)
+        ends[-1] = terms["embedding_logits"] * p / m
+        trips = exposed_trips(
+            p, v, m, SCHEDULES.index(plan.schedule), self.coefficients.pipeline_exposed
+        )
+        send = terms["pipeline_send"] / (2 * v * float(trips))
+        return {
+            "forward_s": forward + ends / 3,
+            "backward_input_s": backward + ends / 3,
+            "backward_weight_s": weight + ends / 3,
+            "send_s": send if p > 1 else 0.0,
+        }
+
+
+def machine_of(
+    site: Site,
+    calibration: Calibration | None = None,
+    *,
+    engine: EngineName | None = None,
+    kernels: Kernels | None = None,
+    precision: Precision = "bf16",
+) -> Machine:
+    """Returns what layouts are evaluated on; the arguments are as in `search`.
+
+    Raises:
+        ConfigError: the site lacks a number.
+    """
+    if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(
+        precision, precision == "bf16"
+    ):
+        raise ConfigError(
+            f"search.precision: {precision!r} is not known of {site.device.name}: site {site.name}"
+            f" has no device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
+        )
+    hardware = Hardware.of(site, precision)
+    calibration = calibration or calibrate([], site, hardware=hardware)
+    kernels = kernels or engine_kernels(engine or site.engine, site.device)
+    return Machine(
+        site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE
+    )
