@@ -158,7 +158,7 @@ STATEMENTS = {
     "cluster/slurm": 716,
     "kit": 896,
     "kit/commands": 903,
-    "kit/convert": 744,
+    "kit/convert": 733,
     "kit/data": 1264,
     "kit/engines": 1343,
     "kit/estimate": 8,
