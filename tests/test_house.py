@@ -167,7 +167,7 @@ STATEMENTS = {
     "kit/estimate/theory": 919,
     "kit/estimate/tuning": 245,
     "kit/estimate/validation": 194,
-    "kit/evaluate": 1576,
+    "kit/evaluate": 1573,
     "kit/foreign": 516,
     "kit/measure": 322,
     "kit/model": 276,
