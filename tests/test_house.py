@@ -158,7 +158,7 @@ STATEMENTS = {
     "cluster/slurm": 716,
     "kit": 883,
     "kit/commands": 866,
-    "kit/convert": 744,
+    "kit/convert": 733,
     "kit/data": 1204,
     "kit/engines": 1343,
     "kit/estimate": 8,
@@ -167,7 +167,7 @@ STATEMENTS = {
     "kit/estimate/theory": 1061,  # one function a term, instead of eight that return several
     "kit/estimate/tuning": 249,  # imports of figures.py, instead of a tune.py of 373 lines
     "kit/estimate/validation": 194,
-    "kit/evaluate": 1576,
+    "kit/evaluate": 1573,
     "kit/foreign": 509,
     "kit/measure": 312,
     "kit/model": 276,

@@ -29,27 +29,30 @@ from kit.run.checkpoint_reader import Values
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-IN_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "attention.query": "self_attention.query_key_value",
-    "attention.key": "self_attention.query_key_value",
-    "attention.value": "self_attention.query_key_value",
-    "attention.output": "self_attention.dense",
-    "feed_forward.gate": "mlp.dense_h_to_4h",
-    "feed_forward.up": "mlp.dense_h_to_4h",
-    "feed_forward.down": "mlp.dense_4h_to_h",
+SAME, ROWS, COLUMNS = "same", "rows", "columns"
+"""How tensor ranks share a weight: all hold it; each has some output features; each has some input
+features, and all hold the bias."""
+MODULES = {
+    "embedding.tokens": ("word_embeddings.", ROWS),
+    "embedding.positions": ("position_embeddings.", SAME),
+    "norm": ("", SAME),
+    "output": ("", ROWS),
+    "attention_norm": ("input_layernorm.", SAME),
+    "feed_forward_norm": ("post_attention_layernorm.", SAME),
+    "attention.query": ("self_attention.query_key_value.", ROWS),
+    "attention.key": ("self_attention.query_key_value.", ROWS),
+    "attention.value": ("self_attention.query_key_value.", ROWS),
+    "attention.output": ("self_attention.dense.", COLUMNS),
+    "feed_forward.gate": ("mlp.dense_h_to_4h.", ROWS),
+    "feed_forward.up": ("mlp.dense_h_to_4h.", ROWS),
+    "feed_forward.down": ("mlp.dense_4h_to_h.", COLUMNS),
 }
-ROW_SPLIT = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
-"""Cut along the input features; other matrices and their biases are cut along the output
-features."""
-COPIED = (
-    "layernorm.weight",
-    "layernorm.bias",
-    "self_attention.dense.bias",
-    "mlp.dense_4h_to_h.bias",
-)
-"""The same on all ranks."""
+"""What Megatron calls each module inside its layer, and how it is shared out."""
+FUSED = ("attention.query", "attention.key", "attention.value")
+GATED = ("feed_forward.gate", "feed_forward.up")
+"""What lies in one weight, in this order."""
+TODAY = {"attention.": "self_attention.", "lm_head.": ""}
+"""Names that other versions and layers begin with, and those of the table."""
 
 Layer = list[Path]  # the file of each tensor rank: nothing of it stays in memory
 
@@ -77,40 +80,36 @@ class LayerFiles:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        self.blocks: list[Layer] = []
-        self.embedding: Layer | None = None
-        self.norm: Layer | None = None
-        self.output: Layer | None = None
-        self.output_name = ""
-        for layer in _layer_files(folder):
-            ranks = len(layer)
+        self.layers: dict[str, Layer] = {}  # by the beginning of the kit's names
+        layers = _layer_files(folder)
+        for layer in layers:
             self._place(layer, _load(layer[0]))
+        ranks = len(layers[0])
         if spec.num_kv_heads % ranks:
             raise DataError(
                 f"{folder}: num_kv_heads {spec.num_kv_heads} cannot be shared out over {ranks}"
                 " tensor ranks."
             )
-        if len(self.blocks) != spec.num_layers:
+        if self._num_blocks != spec.num_layers:
             raise DataError(
-                f"{folder}: has {len(self.blocks)} blocks, but spec.num_layers is"
+                f"{folder}: has {self._num_blocks} blocks, but spec.num_layers is"
                 f" {spec.num_layers}."
             )
+
+    @property
+    def _num_blocks(self) -> int:
+        return sum(place.startswith("layers.") for place in self.layers)
 
     def _place(self, layer: Layer, held: dict[str, Tensor]) -> None:
         """Notes what a layer is by what its first rank holds; where embeddings are tied, the
         last copies the first.
         """
-        matrices = [
-            name for name in ("lm_head.weight", "weight") if name in held and held[name].ndim == 2
-        ]
         if any(name.startswith("input_layernorm") for name in held):
-            self.blocks.append(layer)
+            self.layers[f"layers.{self._num_blocks}"] = layer
         elif "word_embeddings.weight" in held:
-            self.embedding = self.embedding or layer
-        elif matrices:
-            self.output, self.output_name = layer, matrices[0]
+            self.layers.setdefault("embedding", layer)
         elif "weight" in held:
-            self.norm = layer
+            self.layers["output" if held["weight"].ndim == 2 else "norm"] = layer
 
     def read(self, name: str) -> Tensor:
         """Returns one of our weights, whole.
@@ -119,26 +118,22 @@ class LayerFiles:
             DataError: the files do not hold it.
         """
         module, kind = name.rsplit(".", 1)
-        if module.startswith("layers."):
+        place, inner = module.split(".")[0], module
+        if place == "layers":
             _, number, inner = module.split(".", 2)
-            return self._in_block(self.blocks[int(number)], inner, kind)
-        if module == "embedding.tokens":
-            return _merge(self._layer(self.embedding, name), "word_embeddings.weight")
-        if module == "embedding.positions":
-            return _one(self._layer(self.embedding, name), "position_embeddings.weight")
-        if module == "norm":
-            return _one(self._layer(self.norm, name), kind)
-        return _merge(self._layer(self.output, name), self.output_name)
-
-    def _in_block(self, layer: Layer, inner: str, kind: str) -> Tensor:
-        theirs = f"{IN_BLOCK[inner]}.{kind}"
-        if inner in ("attention.query", "attention.key", "attention.value"):
-            return self._query_key_value(_merge(layer, theirs), inner.removeprefix("attention."))
-        # Each rank stacks its gate on its up.
-        if self.spec.gated and IN_BLOCK[inner] == "mlp.dense_h_to_4h":
-            half = ("feed_forward.gate", "feed_forward.up").index(inner)
-            return torch.cat([part.chunk(2)[half] for part in _parts(layer, theirs)])
-        return _one(layer, theirs) if theirs.endswith(COPIED) else _merge(layer, theirs)
+            place = f"layers.{number}"
+        if place not in self.layers:
+            raise DataError(
+                f"{self.folder}: no layer holds {name!r}. Give the spec that it was trained with."
+            )
+        theirs, shared = MODULES[inner]
+        parts = _parts(self.layers[place], theirs + kind)
+        if shared == SAME or (shared == COLUMNS and kind == "bias"):
+            return _one(parts, theirs + kind)
+        if inner in GATED and self.spec.gated:  # each rank stacks its gate on its up
+            parts = [part.chunk(2)[GATED.index(inner)] for part in parts]
+        whole = torch.cat(parts, dim=1 if shared == COLUMNS else 0)
+        return self._query_key_value(whole, inner) if inner in FUSED else whole
 
     def _query_key_value(self, fused: Tensor, which: str) -> Tensor:
         """Returns one of three: for each key/value head its query heads, then its key, then its
@@ -146,20 +141,8 @@ class LayerFiles:
         """
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
-        parts = fused.unflatten(0, (spec.num_kv_heads, group + 2, spec.head_size))
-        place = {
-            "query": slice(group),
-            "key": slice(group, group + 1),
-            "value": slice(group + 1, None),
-        }[which]
-        return parts[:, place].flatten(0, 2)
-
-    def _layer(self, layer: Layer | None, name: str) -> Layer:
-        if layer is None:
-            raise DataError(
-                f"{self.folder}: no layer holds {name!r}. Give the spec that it was trained with."
-            )
-        return layer
+        heads = fused.unflatten(0, (spec.num_kv_heads, group + 2, spec.head_size))
+        return heads.split([group, 1, 1], dim=1)[FUSED.index(which)].flatten(0, 2)
 
 
 def _layer_files(folder: Path) -> list[Layer]:
@@ -183,19 +166,14 @@ def _layer_files(folder: Path) -> list[Layer]:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """Returns a state dict by today's names: `self_attention` was once `attention`."""
-    return {
-        re.sub(r"^attention\.", "self_attention.", name): weight
-        for name, weight in load_tensors(file).items()
-    }
+    """Returns a state dict by the names of `MODULES`."""
+    found = load_tensors(file)
+    for old, new in TODAY.items():
+        found = {re.sub(f"^{re.escape(old)}", new, name): found[name] for name in found}
+    return found
 
 
-def _merge(layer: Layer, name: str) -> Tensor:
-    return torch.cat(_parts(layer, name), dim=1 if name in ROW_SPLIT else 0)
-
-
-def _one(layer: Layer, name: str) -> Tensor:
-    parts = _parts(layer, name)
+def _one(parts: list[Tensor], name: str) -> Tensor:
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise DataError(
             f"{name} is not the same on all {len(parts)} tensor ranks. They are not of one"

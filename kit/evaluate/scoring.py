@@ -13,8 +13,8 @@ from kit.convert.hugging_face_config import load_spec
 from kit.data import Dataset, Tokenizer, load_tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import Options, TaskRequest, suite
-from kit.evaluate.jobs import Layout, layout, score_in_job
+from kit.evaluate.benchmarks import Layout, Options, TaskRequest, layout, suite
+from kit.evaluate.jobs import score_in_job
 from kit.evaluate.report import EvalReport, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, num_files, wheel_in
 from kit.evaluate.tasks import load_task, require_harness, tasks_of

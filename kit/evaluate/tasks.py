@@ -152,24 +152,19 @@ def load_task(
         tasks_of(request.task)
         definition, sources = _official(request, task_data, download)
     tasks = definition["tasks"].values()
-    shots = max(_shots(request, task) for task in tasks)
+    shots = max(task.get_config("num_fewshot") for task in tasks)
     loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
     for task in tasks:
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
         if loaded.runs_code and request.num_samples > 1:
             task.set_config(key="repeats", value=request.num_samples)
-            sampling = {"temperature": request.temperature, "top_p": request.top_p}
-            sampling["do_sample"] = True
+            sampling = {
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "do_sample": True,
+            }
             task.set_config(key="generation_kwargs", value=sampling, update=True)
     return loaded
-
-
-def _shots(request: TaskRequest, task: Any) -> int:
-    """Returns the solved examples in each prompt; as the harness does, a task that fixes zero
-    keeps it.
-    """
-    defined = task.get_config("num_fewshot")
-    return defined or 0 if request.num_fewshot is None or defined == 0 else request.num_fewshot
 
 
 def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[DataSource, ...]]:
@@ -325,9 +320,14 @@ def _hold_documents(task: Any) -> None:
 
 
 def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
-    """Has each prompt show as many solved examples as asked; refuses where there are fewer."""
+    """Has each prompt show as many solved examples as asked; refuses where there are fewer.
+
+    As the harness does, a task that fixes zero keeps it.
+    """
     for task in tasks.values():
-        shots, path = _shots(request, task), task.config.dataset_path
+        defined, path = task.get_config("num_fewshot"), task.config.dataset_path
+        is_fixed = request.num_fewshot is None or defined == 0
+        shots = defined or 0 if is_fixed else request.num_fewshot
         task.set_config(key="num_fewshot", value=shots)
         if shots and (pool := len(task.fewshot_docs())) < shots:
             raise DataError(

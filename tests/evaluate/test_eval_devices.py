@@ -14,8 +14,9 @@ from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import ConfigError, RunError
 from kit.evaluate import EvalReport, Options, evaluate, evaluate_model, report_file
+from kit.evaluate.benchmarks import HEADROOM, layout
 from kit.evaluate.follow import has_scores
-from kit.evaluate.jobs import HEADROOM, eval_job, layout
+from kit.evaluate.jobs import eval_job
 from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve
 from kit.monitor.scores import ScoreFollower
