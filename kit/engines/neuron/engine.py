@@ -13,6 +13,7 @@ saves, resumes and imports on NxD's real source, on a CPU.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class NeuronEngine(Engine):
         initialise: bool = True,
     ) -> None:
         check_environment(plan, os.environ)
-        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        super().__init__(spec, plan, recipe, device)
         self.is_pipelined = plan.pipeline_parallel > 1
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
         check_platform(plan, spec, self.nxd.platform)
@@ -105,16 +106,8 @@ class NeuronEngine(Engine):
         Samples are always as many, and of the same length, since another shape is another graph to
         compile.
         """
-        if self.is_pipelined:
-            loss = self.model.run_train(**_inputs(samples))
-        else:
-            loss = torch.zeros((), device=self.device)
-            for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
-                loss += self.model.run_train(**_inputs(micro_batch)).detach()
-                self.nxd.mark_step()
-            loss = self._mean_over_replicas(loss)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        loss = self._loss(samples, self.model.run_train)
+        self.set_learning_rate(learning_rate)
         # Adds up over sequence parts and replicas, and clips.
         norm = self.nxd.step(optimizer=self.optimizer)
         self.optimizer.zero_grad()
@@ -125,18 +118,18 @@ class NeuronEngine(Engine):
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
         self.model.eval()
-        if self.is_pipelined:
-            loss = self.model.run_eval(**_inputs(samples))
-        else:
-            loss = torch.zeros((), device=self.device)
-            for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
-                loss += self.model(**_inputs(micro_batch))
-                self.nxd.mark_step()
-            loss = self._mean_over_replicas(loss)
+        loss = self._loss(samples, self.model.run_eval if self.is_pipelined else self.model)
         self.model.train()
         return float(loss)
 
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
+    def _loss(self, samples: Tensor, forward: Callable[..., Tensor]) -> Tensor:
+        """Returns the mean loss over all replicas; a pipeline's forward takes all micro-batches."""
+        if self.is_pipelined:
+            return forward(**_inputs(samples))
+        loss = torch.zeros((), device=self.device)
+        for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
+            loss += forward(**_inputs(micro_batch)).detach()
+            self.nxd.mark_step()
         return self.nxd.sum_over_replicas(loss / self.plan.data_parallel)
 
 
