@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
@@ -121,6 +122,14 @@ class PortableEngine(Engine):
         """Yields inputs and targets of each, on the device."""
         for part in samples.to(self.device, non_blocking=True).split(self.plan.micro_batch_size):
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+    def mean_over_replicas(self, loss: Tensor) -> Tensor:
+        """Returns the mean of replicas' losses, of which ranks without a last stage hold zero, and
+        all tensor parallel ranks of a replica the same.
+        """
+        loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
+        dist.all_reduce(loss)
+        return loss
 
 
 def state_key(kind: str, name: str) -> str:

@@ -99,14 +99,14 @@ class NativeEngine(PortableEngine):
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
         if accepts is not None:
-            result.take(self._mean_over_replicas(loss), norm)
+            result.take(self.mean_over_replicas(loss), norm)
             if not accepts(*result.read()):
                 return result
         result.mark()
         self._update(learning_rate)
         result.mark()
         if accepts is None:  # an accelerator has got the update before anyone waits for the loss
-            result.take(self._mean_over_replicas(loss), norm)
+            result.take(self.mean_over_replicas(loss), norm)
         return result
 
     def end_step(self, begun: StepResult) -> tuple[float, float, dict[str, float]]:
@@ -128,7 +128,7 @@ class NativeEngine(PortableEngine):
                 loss += self._loss(x_BT, y_BT)
         for decoder in self.decoders:
             drop_gathered(decoder)
-        return self._mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
+        return self.mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns weights and optimizer states by global name, the tensors themselves (DTensors
@@ -211,13 +211,6 @@ class NativeEngine(PortableEngine):
             return torch.zeros((), device=self.device)
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
-        # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one
-        # replica.
-        loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
-        dist.all_reduce(loss)
-        return loss
-
 
 class _TiedStages:
     """The embedding weight that the first and last pipeline stage both hold, kept equal by
@@ -225,13 +218,10 @@ class _TiedStages:
     """
 
     def __init__(self, engine: NativeEngine) -> None:
-        self.embedding: Parameter | None = None
-        self.output: Parameter | None = None
-        for decoder in engine.decoders:
-            if decoder.embedding is not None:
-                self.embedding = cast(Parameter, decoder.embedding.tokens.weight)
-            if decoder.output is not None:
-                self.output = cast(Parameter, decoder.output.weight)
+        embeddings = [decoder.embedding for decoder in engine.decoders if decoder.embedding]
+        outputs = [decoder.output for decoder in engine.decoders if decoder.output]
+        self.embedding = cast(Parameter, embeddings[0].tokens.weight) if embeddings else None
+        self.output = cast(Parameter, outputs[0].weight) if outputs else None
         # Ranks of the first and the last stage that share all other coordinates; of `zbv` the first
         # pipeline rank has both.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()

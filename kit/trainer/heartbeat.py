@@ -95,8 +95,9 @@ class Heartbeat(Callback):
 
     def after_step(self, step: Step) -> None:
         """Takes note of a step, and says so if the last time is a second ago."""
-        own_s = step.work_s if "waiting_s" in step.row else None
-        self.recent.append([*map(step.row.get, PARTS), own_s])
+        self.recent.append(
+            [*map(step.row.get, PARTS), step.work_s if "waiting_s" in step.row else None]
+        )
         self.last = {
             "step": step.number,
             "time": time.time(),

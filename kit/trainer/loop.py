@@ -82,19 +82,20 @@ class Trainer:
             notices=self.notices,
         )
         self.profiler = Profiler(run, self.control, device, self.watchdog)
+        self.telemetry = Telemetry(self.plan, device)
         hook = [Hook(run, self.engine, self.control, self.notices)] if self.recipe.hook else []
         self.callbacks: list[Callback] = [
             self.profiler,
             self.watchdog,
-            Telemetry(self.plan, device),
+            self.telemetry,
             self.recovery,
             *hook,
             self.heartbeat,
         ]
         """Called in this order: each finds in a step's row what those before it have added."""
         waits = any(callback.needs_each_result for callback in self.callbacks)
-        can_wait = self.plan.engine == "native" and device.type in AHEAD_ON
-        self.in_flight = 1 if can_wait and not waits else 0
+        works_ahead = self.plan.engine == "native" and device.type in AHEAD_ON
+        self.in_flight = 1 if works_ahead and not waits else 0
         """How many steps may be launched whose results nobody has seen."""
         self.step, self.samples = self.recovery.resume()
         """Of launched steps, which are finished but for those in `launched`."""
@@ -122,7 +123,8 @@ class Trainer:
                 if save or validate or self.profiler.turns_before(self.step + 1):
                     self._finish_steps()
                 if validate:
-                    self._validate()
+                    with self.watchdog.paused():
+                        self.rows[-1]["validation_loss"] = self.batches.validation_loss(self.engine)
                 self._write_rows()
                 if save:
                     self._save()
@@ -157,15 +159,20 @@ class Trainer:
     def _finish_steps(self, but: int = 0) -> None:
         """Waits for all launched steps `but` so many, and shows them to the callbacks."""
         while len(self.launched) > but:
-            step = self.launched.popleft()
-            step.row = self._row(step)
-            # First: where its answer ends the run, it is in the metrics all the same.
-            self.rows.append(step.row)
+            step = self._finish_step()
             for callback in self.callbacks:
                 callback.after_step(step)
 
+    def _finish_step(self) -> Step:
+        """Returns the first launched step, once its result is there, with its row, which is in the
+        metrics also where a callback ends the run.
+        """
+        step = self.launched.popleft()
+        step.row = self._row(step)
+        self.rows.append(step.row)
+        return step
+
     def _row(self, step: Step) -> dict[str, Any]:
-        """Returns what the metrics say of a step, once its result is there."""
         loss, grad_norm, phases = self.engine.end_step(step.begun)
         before, self.finished_at = self.finished_at, time.perf_counter()
         length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
@@ -197,23 +204,25 @@ class Trainer:
             return False, False
         asked = torch.zeros(4)
         if self.rank == 0:
-            asked[0] = take_request(self.run.directory, "stop", step=self.step)
-            asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
-            asked[2] = self.heartbeat.must_gather()
             slowest_s = max(self.watchdog.times, default=math.inf)
-            asked[3] = min(ASKED_STEPS, max(1, ASKED_EVERY_S // slowest_s))
+            asked = torch.tensor(
+                [
+                    take_request(self.run.directory, "stop", step=self.step),
+                    take_request(self.run.directory, "checkpoint", step=self.step),
+                    self.heartbeat.must_gather(),
+                    min(ASKED_STEPS, max(1, ASKED_EVERY_S // slowest_s)),
+                ],
+                dtype=asked.dtype,
+            )
         dist.broadcast(asked, src=0, group=self.control)
-        if asked[2]:
+        stop, save, gather, steps = asked.tolist()
+        if gather:
             self.heartbeat.gather()
-        self.ask_at = self.step + int(asked[3])
-        return bool(asked[0]), bool(asked[1])
+        self.ask_at = self.step + int(steps)
+        return bool(stop), bool(save)
 
     def _is_due(self, every: int | None, is_last: bool = False) -> bool:
         return every is not None and (is_last or self.step % every == 0)
-
-    def _validate(self) -> None:
-        with self.watchdog.paused():
-            self.rows[-1]["validation_loss"] = self.batches.validation_loss(self.engine)
 
     def _save(self) -> None:
         self.home.check()
@@ -244,6 +253,7 @@ class Trainer:
             self.home.check()
             if not isinstance(error, RunError):  # else they come after a bad one
                 with contextlib.suppress(Exception):  # a device that has failed tells nothing more
-                    self.rows += [self._row(step) for step in self.launched]
+                    while self.launched:
+                        self.telemetry.after_step(self._finish_step())
             self._write_rows()
             raise

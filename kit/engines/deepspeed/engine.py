@@ -48,7 +48,6 @@ class DeepSpeedEngine(PortableEngine):
 
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         super().__init__(spec, plan, recipe, device)
-        self.data_group = data_axis(self.mesh, plan).get_group()
         self.tensor_group = self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
         layers = Layers(spec, plan, self.tensor_group, device, recipe.seed if initialise else None)
         self.module = (
@@ -59,10 +58,11 @@ class DeepSpeedEngine(PortableEngine):
         # one would make its bf16 optimizer add up the gradient norm over the replicas.
         ranks = None
         if self.tensor_group is not None and self.pipeline_group is None:
+            replicas = data_axis(self.mesh, plan).get_group()
             ranks = SimpleNamespace(  # Megatron's `mpu`
-                get_data_parallel_group=lambda: self.data_group,
-                get_data_parallel_rank=self.data_group.rank,
-                get_data_parallel_world_size=self.data_group.size,
+                get_data_parallel_group=lambda: replicas,
+                get_data_parallel_rank=replicas.rank,
+                get_data_parallel_world_size=replicas.size,
                 get_model_parallel_group=lambda: self.tensor_group,
                 get_model_parallel_rank=self.tensor_group.rank,
                 get_model_parallel_world_size=self.tensor_group.size,
@@ -109,7 +109,7 @@ class DeepSpeedEngine(PortableEngine):
                     self.engine.backward(micro_loss)
                     self.engine.step()
                     loss += micro_loss.detach()
-                loss = self._mean_over_replicas(loss / self.plan.num_microbatches)
+                loss = self.mean_over_replicas(loss / self.plan.num_microbatches)
         norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
         return float(loss), float(norm)
 
@@ -136,14 +136,10 @@ class DeepSpeedEngine(PortableEngine):
             for x_BT, y_BT in batches:
                 loss += self._loss(self.engine(x_BT), y_BT)
         self.engine.train()
-        return float(self._mean_over_replicas(loss / count))
+        return float(self.mean_over_replicas(loss / count))
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
-
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
-        dist.all_reduce(loss, group=self.data_group)
-        return loss / self.plan.data_parallel
 
     def _clip(self, *_: Any) -> None:
         """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where

@@ -26,7 +26,11 @@ from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, wei
 from kit.engines.neuron.weights import RankWeights
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.run import Run
 from kit.spec import ModelSpec
+
+COMPILED_STEPS = 4
+"""Of github.com/awslabs/HLAT: the first steps make other graphs than those that follow."""
 
 
 class NeuronEngine(Engine):
@@ -54,7 +58,7 @@ class NeuronEngine(Engine):
         self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
         self.data_rank = self.nxd.data_rank
         seed = recipe.seed if initialise else None
-        self.weights = RankWeights(spec, plan, tensor_rank=self.nxd.tensor_rank, seed=seed)
+        self.weights = RankWeights(spec, plan, self.nxd, seed=seed)
         self.model = self.nxd.model(config=self.config, build=self._build)
         named = list(self.model.named_parameters())
         self.optimizer = self.nxd.optimizer(
@@ -91,7 +95,7 @@ class NeuronEngine(Engine):
     def _build(self) -> NxdLlama:
         # In a pipeline NxD divides the loss by the number of micro-batches itself.
         scale = 1.0 if self.is_pipelined else 1 / self.plan.num_microbatches
-        return NxdLlama(self.spec, self.plan, self.nxd, self.weights, scale)
+        return NxdLlama(self.spec, self.plan, self.weights, scale)
 
     def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Fills a module that NxD has just given memory to; 0.9 calls it with one argument,
@@ -135,3 +139,21 @@ class NeuronEngine(Engine):
 
 def _inputs(samples: Tensor) -> dict[str, Tensor]:
     return {"input_ids": samples[:, :-1].contiguous(), "labels": samples[:, 1:].contiguous()}
+
+
+def record_graphs(run: Run, device: torch.device) -> str:
+    """Runs the steps of a run's compile phase on batches of zeros and returns a sentence; it trains
+    nothing, and writes nothing into the run directory.
+
+    In it, `neuron_parallel_compile` has graphs written out instead of executed, compiles them in
+    parallel and puts them into NEURON_COMPILE_CACHE_URL, where the run finds them. Graphs depend on
+    shapes alone, and losses are not computed here, so neither data nor checkpoint is read.
+    """
+    engine = NeuronEngine(run.spec, run.plan, run.recipe, device)
+    sequences = run.plan.global_batch_size // run.plan.data_parallel
+    samples = torch.zeros(sequences, run.spec.sequence_length + 1, dtype=torch.int64)
+    for step in range(1, COMPILED_STEPS + 1):
+        engine.train_step(samples, run.recipe.learning_rate_at(step))
+    if run.recipe.validation_every:
+        engine.validation_loss(samples)
+    return f"recorded the graphs of {COMPILED_STEPS} steps"
