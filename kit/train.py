@@ -22,7 +22,6 @@ from cluster.record import ConfigError
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.data.wheels import file_sha256
 from kit.engines import gpu
-from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.parallel.groups import final_barrier
@@ -46,7 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
         gpu.prepare(log_path(run.directory, attempt, 0).parent)
         device = start_process_group(run.plan.engine, run.site)
-        if run.plan.engine == "neuron" and is_compile_phase():
+        # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
+        if run.plan.engine == "neuron" and os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+            from kit.engines.neuron.engine import record_graphs
+
             print(record_graphs(run, device), flush=True)
             return 0
         gpu.choose_kernels(device, run.plan)

@@ -4,7 +4,6 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from cluster.site import Site
-from kit.engines.engine import Engine
 from kit.engines.neuron.configuration import check_platform
 from kit.errors import ConfigError
 from kit.plan import Plan
@@ -13,6 +12,8 @@ from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from kit.engines.engine import Engine
 
 
 def build_engine(
@@ -23,7 +24,7 @@ def build_engine(
     *,
     initialise: bool = True,
     document_end: int | None = None,
-) -> Engine:
+) -> "Engine":
     """Returns the engine that the plan names, of a process group of `plan.num_devices` ranks, which
     `Plan.check` has passed for the model.
 

@@ -1,32 +1,54 @@
 """What every engine offers: a step, its loss and norm, and, where it can, portable checkpoints."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+import abc
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import Parameter
+
+from kit.parallel.groups import build_mesh, data_rank
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+Accepts: TypeAlias = Callable[[float, float], bool]
+"""Returns whether a step of this loss and gradient norm may update the weights."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Engine(Protocol):
-    """One rank's part of a model in training."""
+class Engine(abc.ABC):
+    """One rank's part of a model in training, made by `build_engine`."""
 
     data_rank: int
     """Which replica this rank belongs to: it reads that part of each global batch."""
     decoders: Sequence[Any] = ()
     """What this rank holds of the model, where that is the kit's own modules."""
+    optimizer: Any
+    """What alone changes weights and moments."""
 
-    def train_step(self, samples: "Tensor", learning_rate: float) -> tuple[float, float]:
+    def __init__(self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device) -> None:
+        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+
+    @abc.abstractmethod
+    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Runs one optimizer step and returns the loss and the gradient norm before clipping, the
         same on all ranks.
 
         `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
         """
-        ...
 
-    def begin_step(self, samples: "Tensor", learning_rate: float) -> Any:
+    def begin_step(
+        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
+    ) -> Any:
         """Begins a step and returns what `end_step` takes, for a device that works ahead; here
         the step is over, and its loss and norm are there.
+
+        The native engine alone asks `accepts`, if there is one, before it updates the weights.
         """
         return self.train_step(samples, learning_rate)
 
@@ -36,13 +58,13 @@ class Engine(Protocol):
         """
         return (*begun, {})
 
-    def validation_loss(self, samples: "Tensor") -> float:
+    @abc.abstractmethod
+    def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token, the same on all ranks; shapes as in
         `train_step`.
 
         Engine neuron apart, there may be fewer micro-batches.
         """
-        ...
 
     def loss_scaling(self) -> dict[str, float]:
         """Returns in fp16 `loss_scale`, of the next step, and `skipped_steps` so far, which
@@ -50,26 +72,88 @@ class Engine(Protocol):
         """
         return {}
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets that of the next update."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
 
-@runtime_checkable
-class PortableEngine(Engine, Protocol):
+
+class PortableEngine(Engine):
     """One whose checkpoints are read by any other on any layout."""
 
-    optimizer: "torch.optim.Optimizer"
-    """What alone changes weights and moments."""
+    optimizer: torch.optim.Optimizer
 
-    def state_dict(self) -> "dict[str, Tensor]":
-        """Returns weights and AdamW moments, fp32, by names that depend neither on the layout
-        nor on the engine.
+    def __init__(self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(spec, plan, recipe, device)
+        self.mesh = build_mesh(plan, device.type)
+        self.data_rank = data_rank(self.mesh)
+        self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
+        self.pipeline_group = (
+            self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        )
+
+    @abc.abstractmethod
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Returns this rank's parameters by global name; a tied output goes by the embedding's
+        name.
         """
-        ...
 
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns weights and AdamW moments, fp32, by names (`state_key`) that depend neither on
+        the layout nor on the engine.
+        """
+
+    @abc.abstractmethod
     def restore_optimizer(self, step: int) -> None:
         """Prepares to be loaded: every weight gets the AdamW state of `step` steps; `state_dict`
         is filled next.
         """
-        ...
 
+    @abc.abstractmethod
     def after_load(self) -> None:
         """Takes over what was loaded into `state_dict`."""
-        ...
+
+    def loss_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns what the loss and its backward pass are computed in."""
+        return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
+
+    def micro_batches(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields inputs and targets of each, on the device."""
+        for part in samples.to(self.device, non_blocking=True).split(self.plan.micro_batch_size):
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+    def mean_over_replicas(self, loss: Tensor) -> Tensor:
+        """Returns the mean of replicas' losses, of which ranks without a last stage hold zero, and
+        all tensor parallel ranks of a replica the same.
+        """
+        loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
+        dist.all_reduce(loss)
+        return loss
+
+
+def state_key(kind: str, name: str) -> str:
+    """Returns the name in a checkpoint of a parameter's `weight`, or of one of its MOMENTS:
+    `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
+    """
+    return f"model.{name}" if kind == "weight" else f"adamw.{kind}.{name}"
+
+
+def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:
+    """Returns torch's fused AdamW over parameters, or over groups of them as torch takes them."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=recipe.learning_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.eps,
+        weight_decay=recipe.weight_decay,
+        fused=True,
+    )
+
+
+def adamw_state(parameter: Tensor, step: int) -> dict[str, Tensor]:
+    """Returns what AdamW keeps of a parameter after `step` steps, with moments of zero, to be
+    loaded.
+    """
+    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+    return {"step": torch.tensor(float(step), device=parameter.device), **moments}

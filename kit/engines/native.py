@@ -2,26 +2,22 @@
 pipelining.
 """
 
-import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
-from kit.engines.adamw import adamw
-from kit.engines.engine import PortableEngine
-from kit.engines.phases import Phases
+from kit.engines.engine import MOMENTS, Accepts, PortableEngine, adamw, adamw_state, state_key
+from kit.engines.phases import StepResult
 from kit.model import Decoder
 from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, settle
-from kit.parallel.groups import build_mesh, data_rank, pipeline_rank, split_world
+from kit.parallel.groups import pipeline_rank, split_world
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan
@@ -41,16 +37,7 @@ class NativeEngine(PortableEngine):
         *,
         initialise: bool = True,
     ) -> None:
-        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
-        self.accepts: Callable[[float, float], bool] | None = (
-            None  # asked with loss and norm before each update
-        )
-        self.mesh = build_mesh(plan, device.type)
-        self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
-        self.pipeline_group = (
-            self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
-        )
-        self.data_rank = data_rank(self.mesh)
+        super().__init__(spec, plan, recipe, device)
         seed = recipe.seed if initialise else None
         self.decoders: list[Decoder] = build_decoders(
             spec, plan, self.mesh, device=device, seed=seed
@@ -87,19 +74,22 @@ class NativeEngine(PortableEngine):
                 Past.within_documents, end=end, has_kernel=has_kernel
             )
 
-    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+    def train_step(
+        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
+    ) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes."""
-        return self.begin_step(samples, learning_rate).read()
+        return self.begin_step(samples, learning_rate, accepts).read()
 
-    def begin_step(self, samples: Tensor, learning_rate: float) -> "StepResult":
+    def begin_step(
+        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
+    ) -> StepResult:
         """Returns what a step is going to give: an accelerator may still be at it, unless
         `accepts` is asked.
         """
-        inputs, targets = self._shifted(samples)
         self.optimizer.zero_grad()
-        phases = Phases(self.device)
-        loss = self._forward_backward(inputs, targets)
-        phases.mark()
+        result = StepResult(self.device)
+        loss = self._forward_backward(samples)
+        result.mark()
         settle(self.parameters())
         if self.tied is not None:
             self.tied.reduce_gradients()
@@ -108,58 +98,48 @@ class NativeEngine(PortableEngine):
         norm = global_norm(counted, self.pipeline_group)
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
-        phases.mark()
-        # Then an accelerator gets the update before anyone waits for the loss.
-        if self.accepts is None:
-            self._update(learning_rate)
-            phases.mark()
-        result = StepResult(self._mean_over_replicas(loss), norm, phases)
-        if self.accepts is not None and self.accepts(*result.read()):
-            phases.marks.pop()  # the loss was reduced and judged too
-            phases.mark()
-            self._update(learning_rate)
-            phases.mark()
+        if accepts is not None:
+            result.take(self.mean_over_replicas(loss), norm)
+            if not accepts(*result.read()):
+                return result
+        result.mark()
+        self._update(learning_rate)
+        result.mark()
+        if accepts is None:  # an accelerator has got the update before anyone waits for the loss
+            result.take(self.mean_over_replicas(loss), norm)
         return result
 
-    def end_step(self, begun: "StepResult") -> tuple[float, float, dict[str, float]]:
+    def end_step(self, begun: StepResult) -> tuple[float, float, dict[str, float]]:
         """Returns loss and gradient norm of a step, once they are there, and the seconds of its
         phases.
         """
-        return (*begun.read(), begun.phases.seconds())
+        return (*begun.read(), begun.seconds())
 
     def _update(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.set_learning_rate(learning_rate)
         self.optimizer.step()
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
-        inputs, targets = self._shifted(samples)
         loss = torch.zeros((), device=self.device)
-        with self._loss_context():
-            for x_BT, y_BT in zip(*self._micro_batches(inputs, targets), strict=True):
+        with self.loss_context():
+            for x_BT, y_BT in self.micro_batches(samples):
                 loss += self._loss(x_BT, y_BT)
         for decoder in self.decoders:
             drop_gathered(decoder)
-        return self._mean_over_replicas(loss / (len(inputs) // self.plan.micro_batch_size)).item()
+        return self.mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns weights and optimizer states by global name, the tensors themselves (DTensors
         where cut).
-
-        Names do not depend on the layout: `model.layers.3.attention.query.weight`,
-        `adamw.exp_avg.layers.3...`.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
-            state[f"model.{name}"] = parameter.detach()
-            assert not self.optimizer.state or parameter in self.optimizer.state, (
-                f"{name} is not the optimizer's"
-            )
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if parameter in self.optimizer.state:
-                    state[f"adamw.{moment}.{name}"] = self.optimizer.state[parameter][moment]
+            kept = self.optimizer.state.get(parameter, {})
+            assert kept or not self.optimizer.state, f"{name} is not the optimizer's"
+            state[state_key("weight", name)] = parameter.detach()
+            state |= {state_key(moment, name): kept[moment] for moment in MOMENTS if kept}
         return state
 
     def named_parameters(self) -> dict[str, Parameter]:
@@ -178,11 +158,7 @@ class NativeEngine(PortableEngine):
         (to be loaded).
         """
         for parameter in self.parameters():
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(step), device=self.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+            self.optimizer.state[parameter] = adamw_state(parameter, step)
 
     def after_load(self) -> None:
         """Brings copies of a tied weight on one rank in line after `state_dict` was filled."""
@@ -191,31 +167,33 @@ class NativeEngine(PortableEngine):
 
     # Forward and backward -------------------------------------------------------------------------
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _forward_backward(self, samples: Tensor) -> Tensor:
         """Accumulates gradients of the mean loss; returns that loss (zero where this rank has no
         last stage).
         """
         if self.schedule is not None:
-            losses: list[Tensor] = []
-            last = {"target": targets, "losses": losses} if self.is_last else {}
-            with self._loss_context():
-                self.schedule.step(
-                    *([inputs] if self.is_first else []), return_outputs=False, **last
-                )
-            return (
-                torch.stack(losses).mean().detach()
-                if losses
-                else torch.zeros((), device=self.device)
-            )
+            return self._run_schedule(self.schedule, samples)
         decoder, count = self.decoders[0], self.plan.num_microbatches
         total = torch.zeros((), device=self.device)
-        for i, (x_BT, y_BT) in enumerate(zip(*self._micro_batches(inputs, targets), strict=True)):
+        for i, (x_BT, y_BT) in enumerate(self.micro_batches(samples)):
             prepare_backward(decoder, self.plan, last_microbatch=i == count - 1)
-            with self._loss_context():
+            with self.loss_context():
                 loss = self._loss(x_BT, y_BT) / count
                 loss.backward()
             total += loss.detach()
         return total
+
+    def _run_schedule(self, schedule: Any, samples: Tensor) -> Tensor:
+        samples, losses = samples.to(self.device, non_blocking=True), []
+        # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built
+        # with.
+        first = [samples[:, :-1].contiguous()] if self.is_first else []
+        last = {"target": samples[:, 1:].contiguous(), "losses": losses} if self.is_last else {}
+        with self.loss_context():
+            schedule.step(*first, return_outputs=False, **last)
+        return (
+            torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+        )
 
     def _loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which
@@ -233,48 +211,6 @@ class NativeEngine(PortableEngine):
             return torch.zeros((), device=self.device)
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
-    def _shifted(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        samples = samples.to(self.device, non_blocking=True)
-        # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built
-        # with.
-        return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-
-    def _micro_batches(
-        self, inputs: Tensor, targets: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        size = self.plan.micro_batch_size
-        return inputs.split(size), targets.split(size)
-
-    def _loss_context(self):
-        return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
-
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
-        # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one
-        # replica.
-        loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
-        dist.all_reduce(loss)
-        return loss
-
-
-class StepResult:
-    """Loss and gradient norm of a step on their way into memory; an accelerator is waited for
-    when they are read.
-    """
-
-    def __init__(self, loss: Tensor, norm: Tensor, phases: Phases) -> None:
-        self.phases = phases
-        self.values = torch.stack((loss, norm)).to("cpu", non_blocking=True)  # from a GPU: pinned
-        self.arrived = torch.cuda.Event() if loss.device.type == "cuda" else None
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def read(self) -> tuple[float, float]:
-        """Returns loss and norm once they are there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        loss, norm = self.values.tolist()
-        return loss, norm
-
 
 class _TiedStages:
     """The embedding weight that the first and last pipeline stage both hold, kept equal by
@@ -282,13 +218,10 @@ class _TiedStages:
     """
 
     def __init__(self, engine: NativeEngine) -> None:
-        self.embedding: Parameter | None = None
-        self.output: Parameter | None = None
-        for decoder in engine.decoders:
-            if decoder.embedding is not None:
-                self.embedding = cast(Parameter, decoder.embedding.tokens.weight)
-            if decoder.output is not None:
-                self.output = cast(Parameter, decoder.output.weight)
+        embeddings = [decoder.embedding for decoder in engine.decoders if decoder.embedding]
+        outputs = [decoder.output for decoder in engine.decoders if decoder.output]
+        self.embedding = cast(Parameter, embeddings[0].tokens.weight) if embeddings else None
+        self.output = cast(Parameter, outputs[0].weight) if outputs else None
         # Ranks of the first and the last stage that share all other coordinates; of `zbv` the first
         # pipeline rank has both.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
@@ -313,5 +246,5 @@ class _TiedStages:
             return
         local(self.output).copy_(local(self.embedding))
         target, source = optimizer.state[self.output], optimizer.state[self.embedding]
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in MOMENTS:
             local(target[moment]).copy_(local(source[moment]))

@@ -94,19 +94,18 @@ class Attention(nn.Module):
         v_BKTD = self.value(x_BTH).view(heads).transpose(1, 2)
         if rotary_2TD is not None:
             q_BNTD, k_BKTD = rotate(q_BNTD, rotary_2TD), rotate(k_BKTD, rotary_2TD)
-        mask_B1TT = None
         if past is not None and past.begins_N is not None:
-            return self.output(
-                attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N)
-                .transpose(1, 2)
-                .flatten(2)
+            y_BNTD = attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N)
+        else:
+            mask_BTT = past.mask_BTT if past is not None else None
+            y_BNTD = F.scaled_dot_product_attention(
+                q_BNTD,
+                k_BKTD,
+                v_BKTD,
+                attn_mask=None if mask_BTT is None else mask_BTT[:, None],
+                is_causal=past is None,
+                enable_gqa=q_BNTD.shape[1] != k_BKTD.shape[1],
             )
-        if past is not None and past.mask_BTT is not None:
-            mask_B1TT = past.mask_BTT[:, None]
-        grouped = q_BNTD.shape[1] != k_BKTD.shape[1]
-        y_BNTD = F.scaled_dot_product_attention(
-            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask_B1TT, is_causal=past is None, enable_gqa=grouped
-        )
         return self.output(y_BNTD.transpose(1, 2).flatten(2))
 
 

@@ -245,7 +245,6 @@ def _answered(training: SmallTraining, steps: range, answer: str, losses: list[f
     def is_bad(loss: float) -> bool:
         return stands_out(loss, before) or not math.isfinite(loss)
 
-    engine.accepts = lambda loss, _: not (answer == "skip" and is_bad(loss))
     for step in steps:
         if step % SAVE_EVERY == 0 and spikes == 0:
             saved = training.save()
@@ -253,7 +252,9 @@ def _answered(training: SmallTraining, steps: range, answer: str, losses: list[f
         if step in GARBLED and answer != "no spike":
             tokens = torch.randint(0, SPEC.vocab_size, tokens.shape, generator=noise)
         rate = factor * recipe.learning_rate_at(step)
-        loss, norm = engine.train_step(tokens, rate)
+        loss, norm = engine.train_step(
+            tokens, rate, lambda loss, _: not (answer == "skip" and is_bad(loss))
+        )
         training.round()
         bad = is_bad(loss)
         spikes, before = (spikes + 1 if bad else 0), [*before, loss][-WINDOW:]

@@ -1,5 +1,5 @@
-"""The heartbeat of one rank, for those who watch the run and for the watchdog that must name the
-rank that hangs.
+"""What a rank says of itself, for those who watch the run: its heartbeat, by which the watchdog
+names the rank that hangs, and what people should know.
 
 Each rank has a file; of more than MANY ranks, rank 0 gathers them every GATHER_EVERY_S. So no file
 system meets many ranks at once.
@@ -7,6 +7,7 @@ system meets many ranks at once.
 
 import os
 import statistics
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -24,22 +25,62 @@ from cluster.heartbeats import (
     tell,
     write_all_heartbeats,
 )
+from cluster.outcome import Home
+from cluster.state import JobState, read_state, record_event, update_state
+from kit.run.alerts import Alert, AlertLog
+from kit.trainer.callback import Callback, Step
 
+BEAT_EVERY_S = 1.0
 RECENT = 15
 """Steps, of whose parts the medians are told: one step alone says little on a busy machine."""
 
 
-class Heartbeat:
-    """What a rank says of itself.
+class Notices:
+    """What people should know of an attempt: nothing that was lost or left out goes unsaid.
 
-    Args:
-        directory: of the run.
-        attempt: of the run.
-        group: of all ranks, on the CPU.
+    `newest` is the last of it, on rank 0, empty if nothing happened.
     """
 
-    def __init__(self, directory: Path, attempt: int, group: dist.ProcessGroup) -> None:
-        self.directory, self.group, self.num_ranks = directory, group, dist.get_world_size()
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self.directory, self.attempt, self.newest = directory, attempt, ""
+
+    def add(self, kind: str, notice: str, step: int) -> None:
+        """Says it in the log, the history and the alerts, of rank 0; the state has it at the next
+        heartbeat.
+        """
+        if dist.get_rank() != 0:
+            return
+        self.newest = notice
+        print(f"WARNING: {notice}", file=sys.stderr, flush=True)
+        alert = Alert(
+            kind=kind,
+            level="error" if kind == "checkpoint" else "warning",
+            message=notice,
+            attempt=self.attempt,
+            step=step,
+            time=time.time(),
+        )
+        AlertLog(self.directory / "alerts.jsonl").add([alert])
+        state = read_state(self.directory)
+        if state is not None and state.attempt == self.attempt:
+            record_event(self.directory, state.replace(reason=notice))
+
+
+class Heartbeat(Callback):
+    """Says each second what a rank did last.
+
+    Args:
+        home: the run directory.
+        attempt: of the run.
+        group: of all ranks, on the CPU.
+        notices: of the attempt.
+    """
+
+    def __init__(
+        self, home: Home, attempt: int, group: dist.ProcessGroup, notices: Notices
+    ) -> None:
+        self.home, self.directory, self.notices = home, home.run_dir, notices
+        self.group, self.num_ranks = group, dist.get_world_size()
         self.beat = RankHeartbeat(
             rank=dist.get_rank(),
             attempt=attempt,
@@ -48,21 +89,47 @@ class Heartbeat:
             host=os.uname().nodename,
         )
         self.is_gathered = self.num_ranks > MANY
-        self.gathered_at = float("-inf")
+        self.gathered_at, self.said_at = float("-inf"), float("-inf")
         self.last = dict[str, Any]()
         self.recent = deque[list[float | None]](maxlen=RECENT)
 
-    def step_done(self, row: dict[str, Any], work_s: float | None) -> None:
-        """Takes note of a step, to be told: of its row of the metrics, and how long this rank
-        worked at it.
-        """
-        self.recent.append([*map(row.get, PARTS), work_s if "waiting_s" in row else None])
+    def after_step(self, step: Step) -> None:
+        """Takes note of a step, and says so if the last time is a second ago."""
+        self.recent.append(
+            [*map(step.row.get, PARTS), step.work_s if "waiting_s" in step.row else None]
+        )
         self.last = {
-            "step": row["step"],
+            "step": step.number,
             "time": time.time(),
-            "step_time_s": row["step_time_s"],
-            "work_s": work_s,
+            "step_time_s": step.row["step_time_s"],
+            "work_s": step.work_s,
         }
+        # a wall clock that is set back must not silence a run
+        if time.monotonic() - self.said_at >= BEAT_EVERY_S:
+            self._beat()
+
+    def on_end(self) -> None:
+        """Says what the last step was."""
+        if self.last:
+            self._beat()
+
+    def _beat(self) -> None:
+        self.said_at = time.monotonic()
+        # Else nothing is written, and thousands of ranks would look.
+        if self.beat.rank == 0 or not self.is_gathered:
+            self.home.check()
+        with unless_full():
+            self.say()
+            if self.beat.rank == 0:
+                update_state(
+                    self.directory,
+                    attempt=self.beat.attempt,
+                    state=JobState.RUNNING,
+                    step=self.last["step"],
+                    heartbeat=time.time(),
+                    step_time_s=self.last["step_time_s"],
+                    notice=self.notices.newest,
+                )
 
     def say(self) -> None:
         """Says that this rank answers, and what it did last; also from the thread of the

@@ -6,14 +6,17 @@ import dataclasses
 import runpy
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cluster.record import ConfigError
-from kit.run import HOOK
+from kit.engines.engine import Engine
+from kit.run import HOOK, Run
 from kit.run.checkpoint_reader import raised_on_all
+from kit.trainer.callback import Callback, Step
+from kit.trainer.heartbeat import Notices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class StepState:
     parts: tuple[torch.nn.Module, ...]  # of engine native: what this rank holds, after the update
 
 
-class Hook:
+class Hook(Callback):
     """The copy of a hook in a run directory, on one rank.
 
     Every rank calls it after every step, so it may communicate; rank 0's numbers are recorded as
@@ -45,27 +48,40 @@ class Hook:
         ConfigError: the file is damaged or has no `on_step`.
     """
 
-    def __init__(self, file: Path, group: Any) -> None:
-        self.file, self.group, self.is_on = file, group, True
+    needs_each_result = True  # it sees the step's own weights
+
+    def __init__(self, run: Run, engine: Engine, group: Any, notices: Notices) -> None:
+        self.run, self.engine, self.group, self.notices = run, engine, group, notices
+        self.file, self.is_on = run.directory / HOOK, True
         try:
-            self.on_step = runpy.run_path(str(file))["on_step"]
+            self.on_step = runpy.run_path(str(self.file))["on_step"]
         except Exception as error:
             raise ConfigError(
                 f"recipe.hook: {self._told(error)}. Give a file with on_step(state) -> dict."
             ) from error
 
-    def numbers(self, state: StepState) -> tuple[dict[str, float], str]:
-        """Returns what is recorded of a step, and why the hook is off from now on, on all ranks,
-        or nothing.
-        """
+    def after_step(self, step: Step) -> None:
+        """Adds the hook's numbers to the row, or turns it off on all ranks and says why."""
         if not self.is_on:
-            return {}, ""
+            return
+        state = StepState(
+            step=step.number,
+            loss=step.row["loss"],
+            grad_norm=step.row["grad_norm"],
+            learning_rate=step.learning_rate,
+            tokens=step.samples * self.run.spec.sequence_length,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            parts=tuple(self.engine.decoders),
+        )
         try:
             with raised_on_all(self.group):
-                return self._numbers(state), ""
+                numbers = self._numbers(state)
+            step.row |= numbers
         except ConfigError as error:
             self.is_on = False
-            return {}, f"the hook is off from here on, and training goes on: {error}"
+            why = f"the hook is off from here on, and training goes on: {error}"
+            self.notices.add("hook", why, step.number)
 
     def _numbers(self, state: StepState) -> dict[str, float]:
         start = time.perf_counter()

@@ -12,48 +12,63 @@ import torch.distributed as dist
 
 from kit.run import Run
 from kit.torch_private import record_memory, write_memory
+from kit.trainer.callback import Callback
+from kit.trainer.watchdog import Watchdog
 
 MEMORY_EVENTS = 200_000
 """Allocations and releases that a memory snapshot keeps, the newest."""
 
 
-class Profiler:
+class Profiler(Callback):
     """The profiler of one rank.
 
     All ranks begin and end together, so that none waits in mid-step.
     """
 
-    def __init__(self, run: Run, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, run: Run, group: dist.ProcessGroup, device: torch.device, watchdog: Watchdog
+    ) -> None:
         self.run, self.group, self.device, self.rank = run, group, device, dist.get_rank()
+        self.watchdog = watchdog
         self.first, self.last = run.recipe.profile_steps or (0, 0)  # no step has the number 0
         self.is_on = False
         self.recording: torch.profiler.profile | None = None
 
-    def is_to_turn(self, step: int, *, ends: bool) -> bool:
-        """Returns whether recording is to begin or to end before `step`, the next, or because
-        training ends; a run may resume among the steps to record.
+    def turns_before(self, step: int) -> bool:
+        """Returns whether recording begins or ends before a step, whose device must have finished
+        all others then; a run may resume among the steps to record.
         """
-        return self.is_on != (self.first <= step <= self.last and not ends)
+        return self.is_on != (self.first <= step <= self.last)
 
-    def turn(self, step: int) -> None:
-        """Begins to record at `step`, or writes what was recorded until then; called by all ranks,
-        after their devices have finished.
-        """
-        self.is_on = not self.is_on
-        if self.is_on and self.rank in self.run.recipe.profile_ranks:
-            self.folder = self.run.directory / "profile" / f"step_{step}"
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-                record_memory(MEMORY_EVENTS)
-            self.recording = torch.profiler.profile(activities=activities, record_shapes=True)
-            self.recording.start()
-        if not self.is_on:
-            try:
-                self._write()
-            except (OSError, RuntimeError) as error:  # a full disk, which must not end training
-                print(f"rank {self.rank}: its profile was not written: {error}", flush=True)
-            dist.barrier(self.group)
+    def before_step(self, step: int) -> None:
+        """Begins to record, or writes what was recorded until now."""
+        if self.turns_before(step):
+            with self.watchdog.paused():
+                self._end() if self.is_on else self._begin(step)
+
+    def on_end(self) -> None:
+        """Writes what was recorded until the last step."""
+        if self.is_on:
+            with self.watchdog.paused():
+                self._end()
+
+    def _begin(self, step: int) -> None:
+        self.is_on = True
+        if self.rank not in self.run.recipe.profile_ranks:
+            return
+        self.folder = self.run.directory / "profile" / f"step_{step}"
+        if self.device.type == "cuda":
+            record_memory(MEMORY_EVENTS)
+        self.recording = torch.profiler.profile(record_shapes=True)  # of CPU and, if any, GPU
+        self.recording.start()
+
+    def _end(self) -> None:
+        self.is_on = False
+        try:
+            self._write()
+        except (OSError, RuntimeError) as error:  # a full disk, which must not end training
+            print(f"rank {self.rank}: its profile was not written: {error}", flush=True)
+        dist.barrier(self.group)
 
     def _write(self) -> None:
         if self.recording is None:

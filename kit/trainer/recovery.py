@@ -5,7 +5,6 @@ A damaged checkpoint is kept aside and the one before is used. What to do about 
 recipe's choice (`kit.trainer.guard`); here all ranks agree on it and do it.
 """
 
-import sys
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -13,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from cluster.record import counted
-from cluster.state import read_state, record_event
 from kit.engines.engine import Engine, PortableEngine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
-from kit.run.alerts import Alert, AlertLog
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_reader import CheckpointTensors, from_rank_0, raised_on_all
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
+from kit.trainer.callback import Callback, Step
 from kit.trainer.guard import Answer, Guard
+from kit.trainer.heartbeat import Notices
+from kit.trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from kit.engines.neuron.checkpoint import NxdCheckpoints
@@ -31,52 +31,59 @@ EngineCheckpoints: TypeAlias = "PortableCheckpoints | NxdCheckpoints"
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
-class Recovery:
-    """One rank's part in going on from a checkpoint, and in answering bad steps. All ranks call it
-    at the same steps.
+def checkpoints_of(run: Run, engine: Engine, group: Any, *, attempt: int) -> EngineCheckpoints:
+    """Returns what writes and reads the checkpoints of a run's engine; NxD has own files."""
+    keep: dict[str, Any] = {
+        "attempt": attempt,
+        "keep_last": run.recipe.keep_last,
+        "keep_every": run.recipe.keep_every,
+    }
+    if run.plan.engine == "neuron":
+        from kit.engines.neuron.checkpoint import NxdCheckpoints
 
-    `notice` is the last thing that people should know, on rank 0, empty if nothing happened.
-    """
+        return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
+    assert isinstance(engine, PortableEngine)
+    return PortableCheckpoints(run, engine, CheckpointWriter(run.checkpoints, **keep), group)
 
-    def __init__(self, run: Run, *, attempt: int, group: Any) -> None:
-        self.run, self.attempt, self.group = run, attempt, group
+
+class Recovery(Callback):
+    """One rank's part in saving, in going on from a checkpoint, and in answering bad steps."""
+
+    def __init__(
+        self,
+        run: Run,
+        engine: Engine,
+        group: Any,
+        *,
+        attempt: int,
+        watchdog: Watchdog,
+        notices: Notices,
+    ) -> None:
+        self.run, self.engine, self.group, self.attempt = run, engine, group, attempt
+        self.watchdog, self.notices = watchdog, notices
         self.guard = Guard(run.recipe, run.plan)
-        self.is_first = dist.get_rank() == 0
-        if self.is_first:
-            run.checkpoints.recover()
-        dist.barrier(group)  # what a killed attempt left is in order, before any rank looks
-        self.notice = ""
+        # All ranks must agree that a step was bad after which training goes on.
+        self.needs_each_result = self.guard.goes_on_after_bad
+        self.accepts = self._accepts if self.guard.judges_before_update else None
+        """What the engine asks before each update, where the recipe wants to be able to drop it."""
+        self.checkpoints = checkpoints_of(run, engine, group, attempt=attempt)
         self.verdict: tuple[Answer, str] | None = None
 
-    def steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, the same to all ranks, of which rank 0
-        alone looks.
+    def resume(self) -> tuple[int, int]:
+        """Fills the engine from the newest checkpoint, or from the weights that the recipe names;
+        returns the steps and samples so far.
         """
-        return from_rank_0(self.run.checkpoints.steps, self.group)
+        manifest = self.load_newest()
+        if manifest is None:
+            if self.run.recipe.init_from:
+                start_from(self.run.recipe.init_from, self.run.spec, self.engine)
+            return 0, 0
+        if dist.get_rank() == 0:
+            saved, now = counted(manifest.plan.num_devices, "device"), self.run.plan.num_devices
+            print(f"resumed from step {manifest.step} (written on {saved}, now {now})", flush=True)
+        return manifest.step, manifest.samples
 
-    def checkpoints_of(self, engine: Engine) -> EngineCheckpoints:
-        """Returns what writes and reads the checkpoints of this run's engine; NxD has own files.
-
-        Where the recipe wants to be able to drop an update, the engine asks before each.
-        """
-        if self.guard.judges_before_update:
-            engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as `check_recipe` holds
-        run, recipe = self.run, self.run.recipe
-        keep: dict[str, Any] = {
-            "attempt": self.attempt,
-            "keep_last": recipe.keep_last,
-            "keep_every": recipe.keep_every,
-        }
-        if run.plan.engine == "neuron":
-            from kit.engines.neuron.checkpoint import NxdCheckpoints
-
-            return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
-        assert isinstance(engine, PortableEngine)
-        return PortableCheckpoints(
-            run, engine, CheckpointWriter(run.checkpoints, **keep), self.group
-        )
-
-    def load_newest(self, checkpoints: EngineCheckpoints) -> Manifest | None:
+    def load_newest(self) -> Manifest | None:
         """Fills the engine from the newest checkpoint that all ranks can read; returns its
         manifest, None if none is.
 
@@ -88,15 +95,16 @@ class Recovery:
                 they are.
         """
         damaged: dict[int, str] = {}
-        for step in reversed(self.steps()):
+        for step in reversed(from_rank_0(self.run.checkpoints.steps, self.group)):
             try:
-                manifest = checkpoints.load(step)
+                manifest = self.checkpoints.load(step)
             except DamagedCheckpointError as error:
                 damaged[step] = str(error)
                 continue
-            if damaged and self.is_first:
+            if damaged and dist.get_rank() == 0:
                 told = [self._set_aside(bad, problem) for bad, problem in damaged.items()]
-                self.tell("checkpoint", f"{'; '.join(told)}; went on from step {step}", step)
+                notice = f"{'; '.join(told)}; went on from step {step}"
+                self.notices.add("checkpoint", notice, step)
             self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
             return manifest
         if damaged:
@@ -114,35 +122,45 @@ class Recovery:
             f" ({problem.partition('. ')[0]})"
         )
 
-    def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
+    def after_step(self, step: Step) -> None:
         """Does what the recipe says about a bad step: nothing, drop its update, roll back, or stop.
 
-        The step's row for the metrics gets `skipped`, the number of updates that were dropped.
+        The step's row for the metrics gets `skipped`, the number of updates that were dropped, and
+        `checkpoint_s`, for how long it has waited for a save.
 
         Raises:
             RunError: the recipe says to stop, or there is no checkpoint to roll back to.
+            CheckpointError: a checkpoint could not be written.
         """
+        if self.checkpoints.stall_s:
+            step.row["checkpoint_s"], self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
         # Where updates can be dropped, the engine has asked before this one, and the ranks have
         # agreed then.
-        answer, what = self.verdict or self._agree(row["loss"], row["grad_norm"])
+        loss = step.row["loss"]
+        answer, what = self.verdict or self._agree(loss, step.row["grad_norm"])
         self.verdict = None
-        if answer == "stop":
-            checkpoints.finish()
-            raise RunError(_stopped(self.run, row["step"], what))
+        if answer != "go on":
+            with self.watchdog.paused():
+                self._respond(answer, what, step)
+        self.guard.note(answer, what, loss)
+        self.checkpoints.poll()
+
+    def _respond(self, answer: Answer, what: str, step: Step) -> None:
         before = self.guard.skipped
-        if answer == "skip":
+        if answer == "stop":
+            self.checkpoints.finish()
+            raise RunError(_stopped(self.run, step.number, what))
+        if answer == "roll_back":
+            done = self._roll_back(step.number)
+        else:
             self.guard.skipped += 1
             done = "its update was dropped"
-        elif answer == "roll_back":
-            done = self._roll_back(row["step"], checkpoints)
-        if answer != "go on":
-            row["skipped"] = self.guard.skipped - before
-            self.tell("guard", f"step {row['step']}: {what}; {done}", row["step"])
-        self.guard.note(answer, what, row["loss"])
+        step.row["skipped"] = self.guard.skipped - before
+        self.notices.add("guard", f"step {step.number}: {what}; {done}", step.number)
 
-    def _roll_back(self, step: int, checkpoints: EngineCheckpoints) -> str:
-        checkpoints.finish()
-        manifest = self.load_newest(checkpoints)
+    def _roll_back(self, step: int) -> str:
+        self.checkpoints.finish()
+        manifest = self.load_newest()
         if manifest is None:
             raise RunError(
                 f"step {step} is bad and there is no checkpoint to roll back to. Set"
@@ -154,6 +172,22 @@ class Recovery:
             f"rolled back to the checkpoint of step {good}, the data of"
             f" {counted(step - good, 'step')} is left out"
         )
+
+    def on_save(self, facts: dict[str, Any]) -> None:
+        """Adds what a resumed guard judges by."""
+        facts |= {"skipped": self.guard.skipped, "recent_losses": self.guard.recent}
+
+    def save(self, facts: dict[str, Any]) -> None:
+        """Begins to write a checkpoint, under a manifest of these facts."""
+        start = time.perf_counter()
+        with self.watchdog.paused():
+            self.checkpoints.save(facts)
+        self.checkpoints.stall_s += time.perf_counter() - start  # of the next step
+
+    def on_end(self) -> None:
+        """Waits until the last checkpoint is complete."""
+        with self.watchdog.paused():
+            self.checkpoints.finish()
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
         self.verdict = self._agree(loss, grad_norm)
@@ -168,28 +202,6 @@ class Recovery:
             answer = ANSWERS[int(strongest)]
             what = what or "another rank says so"
         return answer, what
-
-    def tell(self, kind: str, notice: str, step: int) -> None:
-        """Says it in the log, the state, the history and the alerts, of rank 0: nothing that was
-        lost or left out goes unsaid.
-        """
-        if not self.is_first:
-            return
-        self.notice = notice
-        print(f"WARNING: {notice}", file=sys.stderr, flush=True)
-        level = "error" if kind == "checkpoint" else "warning"
-        alert = Alert(
-            kind=kind,
-            level=level,
-            message=notice,
-            attempt=self.attempt,
-            step=step,
-            time=time.time(),
-        )
-        AlertLog(self.run.directory / "alerts.jsonl").add([alert])
-        state = read_state(self.run.directory)
-        if state is not None and state.attempt == self.attempt:
-            record_event(self.run.directory, state.replace(reason=notice))
 
 
 def _stopped(run: Run, step: int, what: str) -> str:

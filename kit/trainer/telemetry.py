@@ -1,5 +1,5 @@
-"""What a rank does beside its steps, without waiting for its device: Python's garbage, its
-memory, its own speed.
+"""What a rank tells of itself beside its steps, without waiting for its device: its memory, its
+own work and speed; and Python's garbage.
 """
 
 import gc
@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from kit.plan import Plan
+from kit.trainer.callback import Callback, Step
+
 COLLECT_EVERY = 20
 """Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some
 200 objects a layer and micro-batch, so that later there would be millions. A save makes millions
@@ -17,6 +20,27 @@ too, all of which stay."""
 PROBE_EVERY_S = 60.0
 PROBE_SIZE, PROBE_PRODUCTS, PROBE_PARTS = 4096, 12, 5
 """5 x 12 products of 0.14 TFLOP: some 15 ms on an H100, 50 ms on half an MI250X."""
+
+
+class Telemetry(Callback):
+    """Adds to each row the memory of this rank and, on a CPU, how long it waited for others."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.device = device
+        self.probe = SpeedProbe(device) if device.type == "cuda" else None
+        self.collects = plan.engine != "neuron"  # whose cycles may hold tensors
+
+    def after_step(self, step: Step) -> None:
+        """Looks at memory and work, and collects garbage when it is time."""
+        step.row |= memory_row(self.device)
+        if self.device.type == "cpu":
+            # This thread computes, and does not while it waits for other ranks.
+            step.work_s = step.data_s + step.busy_s
+            step.row["waiting_s"] = round(max(0.0, step.launch_s - step.busy_s), 6)
+        elif self.probe:
+            step.work_s = self.probe.look()
+        if self.collects:
+            collect_garbage(step.number)
 
 
 def collect_garbage(step: int) -> None:

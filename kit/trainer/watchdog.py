@@ -4,7 +4,7 @@ A rank that is frozen, or waits for one that is, holds up all others in their co
 long as those have patience (ten minutes and more). Time is counted in ticks of this process, so
 neither a stepped clock nor a process that was frozen and thawed as a whole looks like a hang. A
 file system that hangs, which may be why, cannot hold it up: what is written is written by threads
-that nobody waits for. No torch.
+that nobody waits for.
 """
 
 import contextlib
@@ -16,8 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from cluster.heartbeats import MANY
+from kit.engines import gpu
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.torch_private import on_compile
+from kit.trainer.callback import Callback, Step
 
 TICK_S = 0.5
 STEPS, REMEMBERED = 10, 20
@@ -44,7 +47,7 @@ def patience_s(recipe: Recipe, plan: Plan) -> float | None:
     return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S
 
 
-class Watchdog:
+class Watchdog(Callback):
     """Watches the steps of this rank from a thread of its own.
 
     Args:
@@ -65,69 +68,70 @@ class Watchdog:
         silent_ranks: Callable[[float], list[int] | None],
         dump: Callable[[], None] | None = None,
     ) -> None:
-        self.limit_s, self.rank, self.alive, self.silent_ranks, self.dump = (
-            limit_s,
-            rank,
-            alive,
-            silent_ranks,
-            dump,
-        )
+        self.limit_s, self.rank, self.dump = limit_s, rank, dump
+        self.alive, self.silent_ranks = alive, silent_ranks
         self.times: deque[float] = deque(maxlen=REMEMBERED)
-        self.silent_s, self.step, self.is_paused = 0.0, 0, False
-        self.has_begun, self.is_compiling, self.has_compiled = False, False, False
+        self.silent_s, self.step, self.has_compiled = 0.0, 0, False
+        self.pauses = 1  # until the first step is done
         self.ended = threading.Event()
-        if limit_s is not None:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def step_done(self, step: int, step_time_s: float) -> None:
+    def on_start(self) -> None:
+        """Begins the watch, and to hear of compilations."""
+        on_compile(self.compile_begins, self.compile_ends)
+        if self.limit_s is not None:
+            threading.Thread(target=self._watch, args=(self.limit_s,), daemon=True).start()
+
+    def after_step(self, step: Step) -> None:
         """Begins to wait for the next step; the first is not waited for, and tells as little as
         any that compiled.
         """
-        if self.has_begun and not self.has_compiled:
-            self.times.append(step_time_s)
-        self.step, self.silent_s = step, 0.0
-        self.has_begun, self.has_compiled = True, False
+        if self.step == 0:
+            gpu.shorten_timeouts(self.limit_s)
+            self.pauses -= 1
+        elif not self.has_compiled:
+            self.times.append(step.row["step_time_s"])
+        self.step, self.silent_s, self.has_compiled = step.number, 0.0, False
 
     def compile_begins(self, *_: object) -> None:
         """Until `compile_ends` nothing is late: torch may compile at any step, for a new shape,
         say.
         """
-        self.is_compiling = self.has_compiled = True
+        self.has_compiled = True
+        self.pauses += 1
 
     def compile_ends(self, *_: object) -> None:
         """Begins to wait anew."""
-        self.silent_s, self.is_compiling = 0.0, False
+        self.pauses -= 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While this lasts nothing is late: a validation may compile, a checkpoint may wait for
         its disk.
         """
-        self.is_paused = True
+        self.pauses += 1
         try:
             yield
         finally:
-            self.silent_s, self.is_paused = 0.0, False
+            self.pauses -= 1
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         """Ends the watch."""
         self.ended.set()
 
-    def _watch(self) -> None:
+    def _watch(self, least_s: float) -> None:
         saying = dumping = None
+        end_wait_s = OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0.0
         while not self.ended.wait(TICK_S):
             self.silent_s += TICK_S
-            if self.is_paused or self.is_compiling or not self.has_begun or self.limit_s is None:
+            if self.pauses:
                 self.silent_s = 0.0
                 continue
-            limit_s = max(self.limit_s, STEPS * max(self.times, default=0.0))
+            limit_s = max(least_s, STEPS * max(self.times, default=0.0))
             if self.silent_s > limit_s / 2 and not (saying and saying.is_alive()):
                 saying = _start(self._say_alive)
             if self.silent_s > limit_s and self.dump and not dumping:
                 dumping = _start(self.dump)  # all ranks, before the first of them ends the others
-            if self.silent_s > limit_s + (
-                OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0
-            ):
+            if self.silent_s > limit_s + end_wait_s:
                 _start(self._say_why, limit_s).join(SAY_WAIT_S)
                 os._exit(1)
 

@@ -28,7 +28,7 @@ from cluster.record import Record, field_doc
 from kit.convert.hugging_face_config import config_of
 from kit.convert.names import to_theirs
 from kit.engines import build_engine
-from kit.engines.adamw import adamw
+from kit.engines.engine import adamw
 from kit.engines.process_group import keep_freed_memory
 from kit.model import Decoder, empty_decoder, initial_weight
 from kit.plan import Plan

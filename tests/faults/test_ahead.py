@@ -31,7 +31,8 @@ def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
 
         def told(self):
             launch(self)
-            print(f"launched {self.step}, finished {self.finished}", flush=True)
+            finished = self.step - len(self.launched)
+            print(f"launched {self.step}, finished {finished}", flush=True)
 
         Trainer._launch_step = told
         for other in then:

@@ -18,7 +18,7 @@ from kit.monitor.ranks import RankTimes
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.trainer import heartbeat, loop
+from kit.trainer import heartbeat
 from tests.faults.attempts import Attempt, before_each_launch, finished
 from tests.faults.cost import DP2, cost
 
@@ -30,14 +30,14 @@ def overworked(here: int) -> None:
 
     They tell of each step, not once a second.
     """
-    loop.HEARTBEAT_EVERY_S = 0.0
+    heartbeat.BEAT_EVERY_S = 0.0
     forward_backward = NativeEngine._forward_backward
 
-    def slower(self, inputs, targets):
+    def slower(self, samples):
         until = time.thread_time() + 0.2 * here
         while time.thread_time() < until:
             pass
-        return forward_backward(self, inputs, targets)
+        return forward_backward(self, samples)
 
     NativeEngine._forward_backward = slower
 

@@ -32,8 +32,8 @@ def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], 
     def sabotage(here: int) -> None:
         engine_step, now = NativeEngine._forward_backward, {}
 
-        def forward_backward(self, inputs, targets):
-            loss = engine_step(self, inputs, targets)
+        def forward_backward(self, samples):
+            loss = engine_step(self, samples)
             if now["step"] == step and here == rank:
                 gradient = next(p.grad for p in self.parameters() if p.grad is not None)
                 local(gradient).fill_(value)

@@ -13,7 +13,7 @@ import kit
 from cluster.state import JobError, JobState, last_attempt, read_exit, read_history, read_taken
 from kit.errors import RunError
 from kit.run import Run
-from kit.trainer import loop
+from kit.trainer import heartbeat, loop
 from kit.trainer.loop import Trainer
 from tests.disks import fill
 from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
@@ -49,15 +49,15 @@ def full_between(
     filler = run.directory.parent / "filler"
 
     def sabotage(rank: int) -> None:
-        loop.HEARTBEAT_EVERY_S = loop.ASKED_EVERY_S = 0.0
+        heartbeat.BEAT_EVERY_S = loop.ASKED_EVERY_S = 0.0
 
         def meddle(trainer: Trainer) -> None:
             if rank == 0 and trainer.step + 1 == full_at:
-                trainer.checkpoints.finish()  # else the save of an earlier step fails
+                trainer.recovery.checkpoints.finish()  # else the save of an earlier step fails
                 (run.directory / "control").mkdir()
                 (run.directory / "control" / "request_checkpoint").touch()
                 fill(filler)
-                trainer.recovery.tell("hook", f"told on a full disk {'.' * 5000}", full_at)
+                trainer.notices.add("hook", f"told on a full disk {'.' * 5000}", full_at)
             if trainer.step + 1 >= full_at:
                 print("." * 5000, flush=True)
                 if rank == 0:
@@ -103,8 +103,8 @@ def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(
     run = prepare_small(checkpoint_every=None)
 
     def free_for_the_checkpoint(trainer: Trainer, filler: Path) -> None:
-        save = trainer._checkpoint
-        trainer._checkpoint = lambda: (filler.unlink(missing_ok=True), save())  # type: ignore[method-assign]
+        save = trainer._save
+        trainer._save = lambda: (filler.unlink(missing_ok=True), save())  # type: ignore[method-assign]
 
     finished(run, 1, full_between(run, 12, free_for_the_checkpoint))
     assert lines(run) == list(range(1, 31))

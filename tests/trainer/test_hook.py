@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from kit.monitor.sinks import scalars
 from kit.plan import Plan
 from kit.run import HOOK, Run
 from kit.run.alerts import AlertLog
-from kit.trainer.hook import Hook, StepState, _checked
+from kit.trainer.hook import Hook, _checked
 from tests.faults.attempts import finished, lines_of
+from tests.trainer.steps import done
 from tests.workers import local_run, run_ranks
 
 STAGES = Plan(tensor_parallel=1, pipeline_parallel=2, micro_batch_size=2, global_batch_size=8)
@@ -90,22 +93,19 @@ def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(train
     )
 
 
-def state(step: int = 1) -> StepState:
-    return StepState(
-        step=step,
-        tokens=8,
-        loss=2.0,
-        grad_norm=1.0,
-        learning_rate=0.1,
-        rank=0,
-        num_ranks=1,
-        parts=(),
-    )
-
-
-def called(folder: Path, text: str) -> tuple[dict, str]:
+def hook_in(folder: Path, text: str, notices: Any = None) -> Hook:
     (folder / HOOK).write_text(text)
-    return Hook(folder / HOOK, None).numbers(state())
+    run: Any = SimpleNamespace(directory=folder, spec=SimpleNamespace(sequence_length=1))
+    return Hook(run, SimpleNamespace(decoders=()), None, notices)  # pyright: ignore[reportArgumentType]
+
+
+def called(folder: Path, text: str) -> tuple[dict, list[str]]:
+    """Returns what a hook adds to a row, and the notices."""
+    said, step = [], done()
+    row = dict(step.row)
+    notices = SimpleNamespace(add=lambda kind, notice, number: said.append(notice))
+    hook_in(folder, text, notices).after_step(step)
+    return {name: value for name, value in step.row.items() if name not in row}, said
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_is_no_dict_of_numbers_is_named(tmp_path, returned, message):
 
 
 def test_a_wrong_return_is_told_with_the_file_on_the_rank_itself(tmp_path):
-    numbers, told = run_ranks(1, called, tmp_path, "def on_step(state):\n    return 3\n")[0]
+    numbers, [told] = run_ranks(1, called, tmp_path, "def on_step(state):\n    return 3\n")[0]
     assert numbers == {} and "rank 0: hook.py: TypeError: on_step returned int" in told
     assert _checked({"a": torch.tensor(2.0), "b": 3}) == {"a": 2.0, "b": 3.0}
 
@@ -135,6 +135,5 @@ def test_a_file_that_is_no_hook_is_refused(tmp_path):
         ("x = 1\n\n1 / 0\n", r"hook.py, line 3: ZeroDivisionError"),
         ("def on_steps(state): ...\n", "KeyError: 'on_step'"),
     ):
-        (tmp_path / HOOK).write_text(text)
         with pytest.raises(ConfigError, match=f"recipe.hook: .*{message}"):
-            Hook(tmp_path / HOOK, None)
+            hook_in(tmp_path, text)

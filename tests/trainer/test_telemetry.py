@@ -21,6 +21,7 @@ from kit.trainer.telemetry import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog
 from tests.monitor.recorded import recorded_run
 from tests.parity import batches, build, make_plan
+from tests.trainer.steps import done
 from tests.workers import run_ranks
 
 
@@ -111,24 +112,25 @@ def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
 
 def test_a_watchdog_hears_of_compilations():
     watchdog = Watchdog(None, rank=0, alive=lambda: None, silent_ranks=lambda for_s: None)
+    watchdog.after_step(done())  # the first, which nobody waits for
     seen = []
     begun, ended = on_compile_start(watchdog.compile_begins), on_compile_end(watchdog.compile_ends)
     try:
 
         def backend(graph, _):
-            seen.append(watchdog.is_compiling)
+            seen.append(watchdog.pauses)
             return graph.forward
 
         doubled = torch.compile(lambda x: 2 * x, backend=backend, dynamic=False)
         for size, compiles in ((3, True), (3, False), (5, True)):
             assert doubled(torch.ones(size)).sum() == 2 * size
-            assert watchdog.has_compiled == compiles and not watchdog.is_compiling
-            watchdog.step_done(1, 60.0 if compiles else 1.0)
+            assert watchdog.has_compiled == compiles and not watchdog.pauses
+            watchdog.after_step(done(60.0 if compiles else 1.0))
     finally:
         callback_handler.remove_start_callback(begun)
         callback_handler.remove_end_callback(ended)
         torch._dynamo.reset()
-    assert seen == [True, True] and list(watchdog.times) == [1.0], (
+    assert seen == [1, 1] and list(watchdog.times) == [1.0], (
         "what compiles tells nothing of a step's time"
     )
 

@@ -12,6 +12,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.trainer import watchdog
 from kit.trainer.watchdog import MANY_LIMIT_S, Watchdog, patience_s
+from tests.trainer.steps import done
 
 
 def test_patience_grows_with_the_ranks_unless_it_was_given():
@@ -36,7 +37,11 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
         watchdog.faulthandler.dump_traceback = lambda **_: None
         watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        act(Watchdog(**{"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []} | settings))
+        dog = Watchdog(
+            **{"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []} | settings
+        )
+        dog.on_start()
+        act(dog)
         time.sleep(30)
         os._exit(0)
     start = time.monotonic()
@@ -56,7 +61,7 @@ def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
         "silent_ranks": lambda _: time.sleep(60) if silent == "hangs" else silent,
     }
     log = tmp_path / "log"
-    assert end_of_a_rank(monkeypatch, log, lambda dog: dog.step_done(1, 0.001), **settings) == 1
+    assert end_of_a_rank(monkeypatch, log, lambda dog: dog.after_step(done(0.001)), **settings) == 1
     text = (tmp_path / "log").read_text()
     assert said in text and bool(text) == (silent != "hangs")
 
@@ -71,7 +76,7 @@ def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank
         time.sleep(30)
 
     def act(dog: Watchdog) -> None:
-        dog.step_done(1, 100.0)  # it compiled; a first step's duration makes nobody wait
+        dog.after_step(done(100.0))  # it compiled; a first step's duration makes nobody wait
 
     settings = {"limit_s": 0.1, "rank": rank, "dump": dump}
     assert end_of_a_rank(monkeypatch, tmp_path / "log", act, **settings) == 1
@@ -80,7 +85,7 @@ def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank
 
 def test_nothing_is_late_while_torch_compiles(monkeypatch, tmp_path):
     def act(dog: Watchdog) -> None:
-        dog.step_done(1, 0.001)
+        dog.after_step(done(0.001))
         dog.compile_begins()
         time.sleep(1)
         dog.compile_ends()

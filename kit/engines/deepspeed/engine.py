@@ -5,7 +5,6 @@ With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper
 2312.12705).
 """
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
-from kit.engines.adamw import adamw
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.start import import_deepspeed, quiet
-from kit.engines.engine import PortableEngine
+from kit.engines.engine import MOMENTS, PortableEngine, adamw, adamw_state, state_key
 from kit.parallel.gradients import clip, local
-from kit.parallel.groups import build_mesh, data_axis
+from kit.parallel.groups import data_axis
 from kit.parallel.linear import split_dim
 from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan
@@ -46,19 +43,12 @@ class DeepSpeedEngine(PortableEngine):
         initialise: bool = True,
         config: dict[str, Any] | None = None,
     ) -> None:
-        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
         deepspeed = import_deepspeed(device)
         from kit.engines.deepspeed.layers import Layers
 
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
-        self.mesh = build_mesh(plan, device.type)
-        self.data_group = data_axis(self.mesh, plan).get_group()
-        self.data_rank = self.data_group.rank()
-        self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
+        super().__init__(spec, plan, recipe, device)
         self.tensor_group = self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
-        self.pipeline_group = (
-            self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
-        )
         layers = Layers(spec, plan, self.tensor_group, device, recipe.seed if initialise else None)
         self.module = (
             layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
@@ -68,10 +58,11 @@ class DeepSpeedEngine(PortableEngine):
         # one would make its bf16 optimizer add up the gradient norm over the replicas.
         ranks = None
         if self.tensor_group is not None and self.pipeline_group is None:
+            replicas = data_axis(self.mesh, plan).get_group()
             ranks = SimpleNamespace(  # Megatron's `mpu`
-                get_data_parallel_group=lambda: self.data_group,
-                get_data_parallel_rank=self.data_group.rank,
-                get_data_parallel_world_size=self.data_group.size,
+                get_data_parallel_group=lambda: replicas,
+                get_data_parallel_rank=replicas.rank,
+                get_data_parallel_world_size=replicas.size,
                 get_model_parallel_group=lambda: self.tensor_group,
                 get_model_parallel_rank=self.tensor_group.rank,
                 get_model_parallel_world_size=self.tensor_group.size,
@@ -107,11 +98,9 @@ class DeepSpeedEngine(PortableEngine):
 
         In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        batches = self._micro_batches(samples)
-        loss = torch.zeros((), device=self.device)
-        with loss_parallel():
+        self.set_learning_rate(learning_rate)
+        batches, loss = self.micro_batches(samples), torch.zeros((), device=self.device)
+        with self.loss_context():
             if self.pipeline_group is not None:
                 loss = self.engine.train_batch(batches)
             else:
@@ -120,7 +109,7 @@ class DeepSpeedEngine(PortableEngine):
                     self.engine.backward(micro_loss)
                     self.engine.step()
                     loss += micro_loss.detach()
-                loss = self._mean_over_replicas(loss / self.plan.num_microbatches)
+                loss = self.mean_over_replicas(loss / self.plan.num_microbatches)
         norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
         return float(loss), float(norm)
 
@@ -138,27 +127,19 @@ class DeepSpeedEngine(PortableEngine):
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
-        count, batches = len(samples) // self.plan.micro_batch_size, self._micro_batches(samples)
+        count, batches = len(samples) // self.plan.micro_batch_size, self.micro_batches(samples)
         loss = torch.zeros((), device=self.device)
-        with loss_parallel():
+        with self.loss_context():
             if self.pipeline_group is not None:
                 return float(self.engine.eval_batch(batches, num_micro_batches=count))
             self.engine.eval()
             for x_BT, y_BT in batches:
                 loss += self._loss(self.engine(x_BT), y_BT)
         self.engine.train()
-        return float(self._mean_over_replicas(loss / count))
-
-    def _micro_batches(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        samples, size = samples.to(self.device), self.plan.micro_batch_size
-        return zip(samples[:, :-1].split(size), samples[:, 1:].split(size), strict=True)
+        return float(self.mean_over_replicas(loss / count))
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
-
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
-        dist.all_reduce(loss, group=self.data_group)
-        return loss / self.plan.data_parallel
 
     def _clip(self, *_: Any) -> None:
         """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where
@@ -209,7 +190,8 @@ class DeepSpeedEngine(PortableEngine):
             values = self.state.read(parameter)
             if self.to_load is not None or number % self.plan.data_parallel == self.data_rank:
                 state |= {
-                    _key(kind, name): self._whole(value, name) for kind, value in values.items()
+                    state_key(kind, name): self._whole(value, name)
+                    for kind, value in values.items()
                 }
         if self.to_load is not None:
             self.to_load = state
@@ -234,15 +216,8 @@ class DeepSpeedEngine(PortableEngine):
         loaded, self.to_load = self.to_load, None
         assert loaded, "restore_optimizer and state_dict come first"
         for name, parameter in self.named_parameters().items():
-            values = {kind: local(loaded[_key(kind, name)]) for kind in ("weight", *MOMENTS)}
+            values = {kind: local(loaded[state_key(kind, name)]) for kind in ("weight", *MOMENTS)}
             self.state.write(parameter, values)
-
-
-def _key(kind: str, name: str) -> str:
-    return f"model.{name}" if kind == "weight" else f"adamw.{kind}.{name}"
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedState:
@@ -299,11 +274,7 @@ class ShardedState:
         zero.
         """
         for flat in self._flat():
-            zeros = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
-            self.optimizer.state[flat] = {
-                "step": torch.tensor(float(step), device=flat.device),
-                **zeros,
-            }
+            self.optimizer.state[flat] = adamw_state(flat, step)
         if self.stage in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # what its first step does
 

@@ -86,20 +86,21 @@ class Layers:
 
         It must name its weights as the whole decoder does.
         """
+        # A tied weight has two names, and is two once its layers are replaced.
+        named = module.named_parameters(remove_duplicate=False)
+        whole_shapes = {name: parameter.shape for name, parameter in named}
         if self.group is not None:
             split_layers(module, self.group)
         module.to_empty(device=self.device)
         for name, parameter in module.named_parameters():
-            dim = split_dim(name) if self.group is not None else None
+            is_cut = self.group is not None and split_dim(name) is not None
             # By these marks DeepSpeed knows what it must add up over the tensor ranks for the
             # gradient norm.
             for mark in ("model_parallel", "tensor_model_parallel"):
-                setattr(parameter, mark, dim is not None)
+                setattr(parameter, mark, is_cut)
             if self.seed is not None:
-                shape = list(parameter.shape)
-                if dim is not None and self.group is not None:
-                    shape[dim] *= self.group.size()
-                whole = initial_weight(self.spec, name, torch.Size(shape), self.seed, self.device)
+                shape = whole_shapes[name]
+                whole = initial_weight(self.spec, name, shape, self.seed, self.device)
                 parameter.data.copy_(cut(whole, name, self.group))
 
     def _rotary(self) -> Tensor | None:

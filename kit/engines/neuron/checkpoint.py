@@ -40,39 +40,32 @@ class NxdCheckpoints:
         attempt: int,
         **kept: Any,
     ) -> None:
-        self.checkpoints, self.spec, self.engine, self.attempt, self.kept = (
-            checkpoints,
-            spec,
-            engine,
-            attempt,
-            kept,
-        )
-        self.pending: tuple[dict[str, Any], int] | None = None
-        self.stall_s = 0.0
+        self.checkpoints, self.spec, self.engine = checkpoints, spec, engine
+        self.attempt, self.kept = attempt, kept
+        self.pending: dict[str, Any] | None = None  # facts of what NxD writes
+        self.stall_s, self.steps_to_settle = 0.0, 0
         self.completing: Future[None] | None = None
         # To look at files behind training.
-        self.thread, self.group = (
-            ThreadPoolExecutor(1),
-            cpu_group("checkpoint"),
-        )
+        self.thread, self.group = ThreadPoolExecutor(1), cpu_group("checkpoint")
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
         self.finish()
+        folder = self.checkpoints.path(facts["step"])
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
             # NxD writes over an older attempt's files of the same step, which must not count until
             # they are whole.
-            (self.checkpoints.path(facts["step"]) / "manifest.json").unlink(missing_ok=True)
+            (folder / "manifest.json").unlink(missing_ok=True)
         self.engine.nxd.save(
-            folder=str(self.checkpoints.directory),
-            tag=self.checkpoints.path(facts["step"]).name,
+            folder=str(folder.parent),
+            tag=folder.name,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             is_sharded=self.engine.plan.zero_stage == 1,
             content={name: facts[name] for name in ("step", "samples", "tokens", "seed")},
         )
-        self.pending = (facts, SETTLE_STEPS)
+        self.pending, self.steps_to_settle = facts, SETTLE_STEPS
 
     def poll(self) -> None:
         """Begins to complete the pending checkpoint once it has had time enough.
@@ -80,24 +73,22 @@ class NxdCheckpoints:
         Call it once a step.
         """
         if self.pending is not None:
-            facts, steps = self.pending
-            self.pending = (facts, steps - 1)
-            if steps == 1:
-                self._begin_to_complete()
+            self.steps_to_settle -= 1
+            if self.steps_to_settle == 0:
+                self._begin_to_complete(self.pending)
         elif self.completing is not None and self.completing.done():
             self.finish()
 
     def finish(self) -> None:
         """Waits until the pending checkpoint, if any, is complete."""
         if self.pending is not None:
-            self._begin_to_complete()
+            self._begin_to_complete(self.pending)
         if self.completing is not None:
             completing, self.completing = self.completing, None
             completing.result()
 
-    def _begin_to_complete(self) -> None:
-        assert self.pending is not None
-        (facts, _), self.pending = self.pending, None
+    def _begin_to_complete(self, facts: dict[str, Any]) -> None:
+        self.pending = None
         self.engine.nxd.finish_saving()
         self.completing = self.thread.submit(self._complete, facts)
 
@@ -143,12 +134,12 @@ class NxdCheckpoints:
         self.checkpoints.check_model(manifest, self.spec)
         with raised_on_all(self.group):
             self.checkpoints.verify(manifest, _share(manifest.files))
-        now = self.engine.plan
-        _check_layout(manifest.plan, now, self.checkpoints.path(step))
+        now, folder = self.engine.plan, self.checkpoints.path(step)
+        _check_layout(manifest.plan, now, folder)
         fits = now.zero_stage == 0 or manifest.plan.data_parallel == now.data_parallel
         self.engine.nxd.load(
-            folder=str(self.checkpoints.directory),
-            tag=self.checkpoints.path(step).name,
+            folder=str(folder.parent),
+            tag=folder.name,
             model=self.engine.model,
             optimizer=self.engine.optimizer if fits else None,
         )

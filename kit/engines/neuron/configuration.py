@@ -88,7 +88,7 @@ def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
     """
     is_rounded = plan.precision == "bf16" and plan.zero_stage == 0
     needed = {ROUNDING: "1" if is_rounded else "0", **dict.fromkeys(CASTS, "0")}
-    if plan.precision == "fp32" and not _casts_nothing(flags):
+    if plan.precision == "fp32" and NO_CAST not in flags.replace("cast none", "cast=none"):
         needed[COMPILER] = f"{flags} {NO_CAST}".strip()
     if plan.tensor_parallel == 4:
         needed[FIRST_GROUP_ALONE] = "0"
@@ -149,7 +149,3 @@ def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
             f" {', '.join(TRN1)} only; this is {platform!r}. Use tensor_parallel"
             f" {spec.num_kv_heads} or less."
         )
-
-
-def _casts_nothing(flags: str) -> bool:
-    return NO_CAST in flags or NO_CAST.replace("=", " ") in flags

@@ -13,6 +13,7 @@ saves, resumes and imports on NxD's real source, on a CPU.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, wei
 from kit.engines.neuron.weights import RankWeights
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.run import Run
 from kit.spec import ModelSpec
+
+COMPILED_STEPS = 4
+"""Of github.com/awslabs/HLAT: the first steps make other graphs than those that follow."""
 
 
 class NeuronEngine(Engine):
@@ -46,14 +51,14 @@ class NeuronEngine(Engine):
         initialise: bool = True,
     ) -> None:
         check_environment(plan, os.environ)
-        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        super().__init__(spec, plan, recipe, device)
         self.is_pipelined = plan.pipeline_parallel > 1
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
         check_platform(plan, spec, self.nxd.platform)
         self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
         self.data_rank = self.nxd.data_rank
         seed = recipe.seed if initialise else None
-        self.weights = RankWeights(spec, plan, tensor_rank=self.nxd.tensor_rank, seed=seed)
+        self.weights = RankWeights(spec, plan, self.nxd, seed=seed)
         self.model = self.nxd.model(config=self.config, build=self._build)
         named = list(self.model.named_parameters())
         self.optimizer = self.nxd.optimizer(
@@ -90,7 +95,7 @@ class NeuronEngine(Engine):
     def _build(self) -> NxdLlama:
         # In a pipeline NxD divides the loss by the number of micro-batches itself.
         scale = 1.0 if self.is_pipelined else 1 / self.plan.num_microbatches
-        return NxdLlama(self.spec, self.plan, self.nxd, self.weights, scale)
+        return NxdLlama(self.spec, self.plan, self.weights, scale)
 
     def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Fills a module that NxD has just given memory to; 0.9 calls it with one argument,
@@ -105,16 +110,8 @@ class NeuronEngine(Engine):
         Samples are always as many, and of the same length, since another shape is another graph to
         compile.
         """
-        if self.is_pipelined:
-            loss = self.model.run_train(**_inputs(samples))
-        else:
-            loss = torch.zeros((), device=self.device)
-            for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
-                loss += self.model.run_train(**_inputs(micro_batch)).detach()
-                self.nxd.mark_step()
-            loss = self._mean_over_replicas(loss)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        loss = self._loss(samples, self.model.run_train)
+        self.set_learning_rate(learning_rate)
         # Adds up over sequence parts and replicas, and clips.
         norm = self.nxd.step(optimizer=self.optimizer)
         self.optimizer.zero_grad()
@@ -125,20 +122,38 @@ class NeuronEngine(Engine):
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
         self.model.eval()
-        if self.is_pipelined:
-            loss = self.model.run_eval(**_inputs(samples))
-        else:
-            loss = torch.zeros((), device=self.device)
-            for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
-                loss += self.model(**_inputs(micro_batch))
-                self.nxd.mark_step()
-            loss = self._mean_over_replicas(loss)
+        loss = self._loss(samples, self.model.run_eval if self.is_pipelined else self.model)
         self.model.train()
         return float(loss)
 
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
+    def _loss(self, samples: Tensor, forward: Callable[..., Tensor]) -> Tensor:
+        """Returns the mean loss over all replicas; a pipeline's forward takes all micro-batches."""
+        if self.is_pipelined:
+            return forward(**_inputs(samples))
+        loss = torch.zeros((), device=self.device)
+        for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
+            loss += forward(**_inputs(micro_batch)).detach()
+            self.nxd.mark_step()
         return self.nxd.sum_over_replicas(loss / self.plan.data_parallel)
 
 
 def _inputs(samples: Tensor) -> dict[str, Tensor]:
     return {"input_ids": samples[:, :-1].contiguous(), "labels": samples[:, 1:].contiguous()}
+
+
+def record_graphs(run: Run, device: torch.device) -> str:
+    """Runs the steps of a run's compile phase on batches of zeros and returns a sentence; it trains
+    nothing, and writes nothing into the run directory.
+
+    In it, `neuron_parallel_compile` has graphs written out instead of executed, compiles them in
+    parallel and puts them into NEURON_COMPILE_CACHE_URL, where the run finds them. Graphs depend on
+    shapes alone, and losses are not computed here, so neither data nor checkpoint is read.
+    """
+    engine = NeuronEngine(run.spec, run.plan, run.recipe, device)
+    sequences = run.plan.global_batch_size // run.plan.data_parallel
+    samples = torch.zeros(sequences, run.spec.sequence_length + 1, dtype=torch.int64)
+    for step in range(1, COMPILED_STEPS + 1):
+        engine.train_step(samples, run.recipe.learning_rate_at(step))
+    if run.recipe.validation_every:
+        engine.validation_loss(samples)
+    return f"recorded the graphs of {COMPILED_STEPS} steps"

@@ -34,14 +34,13 @@ class NxdLlama(nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, loss_scale: float = 1.0
+        self, spec: ModelSpec, plan: Plan, weights: RankWeights, loss_scale: float = 1.0
     ) -> None:
         super().__init__()
         self.is_pipelined = plan.pipeline_parallel > 1
-        self.model = NxdStack(spec, plan, nxd, weights)
-        self.lm_head = nxd.column(inputs=spec.hidden_size, outputs=spec.vocab_size, gathered=True)
-        weights.mark_column(self.lm_head, "output.weight")
-        self.loss = NxdLoss(nxd, loss_scale)
+        self.model = NxdStack(spec, plan, weights)
+        self.lm_head = weights.column("output.weight", gathered=True)
+        self.loss = NxdLoss(weights.nxd, loss_scale)
 
     def forward(self, input_ids: Tensor, labels: Tensor):
         """Returns the loss; in a pipeline (loss, logits), as NxD's specification of outputs has it.
@@ -56,21 +55,18 @@ class NxdLlama(nn.Module):
 class NxdStack(nn.Module):
     """Embedding, blocks and final norm."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights) -> None:
+    def __init__(self, spec: ModelSpec, plan: Plan, weights: RankWeights) -> None:
         super().__init__()
-        self.embed_tokens = nxd.embedding(rows=spec.vocab_size, features=spec.hidden_size)
-        weights.mark_column(self.embed_tokens, "embedding.tokens.weight")
-        self.enter = NxdTurn(nxd, nxd.cut_sequence)
+        self.embed_tokens = weights.embedding("embedding.tokens.weight")
+        self.enter = NxdTurn(weights.nxd, weights.nxd.cut_sequence)
         # On the CPU: only its fp32 holds positions up to the thousands whatever is cast on the
         # device.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
         self.layers = nn.ModuleList(
-            NxdBlock(spec, plan, nxd, weights, f"layers.{i}", rotary_2TD)
-            for i in range(spec.num_layers)
+            NxdBlock(spec, plan, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
         )
-        self.norm = NxdNorm(spec, plan)
-        weights.mark_whole(self.norm, "norm.weight")
-        self.leave = NxdTurn(nxd, nxd.whole_sequence)
+        self.norm = weights.whole_on_all(NxdNorm(spec, plan), "norm.weight")
+        self.leave = NxdTurn(weights.nxd, weights.nxd.whole_sequence)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.enter(self.embed_tokens(input_ids))
@@ -129,29 +125,18 @@ class NxdAttention(nn.Module):
         self,
         spec: ModelSpec,
         plan: Plan,
-        nxd: Nxd,
         weights: RankWeights,
         name: str,
         rotary_2TD: Tensor,
     ) -> None:
         super().__init__()
-        hidden, key = spec.hidden_size, spec.num_kv_heads * spec.head_size
         self.head_size, self.is_grouped = spec.head_size, spec.num_kv_heads < spec.num_heads
-        self.nxd, self.repeats = (
-            nxd,
-            spec.num_heads // (spec.num_kv_heads * plan.kv_replication(spec)),
-        )
+        self.nxd = weights.nxd
+        self.repeats = spec.num_heads // (spec.num_kv_heads * weights.copies)
         names = [f"{name}.{which}.weight" for which in ("query", "key", "value")]
-        if self.is_grouped:
-            copies = plan.kv_replication(spec)
-            self.qkv_proj = nxd.query_key_value(inputs=hidden, query=hidden, key=key, copies=copies)
-            weights.mark_grouped(self.qkv_proj, *names)
-        else:
-            self.qkv_proj = nxd.column(inputs=hidden, outputs=3 * hidden, fused=3)
-            weights.mark_column(self.qkv_proj, *names)
+        self.qkv_proj = weights.grouped(*names) if self.is_grouped else weights.column(*names)
         self.core_attn = NxdCoreAttention(plan)
-        self.o_proj = nxd.row(inputs=hidden, outputs=hidden)
-        weights.mark_row(self.o_proj, f"{name}.output.weight")
+        self.o_proj = weights.row(f"{name}.output.weight")
         self.register_buffer("rotary_2TD", rotary_2TD, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,14 +169,11 @@ class NxdGate(nn.Module):
 class NxdFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up from one layer."""
 
-    def __init__(self, spec: ModelSpec, nxd: Nxd, weights: RankWeights, name: str) -> None:
+    def __init__(self, weights: RankWeights, name: str) -> None:
         super().__init__()
-        hidden, wide = spec.hidden_size, spec.ffn_hidden_size
-        self.gate_up_proj = nxd.column(inputs=hidden, outputs=2 * wide, fused=2)
-        weights.mark_column(self.gate_up_proj, f"{name}.gate.weight", f"{name}.up.weight")
+        self.gate_up_proj = weights.column(f"{name}.gate.weight", f"{name}.up.weight")
         self.gate = NxdGate()
-        self.down_proj = nxd.row(inputs=wide, outputs=hidden)
-        weights.mark_row(self.down_proj, f"{name}.down.weight")
+        self.down_proj = weights.row(f"{name}.down.weight")
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -205,18 +187,19 @@ class NxdBlock(nn.Module):
         self,
         spec: ModelSpec,
         plan: Plan,
-        nxd: Nxd,
         weights: RankWeights,
         name: str,
         rotary_2TD: Tensor,
     ) -> None:
         super().__init__()
-        self.input_layernorm = NxdNorm(spec, plan)
-        self.self_attn = NxdAttention(spec, plan, nxd, weights, f"{name}.attention", rotary_2TD)
-        self.post_attention_layernorm = NxdNorm(spec, plan)
-        self.mlp = NxdFeedForward(spec, nxd, weights, f"{name}.feed_forward")
-        weights.mark_whole(self.input_layernorm, f"{name}.attention_norm.weight")
-        weights.mark_whole(self.post_attention_layernorm, f"{name}.feed_forward_norm.weight")
+        self.input_layernorm = weights.whole_on_all(
+            NxdNorm(spec, plan), f"{name}.attention_norm.weight"
+        )
+        self.self_attn = NxdAttention(spec, plan, weights, f"{name}.attention", rotary_2TD)
+        self.post_attention_layernorm = weights.whole_on_all(
+            NxdNorm(spec, plan), f"{name}.feed_forward_norm.weight"
+        )
+        self.mlp = NxdFeedForward(weights, f"{name}.feed_forward")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))

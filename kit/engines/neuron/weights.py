@@ -1,4 +1,4 @@
-"""Which part of which weight a tensor rank holds, in NxD's layers.
+"""NxD's layers, and which part of which weight a tensor rank holds in each.
 
 NxD makes layers without memory and then asks, module by module, for their weights; so every module
 is marked with what it holds. The order of heads is Trn1's, which `kit.convert.neuron` reads back.
@@ -9,48 +9,69 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from kit.engines.neuron.adapter import Nxd
 from kit.model import Decoder, initial_weight
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
 
 class RankWeights:
-    """Marks modules with what this tensor rank holds, and fills them; without a seed they stay
-    unset.
+    """Makes layers of matrices by their names, marked with what this tensor rank holds, and fills
+    them; without a seed they stay unset.
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, *, tensor_rank: int, seed: int | None) -> None:
-        self.spec, self.ranks, self.rank, self.seed = spec, plan.tensor_parallel, tensor_rank, seed
+    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, *, seed: int | None) -> None:
+        self.spec, self.nxd, self.seed = spec, nxd, seed
+        self.ranks, self.rank = plan.tensor_parallel, nxd.tensor_rank
         self.copies = plan.kv_replication(spec)
         with torch.device("meta"):
             self.whole = dict(Decoder(spec).named_parameters())
 
-    def mark_whole(self, module: nn.Module, name: str) -> None:
-        """Every rank has all of it."""
-        _mark(module, weight=lambda: self._initial(name))
+    def whole_on_all(self, module: nn.Module, name: str) -> nn.Module:
+        """Returns a module of whose weight every rank has all."""
+        return _marked(module, weight=lambda: self._initial(name))
 
-    def mark_column(self, module: nn.Module, *names: str) -> None:
-        """Each rank has its rows of each matrix, one matrix below the other."""
-        _mark(
-            module, weight=lambda: torch.cat([self._cut(self._initial(name), 0) for name in names])
+    def embedding(self, name: str) -> nn.Module:
+        """Returns an embedding of which each rank has its rows."""
+        rows, features = self.whole[name].shape
+        layer = self.nxd.embedding(rows=rows, features=features)
+        return _marked(layer, weight=lambda: self._cut(self._initial(name), 0))
+
+    def column(self, *names: str, gathered: bool = False) -> nn.Module:
+        """Returns a layer of matrices of one shape: each rank has its rows of each, one matrix
+        below the other; `gathered` as of `Nxd.column`.
+        """
+        (outputs, inputs), count = self.whole[names[0]].shape, len(names)
+        layer = self.nxd.column(
+            inputs=inputs, outputs=count * outputs, fused=count, gathered=gathered
+        )
+        return _marked(
+            layer, weight=lambda: torch.cat([self._cut(self._initial(name), 0) for name in names])
         )
 
-    def mark_row(self, module: nn.Module, name: str) -> None:
-        """Each rank has its columns, those of the heads that it has queries of."""
+    def row(self, name: str) -> nn.Module:
+        """Returns a layer of which each rank has its columns, those of the heads that it has
+        queries of.
+        """
+        outputs, inputs = self.whole[name].shape
         is_attention = name.endswith("attention.output.weight")
-        _mark(
-            module,
+        return _marked(
+            self.nxd.row(inputs=inputs, outputs=outputs),
             weight=lambda: self._cut(
                 self._spread(self._initial(name).T).T if is_attention else self._initial(name), 1
             ),
         )
 
-    def mark_grouped(self, module: nn.Module, query: str, key: str, value: str) -> None:
-        """Each rank has its query heads and the key/value heads that they look at, of which
-        others have copies.
+    def grouped(self, query: str, key: str, value: str) -> nn.Module:
+        """Returns a layer of which each rank has its query heads and the key/value heads that they
+        look at, of which others have copies.
         """
-        _mark(
-            module,
+        rows, inputs = self.whole[query].shape
+        layer = self.nxd.query_key_value(
+            inputs=inputs, query=rows, key=len(self.whole[key]), copies=self.copies
+        )
+        return _marked(
+            layer,
             weight_q=lambda: self._cut(self._spread(self._initial(query)), 0),
             weight_k=lambda: self._cut(self._initial(key).repeat(self.copies, 1), 0),
             weight_v=lambda: self._cut(self._initial(value).repeat(self.copies, 1), 0),
@@ -89,5 +110,6 @@ class RankWeights:
         )
 
 
-def _mark(module: nn.Module, **weights: Callable[[], Tensor]) -> None:
+def _marked(module: nn.Module, **weights: Callable[[], Tensor]) -> nn.Module:
     module.kit_weights = weights  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    return module
