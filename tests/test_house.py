@@ -157,7 +157,7 @@ STATEMENTS = {
     "cluster/sandbox": 231,
     "cluster/slurm": 716,
     "kit": 883,
-    "kit/commands": 866,
+    "kit/commands": 865,
     "kit/convert": 733,
     "kit/data": 1204,
     "kit/engines": 1310,
@@ -172,7 +172,7 @@ STATEMENTS = {
     "kit/measure": 312,
     "kit/model": 273,
     "kit/monitor": 1886,
-    "kit/papers": 1818,
+    "kit/papers": 1817,
     "kit/parallel": 382,
     "kit/rehearsal": 177,
     "kit/run": 805,  # instead of a run that another process replaced being written to
