@@ -150,12 +150,12 @@ def test_files_and_functions_stay_short():
 
 
 STATEMENTS = {
-    "cluster": 1489,
+    "cluster": 1560,  # one core of both supervisors, instead of two that decide alike
     "cluster/kubernetes": 182,
-    "cluster/local": 264,
+    "cluster/local": 241,
     "cluster/login": 350,
     "cluster/sandbox": 231,
-    "cluster/slurm": 716,
+    "cluster/slurm": 688,
     "kit": 883,
     "kit/commands": 865,
     "kit/convert": 733,
