@@ -45,7 +45,8 @@ def become_supervisor() -> None:
     """
     become_subreaper()
     outlive_full_log()
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    # Commands inherit what is blocked. Slurm's give up a node that does not answer by SIGALRM.
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED - {signal.SIGALRM})
     # The caller may ignore it, and then no exit code could be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -83,6 +83,7 @@ def supervise(run_dir: Path, spec: JobSpec, attempt: int, started: Callable[[], 
     """Runs a job to its end; returns its exit code."""
     become_supervisor()
     if spec.time_limit_s:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         signal.setitimer(signal.ITIMER_REAL, spec.time_limit_s)
     return LocalSupervisor(run_dir, spec, attempt, started).run()
 
