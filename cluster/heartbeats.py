@@ -16,7 +16,6 @@ from pathlib import Path
 
 from cluster.files import read_small, write_atomic
 from cluster.record import Record, field_doc
-from cluster.state import parsed, read_record
 
 MANY = 64
 """Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its
@@ -73,9 +72,9 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
         beats = [
             beat
             for line in lines
-            if (beat := parsed(RankHeartbeat, line)) and beat.attempt == attempt
+            if (beat := RankHeartbeat.parsed(line)) and beat.attempt == attempt
         ]
     if not beats:  # each has its own
-        own = (read_record(RankHeartbeat, file) for file in folder.glob("rank_*.json"))
+        own = (RankHeartbeat.read_or_none(file) for file in folder.glob("rank_*.json"))
         beats = [beat for beat in own if beat and beat.attempt == attempt]
     return sorted(beats, key=lambda beat: beat.rank)

@@ -190,6 +190,26 @@ class Record:
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
 
+    @classmethod
+    def read_or_none(cls, file: Path) -> Self | None:
+        """Returns the record that a file holds, as `parsed`, or None."""
+        try:
+            return cls.parsed(read_small(file))
+        except OSError:
+            return None
+
+    @classmethod
+    def parsed(cls, text: bytes) -> Self | None:
+        """Returns the record that a JSON text describes, without keys that it does not know, or
+        None if it describes none: torn, or not ours.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            data = json.loads(text)
+            return cls.from_dict({key: value for key, value in data.items() if key in known})
+        except (ValueError, AttributeError, RecursionError):
+            return None
+
     def write(self, file: Path) -> None:
         """Writes the record as JSON, by atomic rename."""
         write_atomic(Path(file), self.to_json())

@@ -10,8 +10,9 @@ them.
                               as well
     control/taken_stop        when the trainer of this attempt took its last request (also
                               taken_checkpoint)
-    logs/attempt_01/rank_00000.log, and in jobs of many ranks node_0.log for all but the first and
-    those that failed history.jsonl             one line per change of state, append only
+    logs/attempt_01/          rank_00000.log, and in jobs of many ranks node_0.log for all but the
+                              first and those that failed
+    history.jsonl             one line per change of state, append only
     .reserve                  the room that an attempt keeps back for the record of its end
 
 Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn,
@@ -27,7 +28,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from cluster.files import append_lines, appending, is_locked, other_owner, read_small, unless_full
 from cluster.process import Process
@@ -36,7 +37,6 @@ from cluster.record import Record, field_doc, must
 LOCK_WAIT_S = 5.0
 
 Request = Literal["stop", "checkpoint"]
-RecordType = TypeVar("RecordType", bound=Record)
 
 
 class JobError(RuntimeError):
@@ -167,12 +167,12 @@ class TakenRequest(AskedRequest):
 
 def read_state(run_dir: Path) -> RunState | None:
     """Returns what state.json says, or None when it is missing or damaged."""
-    return read_record(RunState, run_dir / "state.json")
+    return RunState.read_or_none(run_dir / "state.json")
 
 
 def read_exit(run_dir: Path) -> ExitReport | None:
     """Returns what exit.json says, of whichever attempt ended last, or None."""
-    return read_record(ExitReport, run_dir / "exit.json")
+    return ExitReport.read_or_none(run_dir / "exit.json")
 
 
 def update_state(
@@ -231,7 +231,7 @@ def read_history(run_dir: Path) -> list[Event]:
         lines = read_small(run_dir / "history.jsonl").splitlines()
     except OSError:
         return []
-    return [event for event in (parsed(Event, line) for line in lines) if event]
+    return [event for event in (Event.parsed(line) for line in lines) if event]
 
 
 def write_exit(run_dir: Path, report: ExitReport) -> None:
@@ -285,7 +285,7 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
     except OSError:
         return None
     # Made by `touch`: that is as good.
-    return read_record(AskedRequest, file) or AskedRequest(asked_at=changed)
+    return AskedRequest.read_or_none(file) or AskedRequest(asked_at=changed)
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
@@ -309,7 +309,7 @@ def take_request(run_dir: Path, request: Request, *, step: int | None = None) ->
 
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
     """Returns when the trainer of this attempt last took such a request, or None."""
-    return read_record(TakenRequest, run_dir / "control" / f"taken_{request}")
+    return TakenRequest.read_or_none(run_dir / "control" / f"taken_{request}")
 
 
 @contextlib.contextmanager
@@ -344,23 +344,3 @@ def refuse_stale(run_dir: Path, attempt: int) -> None:
             f"{run_dir}: attempt {attempt} may not write, the directory belongs to attempt {owner}"
             f" now. This process is a left-over of attempt {attempt}; end it."
         )
-
-
-def read_record(record: type[RecordType], file: Path) -> RecordType | None:
-    """Returns the record that a file holds, as `parsed`, or None."""
-    try:
-        return parsed(record, read_small(file))
-    except OSError:
-        return None
-
-
-def parsed(record: type[RecordType], text: bytes) -> RecordType | None:
-    """Returns the record that a text describes, without keys that it does not know, or None if
-    it describes none.
-    """
-    known = {field.name for field in dataclasses.fields(record)}
-    try:
-        data = json.loads(text)
-        return record.from_dict({key: value for key, value in data.items() if key in known})
-    except (ValueError, AttributeError, RecursionError):  # torn or wrong; not a table; not ours
-        return None

@@ -7,6 +7,8 @@ size, V vocabulary, s sequence length.
 import dataclasses
 import enum
 import re
+import tomllib
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster.record import ConfigError, Record, counted, field_doc, html_table, must, suggestion
@@ -151,8 +153,8 @@ class ModelSpec(Record):
         """
         if name not in PRESETS:
             raise ConfigError(f"spec.preset: {name!r} is unknown. {_suggestion(name)}")
-        family, shapes = PRESETS[name]
-        return getattr(cls, family)(name=name, **shapes)
+        shapes = dict(PRESETS[name], name=name)
+        return getattr(cls, shapes.pop("family"))(**shapes)
 
     @property
     def family(self) -> Literal["gpt", "llama"]:
@@ -281,72 +283,10 @@ def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
-# GPT-2's 50,257 padded to a multiple of 128 x TP 8, as in the authors' scripts
-_GPT2_VOCAB_PADDED = 51_200
-_FRONTIER = dict(vocab_size=_GPT2_VOCAB_PADDED, sequence_length=2048, init_std=0.006)
-_HLAT = dict(vocab_size=32_000, sequence_length=4096, init_std=0.021)
-
-# Sources. Frontier: launch scripts of the paper's authors (sajal-vt/Megatron-DeepSpeed-ORNL, branch
-# FA2, and olcf/ai-training-series); the 1T heads are those of the 2023 scripts (a later one has
-# 200). HLAT: awslabs/HLAT model configurations. Llama 3: arXiv 2407.21783, table 3. GPT-2 XL:
-# Radford et al. 2019. `demo` is the kit's own.
-PRESETS: dict[str, tuple[Literal["gpt", "llama"], dict]] = {
-    "demo": (
-        "llama",
-        dict(
-            num_layers=4,
-            hidden_size=128,
-            num_heads=4,
-            num_kv_heads=2,
-            ffn_hidden_size=352,
-            vocab_size=4096,
-            sequence_length=256,
-        ),
-    ),
-    "gpt-1.4b": ("gpt", dict(num_layers=24, hidden_size=2112, num_heads=24, **_FRONTIER)),
-    "gpt-22b": ("gpt", dict(num_layers=48, hidden_size=6144, num_heads=48, **_FRONTIER)),
-    "gpt-175b": ("gpt", dict(num_layers=96, hidden_size=12288, num_heads=96, **_FRONTIER)),
-    "gpt-1t": ("gpt", dict(num_layers=128, hidden_size=25600, num_heads=128, **_FRONTIER)),
-    "hlat-7b": (
-        "llama",
-        dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, **_HLAT),
-    ),
-    "hlat-70b": (
-        "llama",
-        dict(
-            num_layers=80,
-            hidden_size=8192,
-            num_heads=64,
-            num_kv_heads=8,
-            ffn_hidden_size=28672,
-            **_HLAT,
-        ),
-    ),
-    "llama3-8b": (
-        "llama",
-        dict(
-            num_layers=32,
-            hidden_size=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            ffn_hidden_size=14336,
-            vocab_size=128_256,
-            sequence_length=8192,
-            rope_theta=500_000.0,
-        ),
-    ),
-    "gpt2-xl": (
-        "gpt",
-        dict(
-            num_layers=48,
-            hidden_size=1600,
-            num_heads=25,
-            vocab_size=50_257,
-            sequence_length=1024,
-            activation="gelu_tanh",
-        ),
-    ),
-}
+PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
+)
+"""Shapes by name, with their `family`; sources are in the file."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])\b")
 

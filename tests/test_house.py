@@ -17,7 +17,7 @@ import typer.main
 from kit.commands.app import app
 
 ROOT = Path(__file__).parent.parent
-LONGEST_FILE, LONGEST_FUNCTION = 460, 120
+LONGEST_FILE, LONGEST_FUNCTION = 379, 120
 """Lines: what the house has now. They may fall; a higher one is argued for in LOG.md."""
 LARGEST_FILE, LARGEST_FUNCTION = 251, 42
 """Statements, which no formatter packs or stretches."""
@@ -150,13 +150,13 @@ def test_files_and_functions_stay_short():
 
 
 STATEMENTS = {
-    "cluster": 1560,  # one core of both supervisors, instead of two that decide alike
+    "cluster": 1558,  # one core of both supervisors, instead of two that decide alike
     "cluster/kubernetes": 182,
     "cluster/local": 242,
     "cluster/login": 350,
     "cluster/sandbox": 231,
     "cluster/slurm": 688,
-    "kit": 883,
+    "kit": 882,
     "kit/commands": 865,
     "kit/convert": 733,
     "kit/data": 1204,

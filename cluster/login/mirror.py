@@ -24,7 +24,7 @@ from typing import Any, Self
 from cluster.files import append_lines, appending, is_locked, other_owner, write_atomic
 from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, ssh
 from cluster.record import Record, config_folder, field_doc
-from cluster.state import JobError, find_log, rank_logs, read_record
+from cluster.state import JobError, find_log, rank_logs
 
 MIRROR, SEEN, LOCK = "login.json", "login_seen.json", ".login.lock"
 INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
@@ -157,12 +157,12 @@ class Seen(Record):
 
 def mirror_of(run_dir: Path) -> Mirror | None:
     """Returns whose mirror a run directory is, or None for one whose run is here."""
-    return read_record(Mirror, run_dir / MIRROR)
+    return Mirror.read_or_none(run_dir / MIRROR)
 
 
 def seen_of(run_dir: Path) -> Seen:
     """Returns what was last heard of a run elsewhere; of one that is here, nothing ever."""
-    return read_record(Seen, run_dir / SEEN) or Seen()
+    return Seen.read_or_none(run_dir / SEEN) or Seen()
 
 
 def unheard(run_dir: Path) -> str | None:

@@ -53,7 +53,6 @@ from cluster.state import (
     JobState,
     SchedulerJob,
     ask,
-    read_record,
     read_state,
     record_event,
     refuse_stale,
@@ -267,7 +266,7 @@ class SlurmSupervisor(Supervisor):
     def _failures(self) -> list[Failure]:
         with contextlib.suppress(OSError):  # a file system in trouble is no reason to end
             files = failures_of(self.run_dir, self.attempt).glob("rank_*.json")
-            return [failure for file in files if (failure := read_record(Failure, file))]
+            return [failure for file in files if (failure := Failure.read_or_none(file))]
         return []
 
     def end_ranks(self) -> None:
