@@ -26,7 +26,7 @@ from kit.convert.names import from_theirs, their_name, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.convert.weights import Weights, parameter_shapes
 from kit.data.tokenizer import Tokenizer
-from kit.errors import ConfigError, DataError, MissingPackageError
+from kit.errors import ConfigError, DataError, needed
 from kit.model import Decoder
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -220,10 +220,8 @@ class SafetensorsFolder:
 
 
 def _safetensors() -> Any:
-    try:
+    with needed("safetensors", "eval", "A Hugging Face folder"):
         import safetensors.torch
-    except ImportError as error:
-        raise MissingPackageError("safetensors", "eval", "A Hugging Face folder") from error
     return safetensors
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.data.tokenizer import SentencePieceTokenizer, Tokenizer
-from kit.errors import DataError, MissingPackageError
+from kit.errors import DataError, needed
 
 HARD_TEXTS = (
     "¦ ¦  ¦\n¦\n\n¦\t¦\r\n¦\x00¦Hello¦Hello world¦Hello  two   spaces¦ one before¦   three"
@@ -76,12 +76,8 @@ def _bare(data: bytes) -> bytes:
 
 
 def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
-    try:
+    with needed("transformers", "eval", "Comparing an exported tokenizer"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingPackageError(
-            "transformers", "eval", "Comparing an exported tokenizer"
-        ) from error
     # Not verbose: that some of these texts are long for the model is meant.
     theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
     differ = [
@@ -145,12 +141,8 @@ def piece_texts(data: bytes) -> list[str]:
 
 
 def _read(data: bytes) -> Any:
-    try:
+    with needed("protobuf", "eval", "Writing a .model for transformers"):
         from sentencepiece import sentencepiece_model_pb2
-    except ImportError as error:
-        raise MissingPackageError(
-            "protobuf", "eval", "Writing a .model for transformers"
-        ) from error
     protocol: Any = sentencepiece_model_pb2  # its classes are made at import
     return protocol.ModelProto.FromString(data)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError, refuse_other_owner
-from kit.errors import MissingPackageError
+from kit.errors import needed
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
 from kit.run.columns import is_number, number, parse_rows
@@ -58,14 +58,11 @@ class TensorBoardSink:
     """Event files in `RUN/tensorboard/attempt_NN/`, for `tensorboard --logdir RUN/tensorboard`."""
 
     def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
-        try:  # by name, since what protobuf generates cannot be seen by a type checker
+        with needed("tensorboard", "tensorboard", "The TensorBoard sink"):
+            # by name, since what protobuf generates cannot be seen by a type checker
             self.event = import_module("tensorboard.compat.proto.event_pb2").Event
             self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
             writers = import_module("tensorboard.summary.writer.event_file_writer")
-        except ImportError as error:
-            raise MissingPackageError(
-                "tensorboard", "tensorboard", "The TensorBoard sink"
-            ) from error
         self.folder, self.open_writer = folder, writers.EventFileWriter
         self.writers: dict[int, Any] = {}
 
@@ -103,10 +100,8 @@ class WandbSink:
         if self.mode == "offline":
             # Read at import; offline, nothing may be sent.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        try:
+        with needed("wandb", "wandb", "The wandb sink"):
             import wandb
-        except ImportError as error:
-            raise MissingPackageError("wandb", "wandb", "The wandb sink") from error
         self.wandb, self.run, self.folder, self.state = wandb, run, folder, state
         self.attempts: dict[int, Any] = {}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.record import ConfigError, counted, suggestion
 from cluster.state import JobError
-from kit.errors import MissingPackageError, RunError
+from kit.errors import RunError, needed
 from kit.estimate.theory.layouts import Array
 
 Parameters = dict[str, Any]
@@ -183,10 +183,8 @@ def optuna() -> Any:
     Raises:
         MissingPackageError: it is not installed.
     """
-    try:
+    with needed("optuna", "plan", "Hyperparameter search"):
         import optuna
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("optuna", "plan", "Hyperparameter search") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
