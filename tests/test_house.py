@@ -155,7 +155,7 @@ STATEMENTS = {
     "cluster/local": 242,
     "cluster/login": 350,
     "cluster/sandbox": 231,
-    "cluster/slurm": 688,
+    "cluster/slurm": 685,
     "kit": 882,
     "kit/commands": 865,
     "kit/convert": 730,

@@ -119,14 +119,8 @@ def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
         f"--jobs={','.join(job_ids)}",
         "--format=%i|%T|%N|%r",
     ]
-    try:
-        lines = slurm_command(words, config).splitlines()
-    except JobError as error:
-        if "Invalid job id" in str(error):
-            return {}
-        raise
     looks = {}
-    for line in lines:
+    for line in _told_of_jobs(words, config).splitlines():
         job_id, native, nodes, reason = line.split("|", 3)
         state = STATES.get(native.split()[0], JobState.RUNNING)
         looks[job_id] = Look(state=state, reason=_words(native, nodes, reason))
@@ -198,18 +192,23 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
     return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
 
 
+def _told_of_jobs(words: list[str], config: str | None) -> str:
+    """Returns what a command says of jobs, or nothing when Slurm no longer knows them."""
+    try:
+        return slurm_command(words, config)
+    except JobError as error:
+        if "Invalid job id" in str(error):
+            return ""
+        raise
+
+
 def _show(job_id: str, config: str | None) -> dict[str, str]:
     """Returns some fields of `scontrol show job`, or nothing when it no longer knows the job.
 
     Only fields at fixed places are taken: the job's name and paths are in there too, and may hold
     anything.
     """
-    try:
-        text = slurm_command(["scontrol", "show", "job", job_id], config)
-    except JobError as error:
-        if "Invalid job id" in str(error):
-            return {}
-        raise
+    text = _told_of_jobs(["scontrol", "show", "job", job_id], config)
     patterns = (
         r"^ {3}(JobState)=(\S+) (Reason)=(.*?) Dependency=",
         r"^ {3}Requeue=\d (Restarts)=(\d+) .* (ExitCode)=(\S+)",
