@@ -135,7 +135,7 @@ def _memory(setup: Setup, name: str, answers: list[dict[str, Any]]) -> Row:
     )
     plan = setup.plan.replace(recompute=RECOMPUTED[name])
     layouts = Layouts.of(setup.spec, [plan], flash_attention=2)
-    expected = float(memory(layouts).last.total.item())
+    expected = float(memory(layouts).stages[1].total.item())
     told = (
         f"{allocated / 2**30:.1f} GiB allocated, {expected / 2**30:.1f} estimated;"
         f" {reserved / 2**30:.1f} reserved"
