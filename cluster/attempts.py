@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from cluster.files import RESERVE, RESERVE_BYTES, write_atomic
 from cluster.outcome import is_told_to_stop
@@ -51,7 +50,9 @@ def claim_attempt(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
         refuse_live(run_dir)
-        return _begin(run_dir, state=JobState.QUEUED)
+        return _begin(
+            run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current())
+        )
 
 
 @contextlib.contextmanager
@@ -130,15 +131,15 @@ def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
     """
     with locked(run_dir):
         refuse_stale(run_dir, attempt)
-        state = read_state(run_dir)
-        return _begin(
-            run_dir,
-            keeps_stop=True,
+        told = f"restarting: {reason}"
+        state = RunState(
             state=JobState.STARTING,
-            scheduler_job=state.scheduler_job if state else None,
+            attempt=0,
+            process=Process.current(),
             heartbeat=time.time(),
-            reason=f"restarting: {reason}",
+            reason=told,
         )
+        return _begin(run_dir, state)
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
@@ -176,12 +177,13 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         job = job.replace(config=known.config) if known and ours else job
         here = {
             "state": JobState.STARTING,
+            "process": Process.current(),
             "scheduler_job": job,
             "heartbeat": time.time(),
             "reason": f"started by job {job.id} on {os.uname().nodename}",
         }
         if state and ours and state.state is JobState.QUEUED:
-            begun = state.replace(process=Process.current(), **here)
+            begun = state.replace(**here)
             begun.write(run_dir / "state.json")
             record_event(run_dir, begun)
             return state.attempt
@@ -191,8 +193,11 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
                 f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was"
                 " started."
             )
-        # Slurm itself has requeued the job, before or after its trainer took the request.
-        return _begin(run_dir, keeps_stop=ours, **here)
+        told = ours and is_told_to_stop(run_dir)
+        attempt = _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
+        if told:  # Slurm itself has requeued the job, before or after its trainer took the request
+            ask(run_dir, "stop")
+        return attempt
 
 
 def _requests(run_dir: Path) -> list[Path]:
@@ -212,21 +217,14 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
     shutil.rmtree(log_path(run_dir, attempt, 0).parent, ignore_errors=True)
 
 
-def _begin(run_dir: Path, keeps_stop: bool = False, **fields: Any) -> int:
-    """Begins the next attempt with these fields of its state, and returns its number; requests are
-    dropped, but for a person's to stop where that is to be kept.
-    """
-    attempt = last_attempt(run_dir) + 1
-    begun = RunState(attempt=attempt, process=Process.current(), **fields)
-    told = keeps_stop and is_told_to_stop(run_dir)
+def _begin(run_dir: Path, state: RunState) -> int:
+    begun = state.replace(attempt=last_attempt(run_dir) + 1)
     # The control folder, so that `touch RUN/control/request_stop` works from the start.
-    with new_folders(log_path(run_dir, attempt, 0).parent, run_dir / "control"):
+    with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):
         # Which no file system makes smaller.
         write_atomic(run_dir / RESERVE, os.urandom(RESERVE_BYTES))
         for left_over in _requests(run_dir):
             left_over.unlink(missing_ok=True)
         begun.write(run_dir / "state.json")
     record_event(run_dir, begun)
-    if told:
-        ask(run_dir, "stop")
-    return attempt
+    return begun.attempt

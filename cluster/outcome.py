@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.files import FULL, RESERVE, opened, write_atomic
+from cluster.record import counted, cut
 from cluster.state import (
     ExitReport,
     JobError,
@@ -103,22 +104,52 @@ def blame(code: int) -> tuple[bool, bool]:
     return code != USELESS_TO_RETRY, -code not in CRASHES
 
 
-def furthest_steps(run_dir: Path) -> dict[int, int]:
-    """Returns the furthest step of each attempt, 0 of one that has taken none."""
+def failed(run_dir: Path, rank: int, code: int, who: str) -> Outcome:
+    """Returns what follows when a rank has failed: a start, if it was killed, or if the job has
+    shown that it can run.
+    """
+    words, rc = end_of(code)
+    may_pass = rc > 128 or (code != USELESS_TO_RETRY and has_ever_stepped(run_dir))
+    return Outcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
+
+
+def judged(outcome: Outcome, home: Home, attempt: int, max_restarts: int) -> Outcome:
+    """Returns an outcome, with an end instead of a start that would lead nowhere."""
+    run_dir, reason = home.run_dir, outcome.reason
+    if lost := home.why_lost():
+        reason = lost
+    elif outcome.fate in ("end", "taken"):
+        return outcome
+    elif is_told_to_stop(run_dir):
+        reason = f"{reason}, after a request to stop"
+    elif max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > max_restarts:
+        reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
+    elif max_restarts or outcome.fate == "requeue":
+        return outcome
+    return dataclasses.replace(outcome, fate="end", reason=reason, rc=outcome.rc or 1)
+
+
+def fruitless_starts(run_dir: Path, attempt: int) -> int:
+    """Returns how many of the newest attempts, `attempt` included, took no step that none had
+    taken before.
+    """
     furthest: dict[int, int] = {}
-    for told in (*read_history(run_dir), read_state(run_dir)):
-        if told:
-            furthest[told.attempt] = max(furthest.get(told.attempt, 0), told.step or 0)
-    return furthest
-
-
-def fruitless_starts(run_dir: Path) -> int:
-    """Returns how many of the newest attempts took no step that none had taken before."""
+    for event in read_history(run_dir):
+        furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
+    state = read_state(run_dir)
+    if state and state.attempt == attempt:
+        furthest[attempt] = max(furthest.get(attempt, 0), state.step or 0)
     fruitless = best = 0
-    for _, step in sorted(furthest_steps(run_dir).items()):
-        fruitless = 0 if step > best else fruitless + 1
-        best = max(best, step)
+    for number in sorted(furthest):
+        fruitless = 0 if furthest[number] > best else fruitless + 1
+        best = max(best, furthest[number])
     return fruitless
+
+
+def has_ever_stepped(run_dir: Path) -> bool:
+    """Returns whether any attempt of a run has taken a step."""
+    state = read_state(run_dir)
+    return bool((state and state.step) or any(event.step for event in read_history(run_dir)))
 
 
 def is_told_to_stop(run_dir: Path) -> bool:
@@ -127,6 +158,33 @@ def is_told_to_stop(run_dir: Path) -> bool:
     """
     requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
     return any(request is not None and request.by_person for request in requests)
+
+
+def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
+    """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
+    are left alone.
+    """
+    run_dir = home.run_dir
+    tail = (
+        ""
+        if outcome.failing_rank is None
+        else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
+    )
+    reason = (
+        f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
+    )
+    try:
+        home.check()
+        write_end(
+            run_dir,
+            attempt=attempt,
+            rc=outcome.rc,
+            reason=reason,
+            failing_rank=outcome.failing_rank,
+            log_tail=tail,
+        )
+    except (JobError, OSError) as error:
+        say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
 
 
 def write_end(
@@ -191,6 +249,15 @@ def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node
                 if label.strip().isdigit() and int(label) == task
             ),
         )
+
+
+def ended_well(num_ranks: int) -> str:
+    """Returns the reason of a job that is done."""
+    return (
+        "the one rank ended with code 0"
+        if num_ranks == 1
+        else f"all {num_ranks} ranks ended with code 0"
+    )
 
 
 def end_of(code: int) -> tuple[str, int]:

@@ -82,11 +82,12 @@ def read_status(run_dir: Path) -> JobStatus:
             reason = f"{reason}; {why_unknown(state)}"
     if verdict not in (JobState.DONE, JobState.IMPORTED) and (full := why_full(run_dir)):
         reason = f"{reason}; {full}"
+    step = state.step if state else None
     return JobStatus(
         state=verdict,
         reason=reason,
         attempt=attempt,
-        step=state.step if state else None,
+        step=step,
         heartbeat_age_s=age_s,
         exit_code=rc,
     )

@@ -14,6 +14,7 @@ KIT_ATTEMPT in its environment.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -25,17 +26,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NoReturn
 
-from cluster.attempts import claim_attempt
-from cluster.files import appending
+from cluster.attempts import claim_attempt, next_attempt
+from cluster.files import appending, outlive_full_log
 from cluster.job import JobSpec
 from cluster.local import STARTED
 from cluster.local.forked import ForkedRank, fork_rank, import_once
-from cluster.outcome import Outcome, blame
+from cluster.outcome import (
+    Home,
+    Outcome,
+    blame,
+    ended_well,
+    failed,
+    judged,
+    record_end,
+    say,
+)
 from cluster.process import Process, become_rank, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
-from cluster.state import JobError, JobState, log_path, update_state
-from cluster.supervisor import ASKS_FOR_THE_END, WATCHED, Supervisor, become_supervisor
+from cluster.state import JobError, JobState, log_path, read_state, update_state
 
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+LOOK_EVERY_S = 1.0
+"""How often the run directory is looked for."""
 Ranks = dict[int, subprocess.Popen | ForkedRank]
 
 
@@ -79,118 +91,103 @@ def guard(supervisor: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(status) % 256
 
 
-def supervise(run_dir: Path, spec: JobSpec, attempt: int, started: Callable[[], object]) -> int:
-    """Runs a job to its end; returns its exit code."""
-    become_supervisor()
-    if spec.time_limit_s:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        signal.setitimer(signal.ITIMER_REAL, spec.time_limit_s)
-    return LocalSupervisor(run_dir, spec, attempt, started).run()
+def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
+    """Runs attempts until one has not crashed or too many have, records the end, and returns the
+    job's return code.
+    """
+    become_subreaper()
+    outlive_full_log()
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    # The caller may ignore it, and then no exit code could be read.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
+    while True:
+        outcome = run_attempt(home, job, attempt, started, deadline)
+        outcome = judged(outcome, home, attempt, job.max_restarts)
+        say(f"{job.name}: attempt {attempt}: {outcome.reason}")
+        if outcome.fate != "restart":
+            break
+        try:
+            attempt = next_attempt(run_dir, attempt, outcome.reason)
+        except (JobError, OSError) as error:
+            outcome = dataclasses.replace(
+                outcome, reason=f"{outcome.reason}; not started again: {error}"
+            )
+            break
+    record_end(home, attempt, outcome)
+    return outcome.rc
 
 
-class LocalSupervisor(Supervisor):
-    """Runs a job's ranks as children of this process."""
-
-    def __init__(
-        self, run_dir: Path, spec: JobSpec, attempt: int, started: Callable[[], object]
-    ) -> None:
-        """`started` is called when ranks are started, or are about to be forked."""
-        super().__init__(run_dir, spec, attempt)
-        self.started = started
-        self.ranks = Ranks()
-
-    def start_ranks(self) -> None:
-        """Starts all ranks, each in its own process group and with its own log."""
-        spec, self.ranks = self.spec, Ranks()
-        update_state(self.run_dir, attempt=self.attempt, process=Process.current())
-        self.port = reserve_port()
-        common = self._environment()
-        if spec.forks:
-            self.note(JobState.STARTING, f"{spec.argv[2]} is being imported")
-            self.started()
-            import_once(spec.argv[2], {**common, **spec.environment})
-        for rank in range(spec.num_processes):
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **spec.environment}
-            with appending(log_path(self.run_dir, self.attempt, rank)) as log:
-                try:
-                    self.ranks[rank] = start_rank(spec, environment, log)
-                except OSError as error:
-                    raise JobError(f"rank {rank} could not be started: {error}") from error
-        processes = counted(spec.num_processes, "process", "processes")
-        self.note(JobState.STARTING, f"{processes} started, no step yet")
-        if not spec.forks:
-            self.started()
-
-    def _environment(self) -> dict[str, str]:
-        """Returns the environment that all ranks have in common."""
-        return {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "WORLD_SIZE": str(self.spec.num_processes),
-            "LOCAL_WORLD_SIZE": str(self.spec.num_processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.port.getsockname()[1]),
-            "KIT_ATTEMPT": str(self.attempt),
-            "PYTHONUNBUFFERED": "1",
-            # With gloo, ranks that restart would else read stale addresses.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-
-    def watch(self) -> Outcome:
-        outcome = super().watch()
+def run_attempt(
+    home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float
+) -> Outcome:
+    """Runs all ranks to their end and returns it; none of them is left."""
+    run_dir, ranks = home.run_dir, Ranks()
+    try:
+        update_state(run_dir, attempt=attempt, process=Process.current())
+        if job.forks:
+            say_starting(run_dir, attempt, f"{job.argv[2]} is being imported")
+            started()
+        port = start_ranks(run_dir, job, attempt, ranks)
+        say_starting(
+            run_dir,
+            attempt,
+            f"{counted(job.num_processes, 'process', 'processes')} started, no step yet",
+        )
+        if not job.forks:
+            started()
+        outcome = watch(ranks, job.time_limit_s, deadline, home)
+        port.close()
+        state = read_state(run_dir)
+        if outcome.rc == 0 and state and state.state is JobState.STOPPING:
+            outcome = Outcome(0, f"stopped on request at step {state.step}")
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(1, str(error) or repr(error))
+    with contextlib.suppress(JobError, OSError):
+        home.check()
         if outcome.rc:
-            with contextlib.suppress(JobError, OSError):
-                self.home.check()
-                self.note(JobState.STOPPING, outcome.reason)
-        return outcome
+            update_state(run_dir, attempt=attempt, state=JobState.STOPPING, reason=outcome.reason)
+    end_ranks(ranks, job.grace_s)
+    kill_descendants()
+    return outcome
 
-    def look(self, signal_number: int | None) -> Outcome | None:
-        """Returns an end when all ranks have ended well, one has failed, the time is over, or a
-        signal asks for the end.
-        """
-        self._reap()
-        codes = {rank: process.returncode for rank, process in self.ranks.items()}
-        if all(code == 0 for code in codes.values()):
-            return self.ended_well()
-        if signal_number == signal.SIGALRM:
-            return Outcome(124, f"the time limit of {self.spec.time_limit_s:g} s was reached")
-        if signal_number and signal_number in ASKS_FOR_THE_END:
-            name = signal.Signals(signal_number).name
-            return Outcome(128 + signal_number, f"cancelled by {name}")
-        if failures := {rank: code for rank, code in codes.items() if code}:
-            first = min(failures, key=lambda rank: (blame(failures[rank]), rank))
-            return self.failed(first, failures[first], f"rank {first}")
-        return None
 
-    def _reap(self) -> None:
-        """Collects every child that has ended: ranks get their return code, adopted orphans are
-        forgotten.
-        """
-        by_pid = {process.pid: process for process in self.ranks.values()}
-        with contextlib.suppress(ChildProcessError):
-            while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if info.si_pid in by_pid:
-                    by_pid[info.si_pid].wait()
-                else:
-                    os.waitpid(info.si_pid, 0)
+def say_starting(run_dir: Path, attempt: int, reason: str) -> None:
+    """Records that an attempt starts, and how far it is."""
+    update_state(
+        run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time()
+    )
 
-    def end_ranks(self) -> None:
-        """Asks the process groups of all running ranks to end, and kills them after the grace
-        time.
-        """
-        deadline = time.monotonic() + self.spec.grace_s
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in self.ranks.values():
-                if process.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-            while any(process.returncode is None for process in self.ranks.values()):
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    break
-                signal.sigtimedwait({signal.SIGCHLD}, remaining_s)
-                self._reap()
-        kill_descendants()
+
+def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> socket.socket:
+    """Starts all ranks into `ranks`, each in its own process group and with its own log.
+
+    Returns the socket that keeps their port reserved; keep it until they have ended.
+    """
+    port = reserve_port()
+    common = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "WORLD_SIZE": str(job.num_processes),
+        "LOCAL_WORLD_SIZE": str(job.num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.getsockname()[1]),
+        "KIT_ATTEMPT": str(attempt),
+        "PYTHONUNBUFFERED": "1",
+        # With gloo, ranks that restart would else read stale addresses.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if job.forks:
+        import_once(job.argv[2], {**common, **job.environment})
+    for rank in range(job.num_processes):
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment}
+        with appending(log_path(run_dir, attempt, rank)) as log:
+            try:
+                ranks[rank] = start_rank(job, environment, log)
+            except OSError as error:
+                raise JobError(f"rank {rank} could not be started: {error}") from error
+    return port
 
 
 def start_rank(
@@ -219,6 +216,58 @@ def reserve_port() -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
     return reserved
+
+
+def watch(ranks: Ranks, time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
+    """Waits until all ranks have ended well, one has failed, the time is over, the run directory is
+    lost, or a signal asks for the end."""
+    while True:
+        reap(ranks)
+        codes = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
+        if codes:
+            first = min(codes, key=lambda rank: (blame(codes[rank]), rank))
+            return failed(home.run_dir, first, codes[first], f"rank {first}")
+        if all(process.returncode == 0 for process in ranks.values()):
+            return Outcome(0, ended_well(len(ranks)))
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return Outcome(124, f"the time limit of {time_limit_s:g} s was reached")
+        if lost := home.why_lost():
+            return Outcome(1, lost)
+        received = signal.sigtimedwait(WATCHED, min(remaining_s, LOOK_EVERY_S))
+        if received and received.si_signo != signal.SIGCHLD:
+            return Outcome(
+                128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}"
+            )
+
+
+def reap(ranks: Ranks) -> None:
+    """Collects every child that has ended: ranks get their return code, adopted orphans are
+    forgotten.
+    """
+    by_pid = {process.pid: process for process in ranks.values()}
+    with contextlib.suppress(ChildProcessError):
+        while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if info.si_pid in by_pid:
+                by_pid[info.si_pid].wait()
+            else:
+                os.waitpid(info.si_pid, 0)
+
+
+def end_ranks(ranks: Ranks, grace_s: float) -> None:
+    """Asks the process groups of all running ranks to end, and kills them after the grace time."""
+    deadline = time.monotonic() + grace_s
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in ranks.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        while any(process.returncode is None for process in ranks.values()):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            signal.sigtimedwait({signal.SIGCHLD}, remaining_s)
+            reap(ranks)
 
 
 def exit_with(function: Callable[[], int]) -> NoReturn:

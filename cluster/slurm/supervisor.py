@@ -31,18 +31,23 @@ import time
 from pathlib import Path
 
 from cluster.attempts import take_over
-from cluster.files import unless_full
+from cluster.files import outlive_full_log, unless_full
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.outcome import (
     USELESS_TO_RETRY,
+    Home,
     Outcome,
     blame,
+    ended_well,
+    failed,
     is_told_to_stop,
+    judged,
     keep_words,
+    record_end,
     say,
 )
-from cluster.process import kill_descendants
+from cluster.process import become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.slurm import begin_elsewhere, requeue_this
 from cluster.slurm.preflight import answering_nodes, check_nodes
@@ -52,14 +57,23 @@ from cluster.state import (
     JobError,
     JobState,
     SchedulerJob,
+    StaleAttemptError,
     ask,
     read_state,
     record_event,
     refuse_stale,
+    update_state,
 )
-from cluster.supervisor import ASKS_FOR_THE_END, TIME_IS_SHORT, Supervisor, become_supervisor
 
-END_WAIT_S = 15.0
+WATCHED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+)
+LOOK_EVERY_S, END_WAIT_S = 1.0, 15.0
 REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
 
@@ -73,25 +87,41 @@ WHY_TERMINATED = {
 """By Slurm's word for the state of a job that it ends."""
 
 
-class SlurmSupervisor(Supervisor):
-    """Runs a job's ranks in one allocation."""
+class Supervisor:
+    """One allocation of a job."""
 
-    def __init__(
-        self, run_dir: Path, spec: JobSpec, attempt: int, command: list[str], job: SchedulerJob
-    ) -> None:
-        super().__init__(run_dir, spec, attempt)
-        self.command, self.job = command, job
-        self.starts = 0
-        """Of srun, in this allocation."""
-        self.step: subprocess.Popen | None = None
-        self.failed_at: float | None = None
+    def __init__(self, run_dir: Path, command: list[str], job: SchedulerJob) -> None:
+        self.run_dir, self.command, self.job = run_dir, command, job
+        self.home, self.spec = Home(run_dir), JobSpec.read(run_dir / "job.json")
+        self.attempt = 0
+        self.stop_reason: str | None = None
         self.next_state = JobState.REQUEUED
         """What the run directory says until the next attempt starts, here or elsewhere."""
+        # Waited for in `_watch`. The commands of Slurm inherit this, which is as well: a requeue
+        # sends SIGTERM to the very command that asks for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
-    def begin_next(self, reason: str) -> int:
-        """As that of any supervisor, once the end of this attempt stands in the history."""
-        self.note(JobState.REQUEUED, f"{reason}; restarting in the same allocation")
-        return super().begin_next(reason)
+    def run(self) -> int:
+        """Runs attempts until the job's fate is decided; returns its exit code."""
+        starts = 0
+        while True:
+            self.attempt = take_over(self.run_dir, self.job)
+            nodes = os.environ["SLURM_JOB_NODELIST"]
+            say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
+            try:
+                outcome = self._check_nodes() if starts == 0 else None
+                outcome = self._judge(self._without_lost(outcome or self._attempt(starts)))
+                say(f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}")
+                if outcome.fate != "restart":
+                    return self._finish(outcome)
+                told = f"{outcome.reason}; restarting in the same allocation"
+                self._note(JobState.REQUEUED, told)
+            except StaleAttemptError as error:
+                say(str(error))
+                return 1
+            except (OSError, JobError) as error:  # a full disk, or no word from Slurm
+                return self._finish(Outcome(1, str(error)))
+            starts += 1
 
     def _check_nodes(self) -> Outcome | None:
         """Returns how it ends when the nodes do not see the same run directory, or do not
@@ -104,11 +134,9 @@ class SlurmSupervisor(Supervisor):
             return Outcome(1, str(error), fate="requeue")
         return Outcome(USELESS_TO_RETRY, problem) if problem else None
 
-    def start_ranks(self) -> Outcome | None:
-        """Starts srun, which starts all ranks; at first, only where the nodes are fit for it."""
-        if self.starts == 0 and (problem := self._check_nodes()):
-            return problem
-        port = int(os.environ.get("MASTER_PORT", "29500")) + self.starts
+    def _attempt(self, starts: int) -> Outcome:
+        """Runs all ranks to their end and returns it; none that can be reached is left."""
+        port = int(os.environ.get("MASTER_PORT", "29500")) + starts
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
         if self.spec.num_processes > MANY:
@@ -116,39 +144,38 @@ class SlurmSupervisor(Supervisor):
             logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
             environment["SLURM_STDOUTMODE"] = f"{logs}/node_%n.log"
         ranks, nodes = counted(self.spec.num_processes, "rank"), os.environ["SLURM_JOB_NODELIST"]
-        say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
-        self.note(JobState.STARTING, f"{ranks} starting on {nodes}")
+        self._note(JobState.STARTING, f"{ranks} starting on {nodes}")
         failures_of(self.run_dir, self.attempt).mkdir(parents=True, exist_ok=True)
-        self.starts += 1
-        self.failed_at = None
-        self.step = subprocess.Popen(
+        step = subprocess.Popen(
             self.command,
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
         )
+        try:
+            return self._watch(step)
+        finally:
+            self._end(step)
 
-    def run_ranks(self) -> Outcome:
-        """As that of any supervisor; what would start again here starts elsewhere where it must."""
-        return self._without_lost(super().run_ranks())
-
-    def look(self, signal_number: int | None) -> Outcome | None:
-        """Returns how this attempt ends when srun has ended, or should have, or Slurm ends the job;
-        asks the ranks to save and stop where Slurm leaves them time.
-        """
-        assert self.step is not None
-        if self.step.poll() is not None:
-            return self._after(self.step.returncode)
-        if signal_number in ASKS_FOR_THE_END and (outcome := self._told_to_end()):
-            return outcome
-        if signal_number in TIME_IS_SHORT:
-            self._ask_to_stop("the time limit is near")
-        if self.failed_at is None and self._failures():
-            self.failed_at = time.monotonic()
-        if self.failed_at and time.monotonic() - self.failed_at > END_WAIT_S:
-            return self._after(1)  # srun waits for a node that does not answer its order to end
-        return None
+    def _watch(self, step: subprocess.Popen) -> Outcome:
+        failed_at = None
+        while True:
+            received = signal.sigtimedwait(WATCHED, LOOK_EVERY_S)
+            number = received.si_signo if received else None
+            if step.poll() is not None:
+                return self._after(step.returncode)
+            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if outcome := self._told_to_end():
+                    return outcome
+            if number in (signal.SIGUSR1, signal.SIGUSR2):
+                self._ask_to_stop("the time limit is near")
+            if lost := self.home.why_lost():
+                return Outcome(1, lost)
+            if failed_at is None and self._failures():
+                failed_at = time.monotonic()
+            if failed_at and time.monotonic() - failed_at > END_WAIT_S:
+                return self._after(1)  # srun waits for a node that does not answer its order to end
 
     def _after(self, code: int) -> Outcome:
         """Returns what follows when srun has ended, or when it should have."""
@@ -158,7 +185,7 @@ class SlurmSupervisor(Supervisor):
         if code:
             reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
             return self._why_terminated() or Outcome(code % 256, reason, fate="restart")
-        return self.ended_well()
+        return self._stopped() or Outcome(0, ended_well(self.spec.num_processes))
 
     def _failure(self, failure: Failure) -> Outcome:
         # Under torchrun a task is the agent of all ranks of a node.
@@ -170,7 +197,16 @@ class SlurmSupervisor(Supervisor):
         rank = failure.rank * ranks_per_task
         keep_words(self.run_dir, self.attempt, rank, failure.rank, per_node)
         who = f"rank {rank}" if ranks_per_task == 1 else "a rank"
-        return self.failed(rank, failure.code, f"{who} on {failure.node}")
+        return failed(self.run_dir, rank, failure.code, f"{who} on {failure.node}")
+
+    def _stopped(self) -> Outcome | None:
+        """Returns what follows when the trainer has saved and stopped because it was asked to."""
+        state = read_state(self.run_dir)
+        if state is None or state.state is not JobState.STOPPING:
+            return None
+        if self.stop_reason is None or is_told_to_stop(self.run_dir):
+            return Outcome(0, f"stopped on request at step {state.step}")
+        return Outcome(0, f"{self.stop_reason}; saved at step {state.step}", fate="requeue")
 
     def _without_lost(self, outcome: Outcome) -> Outcome:
         """Returns a start elsewhere instead of one in this allocation, some of whose nodes no
@@ -225,26 +261,26 @@ class SlurmSupervisor(Supervisor):
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
-    def judge(self, outcome: Outcome) -> Outcome:
+    def _judge(self, outcome: Outcome) -> Outcome:
         """Returns an end instead of a start that would lead nowhere, and a requeue that has been
         asked for.
         """
         starts = outcome.fate in ("restart", "requeue") and not self.home.why_lost()
         if starts and (self.stop_reason is None or is_told_to_stop(self.run_dir)):
             # All is saved: a rank or a node that was lost after that changes nothing.
-            outcome = self.stopped() or outcome
-        outcome = super().judge(outcome)
+            outcome = self._stopped() or outcome
+        outcome = judged(outcome, self.home, self.attempt, self.spec.max_restarts)
         if outcome.fate == "restart" and self.stop_reason is not None:
             # Time is short: start again with a fresh limit.
             return dataclasses.replace(outcome, fate="requeue")
         return outcome
 
-    def finish(self, outcome: Outcome) -> int:
-        """Records the end, or hands the job on to the next allocation; returns its exit code."""
+    def _finish(self, outcome: Outcome) -> int:
         if outcome.fate == "end":
-            return super().finish(outcome)
+            record_end(self.home, self.attempt, outcome)
+            return outcome.rc
         with contextlib.suppress(OSError):
-            self.note(self.next_state, outcome.reason, lost_node=outcome.lost_node)
+            self._note(self.next_state, outcome.reason, outcome.lost_node)
         if outcome.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
             return outcome.rc
         return self._requeue(outcome) if outcome.fate == "requeue" else outcome.rc
@@ -260,8 +296,20 @@ class SlurmSupervisor(Supervisor):
                 if time.monotonic() > deadline:
                     tried = f"and it could not be requeued: {error}. `kit resume` starts it again"
                     end = Outcome(outcome.rc or 1, f"{outcome.reason}; {tried}")
-                    return super().finish(end)
+                    record_end(self.home, self.attempt, end)
+                    return end.rc
             time.sleep(3)
+
+    def _note(self, state: JobState, reason: str, lost_node: str | None = None) -> None:
+        beat = {"heartbeat": time.time()} if state is JobState.STARTING else {}
+        update_state(
+            self.run_dir,
+            attempt=self.attempt,
+            lost_node=lost_node,
+            state=state,
+            reason=reason,
+            **beat,
+        )
 
     def _failures(self) -> list[Failure]:
         with contextlib.suppress(OSError):  # a file system in trouble is no reason to end
@@ -269,16 +317,17 @@ class SlurmSupervisor(Supervisor):
             return [failure for file in files if (failure := Failure.read_or_none(file))]
         return []
 
-    def end_ranks(self) -> None:
+    def _end(self, step: subprocess.Popen) -> None:
         """Ends srun and with it all ranks that can be reached."""
-        if self.step is None:
-            return
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-            self.step.send_signal(number)
+            if step.poll() is not None:
+                break
+            step.send_signal(number)
             # For a node that does not answer it would wait for ever.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.step.wait(3.0)
-        self.step.wait()
+            deadline = time.monotonic() + 3.0
+            while step.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        step.wait()
         kill_descendants()
 
 
@@ -287,16 +336,13 @@ def main() -> int:
     if "SLURM_JOB_ID" not in os.environ or len(sys.argv) < 4:
         print("run this inside a Slurm job, as submit.sh does", file=sys.stderr)
         return 2
-    directory, _, *command = sys.argv[1:]
-    run_dir, config = Path(directory).absolute(), os.environ.get("SLURM_CONF")
+    run_dir, _, *command = sys.argv[1:]
     try:
+        config = os.environ.get("SLURM_CONF")
         job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=config)
-        spec = JobSpec.read(run_dir / "job.json")
-        # The commands of Slurm inherit blocked signals, which is as well: a requeue sends SIGTERM
-        # to the very command that asks for it.
-        become_supervisor()
-        attempt = take_over(run_dir, job)
-        return SlurmSupervisor(run_dir, spec, attempt, command, job).run()
+        outlive_full_log()
+        become_subreaper()
+        return Supervisor(Path(run_dir).absolute(), command, job).run()
     except (ConfigError, JobError, OSError) as error:
         print(error, file=sys.stderr)
     return 2

@@ -15,8 +15,7 @@ from cluster import local
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.files import RESERVE, RESERVE_BYTES, append_lines, unless_full
 from cluster.job import read_status
-from cluster.local.supervisor import LocalSupervisor
-from cluster.outcome import Outcome, write_end
+from cluster.outcome import Home, Outcome, record_end, write_end
 from cluster.process import Process
 from cluster.state import (
     JobState,
@@ -60,8 +59,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 def test_end_of_an_attempt_is_recorded(run_dir, word):
     log_path(run_dir, 1, 0).write_bytes(20_000 * word)
     fill(filler(run_dir))
-    supervisor = LocalSupervisor(run_dir, job_spec(run_dir, "true"), 1, lambda: None)
-    supervisor.finish(Outcome(78, "rank 0 ended with code 78", failing_rank=0))
+    record_end(Home(run_dir), 1, Outcome(78, "rank 0 ended with code 78", failing_rank=0))
     report, state = read_exit(run_dir), read_state(run_dir)
     assert report is not None and report.reason.startswith("rank 0 ended with code 78")
     assert report.reason.endswith("; No space left on device") and len(report.log_tail) > 16_000

@@ -1,6 +1,7 @@
 """What follows the end of an attempt, without a Slurm."""
 
 import errno
+import signal
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,7 @@ from cluster.outcome import Outcome
 from cluster.slurm import supervisor as module
 from cluster.slurm.queries import native_state
 from cluster.slurm.rank import Failure, failures_of
-from cluster.slurm.supervisor import SlurmSupervisor
+from cluster.slurm.supervisor import Supervisor
 from cluster.state import (
     JobError,
     JobState,
@@ -26,10 +27,12 @@ from tests.cluster.jobs import standin
 
 
 @pytest.fixture
-def supervisor(tmp_path):
-    """A supervisor whose trainer has taken two steps."""
-    spec, job = standin(tmp_path), SchedulerJob(scheduler="slurm", id="7")
-    supervisor = SlurmSupervisor(tmp_path, spec, take_over(tmp_path, job), [], job)
+def supervisor(tmp_path, monkeypatch):
+    """A supervisor whose trainer has taken two steps; signals stay as they are."""
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
+    standin(tmp_path).write(tmp_path / "job.json")
+    supervisor = Supervisor(tmp_path, [], SchedulerJob(scheduler="slurm", id="7"))
+    supervisor.attempt = take_over(tmp_path, supervisor.job)
     update_state(tmp_path, attempt=1, state=JobState.RUNNING, step=2)
     return supervisor
 
@@ -76,7 +79,7 @@ def test_who_asked_for_a_stop_decides_whether_a_lost_attempt_is_followed(
 ):
     """What is lost after the last checkpoint changes nothing."""
     happen(supervisor, *events.split())
-    judged = supervisor.judge(outcome)
+    judged = supervisor._judge(outcome)
     assert (judged.fate, judged.reason) == (fate or outcome.fate, reason.format(outcome.reason))
     if judged.reason == STOPPED.reason:
         assert judged == supervisor._after(0) == STOPPED
@@ -97,10 +100,12 @@ def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
 def test_trouble_with_the_disk_or_with_slurm_is_recorded_as_the_end(
     supervisor, monkeypatch, trouble
 ):
-    monkeypatch.setattr(supervisor, "start_ranks", Mock(side_effect=trouble))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(supervisor, "_check_nodes", lambda: None)
+    monkeypatch.setattr(supervisor, "_attempt", Mock(side_effect=trouble))
     assert supervisor.run() == 1
     report = read_exit(supervisor.run_dir)
-    assert report and (report.attempt, report.rc, report.reason) == (1, 1, str(trouble))
+    assert report and (report.attempt, report.rc, report.reason) == (2, 1, str(trouble))
 
 
 def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_on(
