@@ -153,7 +153,7 @@ STATEMENTS = {
     "cluster": 1487,
     "cluster/kubernetes": 182,
     "cluster/local": 264,
-    "cluster/login": 350,
+    "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 231,
     "cluster/slurm": 713,
     "kit": 882,

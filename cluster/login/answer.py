@@ -24,8 +24,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """
     run_dir, wanted = Path(request["run"]).expanduser(), request["do"]
     if wanted == "lacking":
-        paths = [Path(path) for path in request["paths"]]
-        return {"lacking": [str(it) for it in paths if not any(it.parent.glob(f"{it.name}*"))]}
+        asked = {path: Path(path).expanduser() for path in request["paths"]}
+        lacking = [path for path, it in asked.items() if not any(it.parent.glob(f"{it.name}*"))]
+        return {"lacking": lacking}
     if wanted == "submit":
         if request["new"] and run_dir.is_dir() and any(run_dir.iterdir()):
             raise JobError(
