@@ -159,7 +159,7 @@ STATEMENTS = {
     "kit": 882,
     "kit/commands": 865,
     "kit/convert": 730,
-    "kit/data": 1204,
+    "kit/data": 1199,
     "kit/engines": 1310,
     "kit/estimate": 8,
     "kit/estimate/choose": 799,  # imports of machine.py, instead of a search.py of 381 lines
