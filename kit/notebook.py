@@ -1,4 +1,4 @@
-"""The few things that only notebooks need: what they train at their scale, a fresh run
+"""The few things that only notebooks need: what they train on their reader's cluster, a fresh run
 directory, a table from rows.
 """
 
@@ -31,16 +31,14 @@ LENGTHS = (
 )
 """Fields of a recipe that a notebook sets at either scale: it tells a story of so many steps."""
 DEMO = (
-    "Demo scale: real processes and real training on this machine's CPU cores. Only the sizes are"
-    " small."
+    'Demo scale: nothing is sent to a cluster. With SCALE = "cluster" the next cell trains there.'
 )
 WEEK_S = 7 * 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a reader gives a notebook to train at cluster scale; at demo scale nothing, and the
-    notebook has its own.
+    """What a reader gives a notebook to train on a cluster; at demo scale nothing.
 
     Attributes:
         site: where.

@@ -18,10 +18,9 @@ from tests.environments import outside
 
 FOLDER = REPOSITORY / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "04_watch_a_run", "05_evaluate")
-"""Those that train something of the reader's choice; the others are about papers, plans and one
-model."""
-MAX_CODE_CELLS, MAX_LINES, MAX_STATEMENTS = 25, 30, 18
+AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "05_evaluate")
+"""Those whose last section trains something of the reader's choice on the reader's cluster."""
+MAX_CODE_CELLS, MAX_LINES, MAX_STATEMENTS, MAX_FIRST_IMPORTS = 25, 30, 18, 5
 EXECUTE = "import sys, pathlib, kit.demo; kit.demo.execute(*map(pathlib.Path, sys.argv[1:]))"
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 
@@ -51,11 +50,19 @@ def test_is_written_by_the_rules(notebook: Path) -> None:
     parameters = [cell.source for cell in code if "parameters" in cell.metadata.get("tags", [])]
     assert len(parameters) == (notebook.stem in AT_A_SCALE), "no parameter without a use"
     assert all(source.startswith('SCALE = "demo"') for source in parameters)
-    assert any("SCALE" in cell.source for cell in code) == bool(parameters)
+    own_cluster = [i for i, cell in enumerate(code) if re.search("SCALE|given", cell.source)]
+    assert len(own_cluster) == 3 * len(parameters), "the reader's cluster has a section of its own"
+    assert not parameters or own_cluster == [len(code) - 4, len(code) - 3, len(code) - 2]
+    assert code[0].source.count("import ") <= MAX_FIRST_IMPORTS
     assert not any(".close()" in cell.source for cell in code), (
         "after the last cell a live view is still live"
     )
     assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
+    assert re.search(r"\*\d+ minutes to read, about \d+ to run", cells[0].source)
+    number = NOTEBOOKS.index(notebook)
+    beside = NOTEBOOKS[number - 1 : number] if number else []
+    for other in [*beside, *NOTEBOOKS[number + 1 : number + 2]]:
+        assert f"({other.name})" in cells[0].source, "leads to the one before and the next"
     assert code[-1].source.count("assert ") >= 3, "ends with checks of what it claimed"
     assert len({cell.id for cell in cells}) == len(cells)
 
@@ -68,10 +75,18 @@ def test_refuses_an_unknown_scale(name: str) -> None:
         if cell.cell_type == "code"
     ]
     names: dict[str, Any] = {}
+    exec(code[-4].source, names)
+    names["SCALE"] = "dmeo"
     with pytest.raises(ConfigError, match="SCALE: 'dmeo' is unknown. Did you mean 'demo'"):
-        for cell in code:
-            exec(cell.source, names)
-            names["SCALE"] = "dmeo"
+        exec(code[-3].source, names)
+
+
+@by_name
+def test_answers_to_exercises_hold(notebook: Path) -> None:
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        for answer in re.findall(r"```python\n(.*?)```", cell.source, re.DOTALL):
+            assert "assert " in answer
+            exec(answer, {})
 
 
 @by_name
