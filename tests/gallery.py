@@ -40,6 +40,8 @@ SHOWN = ("image/png", "text/markdown", "text/html", "text/plain")
 LIVE = "application/vnd.jupyter.widget-view+json"
 INVITATION = "[Read it here with all pictures](gallery/{name}.md), without running anything."
 """In the first cell of each notebook."""
+TILE = re.compile(r"<div[^>]*><div[^>]*>([^<]+)</div><b>([^<]*)</b></div>")
+"""Of a live view: a word and its value."""
 MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs on two CPU cores."
 
 
@@ -74,8 +76,47 @@ def write_page(name: str, executed: Path) -> None:
     text, resources = MarkdownExporter(config=extract).from_notebook_node(document)
     for file, picture in resources["outputs"].items():
         (GALLERY / file).write_bytes(fewer_colours(picture))
+    text = re.sub(r"!\[png\]\(\w+?--([\w-]+)\.png\)", _with_words, text)
     lines = (line.rstrip() for line in text.strip().splitlines())
     (GALLERY / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _with_words(picture: re.Match[str]) -> str:
+    """Returns a picture of a page whose alternative text is the name of its cell."""
+    words = picture[1].rstrip("0123456789").replace("-", " ")
+    return picture[0].replace("![png]", f"![{words}]")
+
+
+def index() -> str:
+    """Returns the gallery's front page: each notebook and each figure of a paper, with a small
+    picture, its files and its command.
+    """
+    lines = [
+        "# Gallery",
+        "",
+        "Made by `make gallery`: every notebook, executed on two CPU cores, and every figure of",
+        "both papers as SVG and CSV.",
+        "",
+        "| notebook | a picture of it |",
+        "|---|---|",
+    ]
+    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
+        name = notebook.stem
+        title = nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].strip("# ")
+        shown = next(iter(sorted(GALLERY.glob(f"{name}--*.png"))), None)
+        picture = f'<img src="{shown.name}" width="260" alt="{title}">' if shown else ""
+        lines.append(f"| [{name[:2]}]({name}.md) {title} | {picture} |")
+    for paper, figures, _ in PAPERS.values():
+        lines += ["", f"## Figures of the {paper.upper() if paper == 'hlat' else 'Frontier'} paper"]
+        lines += ["", f"[Its claims, and what was found](claims_{paper}.md)", ""]
+        lines += ["| figure | what it shows | files | command |", "|---|---|---|---|"]
+        for name, figure in figures.items():
+            kinds = [kind for kind in ("svg", "csv") if (GALLERY / f"{name}.{kind}").exists()]
+            files = ", ".join(f"[{kind.upper()}]({name}.{kind})" for kind in kinds)
+            drawn = f'<img src="{name}.svg" width="200" alt="{figure.title}">'
+            cells = [drawn if "svg" in kinds else "a table", figure.title, files]
+            lines.append(f"| {' | '.join(cells)} | `kit figure {name}` |")
+    return "\n".join(lines) + "\n"
 
 
 def fewer_colours(picture: bytes) -> bytes:
@@ -134,10 +175,13 @@ def _clean(output: NotebookNode, stem: str) -> None:
 
 
 def _hosted(text: str, stem: str) -> str:
-    """Returns HTML as a code host shows it: no style sheets, drawings as files, those of light
-    pages only, no gaps.
+    """Returns HTML as a code host shows it: no styles, the tiles of a live view in one line,
+    drawings as files, those of light pages only, no gaps.
     """
     text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
+    text = TILE.sub(r"\1 <b>\2</b> &nbsp; ", text)
+    text = re.sub(r" style='text-align:(\w+)'", r" align='\1'", text)
+    text = re.sub(r" style='[^']*'", "", text)
     if drawing := re.search(r"data:image/svg\+xml;base64,([^'\"]+)", text):
         (GALLERY / f"{stem}.svg").write_bytes(base64.b64decode(drawing[1]))
         text = text.replace(drawing[0], f"{stem}.svg")
@@ -168,6 +212,7 @@ def main() -> int:
             return 1
         keep(name, executed)
         console.print(f"{len(list(GALLERY.glob('*.png')))} pictures in {GALLERY}")
+    (GALLERY / "README.md").write_text(index(), encoding="utf-8")
     return 0
 
 

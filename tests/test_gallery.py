@@ -71,7 +71,7 @@ def test_page_of_a_notebook_shows_what_it_said_without_terminal_machine_and_dark
         and "[b](b.md)" in page
     )
     assert (
-        "red ../runs/x" in page and "![png](a--draw1.png)" in page and "src='a--draw2.svg'" in page
+        "red ../runs/x" in page and "![draw](a--draw1.png)" in page and "src='a--draw2.svg'" in page
     )
     assert not any(
         word in page for word in ("widget", "style", "dark", "base64", "\x1b", str(tmp_path))
@@ -90,7 +90,10 @@ def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None
     )
     cells = nbformat.read(notebook, as_version=4).cells
     assert gallery.INVITATION.format(name=notebook.stem) in cells[0].source, "the way to the page"
-    shown = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    without_answers = re.sub(
+        r"<details>\n<summary>Answers.*?</details>", "", page.read_text(), flags=re.DOTALL
+    )
+    shown = re.findall(r"^```python\n(.*?)^```$", without_answers, flags=re.MULTILINE | re.DOTALL)
     code = [cell.source for cell in cells if cell.cell_type == "code"]
     assert [source.strip() for source in code] == [text.strip() for text in shown], again
     pictures = re.findall(r"(?:\]\(|src=')([\w-]+--[\w-]+\.(?:png|svg))", page.read_text())
@@ -133,3 +136,16 @@ def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
 
 def test_every_notebook_of_a_paper_exists() -> None:
     assert all((gallery.NOTEBOOKS / f"{name}.ipynb").exists() for name in gallery.PAPERS)
+
+
+def test_front_page_leads_to_every_page_and_figure() -> None:
+    page = gallery.index()
+    assert page == (gallery.GALLERY / "README.md").read_text(encoding="utf-8"), "make gallery"
+    linked = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", page)
+    assert all((gallery.GALLERY / (a or b)).exists() for a, b in linked)
+    assert all(f"`kit figure {name}`" in page for name in FIGURES)
+
+
+def test_a_code_host_shows_the_tiles_of_a_live_view_in_one_line() -> None:
+    told = "<div style='a'><div style='b'>step</div><b>72</b></div><td style='text-align:right'>"
+    assert gallery._hosted(told, "x") == "step <b>72</b> &nbsp; <td align='right'>"
