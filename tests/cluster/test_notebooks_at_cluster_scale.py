@@ -96,4 +96,4 @@ def test_scores_on_the_readers_cluster(patient, run_notebook, spec, monkeypatch)
         "PIP_NO_INDEX",
     ):
         monkeypatch.delenv(variable)
-    check_runs("05_evaluate", [48], run_notebook, spec)
+    check_runs("05_evaluate", [96], run_notebook, spec)
