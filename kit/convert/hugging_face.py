@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from cluster.record import check_file_name
-from kit.convert import run_weights
-from kit.convert.formats import named
 from kit.convert.hugging_face_config import Precision, config_of, load_spec
-from kit.convert.names import from_theirs, their_name, to_theirs
+from kit.convert.neuron import import_nxd
+from kit.convert.other_trainers import named
 from kit.convert.tokenizer import write_tokenizer
-from kit.convert.weights import Weights, parameter_shapes
+from kit.convert.weights import Weights, from_theirs, parameter_shapes, their_name, to_theirs
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError, needed
 from kit.model import Decoder
 from kit.run import Run
+from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -36,6 +36,23 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 # Export -------------------------------------------------------------------------------------------
+
+
+def run_weights(run: Run, step: int | None = None) -> Weights:
+    """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
+            it is damaged.
+    """
+    known = run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    if known[0].plan.engine == "neuron":
+        return import_nxd(run.checkpoints.path(known[0].step), run.spec)
+    tensors = CheckpointTensors(run.checkpoints, known, run.spec)
+    return Weights(
+        run.spec,
+        lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}),
+    )
 
 
 def export_hugging_face(

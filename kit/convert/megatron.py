@@ -10,7 +10,6 @@ language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai
 """
 
 import argparse
-import collections
 import io
 import pickle
 import re
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.convert.formats import named
-from kit.convert.weights import Weights, load_tensors
+from kit.convert.other_trainers import named
+from kit.convert.weights import Weights, load_tensors, numbered_files
 from kit.errors import DataError
 from kit.run.checkpoint_reader import Values
 from kit.spec import ModelSpec
@@ -146,23 +145,20 @@ class LayerFiles:
 
 
 def _layer_files(folder: Path) -> list[Layer]:
-    files: dict[int, dict[int, Path]] = collections.defaultdict(dict)
-    for file in folder.glob("layer_*-model_*-model_states.pt"):
-        if match := FILE_NAME.fullmatch(file.name):
-            files[int(match[1])][int(match[2])] = file
+    files = numbered_files(folder, FILE_NAME)
     if not files:
         raise DataError(
             f"{folder}: has no layer_XX-model_YY-model_states.pt."
             f" {named(folder, 'Megatron-DeepSpeed')}Give a folder global_stepN."
         )
-    ranks = max(len(ranks) for ranks in files.values())
-    for number, layer in files.items():
-        if sorted(layer) != list(range(ranks)):
+    numbers, ranks = (sorted({*found}) for found in zip(*files, strict=True))
+    for number in numbers:
+        held = sorted(rank for layer, rank in files if layer == number)
+        if held != [*range(len(ranks))]:
             raise DataError(
-                f"{folder}: layer {number} has tensor ranks {sorted(layer)}, expected 0 to"
-                f" {ranks - 1}."
+                f"{folder}: layer {number} has tensor ranks {held}, expected 0 to {len(ranks) - 1}."
             )
-    return [[files[number][rank] for rank in range(ranks)] for number in sorted(files)]
+    return [[files[number, rank] for rank in ranks] for number in numbers]
 
 
 def _load(file: Path) -> dict[str, Tensor]:

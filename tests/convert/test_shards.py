@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kit.convert.hugging_face import import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
-from kit.convert.names import to_theirs
 from kit.convert.neuron import import_nxd
+from kit.convert.weights import to_theirs
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder
 from tests.convert.models import GPT, LLAMA, assert_equal, randomised
