@@ -207,7 +207,7 @@ COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 80, 10
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
     ("kit.commands.data", "kit"),
-    ("kit.evaluate.jobs", "kit"),
+    ("kit.evaluate.devices", "kit"),
     ("kit.launcher", "kit.train"),
 }
 """Modules that a lower room starts by name, with `python -m` or `import_module`, which no import

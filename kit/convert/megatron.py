@@ -53,8 +53,6 @@ GATED = ("feed_forward.gate", "feed_forward.up")
 TODAY = {"attention.": "self_attention.", "lm_head.": ""}
 """Names that other versions and layers begin with, and those of the table."""
 
-Layer = list[Path]  # the file of each tensor rank: nothing of it stays in memory
-
 
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of a Megatron-DeepSpeed checkpoint.
@@ -79,7 +77,8 @@ class LayerFiles:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        self.layers: dict[str, Layer] = {}  # by the beginning of the kit's names
+        # By the beginning of the kit's names; a file a tensor rank, of which nothing stays in memory.
+        self.layers: dict[str, list[Path]] = {}
         layers = _layer_files(folder)
         for layer in layers:
             self._place(layer, _load(layer[0]))
@@ -99,7 +98,7 @@ class LayerFiles:
     def _num_blocks(self) -> int:
         return sum(place.startswith("layers.") for place in self.layers)
 
-    def _place(self, layer: Layer, held: dict[str, Tensor]) -> None:
+    def _place(self, layer: list[Path], held: dict[str, Tensor]) -> None:
         """Notes what a layer is by what its first rank holds; where embeddings are tied, the
         last copies the first.
         """
@@ -144,7 +143,7 @@ class LayerFiles:
         return heads.split([group, 1, 1], dim=1)[FUSED.index(which)].flatten(0, 2)
 
 
-def _layer_files(folder: Path) -> list[Layer]:
+def _layer_files(folder: Path) -> list[list[Path]]:
     files = numbered_files(folder, FILE_NAME)
     if not files:
         raise DataError(
@@ -178,7 +177,7 @@ def _one(parts: list[Tensor], name: str) -> Tensor:
     return parts[0]
 
 
-def _parts(layer: Layer, name: str) -> list[Tensor]:
+def _parts(layer: list[Path], name: str) -> list[Tensor]:
     parts = []
     for number, file in enumerate(layer):
         rank = _load(file)

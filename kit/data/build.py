@@ -285,14 +285,14 @@ def share_out(
         def elsewhere(piece: tuple[Any, ...], size: int) -> Any:
             child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=silence, env=alone)
             children.append(child)
-            told, _ = child.communicate(pickle.dumps((function, piece)))
+            output, _ = child.communicate(pickle.dumps((function, piece)))
             if child.returncode:
                 raise DataError(
                     f"A process of the build has ended with code {child.returncode}, which is -9 "
                     f"where memory ran out. Build again on fewer cores, with `taskset`, or in "
                     f"Python with fewer workers."
                 )
-            if isinstance(answer := pickle.loads(told), Exception):
+            if isinstance(answer := pickle.loads(output), Exception):
                 raise answer
             advance(size)
             return answer

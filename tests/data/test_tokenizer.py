@@ -113,19 +113,6 @@ def test_older_hugging_face_folder_goes_through_transformers(trained, tmp_path):
     assert tokenizer.encode(TEXTS[0]) == reference.encode(TEXTS[0], add_special_tokens=False)
 
 
-def test_settings_stored_in_a_tokenizer_file_do_not_change_the_ids(trained, tmp_path):
-    import tokenizers
-
-    other = tokenizers.Tokenizer.from_str(trained.data.decode())
-    other.enable_truncation(max_length=3)
-    other.enable_padding(length=64)
-    other.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
-    )
-    other.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path / "tokenizer.json").encode(TEXTS[0]) == trained.encode(TEXTS[0])
-
-
 def test_end_of_text_token_can_be_named_beside_the_file(trained, tmp_path):
     unknown = trained.data.replace(END_OF_TEXT.encode(), b"<stop>")
     (tmp_path / "tokenizer.json").write_bytes(unknown)
