@@ -150,8 +150,7 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
     """Says where a score will come from, where that is not this process; the ranks of a job say
     nothing.
     """
-    from kit.evaluate.benchmarks import Options
-    from kit.evaluate.devices import layout
+    from kit.evaluate.benchmarks import Options, layout
 
     if (
         "WORLD_SIZE" not in os.environ

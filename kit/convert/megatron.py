@@ -77,7 +77,7 @@ class LayerFiles:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        # By the beginning of the kit's names; a file a tensor rank, of which nothing stays in memory.
+        # By the beginning of the kit's names: a file a tensor rank. Nothing of it stays in memory.
         self.layers: dict[str, list[Path]] = {}
         layers = _layer_files(folder)
         for layer in layers:

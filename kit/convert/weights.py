@@ -4,6 +4,7 @@ GPT2LMHeadModel.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kit.errors import DataError
+from cluster.record import check_file_name
+from kit.errors import DataError, needed
 from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
 from kit.torch_private import local_part
@@ -104,6 +106,83 @@ def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[tuple[int, ...],
     """Returns the .pt files of a folder whose names are of this pattern, by the numbers in them."""
     found = ((name.fullmatch(file.name), file) for file in sorted(folder.glob("*.pt")))
     return {tuple(map(int, match.groups())): file for match, file in found if match}
+
+
+# Safetensors -------------------------------------------------------------------------------------
+
+
+class SafetensorsFolder:
+    """Reads weights by name from `model.safetensors`, or from the shards that an index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of: dict[str, str] = _weight_map(index)
+            return
+        if not (folder / "model.safetensors").exists():
+            raise DataError(
+                f"{folder}: has no model.safetensors and no index of shards. Save it with"
+                " transformers' save_pretrained, which writes them; pickled .bin files are not"
+                " read."
+            )
+        with self._open("model.safetensors") as weights:
+            self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all weight files."""
+        files = (self.folder / name for name in set(self._file_of.values()))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def read(self, name: str) -> Tensor:
+        """Returns one weight. GPT-2's of the hub have no `transformer.` before their names.
+
+        Raises:
+            DataError: it is not there, or its file is missing or damaged.
+        """
+        name = name if name in self._file_of else name.removeprefix("transformer.")
+        if name not in self._file_of:
+            raise DataError(f"{self.folder}: has no weight {name!r}.")
+        with self._open(self._file_of[name]) as weights:
+            return weights.get_tensor(name)
+
+    def _open(self, file: str) -> Any:
+        safetensors = safetensors_library()
+        try:
+            return safetensors.safe_open(self.folder / file, framework="pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise DataError(
+                f"{self.folder / file}: not a readable safetensors file ({error}). Copy it again."
+            ) from error
+
+
+def safetensors_library() -> Any:
+    """Returns the library; raises MissingPackageError where it is not installed."""
+    with needed("safetensors", "eval", "A Hugging Face folder"):
+        import safetensors.torch
+    return safetensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each weight: files of the same folder, whatever the index says.
+
+    Raises:
+        DataError: the index is damaged.
+        ConfigError: it names a file elsewhere.
+    """
+    try:
+        files = {
+            str(name): str(file)
+            for name, file in json.loads(index.read_bytes())["weight_map"].items()
+        }
+    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(
+            f"{index}: damaged: it has no weight_map from names to files. Copy it again."
+        ) from error
+    for file in set(files.values()):
+        check_file_name(file, f"{index.name}: weight_map")
+    return files
 
 
 # Hugging Face's names -----------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import Options
-from kit.evaluate.devices import DeviceLayout
+from kit.evaluate.benchmarks import DeviceLayout, Options
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.tasks import quiet
 from kit.model import Decoder

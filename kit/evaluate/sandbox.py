@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 from unittest.mock import patch
 
 from cluster.record import Record, field_doc
@@ -288,23 +288,14 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 class CodeScorer:
     """Runs each program with its test, and reports pass@1, and pass@10 and pass@100 where there are
     as many programs: stands in for the hub's `code_eval` in HumanEval's task.
-
-    `isolated` raises unless nothing outside is within a program's reach; `limits` takes what there
-    is.
     """
 
-    def __init__(
-        self,
-        isolation: Literal["isolated", "limits"] = "isolated",
-        *,
-        sandbox: ProgramSandbox | None = None,
-        idle: bool = False,
-    ) -> None:
-        """Of several processes that make the same calls, all but one are `idle`: they run
+    def __init__(self, sandbox: ProgramSandbox | None) -> None:
+        """Of several processes that make the same calls, all but one have no sandbox: they run
         nothing and report zeros.
         """
-        self._sandbox = None if idle else sandbox or ProgramSandbox(require=isolation == "isolated")
-        self.isolation = "" if self._sandbox is None else self._sandbox.isolation
+        self._sandbox = sandbox
+        self.isolation = sandbox.isolation if sandbox else ""
 
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Any = None
@@ -314,10 +305,8 @@ class CodeScorer:
         `references` are the tests of the problems, `predictions` the programs for each. Which k are
         reported follows from the number of programs, not from what the harness asks for.
         """
-        if self._sandbox is None:
-            return {f"pass@{k}": 0.0 for k in REPORTED_K if k <= min(map(len, predictions))}, []
         outcomes = [
-            self._run_all(self._sandbox, programs, test)
+            self._run_all(programs, test)
             for programs, test in zip(predictions, references, strict=True)
         ]
         count = min(map(len, outcomes))
@@ -336,17 +325,13 @@ class CodeScorer:
         with patch.object(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
             yield
 
-    def _run_all(
-        self, sandbox: ProgramSandbox, programs: Sequence[str], test: str
-    ) -> list[ProgramOutcome]:
+    def _run_all(self, programs: Sequence[str], test: str) -> list[ProgramOutcome]:
+        sandbox = self._sandbox
+        if sandbox is None:
+            return [ProgramOutcome(passed=False, reason="not run here")] * len(programs)
         # A small model often writes the same program again.
         distinct = list(dict.fromkeys(programs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = dict(
-                zip(
-                    distinct,
-                    pool.map(lambda program: sandbox.run(program, test), distinct),
-                    strict=True,
-                )
-            )
+            outcomes = pool.map(lambda program: sandbox.run(program, test), distinct)
+        found = dict(zip(distinct, outcomes, strict=True))
         return [found[program] for program in programs]

@@ -13,8 +13,14 @@ from kit.convert.hugging_face_config import load_spec
 from kit.data import Dataset, Tokenizer, load_tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import Options, TaskRequest, suite
-from kit.evaluate.devices import DeviceLayout, layout, score_in_job
+from kit.evaluate.benchmarks import (
+    DeviceLayout,
+    Options,
+    TaskRequest,
+    layout,
+    score_in_job,
+    suite,
+)
 from kit.evaluate.report import EvalReport, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, num_files, wheel_in
 from kit.evaluate.tasks import load_task, require_harness, tasks_of
@@ -262,9 +268,10 @@ def score_all(
 
     scorer, asked = None, [options.applied(request) for request in requests]
     if options.untrusted_code != "refuse":
-        from kit.evaluate.sandbox import CodeScorer
+        from kit.evaluate.sandbox import CodeScorer, ProgramSandbox
 
-        scorer = CodeScorer(options.untrusted_code, idle=not is_first())
+        isolated = options.untrusted_code == "isolated"
+        scorer = CodeScorer(ProgramSandbox(require=isolated) if is_first() else None)
     load = functools.partial(
         load_task,
         task_data=options.task_data,

@@ -16,8 +16,7 @@ import tokenizers
 import transformers
 from sentencepiece import sentencepiece_model_pb2
 
-from kit.convert.hugging_face import export_hugging_face
-from kit.convert.tokenizer import HARD_TEXTS
+from kit.convert.hugging_face import HARD_TEXTS, export_hugging_face
 from kit.data import load_tokenizer
 from kit.data.tokenizer import (
     END_OF_TEXT,

@@ -1,11 +1,8 @@
 """Tokenizers: exact sizes, round trips, equality with the libraries they come from."""
 
 import _thread
-import inspect
-import io
 import json
 import signal
-import textwrap
 import time
 
 import pytest
@@ -15,8 +12,9 @@ from hypothesis import strategies as st
 
 from kit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer, train_tokenizer
 from kit.errors import DataError
+from tests.convert.test_exported_tokenizers import LLAMA, TEXTS
+from tests.convert.test_exported_tokenizers import trained as trained_sentencepiece
 
-TEXTS = inspect.getsource(textwrap).split("\n\n")
 QUOTED = f"quoted {END_OF_TEXT} inside"
 SAMPLES = ["", "plain words", "tabs\tand\r\nlines  ", QUOTED, "日本語 é 🙂 \x00", "12 345"]
 
@@ -28,19 +26,8 @@ def trained():
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
-    stream = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_writer=stream,
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
     file = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
-    file.write_bytes(stream.getvalue())
+    file.write_bytes(trained_sentencepiece(**LLAMA).data)
     return file
 
 

@@ -12,7 +12,7 @@ from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import ConfigError, RunError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
-from kit.evaluate.devices import HEADROOM, eval_job, layout
+from kit.evaluate.benchmarks import HEADROOM, eval_job, layout
 from kit.evaluate.follow import has_scores
 from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve
@@ -148,7 +148,7 @@ def test_a_job_that_fails_says_its_last_words(run, benchmarks, monkeypatch):
     run = with_memory(run, 1.5)
     argv = ("/bin/sh", "-c", "echo bad luck; exit 3")
     failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(argv=argv)
-    monkeypatch.setattr("kit.evaluate.devices.eval_job", lambda *_: failing)
+    monkeypatch.setattr("kit.evaluate.benchmarks.eval_job", lambda *_: failing)
     message = "step 3: not scored: bad luck. All that it said: .*kit logs"
     with pytest.raises(RunError, match=message):
         scored(run, benchmarks, devices=2)

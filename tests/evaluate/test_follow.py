@@ -17,8 +17,7 @@ from cluster.state import JobState
 from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
-from kit.evaluate.benchmarks import TaskRequest
-from kit.evaluate.devices import eval_job
+from kit.evaluate.benchmarks import TaskRequest, eval_job
 from kit.evaluate.follow import follow_run, has_scores
 from kit.evaluate.report import ItemSource
 from kit.evaluate.scoring import check_request

@@ -19,8 +19,7 @@ from kit.convert.hugging_face import export_hugging_face
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packed
-from kit.evaluate.benchmarks import Options, TaskRequest
-from kit.evaluate.devices import DeviceLayout
+from kit.evaluate.benchmarks import DeviceLayout, Options, TaskRequest
 from kit.evaluate.harness import score_task
 from kit.evaluate.loading import joined, load_lm
 from kit.evaluate.tasks import LoadedTask, load_task, quiet
