@@ -192,7 +192,7 @@ class Options(Record):
         return cls.from_dict({**keywords, **given}, "evaluate")
 
 
-# Devices ----------------------------------------------------------------------------------------
+# Devices ------------------------------------------------------------------------------------------
 
 PRECISIONS = {"fp32": 4, "bf16": 2}
 """Of weights, and the bytes of one."""
