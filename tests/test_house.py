@@ -158,8 +158,8 @@ STATEMENTS = {
     "cluster/slurm": 713,
     "kit": 882,
     "kit/commands": 865,
-    "kit/convert": 730,
-    "kit/data": 1199,
+    "kit/convert": 715,
+    "kit/data": 1181,
     "kit/engines": 1310,
     "kit/estimate": 8,
     "kit/estimate/choose": 799,  # imports of machine.py, instead of a search.py of 381 lines
@@ -167,7 +167,7 @@ STATEMENTS = {
     "kit/estimate/theory": 1061,  # one function a term, instead of eight that return several
     "kit/estimate/tuning": 248,  # imports of figures.py, instead of a tune.py of 373 lines
     "kit/estimate/validation": 194,
-    "kit/evaluate": 1573,
+    "kit/evaluate": 1566,
     "kit/foreign": 509,
     "kit/measure": 312,
     "kit/model": 273,
@@ -207,7 +207,7 @@ COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 80, 10
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
     ("kit.commands.data", "kit"),
-    ("kit.evaluate.jobs", "kit"),
+    ("kit.evaluate.benchmarks", "kit"),
     ("kit.launcher", "kit.train"),
 }
 """Modules that a lower room starts by name, with `python -m` or `import_module`, which no import

@@ -27,8 +27,8 @@ from kit.commands.options import (
     tell,
     tell_record,
 )
-from kit.convert.formats import named
 from kit.convert.hugging_face_config import load_spec
+from kit.convert.other_trainers import named
 from kit.errors import ConfigError, DataError, RunError
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run

@@ -7,31 +7,7 @@ from typing import TYPE_CHECKING
 from kit.run import Run
 
 if TYPE_CHECKING:
-    from kit.convert.weights import Weights
     from kit.model import Decoder
-
-
-def run_weights(run: Run, step: int | None = None) -> "Weights":
-    """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
-            it is damaged.
-    """
-    from kit.convert.weights import Weights
-
-    known = run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
-    if known[0].plan.engine == "neuron":
-        from kit.convert.neuron import import_nxd
-
-        return import_nxd(run.checkpoints.path(known[0].step), run.spec)
-    from kit.run.checkpoint_reader import CheckpointTensors
-
-    tensors = CheckpointTensors(run.checkpoints, known, run.spec)
-    return Weights(
-        run.spec,
-        lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}),
-    )
 
 
 def load_model(run: Run, step: int | None = None) -> "Decoder":
@@ -41,4 +17,7 @@ def load_model(run: Run, step: int | None = None) -> "Decoder":
     Raises:
         CheckpointError: there is no complete checkpoint, or none at that step, or it is damaged.
     """
+    # With it torch, which readers of a configuration do without.
+    from kit.convert.hugging_face import run_weights
+
     return run_weights(run, step).decoder()

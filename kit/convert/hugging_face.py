@@ -16,19 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cluster.record import check_file_name
-from kit.convert import run_weights
-from kit.convert.formats import named
 from kit.convert.hugging_face_config import Precision, config_of, load_spec
-from kit.convert.names import from_theirs, their_name, to_theirs
-from kit.convert.tokenizer import write_tokenizer
-from kit.convert.weights import Weights, parameter_shapes
-from kit.data.tokenizer import Tokenizer
+from kit.convert.neuron import import_nxd
+from kit.convert.other_trainers import named
+from kit.convert.sentencepiece import piece_texts, to_tokenizer_json
+from kit.convert.weights import (
+    SafetensorsFolder,
+    Weights,
+    from_theirs,
+    parameter_shapes,
+    safetensors_library,
+    their_name,
+    to_theirs,
+)
+from kit.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from kit.errors import ConfigError, DataError, needed
 from kit.model import Decoder
 from kit.run import Run
+from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -36,6 +42,23 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 # Export -------------------------------------------------------------------------------------------
+
+
+def run_weights(run: Run, step: int | None = None) -> Weights:
+    """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
+            it is damaged.
+    """
+    known = run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    if known[0].plan.engine == "neuron":
+        return import_nxd(run.checkpoints.path(known[0].step), run.spec)
+    tensors = CheckpointTensors(run.checkpoints, known, run.spec)
+    return Weights(
+        run.spec,
+        lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}),
+    )
 
 
 def export_hugging_face(
@@ -80,7 +103,7 @@ def _write_shards(
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    save_file = _safetensors().torch.save_file
+    save_file = safetensors_library().torch.save_file
     spec, ours = weights.spec, parameter_shapes(weights.spec)
     dtype = getattr(torch, precision)
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
@@ -118,6 +141,94 @@ def export_run(
     return export_hugging_face(
         run_weights(run, step), folder, tokenizer=tokenizer, precision=precision
     )
+
+
+# Tokenizers ---------------------------------------------------------------------------------------
+
+# A wrong id is a wrong word to the model and raises nothing, so each folder's tokenizer is loaded
+# as its user would load it and compared with the kit's on texts that tokenizers are known to
+# disagree about.
+HARD_TEXTS = (
+    "¦ ¦  ¦\n¦\n\n¦\t¦\r\n¦\x00¦Hello¦Hello world¦Hello  two   spaces¦ one before¦   three"
+    " before¦after ¦after   ¦a\nb¦a\n\n b\n¦tab\tand\r\nlines  ¦x  \n  y¦nul\x00inside¦def f(x):\n "
+    "   return x  # 1e-5\n¦\tif a:\n\t\tb\n¦12 345"
+    " 6789¦2024-11-22T08:10¦3.14159¦https://a.b/c?d=e&f¦it's \\n¦[INST] hi"
+    " [/INST]¦<|im_start|>user\n¦é naïve Straße¦e\u0301 in two parts¦Vie\u0323\u0302t¦ﬁ ½ Ⅷ ™¦Ａ"
+    " ｗｉｄｅ¦\u00a0no\u00a0break¦wide\u3000space¦\ufeffmark¦zero\u200bwidth¦日本語のテキスト¦中文"
+    " 字符。¦한국어 단어¦ไทย עברית العربية¦Привет, мир¦٣٤¦🙂¦a🙂b¦👩\u200d👩\u200d👧"
+    " family¦🇫🇷¦\U0010fffd¦\ufffd¦▁¦a▁b¦<s>¦</s>¦x </s> y¦<unk>¦<0x0A>¦<|endoftext|>"
+).split("¦") + [
+    f"Title\n{character * length}x" for character in " *-=.a" for length in (17, 40, 61, 79)
+]
+"""Spaces at the ends, tabs, line ends, NUL, code, digits, marks of their own, wide and joined
+characters, scripts, emoji, text that spells special tokens or bytes, and runs of a character; the
+first is empty."""
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
+    """Writes a tokenizer for transformers into a folder that has a `config.json`: nothing is added
+    to a text.
+
+    Text that spells a special token is ordinary text, as in training; `split_special_tokens=False`
+    in a call of transformers takes it for the token. A sentencepiece model is written as
+    `tokenizer.json` too.
+
+    Raises:
+        DataError: transformers gives other ids for some text.
+        MissingPackageError: transformers or protobuf is not installed.
+    """
+    import tokenizers
+
+    is_sentencepiece = isinstance(tokenizer, SentencePieceTokenizer)
+    if is_sentencepiece:
+        (folder / tokenizer.file_name).write_bytes(tokenizer.data)
+    data = to_tokenizer_json(tokenizer.data) if is_sentencepiece else _bare(tokenizer.data)
+    (folder / "tokenizer.json").write_bytes(data)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # what reads tokenizer.json as it is
+        "eos_token": tokenizers.Tokenizer.from_str(data.decode()).id_to_token(tokenizer.eos_id),
+        "split_special_tokens": True,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _compare(
+        folder, tokenizer, [*HARD_TEXTS, *(piece_texts(tokenizer.data) if is_sentencepiece else [])]
+    )
+
+
+def _bare(data: bytes) -> bytes:
+    """Returns a tokenizer.json that adds, cuts and pads nothing, as the kit reads it."""
+    table = json.loads(data)
+    extra = [
+        key for key in ("truncation", "padding", "post_processor") if table.get(key) is not None
+    ]
+    return (
+        json.dumps({**table, **dict.fromkeys(extra)}, ensure_ascii=False).encode()
+        if extra
+        else data
+    )
+
+
+def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
+    with needed("transformers", "eval", "Comparing an exported tokenizer"):
+        from transformers import AutoTokenizer
+    # Not verbose: that some of these texts are long for the model is meant.
+    theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
+    differ = [
+        found
+        for found in zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
+        if found[1] != found[2]
+    ]
+    if differ:
+        text, found, own = differ[0]
+        raise DataError(
+            f"tokenizer: transformers reads {text[:60]!r} as {found[:12]}, but the model was"
+            f" trained on {own[:12]}; {len(differ)} of {len(texts):,} texts differ, so nothing was"
+            " written. Export the model without it in Python, by"
+            " kit.convert.hugging_face.export_run, and tokenise with"
+            f" {tokenizer.file_name} itself."
+        )
 
 
 # Import -------------------------------------------------------------------------------------------
@@ -171,79 +282,6 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
             f"{folder} holds another model: {told}. Leave --model out, or give its config.json."
         )
     return dataclasses.replace(found, spec=spec)
-
-
-class SafetensorsFolder:
-    """Reads weights by name from `model.safetensors`, or from the shards that an index names."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of: dict[str, str] = _weight_map(index)
-            return
-        if not (folder / "model.safetensors").exists():
-            raise DataError(
-                f"{folder}: has no model.safetensors and no index of shards. Save it with"
-                " transformers' save_pretrained, which writes them; pickled .bin files are not"
-                " read."
-            )
-        with self._open("model.safetensors") as weights:
-            self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all weight files."""
-        files = (self.folder / name for name in set(self._file_of.values()))
-        return sum(file.stat().st_size for file in files if file.exists())
-
-    def read(self, name: str) -> Tensor:
-        """Returns one weight. GPT-2's of the hub have no `transformer.` before their names.
-
-        Raises:
-            DataError: it is not there, or its file is missing or damaged.
-        """
-        name = name if name in self._file_of else name.removeprefix("transformer.")
-        if name not in self._file_of:
-            raise DataError(f"{self.folder}: has no weight {name!r}.")
-        with self._open(self._file_of[name]) as weights:
-            return weights.get_tensor(name)
-
-    def _open(self, file: str) -> Any:
-        safetensors = _safetensors()
-        try:
-            return safetensors.safe_open(self.folder / file, framework="pt")
-        except (OSError, safetensors.SafetensorError) as error:
-            raise DataError(
-                f"{self.folder / file}: not a readable safetensors file ({error}). Copy it again."
-            ) from error
-
-
-def _safetensors() -> Any:
-    with needed("safetensors", "eval", "A Hugging Face folder"):
-        import safetensors.torch
-    return safetensors
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Returns the file of each weight: files of the same folder, whatever the index says.
-
-    Raises:
-        DataError: the index is damaged.
-        ConfigError: it names a file elsewhere.
-    """
-    try:
-        files = {
-            str(name): str(file)
-            for name, file in json.loads(index.read_bytes())["weight_map"].items()
-        }
-    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
-        raise DataError(
-            f"{index}: damaged: it has no weight_map from names to files. Copy it again."
-        ) from error
-    for file in set(files.values()):
-        check_file_name(file, f"{index.name}: weight_map")
-    return files
 
 
 def refuse_occupied(folder: Path) -> None:

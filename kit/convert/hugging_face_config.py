@@ -209,7 +209,6 @@ def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
     Raises:
         ConfigError: the kit's decoder is not that model.
     """
-    _refuse_experts(config)
     kind = config.get("model_type", "")
     if kind not in FIXED:
         raise ConfigError(

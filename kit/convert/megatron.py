@@ -10,7 +10,6 @@ language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai
 """
 
 import argparse
-import collections
 import io
 import pickle
 import re
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.convert.formats import named
-from kit.convert.weights import Weights, load_tensors
+from kit.convert.other_trainers import named
+from kit.convert.weights import Weights, load_tensors, numbered_files
 from kit.errors import DataError
 from kit.run.checkpoint_reader import Values
 from kit.spec import ModelSpec
@@ -54,8 +53,6 @@ GATED = ("feed_forward.gate", "feed_forward.up")
 TODAY = {"attention.": "self_attention.", "lm_head.": ""}
 """Names that other versions and layers begin with, and those of the table."""
 
-Layer = list[Path]  # the file of each tensor rank: nothing of it stays in memory
-
 
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of a Megatron-DeepSpeed checkpoint.
@@ -80,7 +77,8 @@ class LayerFiles:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        self.layers: dict[str, Layer] = {}  # by the beginning of the kit's names
+        # By the beginning of the kit's names: a file a tensor rank. Nothing of it stays in memory.
+        self.layers: dict[str, list[Path]] = {}
         layers = _layer_files(folder)
         for layer in layers:
             self._place(layer, _load(layer[0]))
@@ -100,7 +98,7 @@ class LayerFiles:
     def _num_blocks(self) -> int:
         return sum(place.startswith("layers.") for place in self.layers)
 
-    def _place(self, layer: Layer, held: dict[str, Tensor]) -> None:
+    def _place(self, layer: list[Path], held: dict[str, Tensor]) -> None:
         """Notes what a layer is by what its first rank holds; where embeddings are tied, the
         last copies the first.
         """
@@ -145,24 +143,21 @@ class LayerFiles:
         return heads.split([group, 1, 1], dim=1)[FUSED.index(which)].flatten(0, 2)
 
 
-def _layer_files(folder: Path) -> list[Layer]:
-    files: dict[int, dict[int, Path]] = collections.defaultdict(dict)
-    for file in folder.glob("layer_*-model_*-model_states.pt"):
-        if match := FILE_NAME.fullmatch(file.name):
-            files[int(match[1])][int(match[2])] = file
+def _layer_files(folder: Path) -> list[list[Path]]:
+    files = numbered_files(folder, FILE_NAME)
     if not files:
         raise DataError(
             f"{folder}: has no layer_XX-model_YY-model_states.pt."
             f" {named(folder, 'Megatron-DeepSpeed')}Give a folder global_stepN."
         )
-    ranks = max(len(ranks) for ranks in files.values())
-    for number, layer in files.items():
-        if sorted(layer) != list(range(ranks)):
+    numbers, ranks = (sorted({*found}) for found in zip(*files, strict=True))
+    for number in numbers:
+        held = sorted(rank for layer, rank in files if layer == number)
+        if held != [*range(len(ranks))]:
             raise DataError(
-                f"{folder}: layer {number} has tensor ranks {sorted(layer)}, expected 0 to"
-                f" {ranks - 1}."
+                f"{folder}: layer {number} has tensor ranks {held}, expected 0 to {len(ranks) - 1}."
             )
-    return [[files[number][rank] for rank in range(ranks)] for number in sorted(files)]
+    return [[files[number, rank] for rank in ranks] for number in numbers]
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -182,7 +177,7 @@ def _one(parts: list[Tensor], name: str) -> Tensor:
     return parts[0]
 
 
-def _parts(layer: Layer, name: str) -> list[Tensor]:
+def _parts(layer: list[Path], name: str) -> list[Tensor]:
     parts = []
     for number, file in enumerate(layer):
         rank = _load(file)

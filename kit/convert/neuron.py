@@ -8,6 +8,7 @@ tensor has a file of its own beside it. The rules invert what scripts/checkpoint
 """
 
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.convert.names import from_theirs
-from kit.convert.weights import Weights, load_tensors
+from kit.convert.weights import Weights, from_theirs, load_tensors, numbered_files
 from kit.errors import ConfigError, DataError
 from kit.spec import ModelSpec
 
@@ -50,29 +50,20 @@ class NxdShards:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder / "model" if (folder / "model").is_dir() else folder
         self.spec = spec
-        found = {}
-        for file in sorted(self.folder.glob("dp_rank_00_*.pt")):
-            if match := FILE_NAME.fullmatch(file.name):
-                found[int(match[1]), int(match[2])] = file
-        self.tensor_parallel = 1 + max((tensor for tensor, _ in found), default=-1)
-        stages = {stage for _, stage in found}
-        wanted = {
-            (tensor, stage)
-            for tensor in range(self.tensor_parallel)
-            for stage in range(max(stages, default=-1) + 1)
-        }
-        if not found or set(found) != wanted:
-            missing = ", ".join(
-                f"tp {tensor} pp {stage}" for tensor, stage in sorted(wanted - set(found))
-            )
-            lack = f"shards are missing: {missing}" if found else "has no dp_rank_00_tp_rank_*.pt"
-            raise DataError(
-                f"{self.folder}: {lack}. Give the folder of one complete NxD checkpoint."
-            )
+        found = numbered_files(self.folder, FILE_NAME)
+        advice = "Give the folder of one complete NxD checkpoint."
+        if not found:
+            raise DataError(f"{self.folder}: has no dp_rank_00_tp_rank_*.pt. {advice}")
+        self.tensor_parallel, stages = (1 + max(ranks) for ranks in zip(*found, strict=True))
+        grid = itertools.product(range(self.tensor_parallel), range(stages))
+        if missing := [
+            f"tp {tensor} pp {stage}" for tensor, stage in grid if (tensor, stage) not in found
+        ]:
+            raise DataError(f"{self.folder}: shards are missing: {', '.join(missing)}. {advice}")
         self._shards = [
             {
                 name: file
-                for stage in sorted(stages)
+                for stage in range(stages)
                 for name, file in _files(found[tensor, stage]).items()
             }
             for tensor in range(self.tensor_parallel)

@@ -15,8 +15,7 @@ import torch
 
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.hugging_face_config import spec_of
-from kit.convert.names import from_theirs
-from kit.convert.weights import Weights
+from kit.convert.weights import Weights, from_theirs
 from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer, Tokenizer, load_tokenizer
 from kit.data.wheels import download_wheel, user_cache
 from kit.errors import MissingPackageError

@@ -1,25 +1,19 @@
 """Text to tokens: corpus, tokenizer, token files, and which tokens each training sample holds."""
 
 from kit.data.build import build_dataset
-from kit.data.corpus import Corpus, Document, Source
-from kit.data.dataset import Baseline, Dataset, DatasetInfo, ValidationDocument
+from kit.data.corpus import Corpus
+from kit.data.dataset import Dataset
 from kit.data.mix import located, mix_words, rounded_weights, shares, training_samples
 from kit.data.samples import Samples
-from kit.data.token_file import TokenFile, TokenFileWriter
+from kit.data.token_file import TokenFile
 from kit.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
-    "Baseline",
     "Corpus",
     "Dataset",
-    "DatasetInfo",
-    "Document",
     "Samples",
-    "Source",
     "TokenFile",
-    "TokenFileWriter",
     "Tokenizer",
-    "ValidationDocument",
     "build_dataset",
     "load_tokenizer",
     "located",

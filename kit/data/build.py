@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
-from kit.data.dataset import DESCRIPTION, Dataset, Settings
+from kit.data.dataset import DESCRIPTION, BuildSettings, Dataset
 from kit.data.readers import TEXT_KEY
 from kit.data.steps import Advance, read, tokenize, write
 from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer
@@ -77,7 +77,7 @@ def build_dataset(
     """
     if workers is not None and workers < 1:
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
-    log, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
+    log, directory = BuildProgress(shown=progress), Path(os.path.abspath(out_dir))
     corpus, settings, given = _asked(
         sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed, skip_corrupt, text_key
     )
@@ -126,7 +126,7 @@ def _asked(
     seed: int,
     skip_corrupt: bool,
     text_key: str,
-) -> tuple[Corpus, Settings, Tokenizer | None]:
+) -> tuple[Corpus, BuildSettings, Tokenizer | None]:
     """Returns the text, the settings but for what the text is, and the tokenizer, if given."""
     if not 0 < validation_fraction < 1:
         raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give 0 to 1.")
@@ -138,7 +138,7 @@ def _asked(
             f"give another tokenizer."
         )
     corpus = Corpus(sources, max_bytes, skip_corrupt, text_key)
-    settings = Settings(
+    settings = BuildSettings(
         sources=(),
         tokenizer_sha256=given.sha256 if given else None,
         vocab_size=own if vocab_size is None else vocab_size,
@@ -151,7 +151,7 @@ def _asked(
     return corpus, settings, given
 
 
-def _part_folder(out_dir: str | Path, settings: Settings, number: int, count: int) -> Path:
+def _part_folder(out_dir: str | Path, settings: BuildSettings, number: int, count: int) -> Path:
     """Returns where a part of a dataset lies.
 
     Raises:
@@ -170,7 +170,7 @@ def _part_folder(out_dir: str | Path, settings: Settings, number: int, count: in
 
 def _existing(
     directory: Path,
-    settings: Settings,
+    settings: BuildSettings,
     overwrite: bool,
     hashed: bool = True,
 ) -> Dataset | None:
@@ -205,7 +205,9 @@ def _existing(
     )
 
 
-def _move_into_place(whole: Path, directory: Path, settings: Settings, overwrite: bool) -> None:
+def _move_into_place(
+    whole: Path, directory: Path, settings: BuildSettings, overwrite: bool
+) -> None:
     if overwrite and directory.exists():
         directory.rename(whole.with_name("replaced"))
     try:
@@ -218,7 +220,7 @@ def _move_into_place(whole: Path, directory: Path, settings: Settings, overwrite
 TELL_EVERY_S = 30.0
 
 
-class Progress:
+class BuildProgress:
     """A progress bar in bytes of text, lines in the log of a job, or silence."""
 
     def __init__(self, shown: bool) -> None:
@@ -261,7 +263,7 @@ class Progress:
 
 def share_out(
     workers: int,
-    progress: Progress,
+    progress: BuildProgress,
     title: str,
     function: Callable[..., Any],
     pieces: Sequence[tuple[Any, ...]],
@@ -283,14 +285,14 @@ def share_out(
         def elsewhere(piece: tuple[Any, ...], size: int) -> Any:
             child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=silence, env=alone)
             children.append(child)
-            told, _ = child.communicate(pickle.dumps((function, piece)))
+            output, _ = child.communicate(pickle.dumps((function, piece)))
             if child.returncode:
                 raise DataError(
                     f"A process of the build has ended with code {child.returncode}, which is -9 "
                     f"where memory ran out. Build again on fewer cores, with `taskset`, or in "
                     f"Python with fewer workers."
                 )
-            if isinstance(answer := pickle.loads(told), Exception):
+            if isinstance(answer := pickle.loads(output), Exception):
                 raise answer
             advance(size)
             return answer

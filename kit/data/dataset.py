@@ -6,7 +6,6 @@ tokenizer.model.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ MOST_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Record):
+class BuildSettings(Record):
     """What a dataset was asked to be; the same settings give the same files."""
 
     sources: tuple[Source, ...] = field_doc("where the text came from")
@@ -90,7 +89,7 @@ class DatasetInfo(Record):
     """What dataset.json holds."""
 
     format: int = field_doc("version of this layout")
-    settings: Settings = field_doc("what was asked")
+    settings: BuildSettings = field_doc("what was asked")
     tokenizer_file: str = field_doc("name of the tokenizer's file", check_file_name)
     tokenizer_sha256: str = field_doc("its hash")
     vocab_size: int = field_doc("token ids are below this")
@@ -233,10 +232,6 @@ class Dataset:
 
         Frequencies are those of the training tokens, with one added to each count.
         """
-        return self._unigram_baseline
-
-    @functools.cached_property
-    def _unigram_baseline(self) -> Baseline:
         counts = self.train.counts(self.vocab_size) + 1
         log_probability = np.log(counts / counts.sum())
         held_out = self.validation.counts(self.vocab_size)

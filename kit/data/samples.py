@@ -43,10 +43,6 @@ class Windows:
         """
         if not 0 <= seed <= LARGEST_SEED:
             raise DataError(f"seed: {seed} is not allowed. Give 0 to {LARGEST_SEED}.")
-        if sequence_length < 1:
-            raise DataError(
-                f"sequence_length: {sequence_length} is not allowed. Give a number above 0."
-            )
         if short := [file for file in files if file.num_tokens <= sequence_length]:
             raise DataError(
                 f"sequence_length: {sequence_length:,} needs at least {sequence_length + 1:,}"

@@ -21,8 +21,8 @@ from kit.data.dataset import (
     FORMAT,
     MOST_NAMED,
     VALIDATION_TEXT,
+    BuildSettings,
     DatasetInfo,
-    Settings,
     Split,
     StoredFile,
     ValidationDocument,
@@ -77,7 +77,7 @@ class HeldOut(NamedTuple):
                 yield from ((begin, False, True), (end, True, True))
 
 
-class Text(NamedTuple):
+class Survey(NamedTuple):
     """What the text of a build holds: by the piece, and in all."""
 
     name: str
@@ -88,7 +88,7 @@ class Text(NamedTuple):
     held_out: HeldOut
 
 
-def read(corpus: Corpus, settings: Settings, share_out: ShareOut) -> Text:
+def read(corpus: Corpus, settings: BuildSettings, share_out: ShareOut) -> Survey:
     """Returns what the text holds.
 
     Raises:
@@ -104,7 +104,7 @@ def read(corpus: Corpus, settings: Settings, share_out: ShareOut) -> Text:
     most = max(1, int(share * counts["text_bytes"]))
     held_out = HeldOut(purpose, share, None if any(drawn) else digest, most)
     lost = [line for lines in skipped for line in lines]
-    text = Text(name, pieces, of_each, counts, lost, held_out)
+    text = Survey(name, pieces, of_each, counts, lost, held_out)
     _check_share(text, counts["text_bytes"], counts["text_bytes"])
     if size <= most and sum(drawn) == counts["documents"]:
         raise DataError(
@@ -132,7 +132,7 @@ def survey(
     return piece.counts, piece.skipped, drawn, longest
 
 
-def _check_share(text: Text, to_train: int, text_bytes: int) -> None:
+def _check_share(text: Survey, to_train: int, text_bytes: int) -> None:
     """Raises DataError for less than 1 % of the text to train on, with what cannot be read."""
     lost = text.counts["skipped_bytes"]
     if to_train < max(1, LEAST_SHARE * (text_bytes + lost)):
@@ -145,7 +145,11 @@ def _check_share(text: Text, to_train: int, text_bytes: int) -> None:
 
 
 def tokenize(
-    text: Text, settings: Settings, given: Tokenizer | None, folder: Path, share_out: ShareOut
+    text: Survey,
+    settings: BuildSettings,
+    given: Tokenizer | None,
+    folder: Path,
+    share_out: ShareOut,
 ) -> tuple[Tokenizer, list[Path]]:
     """Returns the tokenizer, trained on the text if none is given, and the prefixes of the runs.
 
@@ -167,7 +171,7 @@ def tokenize(
     return tokenizer, [run for each in runs for run in each]
 
 
-def _train(text: Text, vocab_size: int, advance: Advance) -> Tokenizer:
+def _train(text: Survey, vocab_size: int, advance: Advance) -> Tokenizer:
     """Returns a tokenizer that has seen no held-out document, and a sample of a large corpus."""
     share, seen = min(1.0, TOKENIZER_BYTES / text.counts["text_bytes"]), set[bytes]()
 
@@ -239,8 +243,8 @@ def _put_down(run: list[tuple[float, bytes, int, np.ndarray]], prefix: Path) -> 
 
 
 def write(
-    text: Text,
-    settings: Settings,
+    text: Survey,
+    settings: BuildSettings,
     tokenizer: Tokenizer,
     runs: list[Path],
     folder: Path,
@@ -310,7 +314,7 @@ def _documents(run: Path) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
 
 
 def _held_out(
-    text: Text,
+    text: Survey,
     tokenizer: Tokenizer,
     folder: Path,
     whole: Path,

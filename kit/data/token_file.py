@@ -94,9 +94,7 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """A token file: `read` gives tokens from anywhere; `tokens` maps all of it, flat;
-    `document(i)` is one document.
-    """
+    """A token file: `read` gives tokens from anywhere; `tokens` maps all of it, flat."""
 
     def __init__(self, prefix: str | Path) -> None:
         """Checks header and sizes of `PREFIX.bin` and `PREFIX.idx`; neither is mapped or held open
@@ -125,7 +123,7 @@ class TokenFile:
         if num_sequences == 0 or index_length == 0:
             raise DataError(f"{idx}: holds no documents. {rebuild_hint(idx.parent)}")
         self.dtype = np.dtype(TYPE_CODES[code])
-        self._num_sequences, self.num_documents = num_sequences, index_length - 1
+        self.num_documents = index_length - 1
         last = HEADER.size + 4 * num_sequences - 4
         length = int(np.fromfile(idx, "<i4", 1, offset=last)[0])
         offset = int(np.fromfile(idx, "<i8", 1, offset=last + 8 * num_sequences - 4)[0])
@@ -157,39 +155,6 @@ class TokenFile:
                 self._bin, f"{self.num_tokens * self.dtype.itemsize:,}", self._bin.stat().st_size
             )
         return np.frombuffer(data, self.dtype)
-
-    @functools.cached_property
-    def document_starts(self) -> np.ndarray:
-        """The position of each document's first token, and the number of tokens: int64
-        [num_documents + 1].
-
-        Raises:
-            DataError: the index is damaged: documents overlap, or do not cover the tokens.
-        """
-        raw = np.memmap(self._idx, mode="r", offset=HEADER.size)
-        lengths, sequences = (
-            raw[: 4 * self._num_sequences].view("<i4"),
-            raw[12 * self._num_sequences :].view("<i8"),
-        )
-        offsets = raw[4 * self._num_sequences : 12 * self._num_sequences].view("<i8")
-        offsets = np.append(offsets, self.num_tokens * self.dtype.itemsize)
-        inside = sequences.min() >= 0 and sequences.max() <= lengths.size and lengths.min() >= 0
-        whole = (
-            sequences[0] == 0 and sequences[-1] == lengths.size and np.all(np.diff(sequences) >= 0)
-        )
-        dense = offsets[0] == 0 and np.array_equal(
-            np.diff(offsets), lengths * np.int64(self.dtype.itemsize)
-        )
-        if not (inside and whole and dense):
-            raise DataError(
-                f"{self._idx}: damaged: its documents do not cover {self._bin.name}."
-                f" {rebuild_hint(self._idx.parent)}"
-            )
-        return offsets[sequences] // self.dtype.itemsize
-
-    def document(self, index: int) -> np.ndarray:
-        """Returns the tokens of one document (a view of the file)."""
-        return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
     def counts(self, vocab_size: int) -> np.ndarray:
         """Returns how often each token occurs: int64 [vocab_size].

@@ -1,17 +1,25 @@
-"""What can be asked: the benchmarks and suites that the kit knows, read from `data/*.toml`; and how
-to score them, and on which devices. No torch, no lm-eval.
+"""What can be asked of a model, how, and where: the benchmarks and suites that the kit knows, read
+from `data/*.toml`; options; the devices that share a model, and the job of its run's site on these.
+No torch, no lm-eval.
 """
 
 import dataclasses
+import sys
 import tomllib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster import submission
+from cluster.job import JobSpec
 from cluster.record import Record, field_doc, from_one, must, suggestion
+from cluster.render import nodes_for
 from cluster.site import Site
+from cluster.state import JobState
 from kit.convert.hugging_face_config import config_of
-from kit.errors import ConfigError
+from kit.errors import ConfigError, RunError, kit_command
+from kit.run import Run
 from kit.spec import ModelSpec
 
 Question = tuple[str, int | None, int, float, float]
@@ -59,7 +67,7 @@ class Benchmark(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked(Record):
+class TaskSettings(Record):
     """What is asked of a model."""
 
     task: str = field_doc("name in the harness, or `heldout`")
@@ -79,7 +87,7 @@ class Asked(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskRequest(Asked):
+class TaskRequest(TaskSettings):
     """One task to score, and how."""
 
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
@@ -114,10 +122,6 @@ def suite(name: str) -> tuple[TaskRequest, ...]:
         )
         raise ConfigError(f"suite: {name!r} is unknown. {hint or suggestion(name, SUITES)}")
     return SUITES[name]
-
-
-PRECISIONS = {"fp32": 4, "bf16": 2}
-"""Of weights, and the bytes of one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,12 +194,14 @@ class Options(Record):
 
 # Devices ------------------------------------------------------------------------------------------
 
+PRECISIONS = {"fp32": 4, "bf16": 2}
+"""Of weights, and the bytes of one."""
 HEADROOM = 1.2
 """Of a device's memory, over the weights: activations, logits, keys and values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class DeviceLayout:
     """How processes, one a device, score a model: so many share its weights, and all of these
     are a replica.
 
@@ -216,7 +222,7 @@ class Layout:
         return f"{'tensor' if self.is_tensor else 'FSDP'} {self.shards} x replicas {self.replicas}"
 
 
-def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> Layout:
+def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> DeviceLayout:
     """Returns how the devices share a model.
 
     As few as the weights need; whatever devices there are beside these are replicas, which share
@@ -263,7 +269,7 @@ def _indivisible(spec: ModelSpec, tensor: int) -> bool:
     )
 
 
-def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Layout | None:
+def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> DeviceLayout | None:
     """Returns the layout with the most replicas that fits; None if there is none."""
     node = site.devices_per_node
     is_local = site.scheduler == "local"
@@ -281,5 +287,52 @@ def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Layout 
         # FSDP has two gathered layers beside its part: one that computes, and the next.
         gathered = 0 if is_tensor or shards == 1 else 2 / spec.num_layers
         if needed * (1 / shards + gathered) <= memory:
-            return Layout(shards=shards, replicas=devices // shards, is_tensor=is_tensor)
+            return DeviceLayout(shards=shards, replicas=devices // shards, is_tensor=is_tensor)
     return None
+
+
+# Jobs ---------------------------------------------------------------------------------------------
+
+
+def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> JobSpec:
+    """Returns the job that scores one checkpoint: each process runs the command that a user would
+    type.
+
+    Raises:
+        ConfigError: as `layout`.
+    """
+    chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
+    argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value != field.default:
+            argv += ["--set", f"{field.name}={str(value).lower() if value is True else value}"]
+    devices = layout(run.spec, run.site, options).num_devices
+    return JobSpec(
+        name=f"{run.name}-eval-{step}",
+        run_dir=str(run.directory / "eval" / "jobs" / f"step_{step:08d}"),
+        argv=tuple(argv),
+        num_processes=devices,
+        num_nodes=1 if run.site.scheduler == "local" else nodes_for(devices, run.site),
+        max_restarts=0,
+    )
+
+
+def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> None:
+    """Scores a checkpoint in a job of the run's site and returns when that is done; an interrupt
+    ends the job.
+
+    Raises:
+        ConfigError, JobError: the site cannot run it.
+        RunError: it did not come to its end.
+    """
+    job = submission.submit(eval_job(run, step, tasks, options), run.site)
+    try:
+        status = job.wait()
+    except KeyboardInterrupt:
+        job.cancel()
+        raise
+    if status.state is not JobState.DONE:
+        words = [status.reason, *job.logs(0).strip().splitlines()][-1].rstrip(".")
+        more = kit_command("logs", job.run_dir)
+        raise RunError(f"{run.name}, step {step}: not scored: {words}. All that it said: `{more}`.")

@@ -9,7 +9,6 @@ from typing import Any
 
 from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
-from kit.evaluate.scoring import is_hugging_face_folder
 from kit.run import Run
 
 
@@ -95,3 +94,8 @@ def _folder(
         )
     load_spec(str(source))
     return contextlib.nullcontext(source)
+
+
+def is_hugging_face_folder(path: Path) -> bool:
+    """Returns whether a path is a folder with a `config.json`, and no run directory."""
+    return (path / "config.json").is_file() and not (path / "spec.json").exists()

@@ -15,8 +15,7 @@ from cluster.record import Record, field_doc
 from cluster.state import JobError, refuse_other_owner
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
-from kit.evaluate.benchmarks import Options, TaskRequest, layout
-from kit.evaluate.jobs import eval_job
+from kit.evaluate.benchmarks import Options, TaskRequest, eval_job, layout
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.evaluate.scoring import check_request, evaluate, report_file
 from kit.evaluate.task_data import WHEEL_SHA256, num_files

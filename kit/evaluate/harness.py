@@ -72,13 +72,13 @@ def score_task(
     sizes = {leaf: len(items) for leaf, items in documents.items()}
     group = loaded.definition.get("groups", {}).get(name)
     parts = group.aggregate_metric_list if group else []
-    alike = {part.metric for part in parts if not part.weight_by_size}
+    equal = {part.metric for part in parts if not part.weight_by_size}
     full_items = None  # of the whole split, where the mirror holds a part of it
     if name in BENCHMARKS and any(source.origin == "mirror" for source in loaded.data):
         full_items = BENCHMARKS[name].full_items
     return TaskScore(
         task=name,
-        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], sizes, alike)
+        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], sizes, equal)
         + answer_bits(loaded.leaves.values()),
         num_items=sum(sizes.values()),
         total_items=full_items or sum(total.values()),
@@ -91,7 +91,7 @@ def score_task(
         num_samples=request.num_samples,
         temperature=request.temperature,
         top_p=request.top_p,
-        chance=_chance(loaded.leaves, documents, alike),
+        chance=_chance(loaded.leaves, documents, equal),
         task_version=str(found["versions"].get(name, loaded.task.VERSION)),
         harness_version=importlib.metadata.version("lm_eval"),
         data=loaded.data,
@@ -118,11 +118,11 @@ def choose_items(task: str, total: int, limit: int, seed: int) -> list[int]:
     return sorted(random.Random(f"{seed}:{task}").sample(range(total), min(limit, total)))
 
 
-def _metrics(found: dict[str, Any], sizes: dict[str, int], alike: set[str]) -> tuple[Metric, ...]:
+def _metrics(found: dict[str, Any], sizes: dict[str, int], equal: set[str]) -> tuple[Metric, ...]:
     """Returns the numbers of a task or a group; the harness keys them `<metric>,<filter>`.
 
-    `sizes` are the items of each task, `alike` the metrics for which each task of the group counts
-    alike.
+    `sizes` are the items of each task, `equal` the metrics for which the tasks of the group have
+    equal weights.
     """
     metrics = []
     for key, value in found.items():
@@ -131,7 +131,7 @@ def _metrics(found: dict[str, Any], sizes: dict[str, int], alike: set[str]) -> t
             continue
         stderr = found.get(f"{name}_stderr,{answer_filter}")
         stderr = float(stderr) if isinstance(stderr, float) else None
-        items = _effective_items(sizes, value, stderr) if name in alike else sum(sizes.values())
+        items = _effective_items(sizes, value, stderr) if name in equal else sum(sizes.values())
         metrics.append(
             Metric.of(name if answer_filter == "none" else key, float(value), stderr, items)
         )
@@ -150,7 +150,7 @@ def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) 
     return min(items, share * (1 - share) / stderr**2) if stderr and 0 < share < 1 else items
 
 
-def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], alike: set[str]) -> float | None:
+def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], equal: set[str]) -> float | None:
     """Returns the expected accuracy of guessing on the items of each task, or None where it cannot
     be known.
     """
@@ -159,7 +159,7 @@ def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], alike: set[str]
     chances = [
         [1 / len(task.doc_to_choice(item)) for item in items[name]] for name, task in leaves.items()
     ]
-    values = map(statistics.fmean, chances) if alike else itertools.chain(*chances)
+    values = map(statistics.fmean, chances) if equal else itertools.chain(*chances)
     return statistics.fmean(values)
 
 

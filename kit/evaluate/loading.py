@@ -26,7 +26,7 @@ from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import Layout, Options
+from kit.evaluate.benchmarks import DeviceLayout, Options
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.tasks import quiet
 from kit.model import Decoder
@@ -42,7 +42,7 @@ plan."""
 
 
 @contextlib.contextmanager
-def joined(layout: Layout) -> Iterator[torch.device]:
+def joined(layout: DeviceLayout) -> Iterator[torch.device]:
     """Within the context, the processes of a layout are one group; gives this one's device."""
     if layout.num_devices == 1:
         yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,7 +125,7 @@ def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tup
 
 
 def load_lm(
-    folder: str | Path, length: int, options: Options, layout: Layout, device: torch.device
+    folder: str | Path, length: int, options: Options, layout: DeviceLayout, device: torch.device
 ) -> PackedLM:
     """Returns lm-eval's model of a folder, for inputs of up to `length` tokens.
 
@@ -184,4 +184,4 @@ def decoder_lm(
         export_hugging_face(
             decoder, folder, tokenizer=tokenizer, precision=EXPORTED[options.precision]
         )
-        return load_lm(folder, length, options, Layout(), torch.device(device))
+        return load_lm(folder, length, options, DeviceLayout(), torch.device(device))

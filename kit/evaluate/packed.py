@@ -48,7 +48,7 @@ do not share."""
 
 
 @dataclasses.dataclass
-class Row:
+class PackedRow:
     """Prefix trees, side by side."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)  # of the nodes, in preorder
@@ -140,7 +140,7 @@ class PackedLM(HFLM):
             dist.all_reduce(totals, group=self.replicas)
         return [(value, misses == 0) for value, misses in totals.tolist()]
 
-    def _score(self, rows: list[Row], asked: dict[Sequence, list], totals: Tensor) -> None:
+    def _score(self, rows: list[PackedRow], asked: dict[Sequence, list], totals: Tensor) -> None:
         """Adds what the tokens asked for in these rows contribute."""
         tokens_BT, depths_BT, mask_B1TT = tensors(rows, self.device)
         wanted = [
@@ -209,18 +209,18 @@ class PackedLM(HFLM):
         return super()._model_generate(*args, **options, synced_gpus=False)
 
 
-def pack(sequences: Iterable[Sequence], longest: int) -> list[Row]:
+def pack(sequences: Iterable[Sequence], longest: int) -> list[PackedRow]:
     """Returns rows with all sequences, each of at most `longest` tokens unless a single sequence is
     longer.
     """
-    rows: list[Row] = []
+    rows: list[PackedRow] = []
     before: Sequence = ()
     path: list[int] = []  # nodes of the sequence before
     for sequence in sorted(sequences):
         shared = len(os.path.commonprefix([before, sequence]))
         limit = min(longest, max(SHORTEST_ROW, SEQUENCES_PER_ROW * len(sequence)))
         if not rows or len(rows[-1].tokens) + len(sequence) - shared > limit:
-            rows.append(Row())
+            rows.append(PackedRow())
             path, shared = [], 0
         row, first = rows[-1], len(rows[-1].tokens)
         for node in path[shared:]:
@@ -233,7 +233,7 @@ def pack(sequences: Iterable[Sequence], longest: int) -> list[Row]:
     return rows
 
 
-def batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
+def batches(rows: list[PackedRow], batch_tokens: int) -> Iterator[list[PackedRow]]:
     """Yields the rows by falling length, as many at a time as `batch_tokens` holds when padded
     to the longest.
     """
@@ -244,7 +244,7 @@ def batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
         left = left[count:]
 
 
-def tensors(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(rows: list[PackedRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens_BT and their positions, padded on the right, and which of them each may look
     at, as mask_B1TT.
     """

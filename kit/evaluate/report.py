@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster.record import Record, field_doc
-from kit.evaluate.benchmarks import Asked, Question, TaskRequest
+from kit.evaluate.benchmarks import Question, TaskRequest, TaskSettings
 from kit.show import terminal
 from kit.show.table import Table
 from kit.show.theme import MUTED
@@ -52,7 +52,7 @@ class Shown:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSource(Record):
+class ItemSource(Record):
     """Where the items of a task came from."""
 
     origin: Literal["folder", "mirror", "hub", "corpus"] = field_doc(
@@ -120,7 +120,7 @@ def wilson(share: float, num_items: float) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskScore(Asked):
+class TaskScore(TaskSettings):
     """The scores of one task."""
 
     metrics: tuple[Metric, ...] = field_doc("in the order of the task's definition")
@@ -147,7 +147,7 @@ class TaskScore(Asked):
     )
     task_version: str = field_doc("of the task's definition")
     harness_version: str = field_doc("of lm-eval")
-    data: tuple[DataSource, ...] = field_doc("files that the items came from")
+    data: tuple[ItemSource, ...] = field_doc("files that the items came from")
     seconds: float = field_doc("time to score")
     note: str = field_doc(
         "what else has to be known to judge it, such as how code was isolated", default=""
@@ -200,7 +200,7 @@ class TaskScore(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unscored(Asked):
+class Unscored(TaskSettings):
     """A task of a suite that could not be scored."""
 
     reason: str = field_doc("why, and what would mend it")
@@ -311,7 +311,7 @@ def _named(owner: str, kind: str, name: str, found: dict[str, Any]) -> Any:
     return found[name]
 
 
-def _data(sources: tuple[DataSource, ...]) -> str:
+def _data(sources: tuple[ItemSource, ...]) -> str:
     """Returns the files of a score, or for many of them their folder and number."""
     if len(sources) > 4:
         folder = Path(*Path(sources[0].path).parts[:2])

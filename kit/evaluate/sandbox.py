@@ -1,17 +1,19 @@
 """Runs a program nobody has read in a fresh process with as little within its reach as this machine
-allows.
+allows; and scores programs that a model wrote by it.
 
 The process has limits on time, memory, files and forks, an empty temporary directory and no
 environment. Where Linux namespaces can be made it also has a file tree of its own (Python and the
-system's libraries, read-only), no network and no other process in sight. `Sandbox.missing` says
-what could be reached nevertheless, found out by trying.
+system's libraries, read-only), no network and no other process in sight. What could be reached
+nevertheless is found out by trying: `ProgramSandbox.missing`.
 
 What it does not stop: a program made to attack this very harness may look for the secret that marks
 a passed test. The scores of models that were not trained against it are not affected.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import secrets
 import shutil
@@ -20,9 +22,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from unittest.mock import patch
 
 from cluster.record import Record, field_doc
 from kit.errors import ConfigError
@@ -56,7 +61,7 @@ class Limits(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended."""
 
     passed: bool
@@ -110,7 +115,7 @@ DROP = [
 NAMESPACES = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
 
 
-class Sandbox:
+class ProgramSandbox:
     """Runs programs in the best isolation that this machine gives.
 
     Raises:
@@ -142,7 +147,7 @@ class Sandbox:
         }[self.layer]
         return f"programs ran in {held}; within their reach: {', '.join(self.missing) or 'nothing'}"
 
-    def run(self, program: str, test: str = "") -> Outcome:
+    def run(self, program: str, test: str = "") -> ProgramOutcome:
         """Returns how `program`, then `test` in the same namespace, end.
 
         Only reaching the end of `test` passes.
@@ -157,7 +162,7 @@ class Sandbox:
     def _works(self, layer: str) -> bool:
         return self._run(layer, "x = 1", "assert x == 1").passed
 
-    def _run(self, layer: str, program: str, test: str) -> Outcome:
+    def _run(self, layer: str, program: str, test: str) -> ProgramOutcome:
         secret = secrets.token_hex(16).encode()
         request = {"limits": self.limits.resources(), "program": program, "test": test}
         with (
@@ -177,8 +182,8 @@ class Sandbox:
                 # None: a process that escaped the kill still holds the other end.
                 found = result.read(4096) or b""
         if found == secret and ended == "exit 0":
-            return Outcome(passed=True, reason="passed")
-        return Outcome(
+            return ProgramOutcome(passed=True, reason="passed")
+        return ProgramOutcome(
             passed=False,
             reason=found.decode(errors="replace") if found.startswith(b"error: ") else ended,
         )
@@ -258,3 +263,75 @@ def _interpreter() -> str:
             Path(sys.executable).resolve(),
         )
     )
+
+
+# Scores -------------------------------------------------------------------------------------------
+
+REPORTED_K = (1, 10, 100)
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Returns the probability that at least one of k programs, drawn from these without
+    replacement, passes.
+
+    1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al., "Evaluating Large Language
+    Models Trained on Code", arXiv 2107.03374, equation 1.
+
+    Raises:
+        ValueError: k is not in 1..n, or c not in 0..n.
+    """
+    if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
+        raise ValueError(f"pass@{k} of {num_passed} in {num_samples} programs is not defined.")
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+class CodeScorer:
+    """Runs each program with its test, and reports pass@1, and pass@10 and pass@100 where there are
+    as many programs: stands in for the hub's `code_eval` in HumanEval's task.
+    """
+
+    def __init__(self, sandbox: ProgramSandbox | None) -> None:
+        """Of several processes that make the same calls, all but one have no sandbox: they run
+        nothing and report zeros.
+        """
+        self._sandbox = sandbox
+        self.isolation = sandbox.isolation if sandbox else ""
+
+    def compute(
+        self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Any = None
+    ) -> tuple[dict[str, float], list[list[ProgramOutcome]]]:
+        """Returns pass@k averaged over the problems, and how each program ended.
+
+        `references` are the tests of the problems, `predictions` the programs for each. Which k are
+        reported follows from the number of programs, not from what the harness asks for.
+        """
+        outcomes = [
+            self._run_all(programs, test)
+            for programs, test in zip(predictions, references, strict=True)
+        ]
+        count = min(map(len, outcomes))
+        return {
+            f"pass@{k}": (
+                sum(pass_at_k(len(found), sum(o.passed for o in found), k) for found in outcomes)
+                / len(outcomes)
+            )
+            for k in REPORTED_K
+            if k <= count
+        }, outcomes
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the context, the harness's HumanEval task is scored by this object."""
+        with patch.object(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
+            yield
+
+    def _run_all(self, programs: Sequence[str], test: str) -> list[ProgramOutcome]:
+        sandbox = self._sandbox
+        if sandbox is None:
+            return [ProgramOutcome(passed=False, reason="not run here")] * len(programs)
+        # A small model often writes the same program again.
+        distinct = list(dict.fromkeys(programs))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            outcomes = pool.map(lambda program: sandbox.run(program, test), distinct)
+        found = dict(zip(distinct, outcomes, strict=True))
+        return [found[program] for program in programs]

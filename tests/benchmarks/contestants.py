@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from cluster.record import Record, field_doc
 from kit.convert.hugging_face_config import config_of
-from kit.convert.names import to_theirs
+from kit.convert.weights import to_theirs
 from kit.engines import build_engine
 from kit.engines.engine import adamw
 from kit.engines.process_group import keep_freed_memory

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from kit.convert import run_weights
-from kit.convert.hugging_face import export_hugging_face
+from kit.convert.hugging_face import export_hugging_face, run_weights
 from kit.convert.weights import Weights, parameter_shapes
 from kit.plan import Plan
 from kit.recipe import Recipe

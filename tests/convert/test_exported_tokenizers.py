@@ -16,8 +16,7 @@ import tokenizers
 import transformers
 from sentencepiece import sentencepiece_model_pb2
 
-from kit.convert.hugging_face import export_hugging_face
-from kit.convert.tokenizer import HARD_TEXTS
+from kit.convert.hugging_face import HARD_TEXTS, export_hugging_face
 from kit.data import load_tokenizer
 from kit.data.tokenizer import (
     END_OF_TEXT,
@@ -149,7 +148,8 @@ def test_the_kits_own_tokenizer_takes_no_special_token_out_of_a_text(
 
 def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
     """The kit adds nothing to a text, so a model never saw what the file would add."""
-    other = tokenizers.Tokenizer.from_str(train_tokenizer(TEXTS, 400).data.decode())
+    trained = train_tokenizer(TEXTS, 400)
+    other = tokenizers.Tokenizer.from_str(trained.data.decode())
     other.enable_truncation(max_length=3)
     other.enable_padding(length=64)
     other.post_processor = tokenizers.processors.TemplateProcessing(
@@ -157,5 +157,6 @@ def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
     )
     tokenizer = BytePairTokenizer(other.to_str().encode())
     theirs = exported(tokenizer, tmp_path / "model")
-    assert [theirs(text)["input_ids"] for text in HARD_TEXTS] == tokenizer.encode_batch(HARD_TEXTS)
+    ids = [theirs(text)["input_ids"] for text in HARD_TEXTS]
+    assert ids == tokenizer.encode_batch(HARD_TEXTS) == trained.encode_batch(HARD_TEXTS)
     assert json.loads((tmp_path / "model" / "tokenizer.json").read_text())["truncation"] is None

@@ -11,8 +11,7 @@ import transformers
 
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.hugging_face_config import ALIASES, DEFAULTS, config_of, spec_of
-from kit.convert.names import from_theirs
-from kit.convert.weights import Weights
+from kit.convert.weights import Weights, from_theirs
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec, RopeScaling

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from cluster.process import LIBC
-from kit.convert import run_weights
-from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face, run_weights
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.neuron import import_nxd
 from kit.convert.weights import Weights

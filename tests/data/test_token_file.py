@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.data import located, training_samples
-from kit.data.token_file import HEADER, TokenFile, TokenFileWriter, token_dtype
+from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from kit.errors import DataError
 from kit.recipe import DataSource, Recipe
 from tests.data.token_files import documents
@@ -191,13 +191,6 @@ def test_damage_is_told_in_numbers(written, suffix, change, message):
     file.unlink()
     with pytest.raises(DataError, match=rf"train\{suffix}: no such file. .*kit data build"):
         TokenFile(written / "train")
-
-
-def test_an_index_that_does_not_cover_the_tokens_is_refused(written):
-    file = written / "train.idx"
-    file.write_bytes(byte_changed(HEADER.size, 1)(file.read_bytes()))
-    with pytest.raises(DataError, match="train.idx: damaged: its documents do not cover train.bin"):
-        TokenFile(written / "train").document(0)
 
 
 def test_an_index_of_a_multimodal_file_is_refused(megatron, tmp_path):

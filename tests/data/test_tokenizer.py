@@ -1,11 +1,8 @@
 """Tokenizers: exact sizes, round trips, equality with the libraries they come from."""
 
 import _thread
-import inspect
-import io
 import json
 import signal
-import textwrap
 import time
 
 import pytest
@@ -15,8 +12,9 @@ from hypothesis import strategies as st
 
 from kit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer, train_tokenizer
 from kit.errors import DataError
+from tests.convert.test_exported_tokenizers import LLAMA, TEXTS
+from tests.convert.test_exported_tokenizers import trained as trained_sentencepiece
 
-TEXTS = inspect.getsource(textwrap).split("\n\n")
 QUOTED = f"quoted {END_OF_TEXT} inside"
 SAMPLES = ["", "plain words", "tabs\tand\r\nlines  ", QUOTED, "日本語 é 🙂 \x00", "12 345"]
 
@@ -28,19 +26,8 @@ def trained():
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
-    stream = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_writer=stream,
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
     file = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
-    file.write_bytes(stream.getvalue())
+    file.write_bytes(trained_sentencepiece(**LLAMA).data)
     return file
 
 
@@ -111,19 +98,6 @@ def test_older_hugging_face_folder_goes_through_transformers(trained, tmp_path):
     reference = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (400, 0)
     assert tokenizer.encode(TEXTS[0]) == reference.encode(TEXTS[0], add_special_tokens=False)
-
-
-def test_settings_stored_in_a_tokenizer_file_do_not_change_the_ids(trained, tmp_path):
-    import tokenizers
-
-    other = tokenizers.Tokenizer.from_str(trained.data.decode())
-    other.enable_truncation(max_length=3)
-    other.enable_padding(length=64)
-    other.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
-    )
-    other.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path / "tokenizer.json").encode(TEXTS[0]) == trained.encode(TEXTS[0])
 
 
 def test_end_of_text_token_can_be_named_beside_the_file(trained, tmp_path):

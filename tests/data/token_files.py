@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kit.data.token_file import TokenFile, TokenFileWriter
+from kit.data.token_file import HEADER, TokenFile, TokenFileWriter
 
 QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
 """A build of a small text."""
@@ -17,8 +17,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def documents(file: TokenFile) -> list[list[int]]:
-    """Returns the tokens of each document."""
-    return [file.document(i).tolist() for i in range(file.num_documents)]
+    """Returns the tokens of each document, by the index's lengths and its first sequences."""
+    index = file.prefix.with_name(f"{file.prefix.name}.idx").read_bytes()
+    num_sequences = HEADER.unpack_from(index)[3]
+    lengths = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
+    firsts = np.frombuffer(index, "<i8", offset=HEADER.size + 12 * num_sequences)
+    bounds = np.concatenate(([0], np.cumsum(lengths)))[firsts].tolist()
+    return [file.tokens[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
 
 
 def numbered(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:

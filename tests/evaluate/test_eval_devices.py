@@ -4,8 +4,6 @@ does.
 
 import dataclasses
 import json
-import os
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,10 +11,9 @@ from typer.testing import CliRunner
 from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import ConfigError, RunError
-from kit.evaluate import EvalReport, Options, evaluate, evaluate_model, report_file
-from kit.evaluate.benchmarks import HEADROOM, layout
+from kit.evaluate import EvalReport, Options, evaluate, report_file
+from kit.evaluate.benchmarks import HEADROOM, eval_job, layout
 from kit.evaluate.follow import has_scores
-from kit.evaluate.jobs import eval_job
 from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve
 from kit.monitor.scores import ScoreFollower
@@ -151,19 +148,7 @@ def test_a_job_that_fails_says_its_last_words(run, benchmarks, monkeypatch):
     run = with_memory(run, 1.5)
     argv = ("/bin/sh", "-c", "echo bad luck; exit 3")
     failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(argv=argv)
-    monkeypatch.setattr("kit.evaluate.jobs.eval_job", lambda *_: failing)
+    monkeypatch.setattr("kit.evaluate.benchmarks.eval_job", lambda *_: failing)
     message = "step 3: not scored: bad luck. All that it said: .*kit logs"
     with pytest.raises(RunError, match=message):
         scored(run, benchmarks, devices=2)
-
-
-def test_what_belongs_to_a_run_is_refused_elsewhere(
-    run, benchmarks, tiny_decoder, tokenizer, tmp_path
-):
-    options: list[dict[str, Any]] = [{"devices": 2}, {"precision": "bf16"}]
-    for option in options:
-        with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
-            evaluate_model(tiny_decoder, tokenizer, 64, ("piqa",), task_data=benchmarks, **option)
-    job = eval_job(run, 3, ("piqa",), Options())
-    assert job.num_processes == job.num_nodes == 1 and "--devices" not in job.argv
-    assert "WORLD_SIZE" not in os.environ

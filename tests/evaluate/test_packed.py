@@ -19,7 +19,7 @@ from kit.convert.hugging_face import export_hugging_face
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packed
-from kit.evaluate.benchmarks import Layout, Options, TaskRequest
+from kit.evaluate.benchmarks import DeviceLayout, Options, TaskRequest
 from kit.evaluate.harness import score_task
 from kit.evaluate.loading import joined, load_lm
 from kit.evaluate.tasks import LoadedTask, load_task, quiet
@@ -41,7 +41,7 @@ def folder(request, tokenizer, tmp_path_factory) -> Path:
 
 def ours(folder: Path, batch_tokens: int = 300) -> packed.PackedLM:
     options = Options(batch_tokens=batch_tokens)
-    return load_lm(folder, LENGTH, options, Layout(), torch.device("cpu"))
+    return load_lm(folder, LENGTH, options, DeviceLayout(), torch.device("cpu"))
 
 
 def theirs(folder: Path, batch_size: int = 7) -> Any:
@@ -285,7 +285,7 @@ def results(lm: packed.PackedLM) -> dict[str, Any]:
     }
 
 
-def on_rank(folder: Path, layout: Layout) -> tuple[dict[str, Any], int]:
+def on_rank(folder: Path, layout: DeviceLayout) -> tuple[dict[str, Any], int]:
     with joined(layout) as device:
         lm = load_lm(folder, LENGTH, Options(batch_tokens=256), layout, device)
         held = sum(local(parameter).nbytes for parameter in lm.model.parameters())
@@ -306,8 +306,8 @@ def on_rank(folder: Path, layout: Layout) -> tuple[dict[str, Any], int]:
 def test_processes_equal_one(family, shards, replicas, is_tensor, tokenizer, tmp_path):
     decoder = build_decoder(OPINIONATED[family])
     folder = export_hugging_face(decoder, tmp_path / family, tokenizer=tokenizer)
-    expected, whole = on_rank(folder, Layout())
-    layout = Layout(shards=shards, replicas=replicas, is_tensor=is_tensor)
+    expected, whole = on_rank(folder, DeviceLayout())
+    layout = DeviceLayout(shards=shards, replicas=replicas, is_tensor=is_tensor)
     for answer, held in run_ranks(layout.num_devices, on_rank, folder, layout):
         assert answer["scores"] == pytest.approx(expected["scores"], abs=1e-4)
         assert answer["rolling"] == pytest.approx(expected["rolling"], rel=1e-6)

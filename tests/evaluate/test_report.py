@@ -2,9 +2,8 @@
 
 import pytest
 
-from kit.errors import ConfigError
 from kit.evaluate.hlat import TABLES, compare
-from kit.evaluate.report import DataSource, EvalReport, Metric, TaskScore, wilson
+from kit.evaluate.report import EvalReport, ItemSource, Metric, TaskScore, wilson
 from tests.evaluate.conftest import task_score
 
 
@@ -22,7 +21,7 @@ def score(
         num_fewshot=shots,
         chance=0.5,
         harness_version="0.4.13",
-        data=(DataSource(origin="mirror", path=place, sha256="ab" * 32),),
+        data=(ItemSource(origin="mirror", path=place, sha256="ab" * 32),),
         seconds=1.25,
     )
 
@@ -119,14 +118,6 @@ def test_a_partial_score_does_not_replace_a_complete_one(tmp_path):
     for value, items, kept in ((0.1, 100, 0.1), (0.2, 200, 0.2), (0.3, 1838, 0.3), (0.4, 200, 0.3)):
         report(score(value=value, items=items)).write_merged(file)
         assert EvalReport.read(file)["piqa"].metric("acc").value == kept
-
-
-def test_a_file_that_is_no_report_is_not_overwritten(tmp_path):
-    file = tmp_path / "step_00000100.json"
-    file.write_text("{}\n")
-    with pytest.raises(ConfigError, match="name, evalreport.tokenizer_sha256: missing"):
-        report(score()).write_merged(file)
-    assert file.read_text() == "{}\n"
 
 
 def test_absent_tasks_and_metrics_are_named():

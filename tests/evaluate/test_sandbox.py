@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kit.errors import ConfigError
-from kit.evaluate.code import CodeScorer, pass_at_k
-from kit.evaluate.sandbox import Limits, Outcome, Sandbox
+from kit.evaluate.sandbox import Limits, ProgramOutcome, ProgramSandbox, pass_at_k
 
 LIMITS = Limits(cpu_s=1, wall_s=4.0, memory_bytes=256 * 2**20)
 
@@ -25,20 +24,20 @@ BUILTINS = "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec
 
 
 @pytest.fixture(scope="module")
-def sandboxes() -> dict[str, Sandbox]:
+def sandboxes() -> dict[str, ProgramSandbox]:
     """The sandbox that would be chosen, and one for each other kind that works here."""
-    best = Sandbox(LIMITS, require=False)
+    best = ProgramSandbox(LIMITS, require=False)
     found = {best.layer: best}
     for layer in best._layers():
         if layer not in found and best._works(layer):
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(Sandbox, "_layers", lambda self, only=layer: [only])
-                found[layer] = Sandbox(LIMITS, require=False)
+                patched.setattr(ProgramSandbox, "_layers", lambda self, only=layer: [only])
+                found[layer] = ProgramSandbox(LIMITS, require=False)
     return found
 
 
 @pytest.fixture
-def isolated(sandboxes) -> Sandbox:
+def isolated(sandboxes) -> ProgramSandbox:
     best = next(iter(sandboxes.values()))
     if best.missing:
         pytest.skip(f"this machine gives no namespaces: {best.missing} within reach")
@@ -46,7 +45,7 @@ def isolated(sandboxes) -> Sandbox:
 
 
 @pytest.fixture(params=["root", "user", "plain"])
-def any_layer(request, sandboxes) -> Sandbox:
+def any_layer(request, sandboxes) -> ProgramSandbox:
     if request.param not in sandboxes:
         pytest.skip(f"isolation {request.param!r} cannot be had here")
     return sandboxes[request.param]
@@ -55,8 +54,8 @@ def any_layer(request, sandboxes) -> Sandbox:
 def test_a_right_program_passes_and_a_wrong_one_does_not(any_layer):
     program = "import math\ndef area(r):\n    return math.pi * r * r\n"
     right, wrong = "assert abs(area(1) - 3.1416) < 1e-3", "assert area(1) == 3"
-    assert any_layer.run(program, right) == Outcome(passed=True, reason="passed")
-    failed = Outcome(passed=False, reason="error: AssertionError")
+    assert any_layer.run(program, right) == ProgramOutcome(passed=True, reason="passed")
+    failed = ProgramOutcome(passed=False, reason="error: AssertionError")
     assert any_layer.run(program, wrong) == failed
     assert any_layer.run("def area(r:", "area(1)").reason == "error: SyntaxError"
 
@@ -83,7 +82,9 @@ def test_a_result_cannot_be_forged_by_ending_or_by_writing(any_layer, program):
 def test_loops_and_sleep_are_ended(any_layer):
     start = time.monotonic()
     assert not any_layer.run("while True: pass").passed
-    assert any_layer.run("import time; time.sleep(60)") == Outcome(passed=False, reason="timeout")
+    assert any_layer.run("import time; time.sleep(60)") == ProgramOutcome(
+        passed=False, reason="timeout"
+    )
     assert time.monotonic() - start < 4 * LIMITS.wall_s
 
 
@@ -129,7 +130,8 @@ def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_what_is_mounted_below_a_folder_is_read_only_too():
     program = "open('/usr/src/owned', 'w')"
-    code = f"from kit.evaluate.sandbox import Sandbox; print(Sandbox().run({program!r}).passed)"
+    code = "from kit.evaluate.sandbox import ProgramSandbox as Sandbox;"
+    code += f" print(Sandbox().run({program!r}).passed)"
     mount = "mount -t tmpfs -o mode=777 none /usr/src"
     mount += f" && exec {sys.executable} -c {shlex.quote(code)}"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True)
@@ -168,11 +170,11 @@ def test_privileges_cannot_be_had_back(isolated):
 
 
 def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
-    monkeypatch.setattr(Sandbox, "_layers", lambda self: ["plain"])
+    monkeypatch.setattr(ProgramSandbox, "_layers", lambda self: ["plain"])
     message = "could reach files, the network, other processes.*untrusted_code='limits'"
     with pytest.raises(ConfigError, match=message):
-        Sandbox(LIMITS)
-    accepted = Sandbox(LIMITS, require=False)
+        ProgramSandbox(LIMITS)
+    accepted = ProgramSandbox(LIMITS, require=False)
     assert "within their reach: files, the network, other processes" in accepted.isolation
     kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)"
     assert not accepted.run(kill, "assert False").passed
@@ -187,12 +189,3 @@ def test_pass_at_k_is_the_share_of_draws_with_a_passing_program():
     for bad in ((5, 6, 1), (5, -1, 1), (5, 1, 6), (5, 1, 0)):
         with pytest.raises(ValueError, match="is not defined"):
             pass_at_k(*bad)
-
-
-def test_programs_of_a_problem_are_counted_each(sandboxes):
-    scorer = CodeScorer(sandbox=next(iter(sandboxes.values())))
-    right, wrong = "def f(): return 1", "def f(): return 2"
-    programs = [[right, *[wrong] * 9], [wrong] * 10]
-    found, outcomes = scorer.compute(references=["assert f() == 1"] * 2, predictions=programs)
-    assert found == pytest.approx({"pass@1": 0.05, "pass@10": 0.5})
-    assert [sum(o.passed for o in row) for row in outcomes] == [1, 0]

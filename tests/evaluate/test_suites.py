@@ -16,9 +16,8 @@ from lm_eval.api.model import LM
 from kit.errors import ConfigError, DataError
 from kit.evaluate import evaluate_model
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest
-from kit.evaluate.code import CodeScorer
 from kit.evaluate.harness import _chance, _metrics, score_task
-from kit.evaluate.sandbox import Limits, Sandbox
+from kit.evaluate.sandbox import CodeScorer, Limits, ProgramSandbox
 from kit.evaluate.tasks import LoadedTask, load_task, task_manager
 from tests.evaluate.conftest import write_rows
 
@@ -170,7 +169,9 @@ def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_benchmark
     message = "humaneval: runs programs that the model wrote.*untrusted_code='isolated'"
     with pytest.raises(ConfigError, match=message):
         score_task(lm, loaded)
-    scorer = CodeScorer(sandbox=Sandbox(Limits(), require=False))
+    elsewhere = score_task(lm, loaded, scorer=CodeScorer(None))  # of the ranks, one runs them
+    assert [metric.value for metric in elsewhere.metrics] == [0.0, 0.0]
+    scorer = CodeScorer(ProgramSandbox(Limits(), require=False))
     score = score_task(lm, loaded, scorer=scorer)
     assert (score.num_items, score.num_samples) == (2, 10)
     assert score.metric("pass@1,create_test").value == pytest.approx((0 + 2 / 10) / 2)

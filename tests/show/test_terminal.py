@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kit.data.build import Progress
+from kit.data.build import BuildProgress
 from kit.errors import kit_command
 from kit.monitor.runs import show
 from kit.show.terminal import PlainConsole, Table, as_text, number
@@ -102,6 +102,6 @@ def test_brackets_of_a_name_an_error_or_a_file_are_printed_as_they_are(
     of a build.
     """
     PlainConsole().print(MARKED)
-    Progress(shown=True).say(MARKED)
+    BuildProgress(shown=True).say(MARKED)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [MARKED, MARKED]
     assert as_text(MARKED) == MARKED
