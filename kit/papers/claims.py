@@ -8,14 +8,13 @@ is one in words.
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
 from kit.papers import FIGURES, frontier_model, hlat_model
-from kit.papers.facts import DATA, Known, Relation, plain
+from kit.papers.facts import Known, Relation, plain, read_toml
 from kit.papers.layers import Rows, Runs
 
 Paper = Literal["frontier", "hlat"]
@@ -71,7 +70,7 @@ class Claim(Record):
 
 def claims(paper: Paper) -> list[Claim]:
     """Returns the claims of a paper, in the order of the page."""
-    tables = tomllib.loads((DATA / "claims.toml").read_text(encoding="utf-8"))["claim"]
+    tables = read_toml("claims")["claim"]
     return [Claim.from_dict(table, "claims.toml") for table in tables if table["paper"] == paper]
 
 

@@ -1,5 +1,5 @@
-"""Frontier, section V: throughput of the three sizes, and weak and strong scaling to 1,024 and
-3,072 GCDs.
+"""Frontier, section V: throughput of the three sizes, weak and strong scaling to 1,024 and 3,072
+GCDs, and what training 1T parameters on 20T tokens takes.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from kit.papers.frontier_model import (
     FACTS,
     LUMI,
     MODELS,
+    calibration,
     compared,
     layouts_of,
     model_error,
@@ -23,7 +24,7 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.layers import Layer, Rows, Runs, measured, on_clusters, scale_of
-from kit.papers.panels import pairs, picture
+from kit.papers.panels import legend_above, pairs, picture
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
 
@@ -32,6 +33,8 @@ STRONG_BATCH = 8064
 """Sequences. The paper's 8,000 is remembered only; this is the next number that 6 and 16
 replicas divide."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
+TOKENS, DAY = 20e12, 86_400.0
+COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -257,3 +260,82 @@ def _told(
         ),
         "LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs.",
     ]
+
+
+# 1T parameters on 20T tokens ----------------------------------------------------------------------
+
+
+def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs,
+    and the table.
+    """
+    days, read = days_layer(), Layer.published([_published_days()], label="from the paper's rate")
+    spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (read, days))
+    own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_days_of_run)
+    log = {"xscale": "log", "xlabel": "GCDs", "ticks": (512, 3072, 24576)}
+    at = int(np.flatnonzero(days.x == 3072)[0])
+    taken = days.y[at]
+    return picture(
+        {"days": [read, days, *own], "million GCD-hours": [spent, hours]},
+        [
+            log | {"yscale": "log", "title": "(a) days for 20T tokens"},
+            log | {"title": "(b) million GCD-hours", "ylim": (0, 1.35 * float(hours.high.max()))},
+        ],
+        f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
+        f"On 3,072 GCDs {taken:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
+        f"{taken * 3072 * 24 / 8e6:.1f} million node-hours.",
+        " ".join(filter(None, compared(read, days))),
+        notes=_cost_notes(days, taken),
+        also=lambda figure: legend_above(figure, 3),
+        height=4.2,
+    )
+
+
+def days_layer() -> Layer:
+    """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
+    batch.
+    """
+    spec = ModelSpec.preset(MODELS["1T"])
+    plans = [
+        recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS
+    ]
+    layouts = layouts_of(spec, plans)
+    found = calibration().predict(layouts)
+    steps = TOKENS / (STRONG_BATCH * spec.sequence_length)
+    days = [steps * seconds / DAY for seconds in (found.total_s, found.low_s, found.high_s)]
+    return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *days, error=model_error())
+
+
+def _cost_notes(days: Layer, on_3072: float) -> list[str]:
+    """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
+    count of FLOPs.
+    """
+    exaflop = FACTS.value("training_exaflop", "1T on 20T tokens")
+    own = ModelSpec.preset(MODELS["1T"]).flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
+    fewer = f"{on_3072 * 3072 / 365:,.0f} GCDs would have to work at that rate"
+    return [
+        (
+            f"Within a year, {fewer}; at this batch {int(days.x[-1]):,} of them, most of Frontier,"
+            f" take {days.y[-1]:,.0f} days."
+        ),
+        "Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list price.",
+        (
+            f"6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract"
+            f" ({exaflop / 1e6:.0f})."
+        ),
+        "Runs of your own are scaled to this work by their model FLOP/s.",
+    ]
+
+
+def _published_days() -> Any:
+    """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
+    spec = ModelSpec.preset(MODELS["1T"])
+    rate = FACTS.only("throughput_tflops", "1T")
+    tokens_per_s = rate.number * 1e12 * 3072 / spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
+    return rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")
+
+
+def _days_of_run(run: Run) -> np.ndarray:
+    """Returns days that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
+    rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
+    return ModelSpec.preset(MODELS["1T"]).flops_per_token() * TOKENS / rate / DAY

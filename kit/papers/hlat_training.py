@@ -1,27 +1,131 @@
-"""HLAT, section VI: training loss, what to do about a spike, and in which numbers to train; all
-of it measured here.
+"""HLAT: learning rates and the data of the last stage, as released; and section VI: training loss,
+what to do about a spike, and in which numbers to train, all of it measured here.
 """
 
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from kit.errors import ConfigError
 from kit.monitor.figure import EMA_STEPS, smooth
-from kit.papers.hlat_model import FACTS
+from kit.papers.hlat_model import FACTS, MODELS
 from kit.papers.layers import Layer, Runs, curves, folders_with, study_points
 from kit.papers.panels import finish, legend_above, mark_demo_scale, picture
+from kit.papers.recipes import floor_step, last_step, recipe, tokens_of
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
 
 ARM_COLOURS = (SLATE, BLUE, PURPLE, OLIVE, VERMILION)
 Steps = list[dict[str, Any]]
+STEPS_SHOWN = 60
+"""Of a schedule of half a million."""
 SPIKES, PRECISION = "spikes.json", "precision.json"
 """What the studies of `hlat_demo` leave in their folder."""
+
+
+def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled;
+    and the table.
+    """
+    panels: dict[str, list[Layer]] = {}
+    for model in MODELS:
+        peak = FACTS.only("recipe_learning_rate", model)
+        floor = FACTS.only("recipe_min_learning_rate", model)
+        warm = recipe(model, "clamped").warmup_steps
+        ends = [
+            fact.replace(x=str(tokens_of(model, step) / 1e9))
+            for fact, step in ((peak, warm), (floor, floor_step(model)))
+        ]
+        panels[model] = [
+            Layer.published(ends, label="peak and floor, released"),
+            *(schedule_layer(model, kind) for kind in ("clamped", "rescaled")),
+        ]
+    dress: list[dict[str, Any]] = [
+        {"title": f"{model}: learning rate", "xlabel": "tokens, billions", "ylim": (0, None)}
+        for model in MODELS
+    ]
+    for scale, layers in curves(runs, "learning_rate").items():
+        panels[scale] = layers
+        title = {"title": "your runs: learning rate", "xlabel": "tokens, millions"}
+        dress.append(title | {"legend": {"loc": "upper right"}})
+
+    def mark_ends(figure: Any) -> None:
+        for axis in figure.axes[: len(MODELS)]:
+            axis.axvline(1800, color=GREY, linewidth=0.8, linestyle=":")
+        for axis in figure.axes:
+            axis.ticklabel_format(axis="y", scilimits=(0, 0))
+        legend_above(figure, 3)
+
+    met, last = tokens_of("7B", floor_step("7B")), last_step("7B")
+    end, other = (recipe("7B", kind).learning_rate_at(last) for kind in ("clamped", "rescaled"))
+    return picture(
+        panels,
+        dress,
+        "Warm-up, then a cosine over 500,000 steps; dotted: 1.8 trillion tokens.",
+        f"Clamped, as released, it meets its floor at {met / 1e12:.2f} trillion tokens.",
+        f"At the end 7B has {end:.2g}; rescaled, as others do, it would have {other:.3g}.",
+        notes=[f"2,000 steps of warm-up; 1.8 trillion tokens are {last:,} steps."],
+        also=mark_ends,
+        height=2.4 * ((len(panels) + 1) // 2) + 1.4,
+    )
+
+
+def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the
+    table.
+    """
+    tokens, shares = FACTS["mix_tokens"], FACTS["mix_share"]
+    layer = Layer.published(tokens, label="billion tokens")
+    whole, part = FACTS.value("mix_whole", "total"), FACTS.value("mix_whole_share", "total")
+    stage, begin = FACTS.value("mix_stage", "length"), FACTS.value("mix_stage", "from")
+    with new_figure(height=3.6) as (figure, axis):
+        bars = axis.barh(
+            range(len(layer.y)), layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4
+        )
+        told = [f"{t.number:g}, {s.number:.1f} %" for t, s in zip(tokens, shares, strict=True)]
+        axis.bar_label(bars, told, padding=4)
+        for place, fact in enumerate(tokens):
+            axis.text(0, place - 0.28, f"{fact.x}: {fact.note}", va="bottom")
+        axis.set(
+            xlim=(0, 1.3 * layer.y.max()),
+            ylim=(len(layer.y) - 0.6, -0.8),
+            title="Table III: billion tokens",
+            xticks=(0, 50, 100),
+            yticks=(),
+        )
+        axis.grid(visible=False)
+        _, rows = finish(
+            figure,
+            [layer],
+            f"Data of the 70B from {begin:,g} billion tokens on, read {stage / whole:.2f} times.",
+            "Its effect, in the paper's words: about +10 points in math, +5 in code.",
+            notes=[
+                f"{whole:g} billion tokens are said to be {part:g} % of the whole set, so that has"
+                f" {whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over"
+                " them."
+            ],
+        )
+    return figure, [
+        row | {"share": s.number, "of": s.note} for row, s in zip(rows, shares, strict=True)
+    ]
+
+
+def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
+    """Returns a schedule over its whole length, against billions of tokens."""
+    schedule = recipe(model, kind)
+    ends = [schedule.warmup_steps, floor_step(model)]
+    whole = np.linspace(1, schedule.decay_steps or 1, STEPS_SHOWN)
+    steps = np.unique(np.concatenate([whole, ends]).astype(int))
+    rates = [schedule.learning_rate_at(int(step)) for step in steps]
+    exact = (
+        "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and"
+        " NeMo (rescaled)"
+    )
+    return Layer.modelled(kind, tokens_of(model, steps) / 1e9, rates, error=exact)
 
 
 def loss_figure(
