@@ -23,6 +23,7 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.layers import (
     WARM_UP,
+    Drawn,
     Layer,
     Rows,
     Runs,
@@ -63,7 +64,7 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
     return flops / (products + attention + elementwise)
 
 
-def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> tuple[Any, Rows]:
+def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns the roofline of a GCD with the three recipes below it, and the table; `dress` as
     `picture` takes it.
     """
@@ -121,7 +122,7 @@ def _under_roof(label: str, code: int) -> Layer:
     return throughput_layer(label, x, cases, names=list(MODELS)).times(unit)
 
 
-def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def flash_attention_figure(runs: Runs = ()) -> Drawn:
     """Returns throughput with fused and with written-out attention against sequence length, and
     the table.
     """

@@ -13,7 +13,7 @@ from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import FACTS, LUMI, MODELS
-from kit.papers.layers import Layer, Rows, Runs, on_clusters, table
+from kit.papers.layers import Drawn, Layer, Runs, on_clusters, table
 from kit.papers.panels import picture
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -21,7 +21,7 @@ from kit.spec import ModelSpec
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 
 
-def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def memory_figure(runs: Runs = ()) -> Drawn:
     """Returns the model state of each model size by convention, and the table: TB, and GCDs that
     hold no less.
     """
@@ -82,7 +82,7 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return figure, [*rows, *table([published, *own])]
 
 
-def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> tuple[Any, Rows]:
+def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the
     logs; its table. `dress` as `picture` takes it, without the ends of y.
     """

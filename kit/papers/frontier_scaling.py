@@ -23,7 +23,7 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import Layer, Rows, Runs, measured, on_clusters, scale_of
+from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, scale_of
 from kit.papers.panels import legend_above, pairs, picture
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
@@ -37,7 +37,7 @@ TOKENS, DAY = 20e12, 86_400.0
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
-def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def throughput_figure(runs: Runs = ()) -> Drawn:
     """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table."""
     names = list(MODELS)
     specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
@@ -75,7 +75,7 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
 
 
-def scaling_figure(runs: Runs = (), *, kind: str) -> tuple[Any, Rows]:
+def scaling_figure(runs: Runs = (), *, kind: str) -> Drawn:
     """Returns throughput per GCD relative to one replica, the batch growing with the replicas
     (`weak`), or constant, with LUMI's logged runs beside (`strong`); and the table.
     """
@@ -265,7 +265,7 @@ def _told(
 # 1T parameters on 20T tokens ----------------------------------------------------------------------
 
 
-def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def cost_figure(runs: Runs = ()) -> Drawn:
     """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs,
     and the table.
     """

@@ -17,9 +17,9 @@ from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_o
 from kit.estimate.tuning.tune import Trials, sensitivity, tune
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
-from kit.papers.layers import Layer, Runs, folders_with, study_points
+from kit.papers.layers import Drawn, Layer, Runs, folders_with, study_points
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
-from kit.show.style import Rows, new_figure
+from kit.show.style import new_figure
 from kit.show.theme import BLUE, VERMILION
 from kit.spec import FlopBasis, ModelSpec
 
@@ -51,7 +51,7 @@ SPACES: dict[str, tuple[str, dict[str, tuple]]] = {
 is remembered only."""
 
 
-def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def search_figure(runs: Runs = ()) -> Drawn:
     """Returns the trials of the search in the authors' spaces, best so far, and its table."""
     panels = {name: _model_layers(name) for name in SPACES}
     demo = [_demo_layers(folder, trials) for folder, trials in demo_searches(runs).items()]
@@ -69,7 +69,7 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         return finish(figure, panels, *caption, notes=notes)
 
 
-def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def sensitivity_figure(runs: Runs = ()) -> Drawn:
     """Returns what each parameter mattered in those searches (its share of the variance), and
     the table.
     """

@@ -32,7 +32,7 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Layer, Rows, Runs, on_clusters
+from kit.papers.layers import Drawn, Layer, Runs, on_clusters
 from kit.papers.panels import picture
 from kit.plan import Plan
 from kit.run import Run
@@ -51,7 +51,7 @@ TOKENS = 4e6
 BENCHMARKS = "AWS Neuron documentation, training benchmarks, SDK 2.16 to 2.24"
 
 
-def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def cost_figure(runs: Runs = ()) -> Drawn:
     """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the
     paper states; the table.
     """
@@ -91,7 +91,7 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
 
 
-def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def throughput_figure(runs: Runs = ()) -> Drawn:
     """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others
     each time; the table.
     """

@@ -45,6 +45,7 @@ def picture(
     dress: Sequence[Mapping[str, Any]],
     *caption: str,
     notes: Sequence[str] = (),
+    fill: Callable[..., None] | None = None,
     also: Callable[[Any], Any] = lambda figure: None,
     mosaic: str = "",
     **layout: Any,
@@ -53,9 +54,10 @@ def picture(
 
     Args:
         panels: layers of each panel, by its name in the table, or of the only one.
-        dress: of each panel, as `panel` takes it.
+        dress: of each panel, as `panel` or `fill` takes it.
         caption: what is drawn, what holds, what is missed.
         notes: fits, assumptions and numbers that are not in the picture.
+        fill: draws the layers of one panel, in place of `panel`.
         also: draws into the figure what is no layer.
         mosaic: where the panels stand, if not two a row.
         layout: of `new_figure`, such as `height`.
@@ -63,7 +65,7 @@ def picture(
     named = panels if isinstance(panels, Mapping) else {"": panels}
     with new_figure(mosaic or pairs(len(named)), **layout) as (figure, axes):
         for axis, layers, style in zip(axes, named.values(), dress, strict=True):
-            panel(axis, layers, **style)
+            (fill or panel)(axis, layers, **style)
         also(figure)
         return finish(figure, named, *caption, notes=notes)
 
