@@ -119,6 +119,17 @@ def paper_plan(**degrees: Any) -> Plan:
     return Plan(**{"zero_stage": 1, "recompute": "full", "precision": "bf16"} | degrees)
 
 
+def lumi_plan(replicas: int) -> Plan:
+    """Returns the plan of LUMI's logged runs of 176B."""
+    return paper_plan(
+        tensor_parallel=8,
+        pipeline_parallel=8,
+        data_parallel=replicas,
+        micro_batch_size=2,
+        global_batch_size=1024,
+    )
+
+
 def recipe_plan(model: str, **changes: Any) -> Plan:
     """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
     changes.
