@@ -21,9 +21,6 @@ series,x,y,source
 """  # noqa: E501
 NUMBER = r"\$.*|[\d.,e+−-]*"
 """Of a tick; any other text there names a place, such as a model."""
-BEYOND = 1.0
-"""Lengths of an axis that a point may lie outside of what is drawn; further out its unit is
-another."""
 
 
 class Series(NamedTuple):
@@ -76,64 +73,40 @@ def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--points {file}: cannot be read as text: {error}.") from error
-    reader = csv.reader("" if line.startswith("#") else line.strip() for line in lines)
-    columns, *rows = [(reader.line_num, cells) for cells in reader if cells] or [(0, [])]
-    if sorted(columns[1]) != sorted(COLUMNS):
+    reader = csv.DictReader((line for line in lines if line.strip() and line[0] != "#"), restval="")
+    if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
         raise ConfigError(
-            f"--points {file}: columns {columns[1]} are not allowed. Expected: {','.join(COLUMNS)}."
+            f"--points {file}: columns {reader.fieldnames} are not allowed. Expected:"
+            f" {','.join(COLUMNS)}."
         )
     points: dict[str, list[tuple[float, float, str]]] = {}
-    for number, cells in rows:
-        row = dict(zip(columns[1], [*map(str.strip, cells), "", "", ""], strict=False))
-        try:
-            points.setdefault(row["series"], []).append(_point(row, known))
-        except ConfigError as error:
-            raise ConfigError(f"--points {file}, line {number}, {error}") from error
+    for row in reader:
+        name, x, y, source = (row[column].strip() for column in COLUMNS)
+        where = f"--points {file}, {name},{x},{y}"
+        if name not in known:
+            raise ConfigError(f"{where}: series {name!r} is unknown. {suggestion(name, known)}")
+        if not source:
+            raise ConfigError(f"{where}: no source. Say where it was read: figure, page, by what.")
+        panel = known[name].panel
+        place = (_place(panel.xaxis, x, where), _place(panel.yaxis, y, where))
+        points.setdefault(name, []).append((*place, source))
     if not points:
         raise ConfigError(f"--points {file}: no points. Fill in lines below the columns.")
     return {name: _layer(name, found) for name, found in points.items()}
 
 
-def _point(row: dict[str, str], known: dict[str, Series]) -> tuple[float, float, str]:
-    """Returns x, y and source of a line.
-
-    Raises:
-        ConfigError: one of its cells cannot be used.
-    """
-    name, source = row["series"], row["source"]
-    if name not in known:
-        raise ConfigError(f"series {name!r} is unknown. {suggestion(name, known)}")
-    if not source:
-        raise ConfigError("source '' is not allowed. Say where it was read: figure, page, by what.")
-    panel = known[name].panel
-    return _place(panel.xaxis, row["x"]), _place(panel.yaxis, row["y"]), source
-
-
-def _place(axis: Any, text: str) -> float:
-    """Returns where a number or a name lies on an axis.
-
-    Raises:
-        ConfigError: it is neither, or so far outside that it must be in another unit.
-    """
-    side, unit, names = axis.axis_name, _unit(axis), _names(axis)
-    log = axis.get_scale() == "log"
+def _place(axis: Any, text: str, where: str) -> float:
+    """Returns where a number or a name lies on an axis; raises ConfigError where it is neither."""
+    names, log = _names(axis), axis.get_scale() == "log"
     by_name = names and not log
-    one_of, number = f"Allowed: {', '.join(names)}.", "Give a number alone, in the unit of:"
-    allowed = one_of if by_name else f"{number} {unit}."
     try:
         value = names[text] if by_name or text in names else float(text)
     except (KeyError, ValueError):
         value = math.nan
     if not math.isfinite(value) or (log and value <= 0):
-        raise ConfigError(f"{side}: {text!r} is not allowed. {allowed}")
-    ends = sorted(axis.get_view_interval())
-    low, high, place = (math.log(v) if log else v for v in (*ends, value))
-    if not low - BEYOND * (high - low) <= place <= high + BEYOND * (high - low):
-        raise ConfigError(
-            f"{side}: {text} is far from what is drawn ({ends[0]:.3g} to {ends[1]:.3g}). {allowed}"
-        )
-    if side == "y" and "%" in unit and 0 < value <= 1 < ends[1] / 10:
-        raise ConfigError(f"y: {text} of an axis in per cent looks like a fraction. {allowed}")
+        number = f"Give a number alone, in the unit of: {_unit(axis)}."
+        allowed = f"Allowed: {', '.join(names)}." if by_name else number
+        raise ConfigError(f"{where}: {axis.axis_name}: {text!r} is not allowed. {allowed}")
     return value
 
 
