@@ -30,6 +30,8 @@ from numbers that were read; *remembered*, so only a trend is checked.
 [All figures](./) of the gallery, [the notebook](../{notebook}.ipynb).
 
 The model: {model}.
+
+{lines}
 """  # noqa: E501
 TITLES = {
     "frontier": "Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)",
@@ -127,20 +129,20 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     found = [(claim, checked(claim, drawn[claim.figure])) for claim in claims(paper)]
     rows = [_row(claim, relation) for claim, relation in found]
     verdicts = [verdict(relation) for _, relation in found]
-    head = HEAD.format(
+    lines = [
+        " | ".join(rows[0]),
+        "|".join(["---"] * len(rows[0])),
+        *(" | ".join(text.strip().replace("|", "\\|") for text in row.values()) for row in rows),
+    ]
+    return HEAD.format(
         title=TITLES[paper],
         notebook=NOTEBOOKS[paper],
         model=MODELS[paper].model_error(),
         holds=verdicts.count("holds"),
         missed=verdicts.count("missed"),
         untried=verdicts.count("cannot be tried here"),
+        lines="\n".join(f"| {line} |" for line in lines),
     )
-    lines = [
-        " | ".join(rows[0]),
-        "|".join(["---"] * len(rows[0])),
-        *(" | ".join(text.strip().replace("|", "\\|") for text in row.values()) for row in rows),
-    ]
-    return head + "\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def _row_with(

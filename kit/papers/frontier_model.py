@@ -51,8 +51,9 @@ def calibration() -> Calibration:
     """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's
     hardware.
     """
-    found = published_calibration(Site.load("lumi"))
-    return dataclasses.replace(found, hardware=Hardware.of(Site.load("frontier")))
+    return dataclasses.replace(
+        published_calibration(Site.load("lumi")), hardware=Hardware.of(Site.load("frontier"))
+    )
 
 
 @lru_cache(maxsize=1)
@@ -180,8 +181,7 @@ def relative_rates(layouts: Layouts) -> Array:
 
     `ratio_interval` has the interval of these: what both layouts have in common cancels.
     """
-    seconds = calibration().draws(layouts)
-    rate = layouts.global_batch_size / (seconds * layouts.num_devices)
+    rate = layouts.global_batch_size / (calibration().draws(layouts) * layouts.num_devices)
     return rate / rate[:, :1]
 
 

@@ -142,13 +142,19 @@ class Layer:
         """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run
         of a measured one.
         """
-        common = {"layer": self.kind, "series": self.label, "scale": self.scale}
         runs = self.runs * (len(self.x) // len(self.runs)) if self.runs else ()
         return [
-            common
-            | {"x": self.names[i] if self.names else float(self.x[i]), "y": float(self.y[i])}
-            | {"low": float(self.low[i]), "high": float(self.high[i]), "source": self.source}
-            | ({"run": runs[i]} if runs else {})
+            {
+                "layer": self.kind,
+                "series": self.label,
+                "scale": self.scale,
+                "x": self.names[i] if self.names else float(self.x[i]),
+                "y": float(self.y[i]),
+                "low": float(self.low[i]),
+                "high": float(self.high[i]),
+                "source": self.source,
+                **({"run": runs[i]} if runs else {}),
+            }
             for i in range(len(self.x))
         ]
 

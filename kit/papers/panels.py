@@ -37,11 +37,10 @@ MARKED = 20
 LINE = 74
 """Characters of a line of a caption."""
 LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
-Panels = Mapping[str, Sequence[Layer]] | Sequence[Layer]
 
 
 def picture(
-    panels: Panels,
+    panels: Mapping[str, Sequence[Layer]] | Sequence[Layer],
     dress: Sequence[Mapping[str, Any]],
     *caption: str,
     notes: Sequence[str] = (),
@@ -194,7 +193,7 @@ def pairs(count: int, *, under_one: bool = False) -> str:
 
 def finish(
     figure: Any,
-    panels: Panels,
+    panels: Mapping[str, Sequence[Layer]],
     shows: str,
     holds: str = "",
     misses: str = "",
@@ -206,26 +205,24 @@ def finish(
 
     Args:
         figure: of `kit.show.style.new_figure`, whose constrained layout makes room for the caption.
-        panels: layers of each panel, by its name in the table, or of the only one.
+        panels: layers of each panel, by its name in the table; the only one may have none.
         shows: what is drawn.
         holds: what is seen, or which published values the model meets.
         misses: where it misses them, or what could not be read.
         notes: fits, assumptions and numbers that are not in the picture.
     """
-    named = panels if isinstance(panels, Mapping) else {"": panels}
-    layers = [layer for each in named.values() for layer in each]
-    rows = [
-        row
-        for name, each in named.items()
-        for row in table(each, **({"panel": name} if name else {}))
-    ]
+    layers = [layer for each in panels.values() for layer in each]
     parts = [
         textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part
     ]
     figure.supxlabel("\n".join(parts), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
     figure.notes = (*notes, *sources(layers))
     figure.runs = frozenset(name for layer in layers for name in layer.runs)
-    return figure, rows
+    return figure, [
+        row
+        for name, each in panels.items()
+        for row in table(each, **({"panel": name} if name else {}))
+    ]
 
 
 def sources(layers: Sequence[Layer]) -> list[str]:
