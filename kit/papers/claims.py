@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
-from kit.papers import FIGURES, frontier_model, hlat_model
+from kit.papers import FIGURES
 from kit.papers.facts import Known, Relation, plain, read_toml
 from kit.papers.layers import Rows, Runs
+from kit.papers.recipes import PAPERS
 
 Paper = Literal["frontier", "hlat"]
 HEAD = """# Claims of {title}
@@ -38,8 +39,6 @@ TITLES = {
     "hlat": "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
 }
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
-MODELS = {"frontier": frontier_model, "hlat": hlat_model}
-"""Where the facts of each paper are, and how wrong the model is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     return HEAD.format(
         title=TITLES[paper],
         notebook=NOTEBOOKS[paper],
-        model=MODELS[paper].model_error(),
+        model=PAPERS[paper].model_error(),
         holds=verdicts.count("holds"),
         missed=verdicts.count("missed"),
         untried=verdicts.count("cannot be tried here"),
@@ -171,14 +170,14 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
 
 def _last_digit(claim: Claim) -> tuple[float, float]:
     """Returns the range of numbers that round to the fact's last printed digit."""
-    fact = MODELS[claim.paper].FACTS.only(*claim.fact)
+    fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
     digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
     return fact.number - digit, fact.number + digit
 
 
 def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
     """Returns the cells of a claim's line, by their column."""
-    fact = MODELS[claim.paper].FACTS.only(*claim.fact) if claim.fact else None
+    fact = PAPERS[claim.paper].FACTS.only(*claim.fact) if claim.fact else None
     told = "" if found is None else f"{plain(found.value)} {claim.unit}".strip()
     if found is not None and not math.isnan(found.low):
         told += f" ({plain(found.low)} to {plain(found.high)})"

@@ -23,7 +23,7 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, opened
+from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, opened, scale_of
 from kit.papers.panels import paper_table, picture
 from kit.spec import ModelSpec
 
@@ -59,9 +59,9 @@ def sweep_figure(
         places = [getattr(plan, field) for plan in plans]
         paper.append(throughput_layer(label, places, [(SPEC, layouts_of(SPEC, plans))]))
     for label, columns in demo.items():
-        group = [run for row in rows_of(columns) for run in select(runs, **ALONE, **row)]
-        points = measured(group, x=x, y=tokens_per_s_and_device, label=label, line=True)
-        here += [layer for layer in points if layer.scale == "demo"]
+        chosen = [run for row in rows_of(columns) for run in select(runs, **ALONE, **row)]
+        own = [run for run in chosen if scale_of(run) == "demo"]
+        here += measured(own, x=x, y=tokens_per_s_and_device, label=label, line=True)
     common = {"xscale": "log", "xlabel": xlabel, "legend": {"loc": loc}}
     panels = {"paper's scale": [*paper, *on_clusters(runs, x=x, y=run_hfu_percent)]}
     dress = [common | _room(panels["paper's scale"], 1.08) | {"title": "% of peak per GCD (HFU)"}]

@@ -21,6 +21,7 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
+"""Where the facts of each paper are, and how wrong the model is."""
 NOT_STATED = {
     "frontier": {
         "num_steps": "the scripts only time some steps",
