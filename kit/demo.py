@@ -56,9 +56,10 @@ class TerminalClient(NotebookClient):
 
     def _ended(self, cell: Any, cell_index: int, execute_reply: dict) -> None:
         mark = "[green]✔[/]" if execute_reply["content"]["status"] == "ok" else "[red]✖[/]"
-        elapsed = f"{time.monotonic() - self.start:6.1f} s"
         self.console.print(
-            f"{mark} {elapsed}  {self.number:>2}/{self.total}  {cell.id}", highlight=False
+            f"{mark} {time.monotonic() - self.start:6.1f} s  {self.number:>2}/{self.total}"
+            f"  {cell.id}",
+            highlight=False,
         )
 
     def _show(self, cell: Any, text: str = "") -> None:

@@ -83,7 +83,7 @@ def _torch() -> tuple[Finding, Finding]:
         return torch, Finding("GPU", seen, True)
     if shutil.which("nvidia-smi"):
         advice = "a newer driver, or torch's wheel for the one of `nvidia-smi`"
-        return torch, Finding("GPU", "torch sees none", False, advice)
+        return torch, dataclasses.replace(NO_GPU, ok=False, advice=advice)
     return torch, NO_GPU
 
 
@@ -97,8 +97,11 @@ def _rates(gpus: int) -> list[Finding]:
     try:
         seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
     except (RuntimeError, JobError) as error:
-        again = f"{install_command()} again; no run of several ranks works"
-        advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else again
+        advice = (
+            "see NCCL_DEBUG=INFO kit doctor"
+            if gpus
+            else f"{install_command()} again; no run of several ranks works"
+        )
         told = f"{ranks} {what} failed: {_last(str(error))}"
         return [Finding("matrix product, all-reduce", told, False, advice)]
     rate, sent = seen["nodes"][0]["matmul_flops_per_s"], seen["all_reduce_bytes_per_s"]

@@ -5,10 +5,10 @@ Each message says what, the value, what is allowed, and what to do next.
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cluster.record import ConfigError, kit_command
+from cluster.record import ConfigError, kit_command, suggestion
 
 __all__ = [
     "CheckpointError",
@@ -17,12 +17,19 @@ __all__ = [
     "DataError",
     "MissingPackageError",
     "RunError",
+    "check_known",
     "install_command",
     "kit_command",
     "needed",
 ]
 CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
 """Beside the packages of a checkout, and not beside installed ones."""
+
+
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Raises ConfigError for a name that is none of those that are known, with the closest one."""
+    if name not in known:
+        raise ConfigError(f"{what}: {name!r} is unknown. {suggestion(name, known)}")
 
 
 def install_command(extra: str = "") -> str:

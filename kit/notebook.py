@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.record import ConfigError, suggestion
 from cluster.render import check_submittable
 from cluster.site import Site
 from kit.commands.asked import ask_for
 from kit.data.dataset import DESCRIPTION, Dataset
 from kit.engines import check_engine
+from kit.errors import ConfigError, check_known
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.show.table import Table as Table
@@ -69,12 +69,8 @@ class Given:
         """
         if self.dataset is None:
             return demo
-        own = {name: value for name, value in self.stated.items() if name not in LENGTHS}
-        return Recipe.from_dict(
-            own
-            | {name: getattr(demo, name) for name in LENGTHS}
-            | {"data": str(self.dataset.directory)}
-        )
+        lengths = {name: getattr(demo, name) for name in LENGTHS}
+        return Recipe.from_dict({**self.stated, **lengths, "data": str(self.dataset.directory)})
 
     def __str__(self) -> str:
         if self.site is None or self.spec is None or self.plan is None:
@@ -105,8 +101,7 @@ def at_scale(
         ConfigError, DataError, MissingPackageError: what is unknown or missing, does not fit, or is
         still to fill in.
     """
-    if scale not in SCALES:
-        raise ConfigError(f"SCALE: {scale!r} is unknown. {suggestion(str(scale), SCALES)}")
+    check_known("SCALE", str(scale), SCALES)
     if scale == "demo":
         return Given()
     place = Site.load(site)
@@ -116,8 +111,8 @@ def at_scale(
             f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and"
             " a plan.json made by `kit plan --out`."
         )
-    unchanged = {"spec": {}, "plan": {}, "recipe": {}}
-    asked = ask_for(model, recipe, None if plan is None else Path(plan), {}, unchanged)
+    changes = {"spec": {}, "plan": {}, "recipe": {}}
+    asked = ask_for(model, recipe, Path(plan) if plan else None, {}, changes)
     asked.plan.check(asked.spec)
     check_engine(asked.plan)
     return Given(

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from kit.errors import ConfigError
@@ -169,9 +171,20 @@ def test_bad_values_are_named_by_their_dotted_path(change, message):
     assert message in str(error.value)
 
 
-def test_unknown_preset_suggests():
-    with pytest.raises(ConfigError, match=r"'gpt-175' is unknown. Did you mean 'gpt-175b'\?"):
-        ModelSpec.preset("gpt-175")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("gpt-175", "'gpt-175' is unknown. Did you mean 'gpt-175b'?"),
+        ("llama3-70b", "Did you mean 'hlat-70b'?"),
+        ("llama2-7b", "Did you mean 'hlat-7b'?"),
+        ("gpt3-175B", "Did you mean 'gpt-175b'?"),
+        ("dmeo", "Did you mean 'demo'?"),
+        ("llama-13b", "None has 13B"),
+    ],
+)
+def test_an_unknown_preset_is_answered_by_one_of_its_size(name, advice):
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        ModelSpec.preset(name)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from cluster.record import counted, suggestion
+from cluster.record import counted
 from cluster.site import Site
+from kit import monitor
 from kit.commands.options import (
     FollowOption,
     ModelOption,
@@ -29,7 +30,7 @@ from kit.commands.options import (
 )
 from kit.convert.hugging_face_config import load_spec
 from kit.convert.other_trainers import named
-from kit.errors import ConfigError, DataError, RunError
+from kit.errors import ConfigError, DataError, RunError, check_known
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
 from kit.show.style import check_picture, save_figure
@@ -79,17 +80,15 @@ def export(
     """Export the steps of a run as a table or to a tracker, or a checkpoint with its tokenizer to
     Hugging Face. The job does not notice.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, FORMATS)}")
+    check_known("format", format, FORMATS)
     given = (out, step, precision, follow, overwrite)
     for (flag, formats), value in zip(TAKEN_BY.items(), given, strict=True):
         if format not in formats:
             refuse({flag: value}, f"only with --format {' or '.join(formats)}.")
     opened = Run.open(run)
     if format in SINKS:
-        from kit.monitor.sinks import copy_metrics
-
-        tell_record(f"Sink {format}", copy_metrics(opened, format, follow=follow).to_dict())
+        copied = monitor.copy_metrics(opened, format, follow=follow)
+        tell_record(f"Sink {format}", copied.to_dict())
     elif format in TABLES:
         from kit.monitor.export import export as write
 
@@ -171,12 +170,13 @@ def import_(
     skipped = (
         f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
     )
-    told = (
+    tell(
+        report.to_dict(),
         f"{report.format}: {counted(report.steps, 'step')} in {counted(report.attempts, 'attempt')}"
-        f" from {counted(report.lines, 'line')}{skipped}."
+        f" from {counted(report.lines, 'line')}{skipped}.",
+        *(Text(f"- {text}") for text in report.notes),
+        advice("Watch:", "watch", out),
     )
-    notes = [Text(f"- {text}") for text in report.notes]
-    tell(report.to_dict(), told, *notes, advice("Watch:", "watch", out))
 
 
 def _reader(folder: Path, format: str | None) -> Any:
@@ -188,8 +188,7 @@ def _reader(folder: Path, format: str | None) -> Any:
                 f"{folder}: no checkpoint that can be imported. {named(folder, 'importable')}"
                 f"Formats: {', '.join(CHECKPOINTS)}."
             )
-    if format not in CHECKPOINTS:
-        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, CHECKPOINTS)}")
+    check_known("format", format, CHECKPOINTS)
     module, _, function = CHECKPOINTS[format][0].partition(":")
     return getattr(importlib.import_module(f"kit.convert.{module}"), function)
 
@@ -245,10 +244,8 @@ def figure(
 
 
 def _draw_run(run: Run, out: Path | None) -> None:
-    from kit.monitor import run_figure
-
     file = check_not_in_a_strangers_run(check_picture(out or run.directory / "figure.png"))
-    drawn, table = run_figure(run)
+    drawn, table = monitor.run_figure(run)
     save_figure(drawn, [], [file])
     tell({name: column.tolist() for name, column in table.items()}, str(file))
 
@@ -269,11 +266,13 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file. Give a folder; it is made if it is not there.")
     problems = save_all(FIGURES, out, runs)
-    told = [
-        Text(f"{name} is not drawn: {problem}" if problem else str(out / name))
-        for name, problem in problems.items()
-    ]
-    tell(problems, *told)
+    tell(
+        problems,
+        *(
+            Text(f"{name} is not drawn: {problem}" if problem else str(out / name))
+            for name, problem in problems.items()
+        ),
+    )
 
 
 def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None) -> None:

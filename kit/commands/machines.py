@@ -112,33 +112,27 @@ def bench(
     """Measure matrix products, memory and collectives of this machine; or again the peak that a
     run's MFU rests on.
     """
-    if apply is not None and out is not None:
-        raise ConfigError(
-            f"--out {out}: not with --apply, which writes into the run. Give one of them."
-        )
-    if out is not None and out.suffix != ".toml":
-        raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
     if apply is not None:
+        refuse(
+            {f"--out {out}": out}, "not with --apply, which writes into the run. Give one of them."
+        )
         _apply_peak(apply)
         return
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
     note("Measuring matrix products, memory and collectives; up to two minutes ...")
     # bf16 is what layouts are planned in.
     site = measure_site(measured_site(Site.load("laptop"), "bf16"))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_toml(site.replace(name=out.stem)))
-    facts = {
-        **{
-            f"peak {dtype}, FLOP/s": str(fact)
-            for dtype, fact in site.device.peak_flops_per_s.items()
-        },
-        "memory, bytes/s": str(site.device.memory_bytes_per_s),
-        **{
-            f"within {link.num_devices} processes, bytes/s": str(link.bytes_per_s)
-            for link in site.links.intra_node
-        },
-    }
-    tell(site.to_dict(), facts_table(site.description, facts.items()))
+    peaks, links = site.device.peak_flops_per_s.items(), site.links.intra_node
+    facts = [
+        *((f"peak {dtype}, FLOP/s", str(fact)) for dtype, fact in peaks),
+        ("memory, bytes/s", str(site.device.memory_bytes_per_s)),
+        *((f"within {it.num_devices} processes, bytes/s", str(it.bytes_per_s)) for it in links),
+    ]
+    tell(site.to_dict(), facts_table(site.description, facts))
 
 
 def _apply_peak(directory: Path) -> None:
@@ -215,11 +209,9 @@ def init(
             " NAME."
         )
     nodes = inventory.choose(found, partition)
-    others = sorted({each["partition"] for each in found} - {nodes["partition"]})
-    text = inventory.site_text(
-        nodes, inventory.settings_of(_ask(login, inventory.CONFIG)), login=login, account=account
-    )
-    _finish(out, text, others)
+    settings = inventory.settings_of(_ask(login, inventory.CONFIG))
+    text = inventory.site_text(nodes, settings, login=login, account=account)
+    _finish(out, text, sorted({each["partition"] for each in found} - {nodes["partition"]}))
 
 
 def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cluster.job import Job
 from cluster.state import refuse_other_owner
+from kit import monitor
 from kit.commands.options import (
     AS_JSON,
     FollowOption,
@@ -22,6 +23,7 @@ from kit.commands.options import (
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
+from kit.show.style import check_picture, save_figure
 from kit.show.terminal import PlainConsole, Table, clock, plain
 
 if TYPE_CHECKING:
@@ -46,16 +48,14 @@ def status(
     """Show the state of a run, and its alerts: NaN or spiking loss, stalls, falling MFU, slow
     ranks, failed jobs.
     """
-    from kit.monitor.text import recorded_alerts, status_row, status_table
-
     opened = Run.open(run)
     if why:
         _tell_why(opened)
     elif AS_JSON.get():
-        alerts = [alert.to_dict() for alert in recorded_alerts(opened)]
-        tell(status_row(opened) | {"alerts": alerts})
+        alerts = [alert.to_dict() for alert in monitor.recorded_alerts(opened)]
+        tell(monitor.status_row(opened) | {"alerts": alerts})
     else:
-        tell(None, status_table(opened, PlainConsole().picture_width))
+        tell(None, monitor.status_table(opened, PlainConsole().picture_width))
 
 
 @app.command()
@@ -66,9 +66,7 @@ def watch(run: RunArgument) -> None:
     with the alert in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night:
     nohup kit watch RUN >/dev/null &
     """
-    from kit.monitor import watch as watch_run
-
-    watch_run(Run.open(run))
+    monitor.watch(Run.open(run))
 
 
 @app.command()
@@ -79,8 +77,8 @@ def logs(
 ) -> None:
     """Print the log of one rank."""
     # A job that scores, or builds data, has no spec.
-    is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
-    job = Job.attach(run) if is_other else Run.open(run).job
+    has_spec = not (run / "job.json").exists() or (run / "spec.json").exists()
+    job = Run.open(run).job if has_spec else Job.attach(run)
     # A file or a pipe gets what was printed.
     shown = plain if sys.stdout.isatty() else str
     if not follow:
@@ -134,9 +132,7 @@ def runs(
     ] = None,
 ) -> None:
     """List all runs below a folder, with live states and the settings in which they differ."""
-    from kit.monitor.runs import runs_table
-
-    table = runs_table(folder)
+    table = monitor.runs_table(folder)
     if compare:
         _compare(table.folder, compare, out)
     else:
@@ -147,18 +143,15 @@ def _tell_why(run: Run) -> None:
     """Prints how a run's speed compares with the estimate, or why that cannot be said, and its
     ledger.
     """
-    from kit.monitor.expected import pace
-    from kit.monitor.goodput import ledger
-
-    spent = ledger(run)
+    spent = monitor.ledger(run)
     try:
-        found = pace(run)
+        found = monitor.pace(run)
         told, facts = found.to_dict(), _facts(found)
     except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
         told, facts = {"verdict": str(error)}, [("pace", str(error))]
-    used = {**spent.to_dict(), "share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
+    used = {"share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
     tell(
-        {"pace": told, "goodput": used},
+        {"pace": told, "goodput": spent.to_dict() | used},
         facts_table(f"Is {run.name} as fast as it should be?", facts),
         "",
         *_ledger_tables(spent),
@@ -169,20 +162,19 @@ def _facts(found: "Pace") -> list[tuple[str, str]]:
     """Returns in words what an estimate says of a run, and what was measured."""
 
     def shares(parts: dict[str, float], whole: float) -> str:
-        told = (
+        return ", ".join(
             f"{name.replace('_', ' ')} {part / whole:.0%}"
             for name, part in parts.items()
             if part > 0.01 * whole
         )
-        return ", ".join(told)
 
-    facts = [
-        ("pace", found.verdict),
-        ("a step, measured", shares(found.parts_s, found.took_s)),
-        ("where the time should go", shares(found.terms_s, found.expected_s)),
-        *(("warning", text) for text in found.warnings),
-    ]
-    return [fact for fact in facts if fact[1]]
+    facts = {
+        "pace": found.verdict,
+        "a step, measured": shares(found.parts_s, found.took_s),
+        "where the time should go": shares(found.terms_s, found.expected_s),
+    }
+    warnings = [("warning", text) for text in found.warnings]
+    return [fact for fact in (*facts.items(), *warnings) if fact[1]]
 
 
 def _ledger_tables(spent: "Ledger") -> list[Table | str]:
@@ -253,16 +245,13 @@ def _living(run: Path, what: str) -> Job:
 
 
 def _compare(folder: Path, names: list[str], out: Path | None) -> None:
-    from kit.monitor.runs import compare_figure
-    from kit.show.style import check_picture, save_figure
-
     file = check_not_in_a_strangers_run(check_picture(out or folder / "compare.png"))
     if missing := [name for name in names if not (folder / name).is_dir()]:
         raise RunError(
             f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}`"
             " lists them."
         )
-    figure, table = compare_figure([Run.open(folder / name) for name in names])
+    figure, table = monitor.compare_figure([Run.open(folder / name) for name in names])
     save_figure(figure, [], [file])
     values = {
         name: {key: column.tolist() for key, column in columns.items()}

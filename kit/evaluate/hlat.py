@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.record import Record, field_doc, suggestion
-from kit.errors import ConfigError
+from cluster.record import Record, field_doc
+from kit.errors import ConfigError, check_known
 from kit.evaluate.benchmarks import BENCHMARKS, SUITES, read_toml
 from kit.evaluate.report import EvalReport, Metric, Shown
 
@@ -72,8 +72,7 @@ def published_table(name: str) -> PublishedTable:
     Raises:
         ConfigError: there is no such table here.
     """
-    if name not in TABLES:
-        raise ConfigError(f"table: {name!r} is unknown. {suggestion(name, TABLES)}")
+    check_known("table", name, TABLES)
     return TABLES[name]
 
 

@@ -73,10 +73,10 @@ def measure_as_rank(module: str, text: str, measure: Callable[[torch.device], st
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    options = parser.parse_args()
+    out = parser.parse_args().out
     found = measure(start_process_group())
     if dist.get_rank() == 0:
-        write_atomic(options.out, found)
+        write_atomic(out, found)
     final_barrier()
     dist.destroy_process_group()
     return 0

@@ -41,29 +41,25 @@ def measure_gemm_flops_per_s(
     return 2 * size**3 / best_within(seconds, lambda: torch.matmul(a, b), clock)
 
 
-def measure_peak(
-    dtype: str, round_rate: Callable[[], float] | None = None, device: str = "cpu"
-) -> Fact:
+def measure_peak(dtype: str, device: str = "cpu") -> Fact:
     """Returns the matrix-product rate that the two best of several rounds agree on, as the peak of
     one device.
 
     On a CPU a product is timed by its thread's own clock, which stands still while other processes
     have the core. What they take beyond that (caches, the core's other half, its clock rate) shows
     as rounds that differ: after `ROUNDS` of them the machine was too busy, `is_settled` is False,
-    and the source says so. Tests give their own `round_rate`.
+    and the source says so.
     """
     clock = time.thread_time if device == "cpu" else time.perf_counter
-    measure = round_rate or partial(
-        measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock
-    )
+    measure = partial(measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock)
     rates = [measure(), measure()]
     while len(rates) < ROUNDS and _spread(rates) > AGREE:
         rates.append(measure())
-    how = f"best {dtype} matrix product on one device, {len(rates)} rounds"
     doubt = "" if _spread(rates) <= AGREE else ", no two agree: it was too busy"
     return Fact(
         value=max(rates),
-        source=f"measured on this machine: {how}{doubt}",
+        source=f"measured on this machine: best {dtype} matrix product on one device,"
+        f" {len(rates)} rounds{doubt}",
         error=min(1.0, _spread(rates)),
     )
 

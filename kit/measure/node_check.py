@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cluster.record import Record, field_doc
 from kit.measure.collectives import bus_factor, measure_as_rank
 from kit.measure.gemm import measure_gemm_flops_per_s
 from kit.measure.timing import timed
 
-SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
-"""Share of the median of all nodes below which a node is called slow; links differ more than
-chips do."""
+COMPARED = (("computes", 0.75, "matmul_flops_per_s"), ("sends", 0.5, "bytes_per_s"))
+"""What of a node is compared, the share of the median of all nodes below which it is called slow
+(links differ more than chips do), and the field of it."""
 SECONDS, REPEATS = 0.3, 3
-CPU_MESSAGE_BYTES, DEVICE_MESSAGE_BYTES = 2**22, 2**26
+CPU_NUMBERS, DEVICE_NUMBERS = 2**20, 2**24
+"""In fp32, of one message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +65,7 @@ class NodeReport(Record):
         if len(self.nodes) < 3:
             return []
         found = []
-        compared = (
-            ("computes", SLOW_COMPUTE, "matmul_flops_per_s"),
-            ("sends", SLOW_LINK, "bytes_per_s"),
-        )
-        for what, share, field in compared:
+        for what, share, field in COMPARED:
             rates = {node.node: getattr(node, field) for node in self.nodes if getattr(node, field)}
             median = statistics.median(rates.values()) if rates else 0.0
             found += [
@@ -89,16 +87,18 @@ def check_nodes(device: torch.device, dtype: str) -> NodeReport:
     names = list(dict.fromkeys(node for node, _ in ranks))
     firsts = [next(rank for rank, (node, _) in enumerate(ranks) if node == name) for name in names]
     sent = _gather(_exchange_rates(firsts, device))
-    nodes = tuple(
-        NodeRate(
-            node=name,
-            matmul_flops_per_s=min(rate for node, rate in ranks if node == name),
-            bytes_per_s=max(sent[first], default=None),
-        )
-        for name, first in zip(names, firsts, strict=True)
-    )
     return NodeReport(
-        dtype=dtype, num_ranks=len(ranks), nodes=nodes, all_reduce_bytes_per_s=all_reduce
+        dtype=dtype,
+        num_ranks=len(ranks),
+        nodes=tuple(
+            NodeRate(
+                node=name,
+                matmul_flops_per_s=min(rate for node, rate in ranks if node == name),
+                bytes_per_s=max(sent[first], default=None),
+            )
+            for name, first in zip(names, firsts, strict=True)
+        ),
+        all_reduce_bytes_per_s=all_reduce,
     )
 
 
@@ -113,9 +113,9 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
     ranks = dist.get_world_size()
     if ranks == 1:
         return None
-    tensor = torch.ones(_message_bytes(device) // 4, device=device)
-    seconds = _best_s(lambda: dist.all_reduce(tensor))
-    return bus_factor(ranks) * tensor.nbytes / max(_gather(seconds))
+    tensor = _message(device)
+    slowest_s = max(_gather(_best_s(lambda: dist.all_reduce(tensor))))
+    return bus_factor(ranks) * tensor.nbytes / slowest_s
 
 
 def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
@@ -124,10 +124,9 @@ def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
     """
     own, rates = dist.get_rank(), []
     for pairs in _rounds(len(firsts)):
-        for pair in pairs:
-            ranks = [firsts[node] for node in pair]
-            if own in ranks:
-                partner = ranks[1 - ranks.index(own)]
+        for left, right in pairs:
+            partner = {firsts[left]: firsts[right], firsts[right]: firsts[left]}.get(own)
+            if partner is not None:
                 rates.append(_exchange_bytes_per_s(partner, device))
         dist.barrier()
     return rates
@@ -140,13 +139,11 @@ def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     links = num_nodes if num_nodes > 2 else num_nodes - 1
     ring = [(node, (node + 1) % num_nodes) for node in range(links)]
     paired = links - links % 2  # in an odd ring the last link shares a node with the first
-    rounds = (ring[0:paired:2], ring[1:paired:2], ring[paired:])
-    return [pairs for pairs in rounds if pairs]
+    return [*filter(None, (ring[0:paired:2], ring[1:paired:2], ring[paired:]))]
 
 
 def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
-    mine = torch.ones(_message_bytes(device) // 4, device=device)
-    theirs = torch.empty_like(mine)
+    mine, theirs = _message(device), _message(device)
 
     def exchange() -> None:
         sends = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
@@ -169,8 +166,8 @@ def _gather(value: Any) -> list[Any]:
     return found
 
 
-def _message_bytes(device: torch.device) -> int:
-    return CPU_MESSAGE_BYTES if device.type == "cpu" else DEVICE_MESSAGE_BYTES
+def _message(device: torch.device) -> Tensor:
+    return torch.ones(CPU_NUMBERS if device.type == "cpu" else DEVICE_NUMBERS, device=device)
 
 
 def checked(device: torch.device) -> str:

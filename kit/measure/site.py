@@ -7,9 +7,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +40,11 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
             "`python -m kit.measure.collectives --out FILE` as the command of each rank."
         )
     site = measured_site(site)
-    rows = by_ranks("kit.measure.collectives", num_processes)
+    rates = best_rates(by_ranks("kit.measure.collectives", num_processes))
     source = f"measured on this machine: gloo, {num_processes} processes"
     links = tuple(
         IntraNodeLink(num_devices=ranks, bytes_per_s=Fact(value=rate, source=source))
-        for ranks, rate in sorted(best_rates(rows).items())
+        for ranks, rate in sorted(rates.items())
     )
     bandwidth = Fact(
         value=memory_bytes_per_s(), source="measured on this machine: a = b + c on one thread"
@@ -57,9 +54,7 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
     )
 
 
-def remeasure(
-    run: Run, measure: Callable[[str], Fact] | None = None
-) -> dict[str, tuple[Fact | None, Fact]]:
+def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
     """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old
     and new of each.
 
@@ -83,9 +78,9 @@ def remeasure(
             " Measure there, or give the peak by hand: device.peak_flops_per_s in its site.json."
         )
     site, found = run.site, {}
-    measure = measure or partial(measure_peak, device=torch_device(site))
     for dtype in sorted({plan.precision for plan in (run.plan, *run.plans().values())}):
-        old, new = site.device.peak_flops_per_s.get(dtype), measure(dtype)
+        old = site.device.peak_flops_per_s.get(dtype)
+        new = measure_peak(dtype, device=torch_device(site))
         if not is_settled(new) and old is not None and new.value <= old.value:
             raise RunError(
                 f"{run.directory}: this machine is too busy to measure its {dtype} peak: rounds"
@@ -105,19 +100,20 @@ def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
     now.
     """
     attempt, step = last_attempt(run.directory), run.metrics().summary()["step"]
-    told = [
-        Alert(
-            message=f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a device:"
-            f" it was {'unknown' if old is None else f'{old.value / 1e12:.3g}'}",
-            kind="peak",
-            level="warning",
-            attempt=attempt,
-            step=step,
-            time=time.time(),
-        )
-        for dtype, (old, new) in found.items()
-    ]
-    AlertLog(run.directory / "alerts.jsonl").add(told)
+    AlertLog(run.directory / "alerts.jsonl").add(
+        [
+            Alert(
+                message=f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a"
+                f" device: it was {'unknown' if old is None else f'{old.value / 1e12:.3g}'}",
+                kind="peak",
+                level="warning",
+                attempt=attempt,
+                step=step,
+                time=time.time(),
+            )
+            for dtype, (old, new) in found.items()
+        ]
+    )
 
 
 def to_toml(site: Site) -> str:
@@ -171,7 +167,7 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
 
 def best_rates(rows: list[dict]) -> dict[int, float]:
     """Returns the highest bus rate of `collectives.measure` in bytes/s, by number of ranks."""
-    slowest_first = sorted(rows, key=itemgetter("bus_bytes_per_s"))
+    slowest_first = sorted(rows, key=lambda row: row["bus_bytes_per_s"])
     return {row["ranks"]: row["bus_bytes_per_s"] for row in slowest_first}
 
 

@@ -7,9 +7,15 @@ from typing import Any
 
 _PLACES = {
     "Monitor": "widget",
+    "compare_figure": "runs",
+    "copy_metrics": "sinks",
     "eval_curve": "scores",
     "eval_figure": "scores",
+    "ledger": "goodput",
+    "pace": "expected",
+    "recorded_alerts": "text",
     "run_figure": "figure",
+    "runs_table": "runs",
     "status_row": "text",
     "status_table": "text",
     "watch": "text",

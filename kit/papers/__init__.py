@@ -7,12 +7,12 @@ measured.
 
 import dataclasses
 import pkgutil
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.record import ConfigError, suggestion
+from kit.errors import ConfigError, check_known
+from kit.papers.facts import read_toml
 from kit.run import Run
 from kit.show.style import Rows, save_figure
 
@@ -95,9 +95,7 @@ def _names(given: Run | str | Path) -> set[str]:
     return {place.name, *(run.name for run in (find_runs(place) if place.is_dir() else ()))}
 
 
-_DATA: dict[str, dict[str, Any]] = tomllib.loads(
-    (Path(__file__).parent / "data" / "figures.toml").read_text(encoding="utf-8")
-)
+_DATA = read_toml("figures")
 FRONTIER, HLAT = (
     {name: PaperFigure(**fields) for name, fields in _DATA[paper].items()}
     for paper in ("frontier", "hlat")
@@ -152,6 +150,5 @@ def paper_figure(name: str) -> PaperFigure:
     Raises:
         ConfigError: there is none of this name.
     """
-    if name not in FIGURES:
-        raise ConfigError(f"figure: {name!r} is unknown. {suggestion(name, FIGURES)}")
+    check_known("figure", name, FIGURES)
     return FIGURES[name]

@@ -8,15 +8,15 @@ is one in words.
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
-from kit.papers import FIGURES, frontier_model, hlat_model
-from kit.papers.facts import DATA, Known, Relation, plain
+from kit.papers import FIGURES
+from kit.papers.facts import Known, Relation, plain, read_toml
 from kit.papers.layers import Rows, Runs
+from kit.papers.recipes import PAPERS
 
 Paper = Literal["frontier", "hlat"]
 HEAD = """# Claims of {title}
@@ -31,14 +31,14 @@ from numbers that were read; *remembered*, so only a trend is checked.
 [All figures](./) of the gallery, [the notebook](../{notebook}.ipynb).
 
 The model: {model}.
+
+{lines}
 """  # noqa: E501
 TITLES = {
     "frontier": "Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)",
     "hlat": "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
 }
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
-MODELS = {"frontier": frontier_model, "hlat": hlat_model}
-"""Where the facts of each paper are, and how wrong the model is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Claim(Record):
 
 def claims(paper: Paper) -> list[Claim]:
     """Returns the claims of a paper, in the order of the page."""
-    tables = tomllib.loads((DATA / "claims.toml").read_text(encoding="utf-8"))["claim"]
+    tables = read_toml("claims")["claim"]
     return [Claim.from_dict(table, "claims.toml") for table in tables if table["paper"] == paper]
 
 
@@ -128,20 +128,20 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     found = [(claim, checked(claim, drawn[claim.figure])) for claim in claims(paper)]
     rows = [_row(claim, relation) for claim, relation in found]
     verdicts = [verdict(relation) for _, relation in found]
-    head = HEAD.format(
-        title=TITLES[paper],
-        notebook=NOTEBOOKS[paper],
-        model=MODELS[paper].model_error(),
-        holds=verdicts.count("holds"),
-        missed=verdicts.count("missed"),
-        untried=verdicts.count("cannot be tried here"),
-    )
     lines = [
         " | ".join(rows[0]),
         "|".join(["---"] * len(rows[0])),
         *(" | ".join(text.strip().replace("|", "\\|") for text in row.values()) for row in rows),
     ]
-    return head + "\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
+    return HEAD.format(
+        title=TITLES[paper],
+        notebook=NOTEBOOKS[paper],
+        model=PAPERS[paper].model_error(),
+        holds=verdicts.count("holds"),
+        missed=verdicts.count("missed"),
+        untried=verdicts.count("cannot be tried here"),
+        lines="\n".join(f"| {line} |" for line in lines),
+    )
 
 
 def _row_with(
@@ -170,14 +170,14 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
 
 def _last_digit(claim: Claim) -> tuple[float, float]:
     """Returns the range of numbers that round to the fact's last printed digit."""
-    fact = MODELS[claim.paper].FACTS.only(*claim.fact)
+    fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
     digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
     return fact.number - digit, fact.number + digit
 
 
 def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
     """Returns the cells of a claim's line, by their column."""
-    fact = MODELS[claim.paper].FACTS.only(*claim.fact) if claim.fact else None
+    fact = PAPERS[claim.paper].FACTS.only(*claim.fact) if claim.fact else None
     told = "" if found is None else f"{plain(found.value)} {claim.unit}".strip()
     if found is not None and not math.isnan(found.low):
         told += f" ({plain(found.low)} to {plain(found.high)})"

@@ -5,11 +5,14 @@ checked.
 import contextlib
 import csv
 import dataclasses
+import functools
 import math
+import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from cluster.record import ConfigError, Record, field_doc, suggestion
+from cluster.record import Record, field_doc
+from kit.errors import check_known
 
 DATA = Path(__file__).parent / "data"
 Known = Literal["read", "quoted", "derived", "remembered"]
@@ -19,6 +22,12 @@ read: in the paper, or in its authors' own code and logs. quoted: in somebody el
 derived: computed from numbers that were read; the note says how. remembered: not found in any
 source that could be checked, so a hint, never drawn and never a test's yardstick.
 """
+
+
+@functools.cache
+def read_toml(name: str) -> dict[str, Any]:
+    """Returns the tables in `kit/papers/data/NAME.toml`."""
+    return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +81,8 @@ class Facts:
         )
 
     def __getitem__(self, series: str) -> tuple[Fact, ...]:
-        found = tuple(fact for fact in self.facts if fact.series == series)
-        if not found:
-            near = suggestion(series, dict.fromkeys(fact.series for fact in self.facts))
-            raise ConfigError(f"{self.name}.csv: {series!r} is unknown. {near}")
-        return found
+        check_known(f"{self.name}.csv", series, {fact.series for fact in self.facts})
+        return tuple(fact for fact in self.facts if fact.series == series)
 
     def only(self, series: str, x: str) -> Fact:
         """Returns one fact of a series."""

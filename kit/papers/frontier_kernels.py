@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cluster.site import Site
 from kit.papers.frontier_demo import ATTENTION, run_hfu_percent
 from kit.papers.frontier_model import (
     FACTS,
@@ -23,6 +22,7 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.layers import (
     WARM_UP,
+    Drawn,
     Layer,
     Rows,
     Runs,
@@ -36,8 +36,9 @@ from kit.plan import Plan
 from kit.show.theme import GREY, SLATE
 from kit.spec import ModelSpec
 
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_PER_STEP = 640 * 2048
+NAMED_AT = ((12, 20), (-44, 26), (10, -20))
+"""Distance of each recipe's name from its point in the roofline, in points."""
 
 
 def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True) -> float:
@@ -63,7 +64,7 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
     return flops / (products + attention + elementwise)
 
 
-def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> tuple[Any, Rows]:
+def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns the roofline of a GCD with the three recipes below it, and the table; `dress` as
     `picture` takes it.
     """
@@ -73,37 +74,32 @@ def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> t
         for fact, place in zip(FACTS["throughput_tflops"], fused.x, strict=True)
     ]
     paper = Layer.published(rates, label="paper (fused)")
-    device = Site.load("frontier").device
-    peak, best = (
-        rates["bf16"].value for rates in (device.peak_flops_per_s, device.matmul_flops_per_s)
-    )
-    memory = device.memory_bytes_per_s
-    assert memory
+    hardware = calibration().hardware
+    peak, memory = float(hardware.peak_flops_per_s), float(hardware.memory_bytes_per_s)
     own = on_clusters(
         runs,
         x=lambda run: layer_intensity(run.spec, run.plan),
         y=lambda run: peak / 1e14 * run_hfu_percent(run),
     )
     roofs = [
-        _roof("data sheet", peak, memory.value),
-        _roof("best matrix product seen", best, memory.value),
+        _roof("data sheet", peak, memory),
+        _roof("best matrix product seen", float(hardware.attention_flops_per_s), memory),
     ]
 
     def name_recipes(figure: Any) -> None:
         [axis] = figure.axes
         line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
-        offsets = ((12, 20), (-44, 26), (10, -20))
-        for i, (name, offset) in enumerate(zip(MODELS, offsets, strict=True)):
+        for i, (name, offset) in enumerate(zip(MODELS, NAMED_AT, strict=True)):
             _note(axis, name, (fused.x[i], paper.y[i]), offset, SLATE, arrowprops=line)
             _note(axis, name, (written.x[i], written.low[i]), (0, -15), SLATE, ha="center")
         legend_above(figure, 2)
-        _note(axis, "memory, 1.6 TB/s", (34, 34e-12 * memory.value), (-4, 6), GREY, rotation=45)
+        _note(axis, "memory, 1.6 TB/s", (34, 34e-12 * memory), (-4, 6), GREY, rotation=45)
 
     return picture(
         [paper, fused, written, *roofs, *own],
         dress,
         "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
-        f"All stand right of the ridge ({peak / memory.value:.0f} FLOP per byte): computation binds"
+        f"All stand right of the ridge ({peak / memory:.0f} FLOP per byte): computation binds"
         " them.",
         "That the paper says so too is remembered only.",
         notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
@@ -114,45 +110,32 @@ def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> t
 
 def _under_roof(label: str, code: int) -> Layer:
     """Returns the three recipes as (intensity, modelled TFLOP/s with recomputation)."""
-    unit = float(calibration().hardware.peak_flops_per_s) / 1e14  # of one per cent, in TFLOP/s
     recipes = [(ModelSpec.preset(preset), recipe_plan(name)) for name, preset in MODELS.items()]
     x = [layer_intensity(spec, plan, flash_attention=code > 0) for spec, plan in recipes]
     cases = [(spec, layouts_of(spec, [plan], flash_attention=code)) for spec, plan in recipes]
-    return throughput_layer(label, x, cases, names=list(MODELS)).times(unit)
+    percent = throughput_layer(label, x, cases, names=list(MODELS))
+    return percent.times(float(calibration().hardware.peak_flops_per_s) / 1e14)
 
 
-def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def flash_attention_figure(
+    runs: Runs = (), *, lengths: Sequence[int], dress: Sequence[Mapping[str, Any]]
+) -> Drawn:
     """Returns throughput with fused and with written-out attention against sequence length, and
-    the table.
+    the table; `dress` as `picture` takes it, without the ticks.
     """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
-    layers = [_by_length(label, code) for label, code in kernels.items()]
+    layers = [_by_length(label, code, lengths) for label, code in kernels.items()]
     layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
     demo, gains = _timed_attention(runs), flash_gains()
-    common = {"xscale": "log", "xlabel": "sequence length, tokens"}
-    dress: list[dict[str, Any]] = [
-        common
-        | {
-            "ylim": (0, 50),
-            "title": "175B on 128 GCDs: % of peak (HFU, full attention map)",
-            "ticks": LENGTHS,
-            "legend": {"loc": "lower left"},
-        },
-        common
-        | {
-            "yscale": "log",
-            "title": "attention alone on one core here, ms",
-            "ticks": sorted({int(x) for layer in demo for x in layer.x}),
-            "legend": {"loc": "upper left"},
-        },
-    ]
+    panels = {"paper's scale": layers, "demo scale": demo} if demo else [*layers]
+    places = (lengths, sorted({int(x) for layer in demo for x in layer.x}))
     told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
     ends = ", ".join(
         f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
     )
     figure, rows = picture(
-        {"paper's scale": layers, "demo scale": demo} if demo else [*layers],
-        dress if demo else dress[:1],
+        panels,
+        [{**style, "ticks": ticks} for style, ticks in zip(dress, places, strict=True) if ticks],
         "Throughput of 175B by sequence length, attention fused and written out.",
         f"Gain of fusing at 2,048 tokens, modelled: {told}.",
         "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
@@ -189,27 +172,26 @@ def flash_gains() -> Rows:
     """Returns by how much fused attention raises modelled throughput of each recipe, %, with a
     90 % interval.
     """
-    rows: Rows = []
+    rows = []
     for name, preset in MODELS.items():
         plans = [recipe_plan(name)] * 2
         layouts = layouts_of(ModelSpec.preset(preset), plans, flash_attention=np.array([0, 2]))
-        gains = 100 * np.array(ratio_interval(relative_rates(layouts)[:, 1])) - 100
+        y, low, high = (100 * end - 100 for end in ratio_interval(relative_rates(layouts)[:, 1]))
         rows.append(
             {"layer": "modelled", "model": name, "gain": "fused over written out, %"}
-            | dict(zip(("y", "low", "high"), gains.tolist(), strict=True))
-            | {"source": model_error()}
+            | {"y": float(y), "low": float(low), "high": float(high), "source": model_error()}
         )
     return rows
 
 
-def _by_length(label: str, code: int) -> Layer:
+def _by_length(label: str, code: int, lengths: Sequence[int]) -> Layer:
     """Returns modelled HFU of 175B at each sequence length, with the tokens of a step kept."""
     cases = []
-    for length in LENGTHS:
+    for length in lengths:
         spec = ModelSpec.preset(MODELS["175B"]).replace(sequence_length=length)
         plan = recipe_plan("175B", global_batch_size=TOKENS_PER_STEP // length)
         cases.append((spec, layouts_of(spec, [plan], flash_attention=code)))
-    return throughput_layer(label, LENGTHS, cases)
+    return throughput_layer(label, lengths, cases)
 
 
 def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> Layer:
@@ -218,8 +200,8 @@ def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> Layer:
     """
     x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
     y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
-    told = f"{label}, {flops_per_s / 1e12:.4g}"
-    return Layer.modelled(told, x, y, error="a bound: rates of the site file `frontier`")
+    error = "a bound: rates of the site file `frontier`"
+    return Layer.modelled(f"{label}, {flops_per_s / 1e12:.4g}", x, y, error=error)
 
 
 def _note(

@@ -12,18 +12,17 @@ from kit.estimate.theory.activations import MEGATRON, MEGATRON_DEEPSPEED
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.papers.frontier_model import FACTS, LUMI, MODELS
-from kit.papers.layers import Layer, Rows, Runs, on_clusters, table
+from kit.papers.frontier_model import FACTS, LUMI, MODELS, lumi_plan, paper_plan
+from kit.papers.layers import Drawn, Layer, Runs, on_clusters, table
 from kit.papers.panels import picture
-from kit.plan import Plan
 from kit.spec import ModelSpec
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 
 
-def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns the model state of each model size by convention, and the table: TB, and GCDs that
-    hold no less.
+    hold no less. `dress` as `picture` takes it, without the ticks.
     """
     specs = {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
@@ -34,10 +33,6 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         "with fp32 gradients, 18 B": 18.0,
     }
     error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
-    models = [
-        Layer.modelled(label, sizes, size * sizes / TB, error=error)
-        for label, size in conventions.items()
-    ]
     quoted = [
         fact.replace(x=str(specs["1T"].num_params))
         for fact in (*FACTS["minimum_memory_tb"], *FACTS["minimum_memory_tb_v2"])
@@ -48,18 +43,13 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         x=lambda run: run.spec.num_params,
         y=lambda run: run.metrics()["memory_bytes"] * run.plan.num_devices / TB,
     )
-    style = {
-        "ticks": dict(zip(sizes, specs, strict=True)),
-        "xscale": "log",
-        "yscale": "log",
-        "xlabel": "parameters",
-        "ylim": (0.2, 90),
-        "title": "model state, TB over all devices",
-        "legend": {"loc": "upper left"},
-    }
+    models = [
+        Layer.modelled(label, sizes, size * sizes / TB, error=error)
+        for label, size in conventions.items()
+    ]
     figure, _ = picture(
         [published, *models, *own],
-        [style],
+        [{**dress[0], "ticks": dict(zip(sizes, specs, strict=True))}],
         "Weights, gradients and optimizer by model size; activations come on top.",
         f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by"
         " its text, as quoted.",
@@ -82,7 +72,7 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return figure, [*rows, *table([published, *own])]
 
 
-def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> tuple[Any, Rows]:
+def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the
     logs; its table. `dress` as `picture` takes it, without the ends of y.
     """
@@ -117,13 +107,8 @@ def frontier_stages() -> tuple[StageMemory, StageMemory]:
     """Returns the modelled memory of the authors' logged run: after its skipped first step, and
     within it.
     """
-    plan = Plan(
-        tensor_parallel=4,
-        pipeline_parallel=16,
-        data_parallel=2,
-        zero_stage=1,
-        recompute="full",
-        global_batch_size=320,
+    plan = paper_plan(
+        tensor_parallel=4, pipeline_parallel=16, data_parallel=2, global_batch_size=320
     )
     layouts = Layouts.of(
         ModelSpec.preset("gpt-175b"), [plan], flash_attention=1, gradient_bytes=2.0
@@ -139,17 +124,8 @@ def lumi_bytes(replicas: int) -> float:
     """Returns the modelled bytes between steps on the last of LUMI's 8 pipeline devices, which
     has 7 layers.
     """
-    plan = Plan(
-        tensor_parallel=8,
-        pipeline_parallel=8,
-        data_parallel=replicas,
-        zero_stage=1,
-        recompute="full",
-        micro_batch_size=2,
-        global_batch_size=1024,
-    )
     stage = memory_by_stage(
-        Layouts.of(LUMI, [plan], flash_attention=0),
+        Layouts.of(LUMI, [lumi_plan(replicas)], flash_attention=0),
         layers=np.array([9] * 7 + [7]),
         kernels=MEGATRON,
         convention=CONVENTIONS["deepspeed_bf16"],
@@ -173,12 +149,11 @@ def _stage_texts(
     logged, modelled = (-float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in b[:2])
     params = frontier_stages()[0].params[1]
     held, counted = (float(layer.y[1] * GIB / params) for layer in a)
-    caption = (
+    return (
         "Memory along the pipeline of Frontier, and by replicas of LUMI, with logs.",
         f"(b) falls by {logged:.0f} MiB a stage in the log and by {modelled:.0f} in the model.",
         f"(a) What is constant: {held:.1f} bytes a parameter in the log, {counted:.1f} modelled.",
-    )
-    return caption, (
+    ), (
         "1F1B keeps one micro-batch less on each next stage. (a): DeepSpeed 0.10 made Adam's"
         " moments before the first step, and keeps the gradients of a rank's part after a step"
         f" skipped for overflow. (b): the log has {float(np.mean(b[0].y - b[1].y)):.1f}"

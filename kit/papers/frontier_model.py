@@ -51,8 +51,9 @@ def calibration() -> Calibration:
     """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's
     hardware.
     """
-    found = published_calibration(Site.load("lumi"))
-    return dataclasses.replace(found, hardware=Hardware.of(Site.load("frontier")))
+    return dataclasses.replace(
+        published_calibration(Site.load("lumi")), hardware=Hardware.of(Site.load("frontier"))
+    )
 
 
 @lru_cache(maxsize=1)
@@ -119,6 +120,17 @@ def paper_plan(**degrees: Any) -> Plan:
     return Plan(**{"zero_stage": 1, "recompute": "full", "precision": "bf16"} | degrees)
 
 
+def lumi_plan(replicas: int) -> Plan:
+    """Returns the plan of LUMI's logged runs of 176B."""
+    return paper_plan(
+        tensor_parallel=8,
+        pipeline_parallel=8,
+        data_parallel=replicas,
+        micro_batch_size=2,
+        global_batch_size=1024,
+    )
+
+
 def recipe_plan(model: str, **changes: Any) -> Plan:
     """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
     changes.
@@ -169,8 +181,7 @@ def relative_rates(layouts: Layouts) -> Array:
 
     `ratio_interval` has the interval of these: what both layouts have in common cancels.
     """
-    seconds = calibration().draws(layouts)
-    rate = layouts.global_batch_size / (seconds * layouts.num_devices)
+    rate = layouts.global_batch_size / (calibration().draws(layouts) * layouts.num_devices)
     return rate / rate[:, :1]
 
 

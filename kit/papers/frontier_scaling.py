@@ -1,29 +1,32 @@
-"""Frontier, section V: throughput of the three sizes, and weak and strong scaling to 1,024 and
-3,072 GCDs.
+"""Frontier, section V: throughput of the three sizes, weak and strong scaling to 1,024 and 3,072
+GCDs, and what training 1T parameters on 20T tokens takes.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kit.estimate.theory.layouts import Array, Layouts
+from kit.papers.facts import Fact
 from kit.papers.frontier_demo import MICROBATCHES, run_hfu_percent, select, tokens_per_s_and_device
 from kit.papers.frontier_model import (
     FACTS,
     LUMI,
     MODELS,
+    calibration,
     compared,
     layouts_of,
+    lumi_plan,
     model_error,
-    paper_plan,
     ratio_interval,
     recipe_plan,
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import Layer, Rows, Runs, measured, on_clusters, scale_of
-from kit.papers.panels import pairs, picture
+from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, scale_of
+from kit.papers.panels import legend_above, pairs, picture
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
 
@@ -32,10 +35,15 @@ STRONG_BATCH = 8064
 """Sequences. The paper's 8,000 is remembered only; this is the next number that 6 and 16
 replicas divide."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
+SPEC_1T = ModelSpec.preset(MODELS["1T"])
+TOKENS, DAY = 20e12, 86_400.0
+COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
-def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table."""
+def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
+    """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table;
+    `dress` as `picture` takes it.
+    """
     names = list(MODELS)
     specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
     cases = [
@@ -43,25 +51,22 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for spec, name in zip(specs, names, strict=True)
     ]
     published = Layer.published(FACTS["throughput_percent"], label="paper's headline")
-    derived = Layer.published(FACTS["throughput_mfu_percent"], label="paper, as MFU (derived)")
     hfu = throughput_layer("HFU", range(3), cases, names=names)
-    mfu = throughput_layer("MFU", range(3), cases, basis=FlopBasis.MODEL, names=names)
     sizes = np.log([spec.num_params for spec in specs])
-    own = on_clusters(
-        runs,  # between the three sizes, by the logarithm of their parameters
-        x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
-        y=run_hfu_percent,
-    )
-    style = {
-        "ticks": dict(enumerate(names)),
-        "xlim": (-0.4, 2.6),
-        "ylim": (0, 50),
-        "title": "% of the peak of a GCD (191.5 TFLOP/s)",
-        "legend": {"ncols": 2, "loc": "lower left"},
-    }
+    layers = [
+        published,
+        Layer.published(FACTS["throughput_mfu_percent"], label="paper, as MFU (derived)"),
+        hfu,
+        throughput_layer("MFU", range(3), cases, basis=FlopBasis.MODEL, names=names),
+        *on_clusters(
+            runs,  # between the three sizes, by the logarithm of their parameters
+            x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
+            y=run_hfu_percent,
+        ),
+    ]
     return picture(
-        [published, derived, hfu, mfu, *own],
-        [style],
+        layers,
+        [{"ticks": dict(enumerate(names)), **dress[0]}],
         "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
         *compared(published, hfu),
         notes=[
@@ -72,9 +77,11 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
 
 
-def scaling_figure(runs: Runs = (), *, kind: str) -> tuple[Any, Rows]:
+def scaling_figure(runs: Runs = (), *, kind: str, dress: Mapping[str, Mapping[str, Any]]) -> Drawn:
     """Returns throughput per GCD relative to one replica, the batch growing with the replicas
     (`weak`), or constant, with LUMI's logged runs beside (`strong`); and the table.
+
+    `dress` is that of each panel, as `picture` takes it, without what own runs decide.
     """
     known = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
     published = Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
@@ -86,13 +93,14 @@ def scaling_figure(runs: Runs = (), *, kind: str) -> tuple[Any, Rows]:
             Layer.published([fact], label=f"paper: {fact.number:.0f}", level=True) for fact in known
         ]
         panels["batch"] = [*levels, *map(batch_layer, REPLICAS)]
-    panels |= _own_panels(runs, kind)
+    own = _own_panels(runs, kind)
+    panels |= own
     mosaic = pairs(len(panels) - 1, under_one=True)
     heights = [4, *[3] * mosaic.count(";")]
     caption, notes = _told(kind, published, lines)
     return picture(
         panels,
-        [_dress(name, kind, layers) for name, layers in panels.items()],
+        [{**dress[name], **(_ends(own[name]) if name in own else {})} for name in panels],
         *caption,
         notes=notes,
         mosaic=mosaic,
@@ -132,19 +140,10 @@ def lumi_layers() -> list[Layer]:
         )
         for fact in steps
     ]
-    plans = [
-        paper_plan(
-            tensor_parallel=8,
-            pipeline_parallel=8,
-            data_parallel=int(fact.x) // 64,
-            micro_batch_size=2,
-            global_batch_size=1024,
-        )
-        for fact in steps
-    ]
-    layouts = Layouts.of(LUMI, plans, flash_attention=0, native=False)
     log = Layer.published(relative, label="LUMI 176B, logs")
-    return [log, Layer.modelled("LUMI 176B", log.x, *_efficiency(layouts), error=model_error())]
+    plans = [lumi_plan(int(devices) // 64) for devices in log.x]
+    ends = _efficiency(Layouts.of(LUMI, plans, flash_attention=0, native=False))
+    return [log, Layer.modelled("LUMI 176B", log.x, *ends, error=model_error())]
 
 
 def batch_layer(model: str) -> Layer:
@@ -174,53 +173,34 @@ def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
     """Returns a panel for this machine and one for clusters: a line for runs that differ in
     nothing but their size.
     """
+    weak = kind == "weak"
+    fields = {"num_microbatches" if weak else "global_batch_size": MICROBATCHES}
     groups: dict[tuple, list[Run]] = {}
-    kept = "num_microbatches" if kind == "weak" else "global_batch_size"
-    fields = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1}
-    for run in select(runs, **fields, **{kept: MICROBATCHES}):
-        batch = run.plan.global_batch_size / (run.plan.data_parallel if kind == "weak" else 1)
+    for run in select(runs, tensor_parallel=1, pipeline_parallel=1, micro_batch_size=1, **fields):
+        batch = run.plan.global_batch_size / (run.plan.data_parallel if weak else 1)
         shape = (run.spec.num_layers, run.spec.hidden_size, run.spec.sequence_length)
         groups.setdefault((scale_of(run), shape, batch), []).append(run)
     panels: dict[str, list[Layer]] = {}
     for (scale, _, batch), group in groups.items():
-        size, each = group[0].spec.num_params / 1e9, " a replica" if kind == "weak" else ""
-        for layer in measured(
+        size, each = group[0].spec.num_params / 1e9, " a replica" if weak else ""
+        lines = measured(
             group,
             x=lambda run: run.plan.num_devices,
             y=tokens_per_s_and_device,
             line=True,
             label=f"{size:.3g}B, batch {batch:,.0f}{each}",
-        ):
-            if len(set(layer.x)) > 1:
-                panels.setdefault(scale, []).append(layer)
+        )
+        if lines := [line for line in lines if len(set(line.x)) > 1]:
+            panels.setdefault(scale, []).extend(lines)
     return panels
 
 
-def _dress(name: str, kind: str, layers: list[Layer]) -> dict[str, Any]:
-    """Returns scale, ticks and title of a panel."""
-    places = sorted({int(x) for layer in layers for x in layer.x})
-    top = 1.25 * max(float(layer.high.max()) for layer in layers)
-    own = {"ylim": (0, top), "ticks": places}
-    legend: dict[str, Any] = {"loc": "lower left"}
-    share = {"ylim": (0, 119), "xscale": "log", "legend": legend}
+def _ends(layers: list[Layer]) -> dict[str, Any]:
+    """Returns the ends of y and the ticks of x of a panel of own runs."""
     return {
-        "paper": share
-        | {
-            "title": f"{kind.capitalize()} scaling, % of one replica",
-            "xlabel": "GCDs",
-            "ticks": (64, 128, 256, 512, 1024, 3072),
-            "legend": legend | {"ncols": 2},
-        },
-        "batch": share
-        | {
-            "title": "the same by batch",
-            "xlabel": "sequences a step",
-            "ticks": (1008, 4032, 16128),
-        },
-        "demo": own | {"title": "here: tokens/s per core", "xlabel": "processes"},
-        "cluster": own
-        | {"title": "your runs: tokens/s per device", "xlabel": "devices", "legend": legend},
-    }[name]
+        "ylim": (0, 1.25 * max(float(layer.high.max()) for layer in layers)),
+        "ticks": sorted({int(x) for layer in layers for x in layer.x}),
+    }
 
 
 def _told(
@@ -235,18 +215,17 @@ def _told(
         note = "Batches per replica of the authors' scripts (320 and 512 sequences)."
         return (shows, inside, missed), [note]
     log, line = lumi_layers()
-    met = int(np.sum((line.low <= log.y) & (log.y <= line.high)))
+    met = np.sum((line.low <= log.y) & (log.y <= line.high))
     batches = [
         float(np.interp(y, layer.y, layer.x))
         for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
     ]
-    caption = (
+    return (
         f"Throughput per GCD at a fixed batch ({STRONG_BATCH:,} sequences), % of one replica.",
         f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval."
         f" {inside}".strip(),
         missed,
-    )
-    return caption, [
+    ), [
         (
             "The paper's batch of 8,000 is remembered, not read, as is where its curve starts; here"
             " at one replica."
@@ -257,3 +236,87 @@ def _told(
         ),
         "LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs.",
     ]
+
+
+# 1T parameters on 20T tokens ----------------------------------------------------------------------
+
+
+def cost_figure(runs: Runs = ()) -> Drawn:
+    """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs,
+    and the table.
+    """
+    days, read = days_layer(), Layer.published([_published_days()], label="from the paper's rate")
+    spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (read, days))
+    log = {"xscale": "log", "xlabel": "GCDs", "ticks": (512, 3072, 24576)}
+    at = int(np.flatnonzero(days.x == 3072)[0])
+    taken = days.y[at]
+    return picture(
+        {
+            "days": [
+                read,
+                days,
+                *on_clusters(runs, x=lambda run: run.plan.num_devices, y=_days_of_run),
+            ],
+            "million GCD-hours": [spent, hours],
+        },
+        [
+            log | {"yscale": "log", "title": "(a) days for 20T tokens"},
+            log | {"title": "(b) million GCD-hours", "ylim": (0, 1.35 * float(hours.high.max()))},
+        ],
+        f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
+        f"On 3,072 GCDs {taken:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
+        f"{taken * 3072 * 24 / 8e6:.1f} million node-hours.",
+        " ".join(filter(None, compared(read, days))),
+        notes=_cost_notes(days, taken),
+        also=lambda figure: legend_above(figure, 3),
+        height=4.2,
+    )
+
+
+def days_layer() -> Layer:
+    """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
+    batch.
+    """
+    plans = [
+        recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS
+    ]
+    layouts = layouts_of(SPEC_1T, plans)
+    found = calibration().predict(layouts)
+    steps = TOKENS / (STRONG_BATCH * SPEC_1T.sequence_length)
+    days = [steps * seconds / DAY for seconds in (found.total_s, found.low_s, found.high_s)]
+    return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *days, error=model_error())
+
+
+def _cost_notes(days: Layer, on_3072: float) -> list[str]:
+    """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
+    count of FLOPs.
+    """
+    exaflop = FACTS.value("training_exaflop", "1T on 20T tokens")
+    own = SPEC_1T.flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
+    return [
+        (
+            f"Within a year, {on_3072 * 3072 / 365:,.0f} GCDs would have to work at that rate; at"
+            f" this batch {int(days.x[-1]):,} of them, most of Frontier, take"
+            f" {days.y[-1]:,.0f} days."
+        ),
+        "Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list price.",
+        (
+            f"6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract"
+            f" ({exaflop / 1e6:.0f})."
+        ),
+        "Runs of your own are scaled to this work by their model FLOP/s.",
+    ]
+
+
+def _published_days() -> Fact:
+    """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
+    rate = FACTS.only("throughput_tflops", "1T")
+    flops = SPEC_1T.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
+    tokens_per_s = rate.number * 1e12 * 3072 / flops
+    return rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")
+
+
+def _days_of_run(run: Run) -> np.ndarray:
+    """Returns days that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
+    rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
+    return SPEC_1T.flops_per_token() * TOKENS / rate / DAY

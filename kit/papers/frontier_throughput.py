@@ -3,22 +3,17 @@ and what it says.
 
 The paper's curves could not be read, so there are no published points here; its four observations
 are checked as relations on the model, with the interval, and on demo-scale runs of this machine.
+The layouts of all lines and relations are in `data/figures.toml` and `data/observations.toml`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from kit.papers.facts import Relation
-from kit.papers.frontier_demo import (
-    MICROBATCHES,
-    median_rate,
-    run_hfu_percent,
-    select,
-    tokens_per_s_and_device,
-)
+from kit.papers.facts import Relation, read_toml
+from kit.papers.frontier_demo import median_rate, run_hfu_percent, select, tokens_per_s_and_device
 from kit.papers.frontier_model import (
     FACTS,
     layouts_of,
@@ -28,128 +23,51 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import Layer, Rows, Runs, measured, on_clusters, opened
+from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, opened, scale_of
 from kit.papers.panels import paper_table, picture
-from kit.plan import Plan
-from kit.run import Run
 from kit.spec import ModelSpec
 
-MODEL = "gpt-22b"
-PER_STAGE = 8
-"""Micro-batches per stage; both lines meet where 8 stages have 64 of them."""
-STAGES = (4, 6, 8, 12, 16, 24)
-TENSOR_PLANS = {
-    t: paper_plan(tensor_parallel=t, pipeline_parallel=8, global_batch_size=128)
-    for t in (1, 2, 4, 8, 16)
-}
-"""One replica of 8 stages and 128 micro-batches, by tensor-parallel degree."""
-COUNT_PLANS = {
-    m: paper_plan(tensor_parallel=2, pipeline_parallel=8, global_batch_size=m)
-    for m in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-}
-"""8 stages, by micro-batches."""
-FIXED_PLANS = {
-    p: paper_plan(tensor_parallel=2, pipeline_parallel=p, global_batch_size=8 * PER_STAGE)
-    for p in STAGES
-}
-"""64 micro-batches, by stages."""
-SCALED_PLANS = {
-    p: paper_plan(tensor_parallel=2, pipeline_parallel=p, global_batch_size=p * PER_STAGE)
-    for p in STAGES
-}
-"""A constant number of micro-batches per stage, by stages."""
+SPEC = ModelSpec.preset("gpt-22b")
 ALONE = {"data_parallel": 1, "micro_batch_size": 1}
 """Fields of the demo-scale runs that these figures show: one replica."""
-NAMES = {
-    "tensor_parallel": "tensor parallel",
-    "num_microbatches": "micro-batches",
-    "pipeline_parallel": "stages",
-}
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
-BOUNDS = {"below 1": (-np.inf, 1.0), "above 1": (1.0, np.inf), "at least 0.9": (0.9, np.inf)}
 
 
-def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns throughput against tensor parallelism at constant pipeline and micro-batches, and
-    its table.
-    """
-    return _figure(
-        "tensor_parallel",
-        {"22B, 8 stages, 128 micro-batches": TENSOR_PLANS},
-        runs,
-        {"this machine": select(runs, **ALONE, pipeline_parallel=1, num_microbatches=MICROBATCHES)},
-        "Throughput of 22B as each layer is split over more GCDs.",
-        "It falls, as the paper observes; a node has 8 of them.",
-    )
-
-
-def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns throughput against pipeline stages, batch fixed and micro-batches per stage fixed,
-    and its table.
-    """
-    fields = ALONE | {"tensor_parallel": 1}
-    scaled = [
-        run
-        for run in select(runs, **fields)
-        if run.plan.num_microbatches == 4 * run.plan.pipeline_parallel
-    ]
-    return _figure(
-        "pipeline_parallel",
-        {"64 micro-batches": FIXED_PLANS, f"{PER_STAGE} per stage": SCALED_PLANS},
-        runs,
-        {"batch fixed": select(runs, **fields, global_batch_size=4), "4 per stage": scaled},
-        "Throughput of 22B, TP 2, by pipeline stages, at two ways to set the batch.",
-        "It falls at a fixed batch, and less at fixed micro-batches per stage.",
-        "At fixed micro-batches per stage it still falls, since one stage has all logits.",
-    )
-
-
-def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns throughput against micro-batches per replica at a constant number of stages, and
-    its table.
-    """
-    return _figure(
-        "num_microbatches",
-        {"22B, TP 2, 8 stages": COUNT_PLANS},
-        runs,
-        {"this machine": select(runs, **ALONE, pipeline_parallel=2, tensor_parallel=1)},
-        "Throughput of 22B by micro-batches of one replica.",
-        "It rises as the bubble, (p - 1) of (m + p - 1) slots, shrinks.",
-    )
-
-
-def _figure(
-    name: str,
-    plans: dict[str, dict[int, Plan]],
-    runs: Runs,
-    demo_runs: dict[str, list[Run]],
+def sweep_figure(
+    runs: Runs = (),
+    *,
+    field: str,
+    lines: Mapping[str, Mapping[str, Any]],
+    demo: Mapping[str, Mapping[str, Any]],
     shows: str,
     holds: str,
-    *notes: str,
-) -> tuple[Any, Rows]:
+    xlabel: str,
+    loc: str = "lower left",
+    notes: Sequence[str] = (),
+) -> Drawn:
     """Returns throughput against a field of the plan: one panel at the paper's scale, and beside
     it one at demo scale where such runs are given.
 
-    `plans` and `demo_runs` are those of each line, by its label.
+    `lines` are the modelled layouts and `demo` the fields of the runs of each line, by its label,
+    as `rows_of` takes them; the other texts are of the caption, the notes, the axis of x and the
+    place of the legend.
     """
-    spec, x = ModelSpec.preset(MODEL), attrgetter(f"plan.{name}")
-    paper = [
-        throughput_layer(label, [*line], [(spec, layouts_of(spec, [*line.values()]))])
-        for label, line in plans.items()
-    ]
-    demo = [
-        layer
-        for label, group in demo_runs.items()
-        for layer in measured(group, x=x, y=tokens_per_s_and_device, label=label, line=True)
-        if layer.scale == "demo"
-    ]
+    x = attrgetter(f"plan.{field}")
+    paper, here = [], []
+    for label, columns in lines.items():
+        plans = [paper_plan(**row) for row in rows_of(columns)]
+        places = [getattr(plan, field) for plan in plans]
+        paper.append(throughput_layer(label, places, [(SPEC, layouts_of(SPEC, plans))]))
+    for label, columns in demo.items():
+        chosen = [run for row in rows_of(columns) for run in select(runs, **ALONE, **row)]
+        own = [run for run in chosen if scale_of(run) == "demo"]
+        here += measured(own, x=x, y=tokens_per_s_and_device, label=label, line=True)
+    common = {"xscale": "log", "xlabel": xlabel, "legend": {"loc": loc}}
     panels = {"paper's scale": [*paper, *on_clusters(runs, x=x, y=run_hfu_percent)]}
-    dress = [_dress(name, panels["paper's scale"], [*next(iter(plans.values()))], 1.08)]
-    dress[0]["title"] = "% of peak per GCD (HFU)"
-    if demo:
-        panels["demo scale"] = demo
-        places = sorted({int(x) for layer in demo for x in layer.x})
-        dress.append(_dress(name, demo, places, 1.25) | {"title": "tokens/s per core"})
+    dress = [common | _room(panels["paper's scale"], 1.08) | {"title": "% of peak per GCD (HFU)"}]
+    if here:
+        panels["demo scale"] = here
+        dress.append(common | _room(here, 1.25) | {"title": "tokens/s per core"})
     return picture(
         panels,
         dress,
@@ -161,28 +79,34 @@ def _figure(
             *notes,
         ],
         height=4.2,
-        width_ratios=[3, 2] if demo else [1],
+        width_ratios=[3, 2] if here else [1],
     )
 
 
-def _dress(
-    name: str, layers: Sequence[Layer], places: Sequence[int], room: float
-) -> dict[str, Any]:
-    """Returns scale, ticks and legend of a panel, with some room above its points."""
+def rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of a table by columns, of which one may be a single value for all rows."""
+    count = max(len(column) for column in [[0], *columns.values()] if isinstance(column, list))
+    return [
+        {name: it[i] if isinstance(it, list) else it for name, it in columns.items()}
+        for i in range(count)
+    ]
+
+
+def _room(layers: Sequence[Layer], room: float) -> dict[str, Any]:
+    """Returns the ends and ticks of a panel, with some room above its points."""
+    own = [layer for layer in layers if layer.scale != "cluster"]
+    places = sorted({int(place) for layer in own for place in layer.x})
     return {
-        "xscale": "log",
-        "xlabel": NAMES[name],
         "xlim": (places[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in layers)),
         "ylim": (0, room * max(float(np.nanmax(layer.high)) for layer in layers)),
         "ticks": places if len(places) <= 6 else places[::2],
-        "legend": {"loc": "lower right" if name == "num_microbatches" else "lower left"},
     }
 
 
 # Observations -------------------------------------------------------------------------------------
 
 
-def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def observations_figure(runs: Runs = ()) -> Drawn:
     """Returns the paper's four observations, checked on the model and on demo-scale runs, as a
     table.
     """
@@ -218,60 +142,34 @@ def modelled_relations() -> list[Relation]:
     """Returns the four observations as ratios of modelled throughput, with intervals from the
     posterior.
     """
-    pairs = {
-        "III.1": (TENSOR_PLANS[1], TENSOR_PLANS[8], "TP 8 over TP 1: below 1"),
-        "III.2": (COUNT_PLANS[8], COUNT_PLANS[128], "128 micro-batches over 8: above 1"),
-        "III.3": (FIXED_PLANS[8], FIXED_PLANS[16], "16 stages over 8, same batch: below 1"),
-        "III.4": (SCALED_PLANS[8], SCALED_PLANS[16], "16 stages over 8, same m/p: at least 0.9"),
-    }
-    spec = ModelSpec.preset(MODEL)
-    return [
-        _relation(
-            claim,
-            "modelled",
-            ratio_interval(relative_rates(layouts_of(spec, [old, new]))[:, 1]),
-            expected,
-        )
-        for claim, (old, new, expected) in pairs.items()
-    ]
+
+    def ratio(old: dict[str, int], new: dict[str, int]) -> tuple[Any, Any, Any]:
+        layouts = layouts_of(SPEC, [paper_plan(**old), paper_plan(**new)])
+        return ratio_interval(relative_rates(layouts)[:, 1])
+
+    return _relations("modelled", ratio)
 
 
 def measured_relations(runs: Runs) -> list[Relation]:
     """Returns the same four from the demo-scale study, as far as its runs are given; intervals from
     quartiles.
-
-    With one and two stages only, III.4 is that two lose less at constant micro-batches per stage
-    than at one batch.
     """
     runs = opened(runs)
 
-    def rate(**degrees: int) -> tuple[float, float, float]:
-        base = {"tensor_parallel": 1, "pipeline_parallel": 1, "num_microbatches": MICROBATCHES}
-        return median_rate(runs, **ALONE | base | degrees)
+    def ratio(*sides: dict[str, int]) -> tuple[Any, Any, Any]:
+        (old, *old_ends), (new, *new_ends) = (median_rate(runs, **ALONE, **side) for side in sides)
+        return new / old, new_ends[0] / old_ends[1], new_ends[1] / old_ends[0]
 
-    alone, split = rate(), rate(pipeline_parallel=2)
-    one, most = (rate(pipeline_parallel=2, num_microbatches=count) for count in (1, 8))
-    pairs = {
-        "III.1": (alone, rate(tensor_parallel=2), "TP 2 over TP 1: below 1"),
-        "III.2": (one, most, "8 micro-batches over 1: above 1"),
-        "III.3": (alone, split, "2 stages over 1, same batch: below 1"),
-        "III.4": (split, most, "2 stages, same m/p over same batch: above 1"),
-    }
-    return [
-        _relation(claim, "measured", (new[0] / old[0], new[1] / old[2], new[2] / old[1]), expected)
-        for claim, (old, new, expected) in pairs.items()
-        if np.isfinite(old[0] + new[0])
-    ]
+    return [found for found in _relations("measured", ratio) if np.isfinite(found.value)]
 
 
-def _relation(claim: str, layer: Any, value: Sequence[Any], expected: str) -> Relation:
-    middle, low, high = map(float, value)
-    return Relation(
-        claim=claim,
-        layer=layer,
-        value=middle,
-        low=low,
-        high=high,
-        expected=expected,
-        within=BOUNDS[expected.partition(": ")[2]],
-    )
+def _relations(layer: Any, ratio: Callable[..., tuple[Any, Any, Any]]) -> list[Relation]:
+    """Returns the observations on one layer, whose `ratio` of an old to a new layout is (value,
+    low, high).
+    """
+    found = []
+    for asked in read_toml("observations")[layer]:
+        value, low, high = map(float, ratio(asked["old"], asked["new"]))
+        stated = {name: asked[name] for name in ("claim", "expected", "within")}
+        found.append(Relation(**stated, layer=layer, value=value, low=low, high=high))
+    return found

@@ -2,14 +2,15 @@
 nodes (Figure 5).
 """
 
-import itertools
 import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from cluster.site import Site
+from kit.estimate.theory.layouts import Array
 from kit.monitor.goodput import usd_per_hour
 from kit.papers.facts import Fact, Relation
 from kit.papers.hlat_model import (
@@ -32,14 +33,13 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Layer, Rows, Runs, on_clusters
+from kit.papers.layers import Drawn, Layer, Runs, on_clusters
 from kit.papers.panels import picture
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.theme import VERMILION
 from kit.spec import ModelSpec
 
-Array = np.ndarray
 SHORT = {TRN1: "trn1", P4D: "p4d"}
 RATIOS = {
     "trn1 over p4d": {model: ((TRN1, model), (P4D, model)) for model in MODELS},
@@ -48,40 +48,22 @@ RATIOS = {
 """What the paper states in words: ratios of cost between machines and models, on the same nodes."""
 TOKENS = 4e6
 """That a cost is of: about one step."""
-BENCHMARKS = "AWS Neuron documentation, training benchmarks, SDK 2.16 to 2.24"
 
 
-def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def cost_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the
-    paper states; the table.
+    paper states; the table. `dress` as `picture` takes it, without the ticks.
     """
     lines = [cost_layer(machine, model) for machine in SHORT for model in MODELS]
-    panels = {
-        "cost": [*lines, *on_clusters(runs, x=_nodes, y=cost_percent)],
-    }
+    panels = {"cost": [*lines, *on_clusters(runs, x=_nodes, y=cost_percent)]}
     for name, fact in _stated().items():
         about = Layer.published([fact], label=f"paper: about {fact.value}", level=True)
         panels[name] = [about, *ratio_layers(name)]
     panels["70B over 7B"].insert(1, _benchmark_ratio())
-    common = {"xscale": "log", "xlabel": "nodes", "ticks": NODES}
-    dress: list[dict[str, Any]] = [
-        common
-        | {
-            "title": "(a) cost per 4M tokens, %",
-            "yscale": "log",
-            "ylim": (30, 4000),
-            "xlim": (3, 80),
-            "legend": {"loc": "center", "ncols": 2},
-        },
-        *(
-            common | {"title": title, "ylim": (0, None), "legend": {"loc": "lower left"}}
-            for title in ("(b) trn1 over p4d", "(c) 70B over 7B")
-        ),
-    ]
     caption, notes = _cost_texts()
     return picture(
         panels,
-        dress,
+        [{"ticks": NODES, "ylim": (0, None), **style} for style in dress],
         *caption,
         notes=notes,
         also=lambda figure: _mark_out_of_memory(figure.axes[0]),
@@ -91,31 +73,33 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     )
 
 
-def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others
-    each time; the table.
+    each time; the table. `dress` as `picture` takes it, without the ticks.
     """
     rates, factor = _benchmark_rates(), math.exp(1.645 * calibration(TRN1).misfit)
     names = [rate.x for rate in rates]
     centre = np.array([rate.number / math.exp(left_out()[rate.x]) for rate in rates])
-    points = (range(len(names)), centre, centre / factor, centre * factor)
-    layers = [
-        Layer.published(rates, label="AWS benchmarks"),
-        Layer.modelled("model, fitted to the others", *points, error=trn1_error(), names=names),
-        *on_clusters(
-            runs, x=lambda run: len(names), y=lambda run: run.metrics().tokens_per_s / _nodes(run)
-        ),
-    ]
     ticks = [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names]
-    style = {
-        "yscale": "log",
-        "title": "tokens/s of a node, by model and SDK version",
-        "ticks": dict(enumerate(ticks)),
-        "legend": {"loc": "upper right"},
-    }
     return picture(
-        layers,
-        [style],
+        [
+            Layer.published(rates, label="AWS benchmarks"),
+            Layer.modelled(
+                "model, fitted to the others",
+                range(len(names)),
+                centre,
+                centre / factor,
+                centre * factor,
+                error=trn1_error(),
+                names=names,
+            ),
+            *on_clusters(
+                runs,
+                x=lambda run: len(names),
+                y=lambda run: run.metrics().tokens_per_s / _nodes(run),
+            ),
+        ],
+        [{"ticks": dict(enumerate(ticks)), **dress[0]}],
         "AWS's own tables of Trainium, on which the cost figure rests.",
         "Modelled: each is predicted from the others, with a 90 % interval.",
         "MISSED: the same layout differs by a sixth between versions of the SDK.",
@@ -129,10 +113,8 @@ def cost_layer(machine: str, model: str) -> Layer:
     which it fits.
     """
     nodes, draws = cost_draws(machine, model)
-    middle, low, high = interval(100 * draws / _reference())
-    return Layer.modelled(
-        f"{SHORT[machine]}, {model}", nodes, middle, low, high, error=model_error()
-    )
+    percent = interval(100 * draws / _reference())
+    return Layer.modelled(f"{SHORT[machine]}, {model}", nodes, *percent, error=model_error())
 
 
 def ratio_layers(name: str) -> list[Layer]:
@@ -156,11 +138,10 @@ def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
     found, seed = calibration(machine), (TRN1, P4D).index(machine)
     seconds = found.draws(layouts_of(machine, model, list(plans.values())), seed=seed)
     wrong = np.random.default_rng(10 + seed).normal(0, found.misfit, size=seconds.shape)
-    price = Site.load(machine).price_per_node_hour
-    assert price
-    nodes = np.array([float(n) for n in plans])
+    hourly = [usd_per_hour(plan, Site.load(machine)) for plan in plans.values()]
     tokens = BATCH * ModelSpec.preset(MODELS[model]).sequence_length
-    return nodes, cost_per_tokens(price.value * nodes, tokens / (seconds * np.exp(wrong)))
+    rates = tokens / (seconds * np.exp(wrong))
+    return np.array([*plans], float), cost_per_tokens(np.array(hourly, float), rates)
 
 
 def cost_per_tokens(price_per_hour: Any, tokens_per_s: Any) -> Any:
@@ -201,12 +182,9 @@ def _cost_texts() -> tuple[tuple[str, str, str], list[str]]:
     """
     checked = relations()
     failed = [relation for relation in checked if relation.verdict == "fails"]
-    missed = {
-        claim: [*found]
-        for claim, found in itertools.groupby(
-            failed, key=lambda relation: relation.claim.rpartition(",")[0]
-        )
-    }
+    missed: dict[str, list[Relation]] = {}
+    for relation in failed:
+        missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
     told = "; ".join(
         f"{claim}: {found[0].value:.2f} to {found[-1].value:.2f}, {found[0].expected.split(':')[0]}"
         " published"
@@ -218,13 +196,12 @@ def _cost_texts() -> tuple[tuple[str, str, str], list[str]]:
     )
     plan = trn1_plan("70B", 4)
     used, risk = trn1_risk("70B", plan)
-    caption = (
+    return (
         "Cost of 4M tokens; 100 % is 7B on 4 nodes of p4d. Crosses: no memory.",
         f"{len(checked) - len(failed)} of {len(checked)} modelled ratios have the paper's in their"
         " interval.",
         f"MISSED: {told}." if told else "",
-    )
-    return caption, [
+    ), [
         (
             f"7B on 4 nodes of p4d is modelled at {np.median(_reference()):.2f} USD; 21.50 and"
             f" 32.77 USD a node-hour, steps of {BATCH:,} sequences."
@@ -280,7 +257,7 @@ def _benchmark_rates() -> list[Fact]:
             x=benchmark_name(run),
             value=str(run.tokens_per_step / run.step_time_s * per_node / run.num_devices),
             known="derived",
-            source=BENCHMARKS,
+            source="AWS Neuron documentation, training benchmarks, SDK 2.16 to 2.24",
             unit="tokens/s and node",
             note="from sequences/s",
         )

@@ -6,7 +6,7 @@ rounding does. All is made once, kept and used again.
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,14 +75,6 @@ LOWER = 0.3
 """Factor of the learning rate where that is the answer."""
 ANSWERS = ("no spike", "nothing", "skip", "roll back", "lower rate")
 """What is done about a spike."""
-PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], str]] = {
-    "fp32": ("fp32", "fp32"),
-    "bf16, fp32 master weights": ("bf16", "fp32"),
-    "pure bf16": ("bf16", "to nearest"),
-    "pure bf16, stochastic": ("bf16", "stochastically"),
-}
-"""In which numbers the forward and backward pass is computed, and how weights and both moments of
-AdamW are kept between steps: in fp32, or rounded to bf16."""
 
 
 def demo_run(directory: str | Path, data: str | Path) -> Run:
@@ -143,6 +135,11 @@ def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
     )
 
 
+def round_to_nearest(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns fp32 numbers as bf16, each rounded to the nearest."""
+    return x.bfloat16()
+
+
 def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
     """Returns fp32 numbers as bf16, each rounded up or down with the odds that make the mean exact.
 
@@ -152,6 +149,16 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
     """
     noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32)
     return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], Callable[..., Tensor] | None]] = {
+    "fp32": ("fp32", None),
+    "bf16, fp32 master weights": ("bf16", None),
+    "pure bf16": ("bf16", round_to_nearest),
+    "pure bf16, stochastic": ("bf16", round_stochastically),
+}
+"""In which numbers the forward and backward pass is computed, and how weights and both moments of
+AdamW are rounded to bf16 between steps; None: they are kept in fp32."""
 
 
 @contextlib.contextmanager
@@ -171,7 +178,7 @@ class SmallTraining:
     """The kit's native engine with one small model, whose numbers are rounded after each step."""
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: str, batch_size: int) -> None:
-        computed, self.stored = PRECISIONS[precision]
+        computed, self.rounded = PRECISIONS[precision]
         self.recipe, self.batch_size = recipe, batch_size
         self.samples = data.samples("train", SPEC.sequence_length, recipe.seed)
         held_out = data.samples("validation", SPEC.sequence_length, recipe.seed)
@@ -188,12 +195,9 @@ class SmallTraining:
     @torch.no_grad()
     def round(self) -> None:
         """Rounds weights and moments to the numbers that they are kept in."""
-        if self.stored == "fp32":
-            return
-        for number in map(local, self.engine.state_dict().values()):
-            nearest = self.stored == "to nearest"
-            rounded = number.bfloat16() if nearest else round_stochastically(number, self.generator)
-            number.copy_(rounded)
+        if self.rounded is not None:
+            for number in map(local, self.engine.state_dict().values()):
+                number.copy_(self.rounded(number, self.generator))
 
     def save(self) -> Any:
         """Returns a copy of weights and optimizer."""

@@ -6,6 +6,7 @@ baseline, whose layouts are not known, in the fastest that the estimator finds.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -54,10 +55,10 @@ def calibration(machine: str) -> Calibration:
     """
     if machine == TRN1:
         return dataclasses.replace(
-            published_calibration(Site.load(TRN1)), misfit=_rms(list(left_out().values()))
+            published_calibration(Site.load(TRN1)), misfit=_rms(left_out().values())
         )
     found = published_calibration(Site.load("selene"))
-    misfit = float(np.hypot(found.misfit, _rms(list(other_a100().values()))))
+    misfit = float(np.hypot(found.misfit, _rms(other_a100().values())))
     return dataclasses.replace(found, hardware=Hardware.of(Site.load(P4D)), misfit=misfit)
 
 
@@ -116,7 +117,7 @@ def model_error() -> str:
     return (
         f"p4d fitted to {calibration(P4D).num_runs} runs on Selene, which has the same GPU with"
         f" twice the memory and four times the network; on {len(other_a100())} other publications"
-        f" about A100 that errs by {np.expm1(_rms(list(other_a100().values()))):.0%};"
+        f" about A100 that errs by {np.expm1(_rms(other_a100().values())):.0%};"
         f" {trn1_error()}"
     )
 
@@ -167,7 +168,7 @@ def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
     cores = nodes * Site.load(TRN1).devices_per_node
     tensor = int(FACTS.value("recipe_tensor_parallel", model))
     pipeline = min(int(FACTS.value("recipe_pipeline_parallel", model)), cores // tensor)
-    plan = Plan(
+    return Plan(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         data_parallel=cores // (tensor * pipeline),
@@ -176,8 +177,7 @@ def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
         recompute="selective",
         precision="bf16",
         global_batch_size=BATCH,
-    )
-    return plan.replace(**changes)
+    ).replace(**changes)
 
 
 def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
@@ -198,5 +198,5 @@ def interval(draws: Array) -> tuple[Array, Array, Array]:
     return middle, low, high
 
 
-def _rms(values: list[float]) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
+def _rms(values: Iterable[float]) -> float:
+    return float(np.sqrt(np.mean(np.square([*values]))))

@@ -15,7 +15,7 @@ from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
 from kit.papers.facts import Fact
 from kit.papers.hlat_model import FACTS
-from kit.papers.layers import Layer, Runs, opened, own_points, scale_of
+from kit.papers.layers import Drawn, Layer, Runs, opened, own_points, scale_of
 from kit.papers.panels import HOLLOW, finish, pairs, panel, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -57,7 +57,7 @@ SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 
 def scores_figure(
     runs: Runs = (), *, model: str, words: Sequence[str], paper_panels: bool = False
-) -> tuple[Any, Rows]:
+) -> Drawn:
     """Returns Figure 3 (7B) or 4 (70B) as far as it was read: the end points, and the curves of
     your runs; and the table.
 
@@ -204,7 +204,7 @@ def _draw_as_published(axis: Any, name: str, model: str, layers: list[Layer]) ->
 # Tables -------------------------------------------------------------------------------------------
 
 
-def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def sequence_length_figure(runs: Runs = ()) -> Drawn:
     """Returns Table I, the models compared and their sequence lengths, with those of your runs;
     and its rows.
     """
@@ -216,9 +216,7 @@ def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return _table("I", own, [run["model"] for run in own])
 
 
-def compared_figure(
-    runs: Runs = (), *, table: str, headings: Sequence[str] = ()
-) -> tuple[Any, Rows]:
+def compared_figure(runs: Runs = (), *, table: str, headings: Sequence[str] = ()) -> Drawn:
     """Returns Table II, quality, or V, bias and truthfulness, with the scores of the newest
     checkpoint of your runs above; and its rows.
 
@@ -240,7 +238,7 @@ def compared_figure(
     return _table(table, own, [title for *_, title in found], left, notes=notes)
 
 
-def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def averaging_figure(runs: Runs = ()) -> Drawn:
     """Returns Table IV, two checkpoints of the 70B and their mean, and its rows."""
     return _table("IV", [], [], "The mean of both checkpoints has the best average.")
 
@@ -271,7 +269,7 @@ def _table(
     text: str = "",
     *,
     notes: Sequence[str] = (),
-) -> tuple[Any, Rows]:
+) -> Drawn:
     """Returns a table of the paper, own rows first, its oddities in the notes; and its rows."""
     known = published_table(name)
     rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]

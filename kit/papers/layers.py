@@ -1,11 +1,12 @@
 """The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what
 was measured.
 
-A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`: it makes
-its layers and has `picture` of `panels.py` draw them, or `facts_table` where the paper prints a
-table. Each row has a key `layer`.
+A figure of `kit.papers` is a function of run directories that returns `Drawn`: it makes its layers
+and has `picture` of `panels.py` draw them, or `facts_table` where the paper prints a table. Each
+row has a key `layer`. What does not depend on a number (titles, axes, words) stands in
+`data/figures.toml`.
 
-    def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    def loss_figure(runs: Runs = ()) -> Drawn:
         layers = [
             Layer.published(FACTS["final_loss"], label="paper"),  # hollow grey markers
             Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
@@ -38,6 +39,8 @@ from kit.show.style import Rows
 
 Runs = Sequence[Run | str | Path]
 """Runs, run directories, or folders of them."""
+Drawn = tuple[Any, Rows]
+"""A figure, or what a paper prints as a table, and its rows."""
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 LOAD = "load.json"
@@ -139,13 +142,19 @@ class Layer:
         """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run
         of a measured one.
         """
-        common = {"layer": self.kind, "series": self.label, "scale": self.scale}
         runs = self.runs * (len(self.x) // len(self.runs)) if self.runs else ()
         return [
-            common
-            | {"x": self.names[i] if self.names else float(self.x[i]), "y": float(self.y[i])}
-            | {"low": float(self.low[i]), "high": float(self.high[i]), "source": self.source}
-            | ({"run": runs[i]} if runs else {})
+            {
+                "layer": self.kind,
+                "series": self.label,
+                "scale": self.scale,
+                "x": self.names[i] if self.names else float(self.x[i]),
+                "y": float(self.y[i]),
+                "low": float(self.low[i]),
+                "high": float(self.high[i]),
+                "source": self.source,
+                **({"run": runs[i]} if runs else {}),
+            }
             for i in range(len(self.x))
         ]
 

@@ -11,7 +11,7 @@ import numpy as np
 from cluster.record import ConfigError
 from kit.estimate.choose.figures import plain_ticks
 from kit.papers.facts import Facts
-from kit.papers.layers import Layer, scale_of, table
+from kit.papers.layers import Drawn, Layer, scale_of, table
 from kit.run import Run
 from kit.show.style import Rows, new_figure, short
 from kit.show.table import Table
@@ -37,25 +37,26 @@ MARKED = 20
 LINE = 74
 """Characters of a line of a caption."""
 LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
-Panels = Mapping[str, Sequence[Layer]] | Sequence[Layer]
 
 
 def picture(
-    panels: Panels,
+    panels: Mapping[str, Sequence[Layer]] | Sequence[Layer],
     dress: Sequence[Mapping[str, Any]],
     *caption: str,
     notes: Sequence[str] = (),
+    fill: Callable[..., None] | None = None,
     also: Callable[[Any], Any] = lambda figure: None,
     mosaic: str = "",
     **layout: Any,
-) -> tuple[Any, Rows]:
+) -> Drawn:
     """Returns a figure of panels with its caption, and its table; both as `finish` makes them.
 
     Args:
         panels: layers of each panel, by its name in the table, or of the only one.
-        dress: of each panel, as `panel` takes it.
+        dress: of each panel, as `panel` or `fill` takes it.
         caption: what is drawn, what holds, what is missed.
         notes: fits, assumptions and numbers that are not in the picture.
+        fill: draws the layers of one panel, in place of `panel`.
         also: draws into the figure what is no layer.
         mosaic: where the panels stand, if not two a row.
         layout: of `new_figure`, such as `height`.
@@ -63,7 +64,7 @@ def picture(
     named = panels if isinstance(panels, Mapping) else {"": panels}
     with new_figure(mosaic or pairs(len(named)), **layout) as (figure, axes):
         for axis, layers, style in zip(axes, named.values(), dress, strict=True):
-            panel(axis, layers, **style)
+            (fill or panel)(axis, layers, **style)
         also(figure)
         return finish(figure, named, *caption, notes=notes)
 
@@ -192,38 +193,36 @@ def pairs(count: int, *, under_one: bool = False) -> str:
 
 def finish(
     figure: Any,
-    panels: Panels,
+    panels: Mapping[str, Sequence[Layer]],
     shows: str,
     holds: str = "",
     misses: str = "",
     *,
     notes: Sequence[str] = (),
-) -> tuple[Any, Rows]:
+) -> Drawn:
     """Returns a figure with its caption of three lines at most and the notes of where each layer
     comes from; its table.
 
     Args:
         figure: of `kit.show.style.new_figure`, whose constrained layout makes room for the caption.
-        panels: layers of each panel, by its name in the table, or of the only one.
+        panels: layers of each panel, by its name in the table; the only one may have none.
         shows: what is drawn.
         holds: what is seen, or which published values the model meets.
         misses: where it misses them, or what could not be read.
         notes: fits, assumptions and numbers that are not in the picture.
     """
-    named = panels if isinstance(panels, Mapping) else {"": panels}
-    layers = [layer for each in named.values() for layer in each]
-    rows = [
-        row
-        for name, each in named.items()
-        for row in table(each, **({"panel": name} if name else {}))
-    ]
+    layers = [layer for each in panels.values() for layer in each]
     parts = [
         textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part
     ]
     figure.supxlabel("\n".join(parts), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
     figure.notes = (*notes, *sources(layers))
     figure.runs = frozenset(name for layer in layers for name in layer.runs)
-    return figure, rows
+    return figure, [
+        row
+        for name, each in panels.items()
+        for row in table(each, **({"panel": name} if name else {}))
+    ]
 
 
 def sources(layers: Sequence[Layer]) -> list[str]:
@@ -254,51 +253,54 @@ def paper_table(
 
 def facts_table(
     facts: Facts,
-    labels: Mapping[str, str],
     follows: Mapping[str, dict[str, str]],
-    own: Sequence[tuple[Run, Mapping[str, str]]],
+    own: Sequence[tuple[Run, dict[str, str]]],
     layers: Sequence[Layer],
-    *caption: str,
+    *,
+    labels: Mapping[str, str],
+    caption: Sequence[str],
     note: str,
     kind: str = "computed",
-) -> tuple[Table, Rows]:
+) -> Drawn:
     """Returns a table with a column for each model and each run of the reader's, and its rows with
     their kind: `published`, or `kind`.
 
     Args:
         facts: of the paper.
-        labels: of what the paper states, by their series.
-        follows: what follows from that, by model and label.
+        follows: what follows from what the paper states, by model and label.
         own: the same of runs; what only a paper has stays empty.
         layers: where it comes from.
+        labels: of what the paper states, by their series.
         caption: of the table.
         note: what to know about it.
         kind: of what follows.
     """
-    runs = [run.name for run, _ in own]
     columns = {
         model: {label: facts.text(series, model) for series, label in labels.items()} | more
         for model, more in follows.items()
-    } | {
-        run.name + (" (demo scale)" if scale_of(run) == "demo" else ""): column
-        for run, column in own
     }
+    for run, more in own:
+        title = run.name + (" (demo scale)" if scale_of(run) == "demo" else "")
+        columns[title] = _stated(run, labels) | more
     rows = [
         {"": name} | {title: column.get(name, "") for title, column in columns.items()}
         for name in next(iter(columns.values()))
     ]
-    stated = labels.values()
-    return paper_table(rows, layers, *caption, notes=[note], runs=runs), [
-        {"layer": "published" if row[""] in stated else kind} | row for row in rows
+    drawn = paper_table(rows, layers, *caption, notes=[note], runs=[run.name for run, _ in own])
+    return drawn, [
+        {"layer": "published" if row[""] in labels.values() else kind} | row for row in rows
     ]
 
 
-def recipe_of(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a run's plan and recipe state, by the labels of the same fields in a paper."""
-    records = run.plan.to_dict() | run.recipe.to_dict()
-    fields = {series.removeprefix("recipe_"): label for series, label in labels.items()}
+def _stated(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a run's model, plan and recipe state, by the labels of the same fields in a
+    paper.
+    """
+    shape = {f"model_{name}": value for name, value in run.spec.to_dict().items()}
+    training = run.plan.to_dict() | run.recipe.to_dict()
+    fields = shape | {f"recipe_{name}": value for name, value in training.items()}
     return {
-        label: str(records[field])
-        for field, label in fields.items()
-        if records.get(field) is not None
+        label: f"{fields[series]:g}" if series in shape else str(fields[series])
+        for series, label in labels.items()
+        if fields.get(series) is not None
     }

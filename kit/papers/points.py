@@ -1,8 +1,8 @@
 """A paper's own points, read off its figure by a reader who has the PDF, drawn hollow into ours."""
 
 import csv
-import io
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,67 +12,25 @@ from kit.show.theme import GREY
 
 COLUMNS = ("series", "x", "y", "source")
 DIGITISED = "digitised by the reader"
-EXAMPLE = "Figure 12 of version 2, page 9, by WebPlotDigitizer"
-BEYOND = 1.0
-"""Lengths of an axis that a point may lie outside of what is drawn; further out its unit is
-another."""
+TEMPLATE = """\
+# {name}: fill in points as you read them, any number of lines a series; delete the series you have not.
+{units}
+# source: where you read it, such as "Figure 12 of version 2, page 9, by WebPlotDigitizer"
+series,x,y,source
+{series}
+"""  # noqa: E501
+NUMBER = r"\$.*|[\d.,e+−-]*"
+"""Of a tick; any other text there names a place, such as a model."""
 
 
 class Series(NamedTuple):
-    """One series of a figure: its panel, its label there, and the artist that draws it.
-
-    A panel without any has one, of its title and no artist.
+    """One series of a figure: its panel, its label there, and the artist that draws it; an empty
+    panel has one of its title.
     """
 
     panel: Any
     label: str
-    artist: Any
-
-    def unit(self, side: str) -> str:
-        """Returns what an axis shows, as the panel says it."""
-        axis = self.axis(side)
-        title = self.panel.get_title(loc="left")
-        words = ", ".join(_names(axis)) or "as at its ticks"
-        return axis.get_label_text() or (title if side == "y" else words)
-
-    def axis(self, side: str) -> Any:
-        """Returns the axis of x or y."""
-        return self.panel.xaxis if side == "x" else self.panel.yaxis
-
-    def example(self, side: str) -> str:
-        """Returns a place inside the panel, as a file would state it."""
-        axis = self.axis(side)
-        numbers = [*axis.get_ticklocs(), axis.get_view_interval()[0]]
-        places = [*_names(axis)] or [f"{number:g}" for number in numbers]
-        return places[len(places) // 2]
-
-    def number(self, side: str, text: str) -> float:
-        """Returns where a number or a name lies on one axis.
-
-        Raises:
-            ConfigError: it is neither, or so far outside that it must be in another unit.
-        """
-        axis, unit = self.axis(side), self.unit(side)
-        names, log = _names(axis), axis.get_scale() == "log"
-        only_names = bool(names) and not log
-        allowed = (
-            f"Allowed: {', '.join(names)}."
-            if only_names
-            else f"Give a number alone, in the unit of: {unit}."
-        )
-        value = names.get(text, math.nan if only_names else _float(text))
-        if not math.isfinite(value) or (log and value <= 0):
-            raise ConfigError(f"{side}: {text!r} is not allowed. {allowed}")
-        ends = sorted(axis.get_view_interval())
-        low, high, place = (math.log(v) if log else v for v in (*ends, value))
-        if not low - BEYOND * (high - low) <= place <= high + BEYOND * (high - low):
-            raise ConfigError(
-                f"{side}: {text} is far from what is drawn ({ends[0]:.3g} to {ends[1]:.3g})."
-                f" {allowed}"
-            )
-        if side == "y" and "%" in unit and 0 < value <= 1 < ends[1] / 10:
-            raise ConfigError(f"y: {text} of an axis in per cent looks like a fraction. {allowed}")
-        return value
+    artist: Any = None
 
 
 def series_of(figure: Any) -> dict[str, Series]:
@@ -89,26 +47,19 @@ def series_of(figure: Any) -> dict[str, Series]:
             in_panel = title if len(labels) == 1 else f"{title}: {label}"
             names[in_panel if figure.axes[1:] else label] = Series(panel, label, artist)
         if title and not labels:
-            names[title] = Series(panel, title, None)
+            names[title] = Series(panel, title)
     return names
 
 
 def template(name: str, figure: Any) -> str:
-    """Returns a file to fill in for a figure: its columns, units and series, and an example."""
+    """Returns a file to fill in for a figure: its columns, units and series."""
     found = series_of(figure)
-    units = dict.fromkeys(
-        f"# x: {series.unit('x')}; y: {series.unit('y')}" for series in found.values()
+    panels = [series.panel for series in found.values()]
+    units = [f"# x: {_unit(panel.xaxis)}; y: {_unit(panel.yaxis)}" for panel in panels]
+    lines = [f'"{each}",,,' if "," in each else f"{each},,," for each in found]
+    return TEMPLATE.format(
+        name=name, units="\n".join(dict.fromkeys(units)), series="\n".join(lines)
     )
-    first, series = next(iter(found.items()))
-    head = [
-        (
-            f"# {name}: fill in points as you read them, any number of lines a series; delete the"
-            " series you have not."
-        ),
-        *units,
-        f"# such as: {_line(first, series.example('x'), series.example('y'), EXAMPLE)}",
-    ]
-    return "\n".join([*head, _line(*COLUMNS), *(_line(each, "", "", "") for each in found), ""])
 
 
 def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
@@ -122,41 +73,41 @@ def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--points {file}: cannot be read as text: {error}.") from error
-    filled = [
-        (number, line)
-        for number, line in enumerate(lines, start=1)
-        if line.strip() and line[0] != "#"
-    ]
-    reader = csv.DictReader((line for _, line in filled), restval="")
+    reader = csv.DictReader((line for line in lines if line.strip() and line[0] != "#"), restval="")
     if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
         raise ConfigError(
             f"--points {file}: columns {reader.fieldnames} are not allowed. Expected:"
             f" {','.join(COLUMNS)}."
         )
     points: dict[str, list[tuple[float, float, str]]] = {}
-    for (number, _), row in zip(filled[1:], reader, strict=False):
-        try:
-            point = _point(row, known)
-        except ConfigError as error:
-            raise ConfigError(f"--points {file}, line {number}, {error}") from error
-        points.setdefault(row["series"].strip(), []).append(point)
+    for row in reader:
+        name, x, y, source = (row[column].strip() for column in COLUMNS)
+        where = f"--points {file}, {name},{x},{y}"
+        if name not in known:
+            raise ConfigError(f"{where}: series {name!r} is unknown. {suggestion(name, known)}")
+        if not source:
+            raise ConfigError(f"{where}: no source. Say where it was read: figure, page, by what.")
+        panel = known[name].panel
+        place = (_place(panel.xaxis, x, where), _place(panel.yaxis, y, where))
+        points.setdefault(name, []).append((*place, source))
     if not points:
         raise ConfigError(f"--points {file}: no points. Fill in lines below the columns.")
     return {name: _layer(name, found) for name, found in points.items()}
 
 
-def _point(row: dict[str, str], known: dict[str, Series]) -> tuple[float, float, str]:
-    """Returns x, y and source of a line.
-
-    Raises:
-        ConfigError: one of its cells cannot be used.
-    """
-    name, x, y, source = (row[column].strip() for column in COLUMNS)
-    if name not in known:
-        raise ConfigError(f"series {name!r} is unknown. {suggestion(name, known)}")
-    if not source:
-        raise ConfigError("source '' is not allowed. Say where it was read: figure, page, by what.")
-    return known[name].number("x", x), known[name].number("y", y), source
+def _place(axis: Any, text: str, where: str) -> float:
+    """Returns where a number or a name lies on an axis; raises ConfigError where it is neither."""
+    names, log = _names(axis), axis.get_scale() == "log"
+    by_name = names and not log
+    try:
+        value = names[text] if by_name or text in names else float(text)
+    except (KeyError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or (log and value <= 0):
+        number = f"Give a number alone, in the unit of: {_unit(axis)}."
+        allowed = f"Allowed: {', '.join(names)}." if by_name else number
+        raise ConfigError(f"{where}: {axis.axis_name}: {text!r} is not allowed. {allowed}")
+    return value
 
 
 def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
@@ -194,6 +145,12 @@ def _layer(name: str, points: list[tuple[float, float, str]]) -> Layer:
     return Layer(kind="published", label=name, x=x, y=y, source="; ".join(dict.fromkeys(sources)))
 
 
+def _unit(axis: Any) -> str:
+    """Returns what an axis shows, as its panel says it."""
+    title, names = axis.axes.get_title(loc="left"), ", ".join(_names(axis))
+    return axis.get_label_text() or (title if axis.axis_name == "y" else names or "as at its ticks")
+
+
 def _names(axis: Any) -> dict[str, float]:
     """Returns the places of the words at an axis, such as models; none where it has numbers."""
     places = axis.get_ticklocs()
@@ -201,25 +158,11 @@ def _names(axis: Any) -> dict[str, float]:
     return {
         " ".join(text.split()): float(place)
         for place, text in zip(places, texts, strict=True)
-        if text and text[0] != "$" and math.isnan(_float(text.replace(",", "").replace("−", "-")))
+        if not re.fullmatch(NUMBER, text)
     }
-
-
-def _float(text: str) -> float:
-    """Returns a text as a number, NaN where it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _colour(artist: Any) -> str:
     line = artist[0] if isinstance(artist, tuple) else artist
     colour = getattr(line, "get_color", lambda: GREY)()
     return colour if isinstance(colour, str) else GREY
-
-
-def _line(*cells: str) -> str:
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="").writerow(cells)
-    return stream.getvalue()

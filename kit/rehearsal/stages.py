@@ -123,11 +123,12 @@ def plan(job: Job) -> list[Count]:
     """The layout: memory of the fullest device, time of a step and of the run."""
     slurm, step = job.site.slurm, job.step_time
     is_pure = job.plan.engine == "neuron" and job.plan.precision == "bf16"
-    convention = "pure_bf16" if is_pure and job.plan.zero_stage == 0 else "mixed_precision"
     used = memory(
         Layouts.of(job.spec, [job.plan]),
         kernels=job.machine.kernels,
-        convention=CONVENTIONS[convention],
+        convention=CONVENTIONS[
+            "pure_bf16" if is_pure and job.plan.zero_stage == 0 else "mixed_precision"
+        ],
     )
     run_s = job.recipe.num_steps * step.total_s.item()
     limit_s = slurm.max_seconds(job.num_nodes) if slurm else None
@@ -175,8 +176,6 @@ def ranks(job: Job) -> list[Count]:
     if job.plan.engine == "neuron":
         told = "NxD cuts on the devices: never run"
         return [Count(stage="ranks", what="kinds of ranks cut", value=0, note=told)]
-    from kit.rehearsal.stages import cut
-
     plan, found = job.plan, cut(job.spec, job.plan)
     shards = plan.shard_size or plan.data_parallel
     axes = (plan.pipeline_parallel, plan.data_parallel // shards, shards, plan.tensor_parallel)
@@ -325,8 +324,7 @@ def cut(spec: ModelSpec, plan: Plan) -> Cut:
     Raises:
         ConfigError: the plan cannot run the model.
     """
-    places = range(plan.pipeline_parallel)
-    kinds = {place: _kind(spec, plan, place) for place in places}
+    kinds = {place: _kind(spec, plan, place) for place in range(plan.pipeline_parallel)}
     first_of = {kind: place for place, kind in reversed(kinds.items())}
     ends = [{0, degree - 1} for degree in (plan.data_parallel, plan.tensor_parallel)]
     views, num_params = [], 0
@@ -345,5 +343,5 @@ def _kind(spec: ModelSpec, plan: Plan, place: int) -> tuple:
     """Returns what makes a place in the pipeline differ from others: how many layers, and which
     ends.
     """
-    layers = [stage_layers(spec, plan, stage) for stage in stage_indices(plan, place)]
-    return tuple((len(part), 0 in part, spec.num_layers - 1 in part) for part in layers)
+    parts = (stage_layers(spec, plan, stage) for stage in stage_indices(plan, place))
+    return tuple((len(part), 0 in part, spec.num_layers - 1 in part) for part in parts)

@@ -103,33 +103,6 @@ def test_a_recipe_of_ones_own() -> None:
         refused(message, "--recipe wrong.toml")
 
 
-WRONG = "recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'"
-"""Which is no gap to be filled in."""
-
-
-MANY = "1,024 processes would choke one machine. Give a plan of at most 256, or a site"
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        ("no such file", "--recipe absent.json"),
-        ("recipe: 'hlat-7' is unknown. Did you mean 'hlat-7b'?", "--recipe hlat-7"),
-        ("expected a Plan as JSON", "--plan absent.json"),
-        (WRONG, "--set recipe.schedule=wds"),
-        (WRONG, "--set recipe.schedule=wds --show"),
-        (WRONG, "--set recipe.schedule=wds --recipe frontier-175b --show"),
-        ("recipe.init_from: NOPE: no such folder", "--set recipe.init_from=NOPE"),
-        ("warmup_steps: frontier-175b does not state it", "--recipe frontier-175b --data d"),
-        ("is not below", "--recipe hlat-7b --site eks-trn1 --show"),  # pods see shared files only
-        (MANY, "--recipe hlat-7b --show"),
-        ("'neuron' trains on AWS Trainium alone", "--recipe hlat-7b --site frontier --show"),
-    ],
-)
-def test_what_cannot_be_launched_is_refused(message: str, words: str) -> None:
-    refused(message, words)
-
-
 def test_what_a_paper_does_not_state_must_be_given() -> None:
     changes = {"recipe": {"warmup_steps": 3}}
     lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes=changes).lacking

@@ -154,6 +154,9 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return told
 
 
+WRONG = "recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'"
+"""Which is no gap to be filled in."""
+MANY = "1,024 processes would choke one machine. Give a plan of at most 256, or a site"
 COMMANDS = [
     ("resume runs/rep --set plan.data_parallel=8", "RunError", "has finished its 20 steps"),
     (
@@ -165,7 +168,6 @@ COMMANDS = [
     ("resume runs/rep --steps 40 --set plan.tensr_parallel=8", "ConfigError", "tensr_parallel"),
     ("resume runs/rep --set recipe.seed=8", "ConfigError", "recipe.seed: a run keeps it"),
     ("resume runs/rep --minutes nan", "ConfigError", "nan: not allowed. Give a number above 0"),
-    ("stop runs/rep", "RunError", "nothing to stop"),
     ("stop runs/rep", "RunError", "Go on with `kit resume runs/rep --steps N`."),
     ("stop runs/rep --now", "RunError", "nothing to stop"),
     ("checkpoint runs/rep", "RunError", "nothing to checkpoint"),
@@ -188,13 +190,28 @@ COMMANDS = [
     ("launch new --set plan.tensr_parallel=2", "ConfigError", "Did you mean 'tensor_parallel'?"),
     ("launch new --model dmeo", "ConfigError", "spec.preset: 'dmeo' is unknown"),
     ("launch new --minutes -1", "ConfigError", "-1: not allowed. Give a number above 0"),
+    ("launch new --recipe absent.json", "ConfigError", "no such file"),
+    ("launch new --recipe hlat-7", "ConfigError", "'hlat-7' is unknown. Did you mean 'hlat-7b'?"),
+    ("launch new --plan absent.json", "ConfigError", "expected a Plan as JSON"),
+    ("launch new --set recipe.schedule=wds", "ConfigError", WRONG),
+    ("launch new --set recipe.schedule=wds --show", "ConfigError", WRONG),
+    ("launch new --set recipe.schedule=wds --recipe frontier-175b --show", "ConfigError", WRONG),
+    ("launch new --set recipe.init_from=NOPE", "ConfigError", "init_from: NOPE: no such folder"),
+    ("launch new --recipe frontier-175b --data d", "ConfigError", "frontier-175b does not state"),
+    # pods see shared files only
+    ("launch new --recipe hlat-7b --site eks-trn1 --show", "ConfigError", "is not below"),
+    ("launch new --recipe hlat-7b --show", "ConfigError", MANY),
+    (
+        "launch new --recipe hlat-7b --site frontier --show",
+        "ConfigError",
+        "'neuron' trains on AWS Trainium alone",
+    ),
     ("launch new --data '[/red]none'", "DataError", "[/red]none: not a dataset"),
     (
         "launch new --data runs/rep",
         "DataError",
         "not a dataset (dataset.json is missing). Give a folder made by `kit data build`",
     ),
-    ("launch new --data export.csv", "DataError", "Give a folder made by `kit data build`"),
     (
         "launch new --data nowhere",
         "DataError",

@@ -15,7 +15,6 @@ from kit.commands.app import app
 from kit.convert.hugging_face import whole_folder
 from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
-from kit.spec import ModelSpec
 from tests.monitor.recorded import recorded_run, say
 
 PATHS = (
@@ -149,21 +148,6 @@ def test_a_run_of_somebody_else_is_left_to_them(
         assert job.poll() is None, "it goes on"
         job.kill()
     assert "JobError" in text and "the run belongs to root" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("llama3-70b", "Did you mean 'hlat-70b'?"),
-        ("llama2-7b", "Did you mean 'hlat-7b'?"),
-        ("gpt3-175B", "Did you mean 'gpt-175b'?"),
-        ("dmeo", "Did you mean 'demo'?"),
-        ("llama-13b", "None has 13B"),
-    ],
-)
-def test_an_unknown_model_is_answered_by_one_of_its_size(name: str, advice: str) -> None:
-    with pytest.raises(Exception, match=advice):
-        ModelSpec.preset(name)
 
 
 def test_text_under_another_key_and_broken_lines_are_a_matter_of_options(

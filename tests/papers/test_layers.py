@@ -58,7 +58,14 @@ def test_caption_and_table_name_every_layer() -> None:
     ]
     with new_figure(height=3) as (figure, axis):
         draw(axis, layers)
-        finish(figure, layers, "What is drawn.", "What holds.", "What is missed.", notes=["A fit."])
+        finish(
+            figure,
+            {"": layers},
+            "What is drawn.",
+            "What holds.",
+            "What is missed.",
+            notes=["A fit."],
+        )
     assert figure.caption == "What is drawn. What holds. What is missed."
     assert figure.notes == (
         "A fit.",
