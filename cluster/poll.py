@@ -141,8 +141,8 @@ POLLER = Poller()
 
 
 def backend(scheduler: str) -> Any:
-    """Returns the package of a scheduler: `submit` and `texts`; but for local `look`, `cancel`
-    and `requeue` too.
+    """Returns the package of a scheduler: `check`, `texts`, `start` and `requeue`; but for local
+    `look` and `cancel` too.
     """
     return import_module(f"cluster.{scheduler}")
 

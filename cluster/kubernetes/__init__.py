@@ -8,7 +8,6 @@ import contextlib
 import json
 from pathlib import Path
 
-from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
 from cluster.kubernetes.manifest import (
     INSTANCE,
@@ -23,34 +22,34 @@ from cluster.poll import POLLER, Look, answer_of
 from cluster.render import check_submittable, scripts
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
+from cluster.submission import submit
 
 TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
 
 
-def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
-    """Sends a job to the cluster of the current context and returns its handle.
+def check(job: JobSpec, site: Site) -> None:
+    """Refuses nothing: only the cluster knows what it would refuse."""
 
-    The run directory gets `job.json`, `site.json`, `run.sh` and `submit.json`, which is what is
-    sent. `files` and errors are those of `cluster.submission.submit`.
+
+def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> SchedulerJob:
+    """Sends `submit.json` to the cluster of the current context and returns the name of the job
+    there.
+
+    Raises:
+        JobError: the cluster refuses or does not answer; nothing is left of the job.
     """
-    check_submittable(site)
-    asked = scripts(job, site)
-    run_dir, table, context = Path(job.run_dir), kubernetes_table(site), ""
+    table, context = kubernetes_table(site), ""
     with contextlib.suppress(JobError):  # in a pod kubectl needs none
         context = _kubectl("config", "current-context").strip()
-    place = f"{context}/{table.namespace}"
-    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **asked}
-    with claimed(run_dir, kept) as attempt:
-        name = id_of(table.kind, job_name(job, attempt))
-        made = SchedulerJob(scheduler="kubernetes", id=name, config=place)
-        try:
-            _kubectl("create", "--filename=-", place=place, text=asked["submit.json"])
-        except JobError:
-            with contextlib.suppress(JobError):  # the half of it that was made
-                cancel(made, run_dir)
-            raise
-    hand_over(run_dir, attempt, made)
-    return Job.attach(run_dir)
+    name = id_of(table.kind, job_name(job, attempt))
+    made = SchedulerJob(scheduler="kubernetes", id=name, config=f"{context}/{table.namespace}")
+    try:
+        _kubectl("create", "--filename=-", place=made.config, text=texts["submit.json"])
+    except JobError:
+        with contextlib.suppress(JobError):  # the half of it that was made
+            cancel(made, Path(job.run_dir))
+        raise
+    return made
 
 
 def look(jobs: list[SchedulerJob]) -> dict[str, Look]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.record import counted
+from cluster.render import slurm_table, warnings
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 
@@ -31,14 +32,15 @@ FIRST_PORT, NUM_PORTS = (
 RULER = "# " + "-" * 100
 
 
-def slurm_scripts(
-    job: JobSpec, site: Site, slurm: Slurm, warnings: list[str], there: There | None = None
-) -> dict[str, str]:
-    """Returns the scripts of a job that fits the site by file name, in order of submission,
-    warnings at the top.
+def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
+    """Returns the scripts of a job that fits the site by their names in the run directory, in order
+    of submission, warnings at the top.
+
+    `there` names the Python and the source that run them, by default these.
     """
+    slurm = slurm_table(site)
     python, source = (there.python, there.source) if there else (sys.executable, PACKAGE_ROOT)
-    notes = [f"# WARNING: {text}" for text in warnings]
+    notes = [f"# WARNING: {text}" for text in warnings(job, site, python)]
     common = [*_environment(job, slurm, python), *_meeting_point(slurm)]
     run = [
         *common,
@@ -50,7 +52,7 @@ def slurm_scripts(
     # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not
     # expect it.
     comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
-    texts = {
+    scripts = {
         "submit.sh": [
             *_header(job, site, slurm, "runs"),
             *notes,
@@ -66,17 +68,18 @@ def slurm_scripts(
         ]
         ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, python, compiling=True)]
         ahead += _compile(job, slurm, slurm.compilation)
-        texts = {"compile.sh": ahead, **texts}
-    return {name: "\n".join(lines) + "\n" for name, lines in texts.items()}
+        scripts = {"compile.sh": ahead, **scripts}
+    return {name: "\n".join(lines) + "\n" for name, lines in scripts.items()}
 
 
-def array_script(job: JobSpec, site: Site, slurm: Slurm, tasks: int) -> str:
+def array_script(job: JobSpec, site: Site, tasks: int) -> str:
     """Returns the script of an array whose tasks have nothing to do with each other, each a job of
     one node.
 
     The command of a task is the job's and, as its last word, I/N: which task it is, and of how
     many.
     """
+    slurm = slurm_table(site)
     lines = [
         "#!/bin/bash",
         (

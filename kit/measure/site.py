@@ -13,11 +13,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from cluster import local
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
 from cluster.state import last_attempt, read_state, refuse_other_owner
+from cluster.submission import submit
 from kit.errors import RunError
 from kit.measure.device import torch_device
 from kit.measure.gemm import is_settled, measure_peak, measured_site
@@ -162,7 +162,8 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
         asked = JobSpec(
             name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True
         )
-        job = local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
+        asked = asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0)
+        job = submit(asked, Site.load("laptop"))
         status = job.wait()
         if status.state != "done":
             raise RuntimeError(f"{module}: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")

@@ -30,7 +30,8 @@ from cluster.state import (
     take_request,
     update_state,
 )
-from tests.cluster.jobs import job_spec
+from cluster.submission import submit
+from tests.cluster.jobs import LAPTOP, job_spec
 from tests.disks import fill
 
 ROOT = Path(local.__file__).parents[2]
@@ -131,7 +132,7 @@ def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
     )
     code += f"fill(Path({str(filler(run_dir))!r})); os.kill(os.getpid(), 9)"
     job = job_spec(run_dir, sys.executable, "-S", "-c", code, num_processes=1)
-    status = local.submit(job).wait(60)
+    status = submit(job, LAPTOP).wait(60)
     assert status.state is JobState.FAILED and status.attempt == 1
     assert status.reason.startswith(
         "rank 0 was killed by SIGKILL (often: out of memory); not started again: "

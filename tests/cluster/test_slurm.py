@@ -22,6 +22,7 @@ from cluster.site import Site
 from cluster.slurm import preflight
 from cluster.slurm import queries as slurm_queries
 from cluster.state import JobError, JobState, SchedulerJob, read_exit
+from cluster.submission import submit
 from tests.cluster.conftest import be_client
 from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin
 from tests.cluster.shell import WORDS
@@ -31,7 +32,7 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_launch_jobs.ipynb"
 
 
 def test_life_of_a_job(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "run", num_processes=8, num_nodes=4), site)
+    job = submit(standin(tmp_path / "run", num_processes=8, num_nodes=4), site)
     assert job.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING)
     assert job.wait(60).state is JobState.DONE
     report = read_exit(job.run_dir)
@@ -54,7 +55,7 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
     sbatch, stand_in = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
     run_dir = tmp_path / "run"
     spec = standin(run_dir, 30)
-    assert slurm.submit(spec, site).wait(60).state is JobState.DONE
+    assert submit(spec, site).wait(60).state is JobState.DONE
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=drain", "Reason=test")
     stand_in.parent.mkdir()
     stand_in.write_text(f'#!/bin/sh\n{sbatch} "$@" >&2; {last}\n')
@@ -65,8 +66,8 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
         with pytest.raises(
             JobError, match=rf"timed out.*been accepted.*squeue --me.*for {run_dir}, and `scancel`"
         ):
-            slurm.submit(spec, site)
-    job = slurm.submit(standin(run_dir, 60), site)
+            submit(spec, site)
+    job = submit(standin(run_dir, 60), site)
     waiting = sandbox.run("squeue", "--noheader", "--format=%i %Z").splitlines()
     assert len(waiting) == 2 and all(str(run_dir) in line for line in waiting)
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=resume")
@@ -77,7 +78,7 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
 
 def test_reattach_from_another_shell_and_stop(sandbox, site, tmp_path, monkeypatch):
     """Which does not know of this Slurm: the run does."""
-    job = slurm.submit(standin(tmp_path / "run", 500), site)
+    job = submit(standin(tmp_path / "run", 500), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
     code = (
         f"from cluster.job import Job; job = Job.attach({str(job.run_dir)!r}); now = job.status();"
@@ -94,9 +95,7 @@ def test_reattach_from_another_shell_and_stop(sandbox, site, tmp_path, monkeypat
 
 def test_cancelled_while_waiting_and_while_running(sandbox, site, tmp_path):
     alone = site.replace(slurm=site.slurm.replace(sbatch_options=("--exclusive",)))
-    first, second = (
-        slurm.submit(standin(tmp_path / name, 600), alone) for name in ("first", "second")
-    )
+    first, second = (submit(standin(tmp_path / name, 600), alone) for name in ("first", "second"))
     assert eventually(lambda: first.state is JobState.RUNNING)
     assert eventually(
         lambda: "Resources" in second.status().reason or "Priority" in second.status().reason
@@ -115,16 +114,16 @@ def test_cancelled_while_waiting_and_while_running(sandbox, site, tmp_path):
 
 def test_live_directory_is_refused_and_an_ended_one_goes_on(sandbox, site, tmp_path):
     spec = standin(tmp_path / "run")
-    job = slurm.submit(spec, site)
+    job = submit(spec, site)
     with pytest.raises(JobError, match="in use"):
-        slurm.submit(spec, site)
+        submit(spec, site)
     assert job.wait(60).state is JobState.DONE
     job.requeue()
     assert job.wait(60).attempt == 2 and job.logs(0) == "attempt 2 rank 0 from step 10\n"
 
 
 def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "run", 60), site)
+    job = submit(standin(tmp_path / "run", 60), site)
     assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 10)
     number = scheduler_job(job).id
     job.requeue()
@@ -134,7 +133,7 @@ def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_pa
 
 
 def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "run", 6000), site)
+    job = submit(standin(tmp_path / "run", 6000), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)  # the job still writes into it
     assert eventually(lambda: not sandbox.run("squeue", "--noheader").strip(), 60)
@@ -147,7 +146,7 @@ def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, t
         "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit('no <such>"
         " thing')\ntime.sleep(60)"
     )
-    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
+    job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
     start = time.monotonic()
     status = job.wait(60)
     assert time.monotonic() - start < 20, "the others were not ended"
@@ -182,12 +181,12 @@ def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_pat
     command = str(refused.value).split("`")[1]
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     shutil.rmtree(venv)
-    scratch = sandbox.layout.path("scratch") if sandbox.layout.isolated else tmp_path / "disk"
+    scratch = sandbox.path("scratch") if sandbox.isolated else tmp_path / "disk"
     broadcast = Broadcast(
         directory=f"{scratch}/$SLURMD_NODENAME", archive=str(tmp_path / "environment.tar")
     )
     packed = site.replace(slurm=site.slurm.replace(broadcast=broadcast))
-    sent = slurm.submit(job.replace(argv=("python", *job.argv[1:])), packed)
+    sent = submit(job.replace(argv=("python", *job.argv[1:])), packed)
     assert sent.wait(60).state is JobState.DONE, sent.status()
     for rank in range(4):
         file, node = sent.logs(rank).split()
@@ -208,7 +207,7 @@ def test_text_stays_text(sandbox, site, tmp_path):
     where = {"num_nodes": 2, "working_directory": str(run_dir), "environment": {"ODD": odd}}
     name = " ".join(word for word in WORDS if word.isprintable())
     argv = (sys.executable, "-c", code, *WORDS, "")
-    job = slurm.submit(job_spec(run_dir, *argv, name=name, **where), site)
+    job = submit(job_spec(run_dir, *argv, name=name, **where), site)
     assert job.wait(120).state is JobState.DONE, job.status()
     for rank in range(4):
         assert json.loads(job.logs(rank)) == [[*WORDS, ""], odd, str(rank), str(run_dir)]
@@ -244,7 +243,7 @@ def test_agent_of_each_node_starts_its_ranks(sandbox, site, tmp_path):
     )
     agents = site.replace(slurm=site.slurm.replace(launcher="torchrun"))
     spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_nodes=2)
-    job = slurm.submit(spec, agents)
+    job = submit(spec, agents)
     assert job.wait(120).state is JobState.DONE, job.status()
     assert [job.logs(rank) for rank in range(4)] == [
         f"{rank} {rank % 2} 4 2 True\n" for rank in range(4)
@@ -266,7 +265,7 @@ def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, site, tmp_pa
     compiling = site.replace(slurm=site.slurm.replace(compilation=compilation))
     # One node: those of the sandbox share a disk, and would copy into the same folder at once.
     spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=2, num_nodes=1)
-    job = slurm.submit(spec, compiling)
+    job = submit(spec, compiling)
     assert job.wait(120).state is JobState.DONE, job.status()
     assert job.logs(0) == "disk compiled\n"
 
@@ -276,9 +275,7 @@ def test_secrets_reach_the_job_and_no_file(sandbox, site, tmp_path, monkeypatch)
     code = (
         "import hashlib, os; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest()[:8])"
     )
-    job = slurm.submit(
-        job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=1), site
-    )
+    job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=1), site)
     assert job.wait(60).state is JobState.DONE
     assert len(job.logs().strip()) == 8
     assert not [
@@ -300,7 +297,7 @@ def test_secrets_reach_the_job_and_no_file(sandbox, site, tmp_path, monkeypatch)
 def test_refused_before_anything_is_written(sandbox, site, tmp_path, changes, partition, message):
     there = site.replace(slurm=site.slurm.replace(partition=partition))
     with pytest.raises(ConfigError, match=message):
-        slurm.submit(standin(tmp_path / "run").replace(**changes), there)
+        submit(standin(tmp_path / "run").replace(**changes), there)
     assert not (tmp_path / "run").exists()
 
 
@@ -308,14 +305,14 @@ def test_where_there_is_no_sbatch(site, tmp_path, monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("PATH", "/nowhere")
         with pytest.raises(ConfigError, match="sbatch is not found.*sandbox start"):
-            slurm.submit(standin(tmp_path / "run"), site)
+            submit(standin(tmp_path / "run"), site)
     assert not (tmp_path / "run").exists()
 
 
 def test_refusal_by_slurm_is_shown_in_its_words(sandbox, site, tmp_path):
     wrong = site.replace(slurm=site.slurm.replace(partition="batchh"))
     with pytest.raises(JobError, match="invalid partition"):
-        slurm.submit(standin(tmp_path / "run"), wrong)
+        submit(standin(tmp_path / "run"), wrong)
     assert not (tmp_path / "run").exists(), "nothing is left of it"
 
 
@@ -326,7 +323,7 @@ def test_habits_of_the_user_change_nothing(sandbox, site, tmp_path, monkeypatch)
         "SLURM_JOB_ID": "7",
     }.items():
         monkeypatch.setenv(name, value)
-    assert slurm.submit(standin(tmp_path / "run"), site).wait(60).state is JobState.DONE
+    assert submit(standin(tmp_path / "run"), site).wait(60).state is JobState.DONE
 
 
 def test_many_looks_are_few_questions():
@@ -420,7 +417,7 @@ def test_compilation_ahead_of_a_refused_job_is_cancelled(tmp_path, monkeypatch):
     assert site.slurm is not None
     site = site.replace(slurm=site.slurm.replace(partition="queue"))
     with pytest.raises(JobError, match="invalid partition"):
-        slurm.submit(standin(tmp_path / "run", num_nodes=1, num_processes=32), site)
+        submit(standin(tmp_path / "run", num_nodes=1, num_processes=32), site)
     assert [words[-1] for words in words_seen] == ["compile.sh", "submit.sh", "41"]
     assert words_seen[-1] == ["scancel", "41"]
 
@@ -433,10 +430,10 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch
     try:
         assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
         again = Sandbox.start(root)
-        assert again.layout == sandbox.layout, "a second start finds the first"
+        assert again == sandbox.replace(was_running=True), "a second start finds the first"
         assert again.was_running and not sandbox.was_running
         be_client(sandbox, monkeypatch)
-        job = slurm.submit(standin(tmp_path / "run", num_nodes=2), Site.load(sandbox.site_file))
+        job = submit(standin(tmp_path / "run", num_nodes=2), Site.load(sandbox.site_file))
         assert job.wait(60).state is JobState.DONE
     finally:
         sandbox.stop()
@@ -480,7 +477,7 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeyp
         be_client(sandbox, monkeypatch)
         code = "import sys; sys.exit(3)"
         spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=1)
-        job = slurm.submit(spec, Site.load(sandbox.site_file))
+        job = submit(spec, Site.load(sandbox.site_file))
         assert job.wait(60).exit_code == 3
         this = scheduler_job(job)
         monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 import kit
-from cluster import local, slurm
+from cluster import slurm
 from cluster.attempts import claim_attempt
 from cluster.job import JobSpec
 from cluster.outcome import write_end
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.site import Site
-from cluster.slurm import preflight
 from cluster.state import JobError, ask, log_path, take_request, update_state
+from cluster.submission import submit
 from kit import launcher
 from kit.commands.app import app
 from kit.data import Dataset
@@ -150,7 +150,7 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return "41\n"
 
     monkeypatch.setattr(slurm, "slurm_command", refuse)
-    monkeypatch.setattr(preflight, "check", lambda job, site: None)
+    monkeypatch.setattr(slurm, "check", lambda job, site: None)
     return told
 
 
@@ -383,7 +383,9 @@ def test_job_whose_processes_cannot_be_started(finished: Run, refused, tmp_path:
     program.chmod(0o755)
     for run_dir in (finished.directory, tmp_path / "new" / "run"):
         job = JobSpec(name="x", run_dir=str(run_dir), argv=(str(program),), num_processes=2)
-        refused(JobError, "could not be started: rank 0 could not", local.submit, job)
+        refused(
+            JobError, "could not be started: rank 0 could not", submit, job, Site.load("laptop")
+        )
 
 
 @pytest.mark.parametrize(("base", "cancelled"), [("frontier", 0), ("trn1.32xlarge", 3)])
@@ -394,7 +396,7 @@ def test_job_that_slurm_refuses(
     message, site = "Invalid account", one_device(Site.load(base), **MINE)
     refused(JobError, message, go_on, finished, site=site)
     refused(JobError, message, go_on, finished, site=site, directory=tmp_path / "new" / "run")
-    refused(JobError, message, slurm.submit, launcher.job_spec(finished), site)
+    refused(JobError, message, submit, launcher.job_spec(finished), site)
     assert [words[0] for words in deaf_slurm].count("scancel") == cancelled
 
 
