@@ -19,7 +19,7 @@ from typing import Self
 from cluster import poll
 from cluster.files import opened
 from cluster.login import mirror
-from cluster.outcome import write_end
+from cluster.outcome import Outcome, write_end
 from cluster.record import (
     ConfigError,
     Record,
@@ -49,7 +49,6 @@ from cluster.status import read_status as read_status
 
 CHUNK_BYTES = 2**20
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
-
 
 seconds = must(lambda value: value > 0, "Give seconds above 0.")
 
@@ -284,13 +283,9 @@ class Job:
             if status.state in (JobState.QUEUED, JobState.REQUEUED):
                 # No process of the job is there to say so, and the scheduler forgets. If it had
                 # just started, its supervisor, ended too, says so.
+                end = Outcome(128 + signal.SIGTERM, "cancelled while it waited")
                 with contextlib.suppress(StaleAttemptError):
-                    write_end(
-                        self.run_dir,
-                        attempt=state.attempt,
-                        rc=128 + signal.SIGTERM,
-                        reason="cancelled while it waited",
-                    )
+                    write_end(self.run_dir, state.attempt, end)
         elif state.process is None or not state.process.is_here:
             raise JobError(
                 f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without"

@@ -109,11 +109,11 @@ def failed(run_dir: Path, rank: int, code: int, who: str) -> Outcome:
     shown that it can run.
     """
     words, rc = end_of(code)
-    may_pass = rc > 128 or (code != USELESS_TO_RETRY and has_ever_stepped(run_dir))
+    may_pass = rc > 128 or (code != USELESS_TO_RETRY and any(furthest_steps(run_dir).values()))
     return Outcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
 
 
-def judged(outcome: Outcome, home: Home, attempt: int, max_restarts: int) -> Outcome:
+def judged(outcome: Outcome, home: Home, max_restarts: int) -> Outcome:
     """Returns an outcome, with an end instead of a start that would lead nowhere."""
     run_dir, reason = home.run_dir, outcome.reason
     if lost := home.why_lost():
@@ -122,34 +122,29 @@ def judged(outcome: Outcome, home: Home, attempt: int, max_restarts: int) -> Out
         return outcome
     elif is_told_to_stop(run_dir):
         reason = f"{reason}, after a request to stop"
-    elif max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > max_restarts:
+    elif max_restarts and (fruitless := fruitless_starts(run_dir)) > max_restarts:
         reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
     elif max_restarts or outcome.fate == "requeue":
         return outcome
     return dataclasses.replace(outcome, fate="end", reason=reason, rc=outcome.rc or 1)
 
 
-def fruitless_starts(run_dir: Path, attempt: int) -> int:
-    """Returns how many of the newest attempts, `attempt` included, took no step that none had
-    taken before.
-    """
+def furthest_steps(run_dir: Path) -> dict[int, int]:
+    """Returns the last step of each attempt of a run so far; 0: it has taken none."""
     furthest: dict[int, int] = {}
-    for event in read_history(run_dir):
-        furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
     state = read_state(run_dir)
-    if state and state.attempt == attempt:
-        furthest[attempt] = max(furthest.get(attempt, 0), state.step or 0)
+    for told in [*read_history(run_dir), *([state] if state else [])]:
+        furthest[told.attempt] = max(furthest.get(told.attempt, 0), told.step or 0)
+    return furthest
+
+
+def fruitless_starts(run_dir: Path) -> int:
+    """Returns how many of the newest attempts took no step that none had taken before."""
     fruitless = best = 0
-    for number in sorted(furthest):
-        fruitless = 0 if furthest[number] > best else fruitless + 1
-        best = max(best, furthest[number])
+    for _, step in sorted(furthest_steps(run_dir).items()):
+        fruitless = 0 if step > best else fruitless + 1
+        best = max(best, step)
     return fruitless
-
-
-def has_ever_stepped(run_dir: Path) -> bool:
-    """Returns whether any attempt of a run has taken a step."""
-    state = read_state(run_dir)
-    return bool((state and state.step) or any(event.step for event in read_history(run_dir)))
 
 
 def is_told_to_stop(run_dir: Path) -> bool:
@@ -164,54 +159,34 @@ def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
     """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
     are left alone.
     """
-    run_dir = home.run_dir
-    tail = (
-        ""
-        if outcome.failing_rank is None
-        else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
-    )
-    reason = (
-        f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
-    )
     try:
         home.check()
-        write_end(
-            run_dir,
-            attempt=attempt,
-            rc=outcome.rc,
-            reason=reason,
-            failing_rank=outcome.failing_rank,
-            log_tail=tail,
-        )
+        write_end(home.run_dir, attempt, outcome)
     except (JobError, OSError) as error:
-        say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
+        say(f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}")
 
 
-def write_end(
-    run_dir: Path,
-    *,
-    attempt: int,
-    rc: int,
-    reason: str,
-    failing_rank: int | None = None,
-    log_tail: str = "",
-) -> None:
+def write_end(run_dir: Path, attempt: int, outcome: Outcome) -> None:
     """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
 
-    On a full disk it takes the room that the attempt has kept back for this, and says so in the
-    reason.
+    The reason ends with the last line of the rank that failed first. On a full disk this takes the
+    room that the attempt has kept back for it, and says so in the reason.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory.
     """
+    rank, reason = outcome.failing_rank, outcome.reason
+    tail = "" if rank is None else log_tail(log_path(run_dir, attempt, rank))
+    if tail:
+        reason = f"{reason}: {cut(tail.splitlines()[-1].strip(), 600)}"
     report = ExitReport(
         attempt=attempt,
-        rc=rc,
+        rc=outcome.rc,
         reason=reason,
         host=socket.gethostname(),
         time=time.time(),
-        failing_rank=failing_rank,
-        log_tail=log_tail,
+        failing_rank=rank,
+        log_tail=tail,
     )
     try:
         _end(run_dir, report)

@@ -15,6 +15,7 @@ from cluster.login import mirror
 from cluster.record import Record, field_doc
 from cluster.state import (
     GIVEN_UP,
+    ExitReport,
     JobState,
     RunState,
     last_attempt,
@@ -48,21 +49,21 @@ def read_status(run_dir: Path) -> JobStatus:
     """
     if mirror.mirror_of(run_dir):
         return _mirrored(run_dir)
-    state = read_state(run_dir)
+    state, look = read_state(run_dir), None
+    if state and state.scheduler_job and not _report(run_dir, state.attempt):
+        look = poll.POLLER.look(state.scheduler_job)
+        state = read_state(run_dir) or state  # it may have waited for an answer
     alive = is_alive(state)
-    # After the look at the process, which writes its report before it ends.
-    report = read_exit(run_dir)
     attempt = state.attempt if state else last_attempt(run_dir)
+    # After the look at the process, which writes its report before it ends, and the question.
+    report = _report(run_dir, attempt)
     age_s = (
         max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
     )
     rc = None
-    if report and report.attempt == attempt:
-        verdict, reason, rc = (
-            JobState.FAILED if report.rc else JobState.DONE,
-            report.reason,
-            report.rc,
-        )
+    if report:
+        verdict = JobState.FAILED if report.rc else JobState.DONE
+        reason, rc = report.reason, report.rc
     elif state is None:
         verdict, reason = (
             JobState.LOST,
@@ -70,12 +71,14 @@ def read_status(run_dir: Path) -> JobStatus:
         )
     elif state.state is JobState.IMPORTED:
         verdict, reason, age_s = state.state, state.reason, None
-    elif state.scheduler_job:
-        look = poll.POLLER.look(state.scheduler_job)
-        state = read_state(run_dir) or state  # it may have waited for an answer
+    elif look:
         verdict, reason, rc = _scheduled(run_dir, state, look, age_s)
-    elif alive is False:
-        verdict, reason = JobState.LOST, _epitaph(state)
+    elif alive is False and state.process:
+        verdict = JobState.LOST
+        reason = (
+            f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
+            f"it was killed, or the machine went down, while {state.state}"
+        )
     else:
         verdict, reason = _living(run_dir, state, age_s)
         if alive is None:
@@ -91,6 +94,12 @@ def read_status(run_dir: Path) -> JobStatus:
         heartbeat_age_s=age_s,
         exit_code=rc,
     )
+
+
+def _report(run_dir: Path, attempt: int) -> ExitReport | None:
+    """Returns how an attempt has ended, or None while it has left no report."""
+    report = read_exit(run_dir)
+    return report if report and report.attempt == attempt else None
 
 
 def _mirrored(run_dir: Path) -> JobStatus:
@@ -132,9 +141,6 @@ def _scheduled(
     """Returns state, reason and exit code of a job that a scheduler runs and that has left no
     exit report.
     """
-    report = read_exit(run_dir)  # again: it may have ended while the scheduler was asked
-    if report and report.attempt == state.attempt:
-        return JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
     living = _living(run_dir, state, age_s)
     # After a crash the controller may have forgotten a job that goes on.
     goes_on = (
@@ -161,15 +167,6 @@ def _scheduled(
     if state.state is JobState.QUEUED:
         return JobState.STARTING, f"{look.reason}; no sign of life from its processes yet", None
     return *living, None
-
-
-def _epitaph(state: RunState) -> str:
-    process = state.process
-    assert process is not None
-    return (
-        f"process {process.pid} on {process.host} is gone and left no exit.json: "
-        f"it was killed, or the machine went down, while {state.state}"
-    )
 
 
 def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:

@@ -103,7 +103,7 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
     while True:
         outcome = run_attempt(home, job, attempt, started, deadline)
-        outcome = judged(outcome, home, attempt, job.max_restarts)
+        outcome = judged(outcome, home, job.max_restarts)
         say(f"{job.name}: attempt {attempt}: {outcome.reason}")
         if outcome.fate != "restart":
             break

@@ -6,6 +6,7 @@ What Slurm says of them is asked by `cluster.slurm.queries`. The script itself c
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ from pathlib import Path
 from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
+from cluster.record import counted
 from cluster.render import check as check_fit
-from cluster.render import check_submittable
+from cluster.render import check_submittable, slurm_table
+from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
 from cluster.slurm.queries import look as look
 from cluster.slurm.queries import slurm_command
-from cluster.slurm.script import ARRAY_SCRIPT, array_script
+from cluster.slurm.script import directives, environment
 from cluster.slurm.script import texts as texts
 from cluster.state import (
     JobError,
@@ -33,6 +36,7 @@ from cluster.submission import submit
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
+ARRAY_SCRIPT = "array.sh"
 SUBMIT_TIMEOUT_S = 120.0
 """A busy controller takes its time, and what it has not answered it may do all the same."""
 
@@ -85,6 +89,29 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir / ARRAY_SCRIPT, array_script(job, site, count))
     return _sbatch(run_dir, ARRAY_SCRIPT, f"--array={','.join(map(str, tasks))}")
+
+
+def array_script(job: JobSpec, site: Site, tasks: int) -> str:
+    """Returns the script of an array whose tasks have nothing to do with each other, each a job of
+    one node.
+
+    The command of a task is the job's and, as its last word, I/N: which task it is, and of how
+    many.
+    """
+    slurm = slurm_table(site)
+    lines = [
+        "#!/bin/bash",
+        (
+            f"# {job.name}: each of {counted(tasks, 'task')} on a node of {site.name}. Submit from"
+            " this folder, which"
+        ),
+        f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
+        *directives(job, slurm, "--requeue", log="logs/task-%a.log"),
+        *environment(job, slurm, sys.executable),
+        f"cd {quote(job.working_directory)} || exit",
+        f'exec {" ".join(map(quote, job.argv))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def cancel(job: SchedulerJob, run_dir: Path) -> None:

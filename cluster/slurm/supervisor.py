@@ -76,8 +76,6 @@ WATCHED = (
 LOOK_EVERY_S, END_WAIT_S = 1.0, 15.0
 REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
-
-
 WHY_TERMINATED = {
     "CANCELLED": Outcome(128 + signal.SIGTERM, "cancelled (scancel)"),
     "TIMEOUT": Outcome(124, "the time limit was reached before it could save", fate="requeue"),
@@ -189,10 +187,8 @@ class Supervisor:
 
     def _failure(self, failure: Failure) -> Outcome:
         # Under torchrun a task is the agent of all ranks of a node.
-        num_ranks, per_node = (
-            self.spec.num_processes,
-            self.spec.num_processes // self.spec.num_nodes,
-        )
+        num_ranks = self.spec.num_processes
+        per_node = num_ranks // self.spec.num_nodes
         ranks_per_task = max(1, num_ranks // int(os.environ.get("SLURM_NTASKS", num_ranks)))
         rank = failure.rank * ranks_per_task
         keep_words(self.run_dir, self.attempt, rank, failure.rank, per_node)
@@ -269,7 +265,7 @@ class Supervisor:
         if starts and (self.stop_reason is None or is_told_to_stop(self.run_dir)):
             # All is saved: a rank or a node that was lost after that changes nothing.
             outcome = self._stopped() or outcome
-        outcome = judged(outcome, self.home, self.attempt, self.spec.max_restarts)
+        outcome = judged(outcome, self.home, self.spec.max_restarts)
         if outcome.fate == "restart" and self.stop_reason is not None:
             # Time is short: start again with a fresh limit.
             return dataclasses.replace(outcome, fate="requeue")

@@ -84,9 +84,9 @@ def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkey
     monkeypatch.setattr(Path, "replace", replace)
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        write_end(tmp_path, attempt=1, rc=1, reason="because")
+        write_end(tmp_path, 1, Outcome(1, "because"))
     code = errno.EDQUOT
-    write_end(tmp_path, attempt=1, rc=1, reason="because")
+    write_end(tmp_path, 1, Outcome(1, "because"))
     report = read_exit(tmp_path)
     assert report is not None and report.reason == f"because; {os.strerror(code)}"
 
@@ -160,7 +160,7 @@ def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir):
         fill(filler(run_dir), 4096)
         assert read_status(run_dir).reason.endswith("; the disk is full: 4,096 bytes free")
         filler(run_dir).unlink()
-    write_end(run_dir, attempt=1, rc=0, reason="done")
+    write_end(run_dir, 1, Outcome(0, "done"))
     fill(filler(run_dir))
     assert read_status(run_dir).reason == "done"
 
