@@ -247,11 +247,10 @@ def reap(ranks: Ranks) -> None:
     """
     by_pid = {process.pid: process for process in ranks.values()}
     with contextlib.suppress(ChildProcessError):
-        while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if info.si_pid in by_pid:
-                by_pid[info.si_pid].wait()
-            else:
-                os.waitpid(info.si_pid, 0)
+        while any(ended := os.waitpid(-1, os.WNOHANG)):
+            pid, status = ended
+            if pid in by_pid:
+                by_pid[pid].returncode = os.waitstatus_to_exitcode(status)
 
 
 def end_ranks(ranks: Ranks, grace_s: float) -> None:
