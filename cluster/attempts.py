@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import RESERVE, RESERVE_BYTES, write_atomic
-from cluster.outcome import is_told_to_stop
+from cluster.outcome import is_stop_requested
 from cluster.process import Process
 from cluster.record import kit_command
 from cluster.state import (
@@ -190,7 +190,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
                 f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was"
                 " started."
             )
-        told = ours and is_told_to_stop(run_dir)
+        told = ours and is_stop_requested(run_dir)
         attempt = _begin(run_dir, **here)
         if told:  # Slurm itself has requeued the job, before or after its trainer took the request
             ask(run_dir, "stop")

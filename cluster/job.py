@@ -19,7 +19,7 @@ from typing import Self
 from cluster import poll
 from cluster.files import opened
 from cluster.login import mirror
-from cluster.outcome import Outcome, write_end
+from cluster.outcome import AttemptOutcome, write_end
 from cluster.record import (
     ConfigError,
     Record,
@@ -283,7 +283,7 @@ class Job:
             if status.state in (JobState.QUEUED, JobState.REQUEUED):
                 # No process of the job is there to say so, and the scheduler forgets. If it had
                 # just started, its supervisor, ended too, says so.
-                end = Outcome(128 + signal.SIGTERM, "cancelled while it waited")
+                end = AttemptOutcome(128 + signal.SIGTERM, "cancelled while it waited")
                 with contextlib.suppress(StaleAttemptError):
                     write_end(self.run_dir, state.attempt, end)
         elif state.process is None or not state.process.is_here:
@@ -332,7 +332,7 @@ class Job:
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
         per_node = self.spec.num_processes // self.spec.num_nodes
-        return mirror.wanted(self.run_dir, attempt or newest, rank, per_node, waits=True)
+        return mirror.fetch_log(self.run_dir, attempt or newest, rank, per_node, waits=True)
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

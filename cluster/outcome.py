@@ -35,7 +35,7 @@ CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
-class Home:
+class RunDirectory:
     """The run directory of a process, told apart from every other that may come to lie at its
     path.
     """
@@ -81,7 +81,7 @@ def _is_gone(file: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How the ranks ended, and what becomes of the job."""
 
     rc: int
@@ -96,7 +96,7 @@ class Outcome:
     """That no longer answers; of several, commas between."""
 
 
-def blame(code: int) -> tuple[bool, bool]:
+def cause_order(code: int) -> tuple[bool, bool]:
     """Sorts the codes of ranks that failed at once by what explains the others.
 
     What cannot pass comes first, then a crash; an error for a lost peer is a consequence.
@@ -104,23 +104,23 @@ def blame(code: int) -> tuple[bool, bool]:
     return code != USELESS_TO_RETRY, -code not in CRASHES
 
 
-def failed(run_dir: Path, rank: int, code: int, who: str) -> Outcome:
+def failed(run_dir: Path, rank: int, code: int, who: str) -> AttemptOutcome:
     """Returns what follows when a rank has failed: a start, if it was killed, or if the job has
     shown that it can run.
     """
     words, rc = end_of(code)
     may_pass = rc > 128 or (code != USELESS_TO_RETRY and any(furthest_steps(run_dir).values()))
-    return Outcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
+    return AttemptOutcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
 
 
-def judged(outcome: Outcome, home: Home, max_restarts: int) -> Outcome:
+def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
     """Returns an outcome, with an end instead of a start that would lead nowhere."""
     run_dir, reason = home.run_dir, outcome.reason
     if lost := home.why_lost():
         reason = lost
     elif outcome.fate in ("end", "taken"):
         return outcome
-    elif is_told_to_stop(run_dir):
+    elif is_stop_requested(run_dir):
         reason = f"{reason}, after a request to stop"
     elif max_restarts and (fruitless := fruitless_starts(run_dir)) > max_restarts:
         reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
@@ -147,7 +147,7 @@ def fruitless_starts(run_dir: Path) -> int:
     return fruitless
 
 
-def is_told_to_stop(run_dir: Path) -> bool:
+def is_stop_requested(run_dir: Path) -> bool:
     """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
     taken that yet.
     """
@@ -155,7 +155,7 @@ def is_told_to_stop(run_dir: Path) -> bool:
     return any(request is not None and request.by_person for request in requests)
 
 
-def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
+def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
     """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
     are left alone.
     """
@@ -166,7 +166,7 @@ def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
         say(f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}")
 
 
-def write_end(run_dir: Path, attempt: int, outcome: Outcome) -> None:
+def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
     """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
 
     The reason ends with the last line of the rank that failed first. On a full disk this takes the
@@ -204,7 +204,7 @@ def _end(run_dir: Path, report: ExitReport) -> None:
     update_state(run_dir, attempt=report.attempt, state=state, reason=report.reason)
 
 
-def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
+def keep_last_lines(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
     """Gives a rank that failed a log of its own where it has none: its last lines in the log of its
     node.
 

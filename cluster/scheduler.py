@@ -81,11 +81,6 @@ def check_lines(lines: tuple[str, ...], path: str) -> None:
             )
 
 
-def check_variable(name: str, path: str) -> None:
-    """Raises ConfigError as `check_environment`, for a name alone."""
-    check_environment({name: ""}, path)
-
-
 def check_profiles(profiles: dict[str, dict[str, str]], path: str) -> None:
     """Raises ConfigError as `check_environment`, for named sets of variables."""
     for name, variables in profiles.items():
@@ -130,6 +125,7 @@ a_path = must(
     is_path_on_nodes,
     f"Give an absolute path; it may name {', '.join('$' + name for name in NODE_VARIABLES)}.",
 )
+a_variable = must(VARIABLE.fullmatch, "Use letters, digits and '_', not a digit first.")
 a_label = must(
     re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?").fullmatch, "Small letters, digits and '-'."
 )
@@ -171,7 +167,7 @@ class Compilation(Record):
     """A job of its own that compiles ahead, and the cache that it leaves for the run."""
 
     command: tuple[str, ...] = field_doc("put before the command of the compile job", check_lines)
-    variable: str = field_doc("environment variable that names the cache", check_variable)
+    variable: str = field_doc("environment variable that names the cache", a_variable)
     shared_cache: str = field_doc(
         "written by the compile job, seen by all nodes; may name $USER", a_path
     )

@@ -49,9 +49,9 @@ def read_status(run_dir: Path) -> JobStatus:
     """
     if mirror.mirror_of(run_dir):
         return _mirrored(run_dir)
-    state, look = read_state(run_dir), None
+    state, answer = read_state(run_dir), None
     if state and state.scheduler_job and not _report(run_dir, state.attempt):
-        look = poll.POLLER.look(state.scheduler_job)
+        answer = poll.POLLER.answer(state.scheduler_job)
         state = read_state(run_dir) or state  # it may have waited for an answer
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
@@ -71,8 +71,8 @@ def read_status(run_dir: Path) -> JobStatus:
         )
     elif state.state is JobState.IMPORTED:
         verdict, reason, age_s = state.state, state.reason, None
-    elif look:
-        verdict, reason, rc = _scheduled(run_dir, state, look, age_s)
+    elif answer:
+        verdict, reason, rc = _scheduled(run_dir, state, answer, age_s)
     elif alive is False and state.process:
         verdict = JobState.LOST
         reason = (
@@ -104,7 +104,7 @@ def _report(run_dir: Path, attempt: int) -> ExitReport | None:
 
 def _mirrored(run_dir: Path) -> JobStatus:
     """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
-    seen = mirror.look(run_dir)
+    seen = mirror.refresh(run_dir)
     if not seen.time:
         return JobStatus(
             state=JobState.QUEUED,
@@ -136,7 +136,7 @@ def why_unknown(state: RunState) -> str:
 
 
 def _scheduled(
-    run_dir: Path, state: RunState, look: poll.Look, age_s: float | None
+    run_dir: Path, state: RunState, answer: poll.SchedulerAnswer, age_s: float | None
 ) -> tuple[JobState, str, int | None]:
     """Returns state, reason and exit code of a job that a scheduler runs and that has left no
     exit report.
@@ -144,28 +144,28 @@ def _scheduled(
     living = _living(run_dir, state, age_s)
     # After a crash the controller may have forgotten a job that goes on.
     goes_on = (
-        look.state is JobState.LOST
+        answer.state is JobState.LOST
         and state.state is JobState.RUNNING
         and (age_s or 0.0) < STALLED_AFTER_S
     )
-    if look.state is None or goes_on:
-        return living[0], f"{living[1]}; {look.reason}", None
-    if look.state.is_final:
-        return look.state, look.reason, look.exit_code
-    between = f"attempt {state.attempt} ended: {state.reason}; {look.reason}"
-    if look.state in WAITING:
+    if answer.state is None or goes_on:
+        return living[0], f"{living[1]}; {answer.reason}", None
+    if answer.state.is_final:
+        return answer.state, answer.reason, answer.exit_code
+    between = f"attempt {state.attempt} ended: {state.reason}; {answer.reason}"
+    if answer.state in WAITING:
         # It has started since the scheduler was asked.
-        if state.heartbeat is not None and state.heartbeat > look.time:
+        if state.heartbeat is not None and state.heartbeat > answer.time:
             return *living, None
         if state.state is not JobState.QUEUED:
-            return JobState.REQUEUED, between if state.state in GIVEN_UP else look.reason, None
-        return look.state, look.reason, None
+            return JobState.REQUEUED, between if state.state in GIVEN_UP else answer.reason, None
+        return answer.state, answer.reason, None
     if state.state in GIVEN_UP:  # Slurm takes its time, above all for a node that does not answer
         return state.state, between, None
-    if look.state in (JobState.STOPPING, JobState.STALLED):
-        return look.state, f"{look.reason}; {living[1]}", None
+    if answer.state in (JobState.STOPPING, JobState.STALLED):
+        return answer.state, f"{answer.reason}; {living[1]}", None
     if state.state is JobState.QUEUED:
-        return JobState.STARTING, f"{look.reason}; no sign of life from its processes yet", None
+        return JobState.STARTING, f"{answer.reason}; no sign of life from its processes yet", None
     return *living, None
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cluster.attempts import take_over
-from cluster.outcome import USELESS_TO_RETRY, Outcome, write_end
+from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, write_end
 from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
                 job = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
                 print(take_over(Path(run_dir), job))
             case ["end", run_dir, attempt]:
-                end = Outcome(0, "all ranks of the first pod ended with code 0")
+                end = AttemptOutcome(0, "all ranks of the first pod ended with code 0")
                 write_end(Path(run_dir), int(attempt), end)
             case ["stop", run_dir]:
                 (Path(run_dir) / "control" / "stopped").touch()

@@ -20,7 +20,7 @@ from cluster.render import check_submittable, slurm_table
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
-from cluster.slurm.queries import look as look
+from cluster.slurm.queries import query as query
 from cluster.slurm.queries import slurm_command
 from cluster.slurm.script import directives, environment
 from cluster.slurm.script import texts as texts

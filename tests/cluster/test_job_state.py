@@ -18,7 +18,7 @@ from cluster.attempts import claim_attempt, hand_over, take_over
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
 from cluster.job import Job, JobSpec, read_status
 from cluster.outcome import fruitless_starts, furthest_steps
-from cluster.poll import Look, Poller
+from cluster.poll import Poller, SchedulerAnswer
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.state import (
@@ -360,7 +360,7 @@ JOB = SchedulerJob(scheduler="slurm", id="7")
 
 def scheduler_says(monkeypatch, state, reason="so it says", **fields):
     """Replaces the scheduler by one that always gives this answer."""
-    look = Look(state=state, reason=reason, **fields)
+    look = SchedulerAnswer(state=state, reason=reason, **fields)
     monkeypatch.setattr(poll, "POLLER", Poller(lambda jobs: {job.id: look for job in jobs}))
 
 

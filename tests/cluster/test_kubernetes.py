@@ -156,7 +156,7 @@ def api(tmp_path, monkeypatch):
 
 def look(job):
     ours = scheduler_job(job)
-    return kubernetes.look([ours])[ours.id]
+    return kubernetes.query([ours])[ours.id]
 
 
 def test_submit_look_and_cancel(api, tmp_path):

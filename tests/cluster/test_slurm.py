@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from cluster import poll, slurm
-from cluster.poll import Look, Poller
+from cluster.poll import Poller, SchedulerAnswer
 from cluster.record import ConfigError
 from cluster.render import scripts
 from cluster.sandbox import Sandbox, why_not
@@ -331,19 +331,21 @@ def test_many_looks_are_few_questions():
 
     def ask(jobs):
         asked.append(sorted(job.id for job in jobs))
-        return {job.id: Look(state=JobState.RUNNING, reason=f"job {job.id}") for job in jobs}
+        return {
+            job.id: SchedulerAnswer(state=JobState.RUNNING, reason=f"job {job.id}") for job in jobs
+        }
 
     poller = Poller(ask)
     poller.interval_s = 0.3
     jobs = [SchedulerJob(scheduler="slurm", id=str(number)) for number in range(50)]
     for _ in range(20):
         for job in jobs:
-            assert poller.look(job).reason == f"job {job.id}"
+            assert poller.answer(job).reason == f"job {job.id}"
     assert len(asked) <= 50, "the first look of each job may ask"
     before = len(asked)
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
-        poller.look(jobs[0])
+        poller.answer(jobs[0])
         time.sleep(0.001)
     assert 1 <= len(asked) - before <= 4 and len(asked[-1]) == 50
 
@@ -356,14 +358,16 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
         asked.append([job.config for job in jobs])
         if jobs[0].config == "gone":
             over.wait(60)
-        return {job.id: Look(state=JobState.RUNNING, reason=str(job.config)) for job in jobs}
+        return {
+            job.id: SchedulerAnswer(state=JobState.RUNNING, reason=str(job.config)) for job in jobs
+        }
 
     poller = Poller(ask)
     gone, here = (
         SchedulerJob(scheduler="slurm", id="1", config=config) for config in ("gone", "here")
     )
-    assert "has not answered yet" in poller.look(gone).reason
-    assert poller.look(here).reason == "here", "though the other is still being asked"
+    assert "has not answered yet" in poller.answer(gone).reason
+    assert poller.answer(here).reason == "here", "though the other is still being asked"
     assert asked == [["gone"], ["here"]]
     over.set()
 
@@ -376,7 +380,7 @@ def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch, deaf):
         return ""
 
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
-    look = Poller(slurm.look).look(SchedulerJob(scheduler="slurm", id="1"))
+    look = Poller(slurm.query).answer(SchedulerJob(scheduler="slurm", id="1"))
     assert look.state is None, "else it would be sent a second time"
     assert f"slurm does not answer: {deaf[0]}: Unable to contact" in look.reason
 
@@ -397,7 +401,7 @@ def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch
 
     monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
-    found = slurm.look([SchedulerJob(scheduler="slurm", id=number) for number in rows])
+    found = slurm.query([SchedulerJob(scheduler="slurm", id=number) for number in rows])
     told = [(each.state, each.exit_code) for each in found.values()]
     assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
 
@@ -483,7 +487,7 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeyp
         monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
         monkeypatch.setattr(slurm_queries, "_show", lambda job_id, config: {})
         look = eventually(
-            lambda: (found := slurm.look([this])[this.id]).state is JobState.FAILED and found
+            lambda: (found := slurm.query([this])[this.id]).state is JobState.FAILED and found
         )
         assert look and look.exit_code == 3 and "FAILED" in look.reason
     finally:

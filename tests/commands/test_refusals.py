@@ -19,7 +19,7 @@ import kit
 from cluster import slurm
 from cluster.attempts import claim_attempt
 from cluster.job import JobSpec
-from cluster.outcome import Outcome, write_end
+from cluster.outcome import AttemptOutcome, write_end
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.site import Site
@@ -99,7 +99,7 @@ def finished(
     manifest = Manifest(**done, seed=1234, time=0.0, spec=spec, plan=PLAN, files={})
     run.checkpoints.path(STEPS).mkdir(parents=True)
     run.checkpoints.complete(run.checkpoints.path(STEPS), manifest)
-    write_end(run.directory, attempt, Outcome(0, "the one rank ended with code 0"))
+    write_end(run.directory, attempt, AttemptOutcome(0, "the one rank ended with code 0"))
     return run
 
 
