@@ -362,24 +362,19 @@ def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
     assert job.status().attempt == 2
 
 
-def test_follow_yields_lines_as_they_come_and_the_last_one_without_its_end(tmp_path):
+def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(tmp_path):
+    """The last line comes without its end."""
     code = (
         "import"
         f" sys\nprint('first')\n{until(tmp_path / 'go')}print('second')\nsys.stdout.write('rest')"
     )
     job = submit(spec(tmp_path, code, 1), LAPTOP)
     lines = job.follow(poll_s=0.05)
-    assert next(lines) == "first" and not job.status().state.is_final
-    (tmp_path / "go").touch()
-    assert list(lines) == ["second", "rest"]
-
-
-def test_wait_gives_up_aloud_and_the_job_goes_on(tmp_path):
-    job = submit(spec(tmp_path, until(tmp_path / "go")), LAPTOP)
+    assert next(lines) == "first"
     with pytest.raises(TimeoutError, match="still starting"):
         job.wait(0.05)
     (tmp_path / "go").touch()
-    assert job.wait(20).state is JobState.DONE
+    assert list(lines) == ["second", "rest"] and job.wait(20).state is JobState.DONE
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,6 @@ def test_watches_and_scores_on_the_readers_cluster(
 ) -> None:
     """A notebook's last cell checks what it has claimed."""
     # They need the benchmarks and a pretrained model.
-    for variable in (
-        "XDG_CACHE_HOME",
-        "PIP_NO_INDEX",
-    ):
+    for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable)
     run_notebook(name)

@@ -112,24 +112,20 @@ def test_cancelled_while_waiting_and_while_running(sandbox, site, tmp_path):
     )
 
 
-def test_live_directory_is_refused_and_an_ended_one_goes_on(sandbox, site, tmp_path):
-    spec = standin(tmp_path / "run")
+def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, site, tmp_path):
+    """Of a running job under its number, of an ended one as a new job."""
+    spec = standin(tmp_path / "run", 60)
     job = submit(spec, site)
     with pytest.raises(JobError, match="in use"):
         submit(spec, site)
-    assert job.wait(60).state is JobState.DONE
-    job.requeue()
-    assert job.wait(60).attempt == 2 and job.logs(0) == "attempt 2 rank 0 from step 10\n"
-
-
-def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_path):
-    job = submit(standin(tmp_path / "run", 60), site)
     assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 10)
     number = scheduler_job(job).id
     job.requeue()
     status = job.wait(60)
     assert (status.state, status.attempt, scheduler_job(job).id) == (JobState.DONE, 2, number)
     assert "requeued" in [event.state for event in job.history]
+    job.requeue()
+    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 60\n"
 
 
 def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
@@ -197,10 +193,16 @@ def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_pat
         )
 
 
-def test_text_stays_text(sandbox, site, tmp_path):
+def test_text_stays_text_and_what_the_user_exports_stays_out_of_it(
+    sandbox, site, tmp_path, monkeypatch
+):
+    """Secrets reach the job and no file; habits of the user's own change nothing."""
+    habits = {"SQUEUE_FORMAT": "%j", "SBATCH_PARTITION": "absent", "SLURM_JOB_ID": "7"}
+    for name, value in {**habits, "HF_TOKEN": "hf_veryS3cret"}.items():
+        monkeypatch.setenv(name, value)
     code = (
-        "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'],"
-        " os.environ['RANK'], os.getcwd()]))"
+        "import json, os, sys; token = os.environ['HF_TOKEN']; print(json.dumps([sys.argv[1:],"
+        " os.environ['ODD'], os.environ['RANK'], os.getcwd(), token[::-1]]))"
     )
     run_dir, odd = tmp_path / 'it\'s $(touch canary)\n`x` é "q" * ;&|', "\r\n\u202e".join(WORDS)
     run_dir.mkdir()
@@ -210,8 +212,11 @@ def test_text_stays_text(sandbox, site, tmp_path):
     job = submit(job_spec(run_dir, *argv, name=name, **where), site)
     assert job.wait(120).state is JobState.DONE, job.status()
     for rank in range(4):
-        assert json.loads(job.logs(rank)) == [[*WORDS, ""], odd, str(rank), str(run_dir)]
+        found = [[*WORDS, ""], odd, str(rank), str(run_dir), "terc3Syrev_fh"]
+        assert json.loads(job.logs(rank)) == found
     assert not list(tmp_path.rglob("canary*")) and not Path("canary").exists()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if b"veryS3cret" in path.read_bytes()]
 
 
 @pytest.mark.parametrize(
@@ -270,21 +275,6 @@ def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, site, tmp_pa
     assert job.logs(0) == "disk compiled\n"
 
 
-def test_secrets_reach_the_job_and_no_file(sandbox, site, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_veryS3cret")
-    code = (
-        "import hashlib, os; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest()[:8])"
-    )
-    job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=1), site)
-    assert job.wait(60).state is JobState.DONE
-    assert len(job.logs().strip()) == 8
-    assert not [
-        path
-        for path in tmp_path.rglob("*")
-        if path.is_file() and b"veryS3cret" in path.read_bytes()
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "partition", "message"),
     [
@@ -301,29 +291,11 @@ def test_refused_before_anything_is_written(sandbox, site, tmp_path, changes, pa
     assert not (tmp_path / "run").exists()
 
 
-def test_where_there_is_no_sbatch(site, tmp_path, monkeypatch):
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("PATH", "/nowhere")
-        with pytest.raises(ConfigError, match="sbatch is not found.*sandbox start"):
-            submit(standin(tmp_path / "run"), site)
-    assert not (tmp_path / "run").exists()
-
-
 def test_refusal_by_slurm_is_shown_in_its_words(sandbox, site, tmp_path):
     wrong = site.replace(slurm=site.slurm.replace(partition="batchh"))
     with pytest.raises(JobError, match="invalid partition"):
         submit(standin(tmp_path / "run"), wrong)
     assert not (tmp_path / "run").exists(), "nothing is left of it"
-
-
-def test_habits_of_the_user_change_nothing(sandbox, site, tmp_path, monkeypatch):
-    for name, value in {
-        "SQUEUE_FORMAT": "%j",
-        "SBATCH_PARTITION": "absent",
-        "SLURM_JOB_ID": "7",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert submit(standin(tmp_path / "run"), site).wait(60).state is JobState.DONE
 
 
 def test_many_looks_are_few_questions():
@@ -406,26 +378,6 @@ def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch
     assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
 
 
-def test_compilation_ahead_of_a_refused_job_is_cancelled(tmp_path, monkeypatch):
-    words_seen = []
-
-    def answer(words, *_, **__):
-        words_seen.append(words)
-        if words[0] == "sbatch" and words[-1] == "submit.sh":
-            raise JobError("sbatch: invalid partition")
-        return "41\n"
-
-    monkeypatch.setattr(slurm, "slurm_command", answer)
-    monkeypatch.setattr(preflight, "check", lambda job, site: None)
-    site = Site.load("trn1.32xlarge")
-    assert site.slurm is not None
-    site = site.replace(slurm=site.slurm.replace(partition="queue"))
-    with pytest.raises(JobError, match="invalid partition"):
-        submit(standin(tmp_path / "run", num_nodes=1, num_processes=32), site)
-    assert [words[-1] for words in words_seen] == ["compile.sh", "submit.sh", "41"]
-    assert words_seen[-1] == ["scancel", "41"]
-
-
 def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch):
     if reason := why_not():
         pytest.skip(reason)
@@ -461,10 +413,7 @@ def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypa
         exec(cells["stop-sandbox"], names)
         left = Sandbox.find()
         assert left, "the user's sandbox has ended"
-        assert left.run("squeue", "--noheader", "--format=%i %T").split() == [
-            job,
-            "RUNNING",
-        ]
+        assert left.run("squeue", "--noheader", "--format=%i %T").split() == [job, "RUNNING"]
         assert [path.name for path in tmp_path.iterdir()] == ["mine"], "the notebook's own has gone"
     finally:
         mine.stop()
