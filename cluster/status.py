@@ -12,9 +12,10 @@ from pathlib import Path
 from cluster import poll
 from cluster.files import why_full
 from cluster.login import mirror
-from cluster.record import Record, field_doc
+from cluster.record import field_doc
 from cluster.state import (
     GIVEN_UP,
+    AttemptState,
     ExitReport,
     JobState,
     RunState,
@@ -32,13 +33,9 @@ WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobStatus(Record):
+class JobStatus(AttemptState):
     """What a job does now, and why we think so."""
 
-    state: JobState = field_doc("in the words of JobState")
-    reason: str = field_doc("one line for people")
-    attempt: int = field_doc("counts the starts of this run directory from 1")
-    step: int | None = field_doc("last finished optimizer step", default=None)
     heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
     exit_code: int | None = field_doc("of a job that has ended", default=None)
 
