@@ -160,9 +160,15 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
         out = Path(folder) / "measured.json"
         argv = (sys.executable, "-m", module, "--out", str(out))
         asked = JobSpec(
-            name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True
+            name=module,
+            run_dir=f"{folder}/job",
+            argv=argv,
+            num_processes=num_processes,
+            forks=True,
+            time_limit_s=limit_s,
+            grace_s=1.0,
+            max_restarts=0,
         )
-        asked = asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0)
         job = submit(asked, Site.load("laptop"))
         status = job.wait()
         if status.state != "done":

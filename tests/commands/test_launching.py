@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import local
+from cluster import local, submission
 from cluster.job import Job
 from cluster.site import Site
 from cluster.state import JobError
@@ -210,7 +210,7 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
     assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
     job.cancel()
     job.wait(30)
-    monkeypatch.setattr(local, "start", lambda *given: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(submission, "submit", lambda *given: signal.raise_signal(signal.SIGINT))
     assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
 
 
