@@ -262,7 +262,7 @@ def test_other_host_is_not_guessed(tmp_path):
 def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
     run_dir = tmp_path / "new" / "run"
     assert claim_attempt(run_dir) == 1
-    with pytest.raises(JobError, match="in use: attempt 1 is queued"):
+    with pytest.raises(JobError, match=r"in use: attempt 1 is queued.*kit stop .* \(--now"):
         claim_attempt(run_dir)
     write_exit(run_dir, ended(attempt=1))
     ask(run_dir, "stop")

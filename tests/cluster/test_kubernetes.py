@@ -7,7 +7,6 @@ the tests.
 """
 
 import json
-import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,6 @@ import pytest
 from cluster import kubernetes
 from cluster.poll import POLLER
 from cluster.record import ConfigError
-from cluster.render import render
 from cluster.state import JobError, JobState
 from cluster.submission import submit
 from tests.cluster.eks import eks, training_job
@@ -282,13 +280,3 @@ def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(JobError, match="kubectl is not installed here"):
         look(job)
-
-
-def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):
-    site = eks(tmp_path, image="EDIT", claim="EDIT")
-    with pytest.raises(ConfigError, match=r"site\.kubernetes\.image, site\.kubernetes\.claim"):
-        submit(training_job(tmp_path), site)
-    assert not list(tmp_path.iterdir())
-    assert re.search(r'"image": "EDIT"', render(training_job(tmp_path), site)), (
-        "but it can be looked at"
-    )
