@@ -69,8 +69,8 @@ def launch(
     check_site(spec, plan, site)
     check_engine(plan)
     check_recipe(recipe, plan)
-    has_checkpoints = bool(Checkpoints(directory / "checkpoints").steps())
-    _check_inputs(spec, plan, recipe, site, begins=not has_checkpoints)
+    begins = not Checkpoints(directory / "checkpoints").steps()
+    _check_inputs(spec, plan, recipe, site, begins)
     with _alone(directory):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         refuse_done(run, plan, recipe.num_steps)  # or one in which a job is live
@@ -97,21 +97,21 @@ def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
     return recipe
 
 
-def _check_inputs(spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, *, begins: bool) -> None:
+def _check_inputs(spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, begins: bool) -> None:
     """Raises unless the data, and the weights that a run which `begins` starts from, are where the
     job runs, and fit.
 
     Raises:
         ConfigError, DataError, MissingPackageError, JobError: what does not fit, or is not there.
     """
-    begins = begins and recipe.init_from is not None
-    if site.login is None:
+    weights = [str(recipe.init_from)] if begins and recipe.init_from is not None else []
+    if site.login is not None:
+        data = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
+        refuse_lacking(site, [*data, *weights], "torch")
+    else:
         check_data(spec, plan, recipe)
-        if begins:
+        if weights:
             check_weights(spec, recipe)
-        return
-    own = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
-    refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own, "torch")
 
 
 def resume(

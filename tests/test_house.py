@@ -156,7 +156,7 @@ STATEMENTS = {
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 217,
     "cluster/slurm": 707,
-    "kit": 887,  # two functions of launch, instead of one of 83 lines
+    "kit": 886,  # two functions of launch, instead of one of 83 lines
     "kit/commands": 865,
     "kit/convert": 730,
     "kit/data": 1204,

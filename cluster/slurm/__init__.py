@@ -15,8 +15,7 @@ from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
 from cluster.record import counted
-from cluster.render import check as check_fit
-from cluster.render import check_submittable, slurm_table
+from cluster.render import check_fit, check_submittable, slurm_table
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
