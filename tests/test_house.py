@@ -155,7 +155,7 @@ STATEMENTS = {
     "cluster/local": 261,
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 217,
-    "cluster/slurm": 707,
+    "cluster/slurm": 706,
     "kit": 886,  # two functions of launch, instead of one of 83 lines
     "kit/commands": 865,
     "kit/convert": 730,

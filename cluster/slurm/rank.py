@@ -47,14 +47,14 @@ def failures_of(run_dir: Path, attempt: int) -> Path:
     return run_dir / "ranks" / f"failed_attempt_{attempt:02d}"
 
 
-def keep(home: RunDirectory, command: list[str]) -> int:
+def run_rank(home: RunDirectory, command: list[str]) -> int:
     """Runs a rank's command and answers for it; returns its exit code, 128 + n for signal n."""
     keeper, folder = os.getpid(), failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
-    ordered = []
+    killed = []
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         if number == signal.SIGTERM and _exist(folder):
-            ordered.append(number)
+            killed.append(number)
             for pid in child_pids(keeper):
                 os.kill(pid, signal.SIGKILL)
         elif number == signal.SIGTERM and os.environ.get("SLURM_PROCID") == "0":
@@ -62,7 +62,7 @@ def keep(home: RunDirectory, command: list[str]) -> int:
 
     become_subreaper()
     for number in NOT_FOR_RANKS:
-        signal.signal(number, told)
+        signal.signal(number, on_signal)
     rank = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -70,7 +70,7 @@ def keep(home: RunDirectory, command: list[str]) -> int:
         preexec_fn=lambda: _become_deaf_rank(keeper),
     )
     code = rank.wait()
-    if code and not ordered:
+    if code and not killed:
         _record(home, folder, code)
     kill_descendants()
     return 128 - code if code < 0 else code
@@ -106,4 +106,4 @@ def _become_deaf_rank(keeper_pid: int) -> None:
 
 if __name__ == "__main__":
     outlive_full_log()
-    sys.exit(keep(RunDirectory(Path(os.environ["KIT_RUN_DIR"])), sys.argv[1:]))
+    sys.exit(run_rank(RunDirectory(Path(os.environ["KIT_RUN_DIR"])), sys.argv[1:]))

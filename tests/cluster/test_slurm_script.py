@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster import slurm
 from cluster.job import JobSpec
 from cluster.render import scripts
 from cluster.scheduler import Broadcast
@@ -221,7 +222,7 @@ def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_pat
     job = training_job("web", tensor=8, pipeline=1, data=1, num_nodes=1)
     job = job.replace(argv=("/bin/echo", "it's $HOME", "--part"), working_directory=str(tmp_path))
     site, quiet = frontier(), "module() { true; }; SLURM_ARRAY_TASK_ID=2; "
-    script = slurm_script.array_script(job, site, 12)
+    script = slurm.array_script(job, site, 12)
     options = directives(script)
     assert (options["--nodes"], options["--account"], options["--time"]) == (
         "1",
