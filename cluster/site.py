@@ -25,9 +25,8 @@ from cluster.scheduler import Kubernetes, SchedulerTable, Slurm
 
 SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
-MAX_PEAK_FLOPS_PER_S = (
-    1e17  # per device; fifty times the fastest accelerator sold, so anything above is a wrong unit
-)
+MAX_PEAK_FLOPS_PER_S = 1e17
+"""Per device; fifty times the fastest accelerator sold, so anything above is a wrong unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

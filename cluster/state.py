@@ -63,9 +63,8 @@ class JobState(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     LOST = "lost"
-    IMPORTED = (  # the record of another trainer's log: no job of ours, here and now or ever
-        "imported"
-    )
+    IMPORTED = "imported"
+    """The record of another trainer's log: no job of ours, here and now or ever."""
 
     @property
     def is_final(self) -> bool:

@@ -194,11 +194,8 @@ class Sandbox(Record):
 
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""
-        host, number, count = (
-            socket.gethostname().split(".")[0],
-            int(self.tag[1:], 16),
-            self.num_nodes,
-        )
+        host = socket.gethostname().split(".")[0]
+        number, count = int(self.tag[1:], 16), self.num_nodes
         # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
         network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
         port, first = 10000 + number % 4000 * 5, 30000 + number % 200 * 10
