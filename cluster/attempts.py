@@ -9,9 +9,10 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from cluster.files import RESERVE, RESERVE_BYTES, write_atomic
-from cluster.outcome import is_told_to_stop
+from cluster.outcome import is_stop_requested
 from cluster.process import Process
 from cluster.record import kit_command
 from cluster.state import (
@@ -50,9 +51,7 @@ def claim_attempt(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
         refuse_live(run_dir)
-        return _begin(
-            run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current())
-        )
+        return _begin(run_dir, state=JobState.QUEUED, process=Process.current())
 
 
 @contextlib.contextmanager
@@ -131,15 +130,13 @@ def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
     """
     with locked(run_dir):
         refuse_stale(run_dir, attempt)
-        told = f"restarting: {reason}"
-        state = RunState(
+        return _begin(
+            run_dir,
             state=JobState.STARTING,
-            attempt=0,
             process=Process.current(),
             heartbeat=time.time(),
-            reason=told,
+            reason=f"restarting: {reason}",
         )
-        return _begin(run_dir, state)
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
@@ -193,8 +190,8 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
                 f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was"
                 " started."
             )
-        told = ours and is_told_to_stop(run_dir)
-        attempt = _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
+        told = ours and is_stop_requested(run_dir)
+        attempt = _begin(run_dir, **here)
         if told:  # Slurm itself has requeued the job, before or after its trainer took the request
             ask(run_dir, "stop")
         return attempt
@@ -217,8 +214,9 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
     shutil.rmtree(log_path(run_dir, attempt, 0).parent, ignore_errors=True)
 
 
-def _begin(run_dir: Path, state: RunState) -> int:
-    begun = state.replace(attempt=last_attempt(run_dir) + 1)
+def _begin(run_dir: Path, **fields: Any) -> int:
+    """Begins the next attempt with these fields of `RunState`, and returns its number."""
+    begun = RunState(attempt=last_attempt(run_dir) + 1, **fields)
     # The control folder, so that `touch RUN/control/request_stop` works from the start.
     with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):
         # Which no file system makes smaller.

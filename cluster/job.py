@@ -19,7 +19,7 @@ from typing import Self
 from cluster import poll
 from cluster.files import opened
 from cluster.login import mirror
-from cluster.outcome import write_end
+from cluster.outcome import AttemptOutcome, write_end
 from cluster.record import (
     ConfigError,
     Record,
@@ -36,8 +36,6 @@ from cluster.state import (
     JobError,
     JobState,
     Request,
-    RunState,
-    SchedulerJob,
     StaleAttemptError,
     ask,
     last_attempt,
@@ -51,7 +49,6 @@ from cluster.status import read_status as read_status
 
 CHUNK_BYTES = 2**20
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
-
 
 seconds = must(lambda value: value > 0, "Give seconds above 0.")
 
@@ -277,11 +274,18 @@ class Job:
         refuse_other_owner(self.run_dir, "end it")
         if mirror.forward(self.run_dir, "cancel"):
             return
-        state = read_state(self.run_dir)
-        if self.status().state.is_final or state is None:
+        state, status = read_state(self.run_dir), self.status()
+        if status.state.is_final or state is None:
             return
-        if state.scheduler_job:
-            self._cancel_scheduled(state, state.scheduler_job)
+        if job := state.scheduler_job:
+            poll.backend(job.scheduler).cancel(job, self.run_dir)
+            poll.POLLER.forget(job)
+            if status.state in (JobState.QUEUED, JobState.REQUEUED):
+                # No process of the job is there to say so, and the scheduler forgets. If it had
+                # just started, its supervisor, ended too, says so.
+                end = AttemptOutcome(128 + signal.SIGTERM, "cancelled while it waited")
+                with contextlib.suppress(StaleAttemptError):
+                    write_end(self.run_dir, state.attempt, end)
         elif state.process is None or not state.process.is_here:
             raise JobError(
                 f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without"
@@ -302,7 +306,7 @@ class Job:
         if not self.status().state.is_final:
             ask(self.run_dir, request)
 
-    def requeue(self, timeout_s: float = 60.0) -> None:
+    def requeue(self) -> None:
         """Starts the next attempt: of an ended job at once, of a running one after ending it as
         `cancel` does.
 
@@ -314,30 +318,10 @@ class Job:
         if mirror.forward(self.run_dir, "requeue"):
             return
         state = read_state(self.run_dir)
-        if state and state.scheduler_job:
-            poll.backend(state.scheduler_job.scheduler).requeue(self, state.scheduler_job)
-            poll.POLLER.forget(state.scheduler_job)
-            return
-        local = poll.backend("local")
-        local.check(self.spec)
-        self.cancel()
-        try:
-            self.wait(timeout_s)
-        except TimeoutError as error:
-            raise JobError(str(error)) from error
-        local.submit(self.spec)
-
-    def _cancel_scheduled(self, state: RunState, job: SchedulerJob) -> None:
-        waiting = self.status().state in (JobState.QUEUED, JobState.REQUEUED)
-        poll.backend(job.scheduler).cancel(job, self.run_dir)
-        poll.POLLER.forget(job)
-        if waiting:  # no process of the job is there to say so, and the scheduler forgets
-            reason = "cancelled while it waited"
-            # It had just started: its supervisor, ended too, says so.
-            with contextlib.suppress(StaleAttemptError):
-                write_end(
-                    self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason
-                )
+        scheduled = state.scheduler_job if state else None
+        poll.backend(scheduled.scheduler if scheduled else "local").requeue(self, scheduled)
+        if scheduled:
+            poll.POLLER.forget(scheduled)
 
     def _log(self, rank: int, attempt: int | None) -> Path:
         newest = last_attempt(self.run_dir)
@@ -348,7 +332,7 @@ class Job:
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
         per_node = self.spec.num_processes // self.spec.num_nodes
-        return mirror.wanted(self.run_dir, attempt or newest, rank, per_node, waits=True)
+        return mirror.fetch_log(self.run_dir, attempt or newest, rank, per_node, waits=True)
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

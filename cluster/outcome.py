@@ -35,7 +35,7 @@ CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
-class Home:
+class RunDirectory:
     """The run directory of a process, told apart from every other that may come to lie at its
     path.
     """
@@ -81,7 +81,7 @@ def _is_gone(file: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How the ranks ended, and what becomes of the job."""
 
     rc: int
@@ -96,7 +96,7 @@ class Outcome:
     """That no longer answers; of several, commas between."""
 
 
-def blame(code: int) -> tuple[bool, bool]:
+def cause_order(code: int) -> tuple[bool, bool]:
     """Sorts the codes of ranks that failed at once by what explains the others.
 
     What cannot pass comes first, then a crash; an error for a lost peer is a consequence.
@@ -104,55 +104,50 @@ def blame(code: int) -> tuple[bool, bool]:
     return code != USELESS_TO_RETRY, -code not in CRASHES
 
 
-def failed(run_dir: Path, rank: int, code: int, who: str) -> Outcome:
+def failed(run_dir: Path, rank: int, code: int, who: str) -> AttemptOutcome:
     """Returns what follows when a rank has failed: a start, if it was killed, or if the job has
     shown that it can run.
     """
     words, rc = end_of(code)
-    may_pass = rc > 128 or (code != USELESS_TO_RETRY and has_ever_stepped(run_dir))
-    return Outcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
+    may_pass = rc > 128 or (code != USELESS_TO_RETRY and any(furthest_steps(run_dir).values()))
+    return AttemptOutcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
 
 
-def judged(outcome: Outcome, home: Home, attempt: int, max_restarts: int) -> Outcome:
+def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
     """Returns an outcome, with an end instead of a start that would lead nowhere."""
     run_dir, reason = home.run_dir, outcome.reason
     if lost := home.why_lost():
         reason = lost
     elif outcome.fate in ("end", "taken"):
         return outcome
-    elif is_told_to_stop(run_dir):
+    elif is_stop_requested(run_dir):
         reason = f"{reason}, after a request to stop"
-    elif max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > max_restarts:
+    elif max_restarts and (fruitless := fruitless_starts(run_dir)) > max_restarts:
         reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
     elif max_restarts or outcome.fate == "requeue":
         return outcome
     return dataclasses.replace(outcome, fate="end", reason=reason, rc=outcome.rc or 1)
 
 
-def fruitless_starts(run_dir: Path, attempt: int) -> int:
-    """Returns how many of the newest attempts, `attempt` included, took no step that none had
-    taken before.
-    """
+def furthest_steps(run_dir: Path) -> dict[int, int]:
+    """Returns the last step of each attempt of a run so far; 0: it has taken none."""
     furthest: dict[int, int] = {}
-    for event in read_history(run_dir):
-        furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
     state = read_state(run_dir)
-    if state and state.attempt == attempt:
-        furthest[attempt] = max(furthest.get(attempt, 0), state.step or 0)
+    for told in [*read_history(run_dir), *([state] if state else [])]:
+        furthest[told.attempt] = max(furthest.get(told.attempt, 0), told.step or 0)
+    return furthest
+
+
+def fruitless_starts(run_dir: Path) -> int:
+    """Returns how many of the newest attempts took no step that none had taken before."""
     fruitless = best = 0
-    for number in sorted(furthest):
-        fruitless = 0 if furthest[number] > best else fruitless + 1
-        best = max(best, furthest[number])
+    for _, step in sorted(furthest_steps(run_dir).items()):
+        fruitless = 0 if step > best else fruitless + 1
+        best = max(best, step)
     return fruitless
 
 
-def has_ever_stepped(run_dir: Path) -> bool:
-    """Returns whether any attempt of a run has taken a step."""
-    state = read_state(run_dir)
-    return bool((state and state.step) or any(event.step for event in read_history(run_dir)))
-
-
-def is_told_to_stop(run_dir: Path) -> bool:
+def is_stop_requested(run_dir: Path) -> bool:
     """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
     taken that yet.
     """
@@ -160,58 +155,38 @@ def is_told_to_stop(run_dir: Path) -> bool:
     return any(request is not None and request.by_person for request in requests)
 
 
-def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
+def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
     """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
     are left alone.
     """
-    run_dir = home.run_dir
-    tail = (
-        ""
-        if outcome.failing_rank is None
-        else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
-    )
-    reason = (
-        f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
-    )
     try:
         home.check()
-        write_end(
-            run_dir,
-            attempt=attempt,
-            rc=outcome.rc,
-            reason=reason,
-            failing_rank=outcome.failing_rank,
-            log_tail=tail,
-        )
+        write_end(home.run_dir, attempt, outcome)
     except (JobError, OSError) as error:
-        say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
+        say(f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}")
 
 
-def write_end(
-    run_dir: Path,
-    *,
-    attempt: int,
-    rc: int,
-    reason: str,
-    failing_rank: int | None = None,
-    log_tail: str = "",
-) -> None:
+def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
     """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
 
-    On a full disk it takes the room that the attempt has kept back for this, and says so in the
-    reason.
+    The reason ends with the last line of the rank that failed first. On a full disk this takes the
+    room that the attempt has kept back for it, and says so in the reason.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory.
     """
+    rank, reason = outcome.failing_rank, outcome.reason
+    tail = "" if rank is None else log_tail(log_path(run_dir, attempt, rank))
+    if tail:
+        reason = f"{reason}: {cut(tail.splitlines()[-1].strip(), 600)}"
     report = ExitReport(
         attempt=attempt,
-        rc=rc,
+        rc=outcome.rc,
         reason=reason,
         host=socket.gethostname(),
         time=time.time(),
-        failing_rank=failing_rank,
-        log_tail=log_tail,
+        failing_rank=rank,
+        log_tail=tail,
     )
     try:
         _end(run_dir, report)
@@ -229,7 +204,7 @@ def _end(run_dir: Path, report: ExitReport) -> None:
     update_state(run_dir, attempt=report.attempt, state=state, reason=report.reason)
 
 
-def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
+def keep_last_lines(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
     """Gives a rank that failed a log of its own where it has none: its last lines in the log of its
     node.
 

@@ -25,7 +25,7 @@ ANSWER_WAIT_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Look(Record):
+class SchedulerAnswer(Record):
     """What a scheduler says about a job."""
 
     state: JobState | None = field_doc("in our words; none: it could not be asked")
@@ -37,23 +37,25 @@ class Look(Record):
 class Poller:
     """Asks schedulers about many jobs, seldom."""
 
-    def __init__(self, ask: Callable[[list[SchedulerJob]], dict[str, Look]] | None = None) -> None:
-        """`ask` replaces the schedulers' own `look` functions; it takes jobs of one scheduler."""
+    def __init__(
+        self, ask: Callable[[list[SchedulerJob]], dict[str, SchedulerAnswer]] | None = None
+    ) -> None:
+        """`ask` replaces the schedulers' own `query`; it takes jobs of one scheduler."""
         self.interval_s = INTERVAL_S
         self._ask = ask
         self._jobs: dict[tuple, tuple[SchedulerJob, float]] = {}
-        self._looks: dict[tuple, Look] = {}
+        self._answers: dict[tuple, SchedulerAnswer] = {}
         self._asking: dict[tuple, threading.Thread] = {}
         self._lock = threading.Lock()
 
-    def look(self, job: SchedulerJob) -> Look:
+    def answer(self, job: SchedulerJob) -> SchedulerAnswer:
         """Returns the last answer about a job; waits only for the first one, or for one that is
         long out of date.
         """
         key = _key(job)
         with self._lock:
             self._jobs[key] = (job, time.time())
-            last = self._looks.get(key)
+            last = self._answers.get(key)
             age_s = time.time() - last.time if last else float("inf")
             ended = last is not None and last.state is not None and last.state.is_final
             if last and (age_s < self.interval_s or (ended and age_s < 10 * self.interval_s)):
@@ -68,14 +70,14 @@ class Poller:
         if last and age_s < 3 * self.interval_s:
             return last
         asking.join(ANSWER_WAIT_S)
-        return self._looks.get(key) or Look(
+        return self._answers.get(key) or SchedulerAnswer(
             state=None, reason=f"{job.scheduler} has not answered yet"
         )
 
     def forget(self, job: SchedulerJob) -> None:
         """Drops what is known of a job, because it was just changed: the next look asks again."""
         with self._lock:
-            self._looks.pop(_key(job), None)
+            self._answers.pop(_key(job), None)
 
     def _refresh(self, scheduler: str, config: str | None) -> None:
         """Asks one scheduler about all its jobs of interest."""
@@ -86,20 +88,20 @@ class Poller:
             }
             jobs = [job for key, (job, _) in self._jobs.items() if key[:2] == (scheduler, config)]
         try:
-            answers = self._ask(jobs) if self._ask else backend(scheduler).look(jobs)
+            answers = self._ask(jobs) if self._ask else backend(scheduler).query(jobs)
         except Exception as error:  # whatever went wrong, the run directory still tells most of it
             answers = {
-                job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}")
+                job.id: SchedulerAnswer(state=None, reason=f"{scheduler} does not answer: {error}")
                 for job in jobs
             }
         with self._lock:
             # What is said was true when it was asked; by now the job may have started.
             for job in jobs:
                 if answer := answers.get(job.id):
-                    self._looks[_key(job)] = answer.replace(time=min(answer.time, now))
+                    self._answers[_key(job)] = answer.replace(time=min(answer.time, now))
 
 
-def answer_of(
+def run_command(
     words: list[str],
     advice: str,
     timeout_s: float,
@@ -141,8 +143,8 @@ POLLER = Poller()
 
 
 def backend(scheduler: str) -> Any:
-    """Returns the package of a scheduler: `submit` and `texts`; but for local `look`, `cancel`
-    and `requeue` too.
+    """Returns the package of a scheduler: `check`, `texts`, `start` and `requeue`; but for local
+    `query` and `cancel` too.
     """
     return import_module(f"cluster.{scheduler}")
 

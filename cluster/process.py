@@ -141,6 +141,5 @@ def _stat(pid: int) -> list[str] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[
-        2
-    ].split()  # the second field, the command's name, may hold spaces and brackets
+    # The second field, the command's name, may hold spaces and brackets.
+    return text.rpartition(")")[2].split()

@@ -160,10 +160,8 @@ class Record:
         """Returns the record that a JSON text describes; errors as `from_dict`."""
         try:
             data = json.loads(text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # no JSON, a number of thousands of digits, nested without end
+        # No JSON, or a number of thousands of digits, or nested without end.
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
         return cls.from_dict(data)
 
@@ -177,10 +175,6 @@ class Record:
         """
         try:
             text = read_small(Path(file))
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{file}: no such file; expected a {cls.__name__} as JSON."
-            ) from error
         except OSError as error:
             raise ConfigError(
                 f"{file}: {error.strerror}; expected a {cls.__name__} as JSON."

@@ -42,13 +42,13 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
     Most sites have one. A site that compiles ahead has `compile.sh` before it, Kubernetes what a
     pod runs. Raises as `render`.
     """
-    check(job, site)
+    check_fit(job, site)
     if site.login:
         return backend("login.submit").texts(job, site)
     return backend(site.scheduler).texts(job, site)
 
 
-def check(job: JobSpec, site: Site) -> None:
+def check_fit(job: JobSpec, site: Site) -> None:
     """Raises ConfigError: too many ranks a node, or more nodes than the site gives."""
     if site.scheduler == "local":
         return  # a laptop may run more ranks than it has cores

@@ -21,13 +21,12 @@ from cluster.record import (
     one_line,
     suggestion,
 )
-from cluster.scheduler import Kubernetes, Slurm
+from cluster.scheduler import Kubernetes, SchedulerTable, Slurm
 
 SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
-MAX_PEAK_FLOPS_PER_S = (
-    1e17  # per device; fifty times the fastest accelerator sold, so anything above is a wrong unit
-)
+MAX_PEAK_FLOPS_PER_S = 1e17
+"""Per device; fifty times the fastest accelerator sold, so anything above is a wrong unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +233,7 @@ class Site(Record):
         return fact.value if fact else None
 
     @property
-    def table(self) -> Slurm | Kubernetes | None:
+    def table(self) -> SchedulerTable | None:
         """What the site says about its scheduler, if anything."""
         return {"slurm": self.slurm, "kubernetes": self.kubernetes}.get(self.scheduler)
 

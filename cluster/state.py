@@ -63,9 +63,8 @@ class JobState(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     LOST = "lost"
-    IMPORTED = (  # the record of another trainer's log: no job of ours, here and now or ever
-        "imported"
-    )
+    IMPORTED = "imported"
+    """The record of another trainer's log: no job of ours, here and now or ever."""
 
     @property
     def is_final(self) -> bool:
@@ -96,31 +95,35 @@ class SchedulerJob(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunState(Record):
-    """state.json: what the job last said about itself."""
+class AttemptState(Record):
+    """What an attempt does."""
 
-    state: JobState = field_doc("as last written; `read_status` judges whether it is still true")
+    state: JobState = field_doc("in the words of JobState")
     attempt: int = field_doc("counts the starts of this run directory from 1")
     step: int | None = field_doc("last finished optimizer step", default=None)
+    reason: str = field_doc("one line for people", default="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunState(AttemptState):
+    """state.json: what the job last said about itself; `read_status` tells whether it is still
+    true.
+    """
+
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
     step_time_s: float | None = field_doc("recent seconds per step", default=None)
     process: Process | None = field_doc("answers for the job: its supervisor", default=None)
     scheduler_job: SchedulerJob | None = field_doc(
         "answers for the job where a scheduler runs it", default=None
     )
-    reason: str = field_doc("one line for people", default="")
     notice: str = field_doc("what the ranks want people to know while they go on", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Event(Record):
+class Event(AttemptState):
     """A line of history.jsonl: the job changed its state."""
 
     time: float = field_doc("unix time")
-    attempt: int = field_doc("attempt it belongs to")
-    state: JobState = field_doc("the new state")
-    reason: str = field_doc("one line for people", default="")
-    step: int | None = field_doc("last finished optimizer step", default=None)
     job_id: str | None = field_doc("the scheduler's number", default=None)
     lost_node: str | None = field_doc(
         "the node that no longer answered when the attempt ended; of several, commas between",

@@ -12,9 +12,11 @@ from pathlib import Path
 from cluster import poll
 from cluster.files import why_full
 from cluster.login import mirror
-from cluster.record import Record, field_doc
+from cluster.record import field_doc
 from cluster.state import (
     GIVEN_UP,
+    AttemptState,
+    ExitReport,
     JobState,
     RunState,
     last_attempt,
@@ -31,13 +33,9 @@ WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobStatus(Record):
+class JobStatus(AttemptState):
     """What a job does now, and why we think so."""
 
-    state: JobState = field_doc("in the words of JobState")
-    reason: str = field_doc("one line for people")
-    attempt: int = field_doc("counts the starts of this run directory from 1")
-    step: int | None = field_doc("last finished optimizer step", default=None)
     heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
     exit_code: int | None = field_doc("of a job that has ended", default=None)
 
@@ -48,21 +46,21 @@ def read_status(run_dir: Path) -> JobStatus:
     """
     if mirror.mirror_of(run_dir):
         return _mirrored(run_dir)
-    state = read_state(run_dir)
+    state, answer = read_state(run_dir), None
+    if state and state.scheduler_job and not _report(run_dir, state.attempt):
+        answer = poll.POLLER.answer(state.scheduler_job)
+        state = read_state(run_dir) or state  # it may have waited for an answer
     alive = is_alive(state)
-    # After the look at the process, which writes its report before it ends.
-    report = read_exit(run_dir)
     attempt = state.attempt if state else last_attempt(run_dir)
+    # After the look at the process, which writes its report before it ends, and the question.
+    report = _report(run_dir, attempt)
     age_s = (
         max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
     )
     rc = None
-    if report and report.attempt == attempt:
-        verdict, reason, rc = (
-            JobState.FAILED if report.rc else JobState.DONE,
-            report.reason,
-            report.rc,
-        )
+    if report:
+        verdict = JobState.FAILED if report.rc else JobState.DONE
+        reason, rc = report.reason, report.rc
     elif state is None:
         verdict, reason = (
             JobState.LOST,
@@ -70,12 +68,14 @@ def read_status(run_dir: Path) -> JobStatus:
         )
     elif state.state is JobState.IMPORTED:
         verdict, reason, age_s = state.state, state.reason, None
-    elif state.scheduler_job:
-        look = poll.POLLER.look(state.scheduler_job)
-        state = read_state(run_dir) or state  # it may have waited for an answer
-        verdict, reason, rc = _scheduled(run_dir, state, look, age_s)
-    elif alive is False:
-        verdict, reason = JobState.LOST, _epitaph(state)
+    elif answer:
+        verdict, reason, rc = _scheduled(run_dir, state, answer, age_s)
+    elif alive is False and state.process:
+        verdict = JobState.LOST
+        reason = (
+            f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
+            f"it was killed, or the machine went down, while {state.state}"
+        )
     else:
         verdict, reason = _living(run_dir, state, age_s)
         if alive is None:
@@ -93,9 +93,15 @@ def read_status(run_dir: Path) -> JobStatus:
     )
 
 
+def _report(run_dir: Path, attempt: int) -> ExitReport | None:
+    """Returns how an attempt has ended, or None while it has left no report."""
+    report = read_exit(run_dir)
+    return report if report and report.attempt == attempt else None
+
+
 def _mirrored(run_dir: Path) -> JobStatus:
     """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
-    seen = mirror.look(run_dir)
+    seen = mirror.refresh(run_dir)
     if not seen.time:
         return JobStatus(
             state=JobState.QUEUED,
@@ -127,49 +133,37 @@ def why_unknown(state: RunState) -> str:
 
 
 def _scheduled(
-    run_dir: Path, state: RunState, look: poll.Look, age_s: float | None
+    run_dir: Path, state: RunState, answer: poll.SchedulerAnswer, age_s: float | None
 ) -> tuple[JobState, str, int | None]:
     """Returns state, reason and exit code of a job that a scheduler runs and that has left no
     exit report.
     """
-    report = read_exit(run_dir)  # again: it may have ended while the scheduler was asked
-    if report and report.attempt == state.attempt:
-        return JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
     living = _living(run_dir, state, age_s)
     # After a crash the controller may have forgotten a job that goes on.
     goes_on = (
-        look.state is JobState.LOST
+        answer.state is JobState.LOST
         and state.state is JobState.RUNNING
         and (age_s or 0.0) < STALLED_AFTER_S
     )
-    if look.state is None or goes_on:
-        return living[0], f"{living[1]}; {look.reason}", None
-    if look.state.is_final:
-        return look.state, look.reason, look.exit_code
-    between = f"attempt {state.attempt} ended: {state.reason}; {look.reason}"
-    if look.state in WAITING:
+    if answer.state is None or goes_on:
+        return living[0], f"{living[1]}; {answer.reason}", None
+    if answer.state.is_final:
+        return answer.state, answer.reason, answer.exit_code
+    between = f"attempt {state.attempt} ended: {state.reason}; {answer.reason}"
+    if answer.state in WAITING:
         # It has started since the scheduler was asked.
-        if state.heartbeat is not None and state.heartbeat > look.time:
+        if state.heartbeat is not None and state.heartbeat > answer.time:
             return *living, None
         if state.state is not JobState.QUEUED:
-            return JobState.REQUEUED, between if state.state in GIVEN_UP else look.reason, None
-        return look.state, look.reason, None
+            return JobState.REQUEUED, between if state.state in GIVEN_UP else answer.reason, None
+        return answer.state, answer.reason, None
     if state.state in GIVEN_UP:  # Slurm takes its time, above all for a node that does not answer
         return state.state, between, None
-    if look.state in (JobState.STOPPING, JobState.STALLED):
-        return look.state, f"{look.reason}; {living[1]}", None
+    if answer.state in (JobState.STOPPING, JobState.STALLED):
+        return answer.state, f"{answer.reason}; {living[1]}", None
     if state.state is JobState.QUEUED:
-        return JobState.STARTING, f"{look.reason}; no sign of life from its processes yet", None
+        return JobState.STARTING, f"{answer.reason}; no sign of life from its processes yet", None
     return *living, None
-
-
-def _epitaph(state: RunState) -> str:
-    process = state.process
-    assert process is not None
-    return (
-        f"process {process.pid} on {process.host} is gone and left no exit.json: "
-        f"it was killed, or the machine went down, while {state.state}"
-    )
 
 
 def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:

@@ -53,7 +53,6 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does
             not fit; nothing was started.
     """
-    from kit.data import located  # with it NumPy, which `import kit` does without
     from kit.trainer.guard import check_recipe
 
     directory = Path(directory).expanduser().resolve()
@@ -64,34 +63,55 @@ def launch(
             "Launch a run of its model and plan in another directory."
         )
     site = Site.load(site) if isinstance(site, str) else site
-    if site.login is None:
-        recipe = located(recipe)
-    if recipe.hook is not None:  # which is read here, wherever the job runs
-        recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
+    recipe = _with_whole_paths(recipe, site)
     plan.check(spec)
     site = on_device(site, plan, device)
     check_site(spec, plan, site)
     check_engine(plan)
     check_recipe(recipe, plan)
-    begins = recipe.init_from is not None and not Checkpoints(directory / "checkpoints").steps()
-    if site.login is None:
-        check_data(spec, plan, recipe)
-        if begins:
-            check_weights(spec, recipe)
-    else:
-        own = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
-        refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own, "torch")
+    begins = not Checkpoints(directory / "checkpoints").steps()
+    _check_inputs(spec, plan, recipe, site, begins)
     with _alone(directory):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        refuse_done(run, plan, recipe.num_steps)  # or one in which a job is live
         run.asked()  # whatever of it cannot be read is found now
         if site.login is None:
             run.checkpoints.check_space(spec)
-        refuse_done(run, plan, recipe.num_steps)
         job_spec(run, time_limit_s)  # which refuses what no machine can hold
         if measured is not None:
             run.site = measured(site, plan.precision)
         submit(run, time_limit_s)
     return run
+
+
+def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
+    """Returns a recipe whose paths mean the same to a job that starts in another directory: data
+    where the job runs here, and the hook, which is read here wherever the job runs.
+    """
+    from kit.data import located  # with it NumPy, which `import kit` does without
+
+    if site.login is None:
+        recipe = located(recipe)
+    if recipe.hook is not None:
+        recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
+    return recipe
+
+
+def _check_inputs(spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, begins: bool) -> None:
+    """Raises unless the data, and the weights that a run which `begins` starts from, are where the
+    job runs, and fit.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError, JobError: what does not fit, or is not there.
+    """
+    weights = [str(recipe.init_from)] if begins and recipe.init_from is not None else []
+    if site.login is not None:
+        data = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
+        refuse_lacking(site, [*data, *weights], "torch")
+    else:
+        check_data(spec, plan, recipe)
+        if weights:
+            check_weights(spec, recipe)
 
 
 def resume(
@@ -177,12 +197,10 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Lets one launch at a time write to a run directory in which no job is live, so that it
-    changes nobody's files.
+    """Lets one launch at a time write to a run directory.
 
     Raises:
         RunError: the directory cannot be written, or another launch is at it.
-        JobError: a job is live in it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -201,8 +219,6 @@ def _alone(directory: Path) -> Iterator[None]:
                 f"{directory} is being launched by another process. Use that run, or another run"
                 " directory."
             )
-        if (directory / "state.json").exists():
-            refuse_live(directory)
         yield
 
 

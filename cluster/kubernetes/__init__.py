@@ -8,7 +8,6 @@ import contextlib
 import json
 from pathlib import Path
 
-from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
 from cluster.kubernetes.manifest import (
     INSTANCE,
@@ -19,41 +18,41 @@ from cluster.kubernetes.manifest import (
     mark,
 )
 from cluster.kubernetes.manifest import texts as texts
-from cluster.poll import POLLER, Look, answer_of
+from cluster.poll import POLLER, SchedulerAnswer, run_command
 from cluster.render import check_submittable, scripts
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
+from cluster.submission import submit
 
 TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
 
 
-def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
-    """Sends a job to the cluster of the current context and returns its handle.
+def check(job: JobSpec, site: Site) -> None:
+    """Refuses nothing: only the cluster knows what it would refuse."""
 
-    The run directory gets `job.json`, `site.json`, `run.sh` and `submit.json`, which is what is
-    sent. `files` and errors are those of `cluster.submission.submit`.
+
+def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> SchedulerJob:
+    """Sends `submit.json` to the cluster of the current context and returns the name of the job
+    there.
+
+    Raises:
+        JobError: the cluster refuses or does not answer; nothing is left of the job.
     """
-    check_submittable(site)
-    asked = scripts(job, site)
-    run_dir, table, context = Path(job.run_dir), kubernetes_table(site), ""
+    table, context = kubernetes_table(site), ""
     with contextlib.suppress(JobError):  # in a pod kubectl needs none
         context = _kubectl("config", "current-context").strip()
-    place = f"{context}/{table.namespace}"
-    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **asked}
-    with claimed(run_dir, kept) as attempt:
-        name = id_of(table.kind, job_name(job, attempt))
-        made = SchedulerJob(scheduler="kubernetes", id=name, config=place)
-        try:
-            _kubectl("create", "--filename=-", place=place, text=asked["submit.json"])
-        except JobError:
-            with contextlib.suppress(JobError):  # the half of it that was made
-                cancel(made, run_dir)
-            raise
-    hand_over(run_dir, attempt, made)
-    return Job.attach(run_dir)
+    name = id_of(table.kind, job_name(job, attempt))
+    made = SchedulerJob(scheduler="kubernetes", id=name, config=f"{context}/{table.namespace}")
+    try:
+        _kubectl("create", "--filename=-", place=made.config, text=texts["submit.json"])
+    except JobError:
+        with contextlib.suppress(JobError):  # the half of it that was made
+            cancel(made, Path(job.run_dir))
+        raise
+    return made
 
 
-def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
+def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
     """Returns what the cluster says about jobs of one context and namespace, by job id.
 
     Raises:
@@ -65,7 +64,7 @@ def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
     found = {
         id_of(item["kind"], item["metadata"]["name"]): item for item in json.loads(answer)["items"]
     }
-    return {job.id: judge(found.get(job.id)) for job in jobs}
+    return {job.id: answer_from(found.get(job.id)) for job in jobs}
 
 
 def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
@@ -100,10 +99,10 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
     submit(job.spec, site)
 
 
-def judge(item: dict | None) -> Look:
+def answer_from(item: dict | None) -> SchedulerAnswer:
     """Returns what a Job or JobSet, as the API gives it, means in our words."""
     if item is None:
-        return Look(
+        return SchedulerAnswer(
             state=JobState.LOST,
             reason="Kubernetes no longer has this job, and it left no exit.json",
         )
@@ -112,34 +111,36 @@ def judge(item: dict | None) -> Look:
         each["type"]: each for each in status.get("conditions") or [] if each["status"] == "True"
     }
     if "Complete" in told or "Completed" in told:
-        return Look(state=JobState.DONE, reason="Kubernetes: complete", exit_code=0)
+        return SchedulerAnswer(state=JobState.DONE, reason="Kubernetes: complete", exit_code=0)
     if failed := told.get("Failed"):
         why = ": ".join(filter(None, ("Kubernetes", failed.get("reason"), failed.get("message"))))
         reason = f"{why.rstrip('.')}. `kit resume` starts it again"
-        return Look(state=JobState.FAILED, reason=reason, exit_code=1)
+        return SchedulerAnswer(state=JobState.FAILED, reason=reason, exit_code=1)
     if item["metadata"].get("deletionTimestamp"):
-        return Look(state=JobState.STOPPING, reason="Kubernetes: being deleted")
+        return SchedulerAnswer(state=JobState.STOPPING, reason="Kubernetes: being deleted")
     if item["spec"].get("suspend"):
-        return Look(state=JobState.QUEUED, reason="waits to be admitted by its queue")
+        return SchedulerAnswer(state=JobState.QUEUED, reason="waits to be admitted by its queue")
     # Of a JobSet its one Job, counted as a pod is.
     parts = status.get("replicatedJobsStatus") or [status]
     active, ready = (sum(part.get(key) or 0 for part in parts) for key in ("active", "ready"))
     restarts = status.get("restarts") or status.get("failed")
     again = f" (restart {restarts})" if restarts else ""
     if active and ready >= active:
-        return Look(state=JobState.RUNNING, reason=f"all pods are ready{again}")
+        return SchedulerAnswer(state=JobState.RUNNING, reason=f"all pods are ready{again}")
     which = f"`kubectl describe pods --selector={INSTANCE}={name}` says for what"
-    return Look(state=JobState.QUEUED, reason=f"waits until all pods are ready{again}; {which}")
+    return SchedulerAnswer(
+        state=JobState.QUEUED, reason=f"waits until all pods are ready{again}; {which}"
+    )
 
 
 def _kubectl(
     *words: str, place: str | None = None, text: str = "", limit_s: float | None = None
 ) -> str:
     """Returns what kubectl prints, asked of a `context/namespace`, when it is given a text; raises
-    JobError as `answer_of`.
+    JobError as `run_command`.
     """
     context, _, namespace = (place or "").rpartition("/")
     options = {"--context": context, "--namespace": namespace}
     where = [f"{name}={value}" for name, value in options.items() if value]
     advice = "Install it, or take what `kit launch ... --show` prints to where it is."
-    return answer_of(["kubectl", *words, *where], advice, limit_s or TIMEOUT_S, text=text)
+    return run_command(["kubectl", *words, *where], advice, limit_s or TIMEOUT_S, text=text)

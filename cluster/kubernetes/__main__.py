@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cluster.attempts import take_over
-from cluster.outcome import USELESS_TO_RETRY, write_end
+from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, write_end
 from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
@@ -21,8 +21,8 @@ def main(words: list[str]) -> int:
                 job = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
                 print(take_over(Path(run_dir), job))
             case ["end", run_dir, attempt]:
-                reason = "all ranks of the first pod ended with code 0"
-                write_end(Path(run_dir), attempt=int(attempt), rc=0, reason=reason)
+                end = AttemptOutcome(0, "all ranks of the first pod ended with code 0")
+                write_end(Path(run_dir), int(attempt), end)
             case ["stop", run_dir]:
                 (Path(run_dir) / "control" / "stopped").touch()
                 if read_asked(Path(run_dir), "stop") is None:

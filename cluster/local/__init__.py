@@ -8,46 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.attempts import Files, claimed
 from cluster.files import appending
 from cluster.job import Job, JobSpec
 from cluster.outcome import log_tail
 from cluster.record import ConfigError, counted
 from cluster.site import Site
 from cluster.state import JobError, read_exit
+from cluster.submission import submit
 
-MAX_PROCESSES = 256
+MAX_PROCESSES, END_WAIT_S = 256, 60.0
 PACKAGE_ROOT = Path(__file__).parents[2]
 STARTED = b"started\n"
 """What a supervisor tells whoever has submitted its job."""
 
 
-def submit(job: JobSpec, files: Files | None = None) -> Job:
-    """Starts a job on this machine and returns its handle once its processes are started.
-
-    The run directory gets `job.json` and `submit.sh`, a script that starts the next attempt by
-    hand. The processes inherit the environment of the caller; `job.environment` wins. See
-    `cluster.local.supervisor` for what they find in it. The job goes on when the caller ends.
-    `files` and errors are those of `cluster.submission.submit`.
-    """
-    check(job)
-    run_dir = Path(job.run_dir)
-    kept = {**(files or {}), "job.json": job.to_json(), "submit.sh": render_script(job)}
-    try:
-        with claimed(run_dir, kept) as attempt:
-            _start(run_dir, attempt)
-    except OSError as error:
-        raise JobError(f"{run_dir}: {error}") from error
-    return Job.attach(run_dir)
-
-
-def _start(run_dir: Path, attempt: int) -> None:
+def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> None:
     """Returns as soon as all ranks are started under a supervisor that does not depend on the
-    caller.
+    caller; `cluster.local.supervisor` says what they find in their environment.
 
     Raises:
         JobError: not all of them could be started; none is left.
     """
+    run_dir = Path(job.run_dir)
     words = ["setsid", "--fork", sys.executable, "-m", "cluster.local.supervisor"]
     said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
     with (
@@ -70,7 +52,7 @@ def _start(run_dir: Path, attempt: int) -> None:
     raise JobError(f"{run_dir}: attempt {attempt} could not be started: {reason}")
 
 
-def check(job: JobSpec) -> None:
+def check(job: JobSpec, site: Site) -> None:
     """Raises ConfigError: one machine cannot run so many processes, or the command or its
     directory does not exist.
     """
@@ -92,15 +74,29 @@ def check_count(num_processes: int) -> None:
         )
 
 
+def requeue(job: Job, scheduled: None) -> None:
+    """Starts the next attempt, after the end of a running one.
+
+    Raises:
+        ConfigError: the job cannot be started again; nothing was ended.
+        JobError: the running attempt does not end.
+    """
+    site = Site.read(job.run_dir / "site.json")
+    check(job.spec, site)
+    job.cancel()
+    try:
+        job.wait(END_WAIT_S)
+    except TimeoutError as error:
+        raise JobError(str(error)) from error
+    submit(job.spec, site)
+
+
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the script of a job by its name in the run directory."""
-    return {"submit.sh": render_script(job)}
-
-
-def render_script(job: JobSpec) -> str:
-    """Returns submit.sh: what was started, in words, and the command that starts it again."""
+    """Returns submit.sh: what was started, in words, and the command that starts the next attempt
+    by hand.
+    """
     supervisor = shlex.join([sys.executable, "-m", "cluster.local.supervisor", job.run_dir])
-    return (
+    script = (
         "#!/bin/bash\n"
         f"# {job.name}: {counted(job.num_processes, 'process', 'processes')} on this machine, each"
         " running\n"
@@ -109,3 +105,4 @@ def render_script(job: JobSpec) -> str:
         "# Run this script to start the next attempt in the foreground; Ctrl-C ends it.\n"
         f"cd {shlex.quote(str(PACKAGE_ROOT))} && exec {supervisor}\n"
     )
+    return {"submit.sh": script}

@@ -27,10 +27,6 @@ class ForkedRank:
     pid: int
     returncode: int | None = None
 
-    def wait(self) -> None:
-        """Waits for the end of the process and keeps its return code."""
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
 
 def import_once(module: str, environment: Mapping[str, str]) -> None:
     """Imports a module of `python -m` in the environment of the ranks, part of which libraries read

@@ -32,12 +32,12 @@ from cluster.job import JobSpec
 from cluster.local import STARTED
 from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
-    Home,
-    Outcome,
-    blame,
+    AttemptOutcome,
+    RunDirectory,
+    cause_order,
     ended_well,
     failed,
-    judged,
+    limit_retries,
     record_end,
     say,
 )
@@ -100,10 +100,10 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     # The caller may ignore it, and then no exit code could be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
+    home, deadline = RunDirectory(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
     while True:
         outcome = run_attempt(home, job, attempt, started, deadline)
-        outcome = judged(outcome, home, attempt, job.max_restarts)
+        outcome = limit_retries(outcome, home, job.max_restarts)
         say(f"{job.name}: attempt {attempt}: {outcome.reason}")
         if outcome.fate != "restart":
             break
@@ -119,8 +119,8 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
 
 
 def run_attempt(
-    home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float
-) -> Outcome:
+    home: RunDirectory, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float
+) -> AttemptOutcome:
     """Runs all ranks to their end and returns it; none of them is left."""
     run_dir, ranks = home.run_dir, Ranks()
     try:
@@ -140,10 +140,10 @@ def run_attempt(
         port.close()
         state = read_state(run_dir)
         if outcome.rc == 0 and state and state.state is JobState.STOPPING:
-            outcome = Outcome(0, f"stopped on request at step {state.step}")
+            outcome = AttemptOutcome(0, f"stopped on request at step {state.step}")
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(1, str(error) or repr(error))
+        outcome = AttemptOutcome(1, str(error) or repr(error))
     with contextlib.suppress(JobError, OSError):
         home.check()
         if outcome.rc:
@@ -218,25 +218,27 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def watch(ranks: Ranks, time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
+def watch(
+    ranks: Ranks, time_limit_s: float | None, deadline: float, home: RunDirectory
+) -> AttemptOutcome:
     """Waits until all ranks have ended well, one has failed, the time is over, the run directory is
     lost, or a signal asks for the end."""
     while True:
         reap(ranks)
         codes = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
         if codes:
-            first = min(codes, key=lambda rank: (blame(codes[rank]), rank))
+            first = min(codes, key=lambda rank: (cause_order(codes[rank]), rank))
             return failed(home.run_dir, first, codes[first], f"rank {first}")
         if all(process.returncode == 0 for process in ranks.values()):
-            return Outcome(0, ended_well(len(ranks)))
+            return AttemptOutcome(0, ended_well(len(ranks)))
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            return Outcome(124, f"the time limit of {time_limit_s:g} s was reached")
+            return AttemptOutcome(124, f"the time limit of {time_limit_s:g} s was reached")
         if lost := home.why_lost():
-            return Outcome(1, lost)
+            return AttemptOutcome(1, lost)
         received = signal.sigtimedwait(WATCHED, min(remaining_s, LOOK_EVERY_S))
         if received and received.si_signo != signal.SIGCHLD:
-            return Outcome(
+            return AttemptOutcome(
                 128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}"
             )
 
@@ -247,11 +249,10 @@ def reap(ranks: Ranks) -> None:
     """
     by_pid = {process.pid: process for process in ranks.values()}
     with contextlib.suppress(ChildProcessError):
-        while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if info.si_pid in by_pid:
-                by_pid[info.si_pid].wait()
-            else:
-                os.waitpid(info.si_pid, 0)
+        while any(ended := os.waitpid(-1, os.WNOHANG)):
+            pid, status = ended
+            if pid in by_pid:
+                by_pid[pid].returncode = os.waitstatus_to_exitcode(status)
 
 
 def end_ranks(ranks: Ranks, grace_s: float) -> None:

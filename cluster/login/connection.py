@@ -79,7 +79,7 @@ def pass_through(login: str, command: str) -> int:
     return code
 
 
-def told(login: str, command: str) -> str:
+def ssh_line(login: str, command: str) -> str:
     """Returns how `ssh` runs a shell command, less its options: which these are, ssh itself
     would have to be asked.
     """

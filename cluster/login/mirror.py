@@ -184,11 +184,11 @@ def forward(run_dir: Path, request: str) -> bool:
     if (mirror := mirror_of(run_dir)) is None:
         return False
     mirror.ask(do=request)
-    look(run_dir, now=True)
+    refresh(run_dir, now=True)
     return True
 
 
-def wanted(
+def fetch_log(
     run_dir: Path, attempt: int, rank: int, ranks_per_node: int, waits: bool = False
 ) -> Path:
     """Returns the log that holds what a rank has said, as `find_log`.
@@ -201,11 +201,11 @@ def wanted(
         for log in logs:
             log.touch()
         if waits:
-            look(run_dir, now=True)
+            refresh(run_dir, now=True)
     return find_log(run_dir, attempt, rank, ranks_per_node)
 
 
-def look(run_dir: Path, now: bool = False) -> Seen:
+def refresh(run_dir: Path, now: bool = False) -> Seen:
     """Returns what was last heard of a run elsewhere, and what is in the way of hearing more.
 
     Asks at most every INTERVAL_S, in the background, or `now`. It waits for the answer only then,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from cluster.attempts import Files, new_folders, write_files
 from cluster.job import Job, JobSpec
-from cluster.login.connection import NoConnectionError, ssh, told
-from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, look, mirror_of
+from cluster.login.connection import NoConnectionError, ssh, ssh_line
+from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, mirror_of, refresh
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.render import check_submittable
@@ -35,8 +35,9 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         NoConnectionError: the connection was lost; the mirror is kept and tells, once there is one,
             whether it runs.
     """
-    run_dir, known = Path(job.run_dir), mirror_of(Path(job.run_dir))
-    mirror = _mirror(site, known.directory if known else None, run_dir.name)
+    run_dir = Path(job.run_dir)
+    known = mirror_of(run_dir)
+    mirror = _mirror(site, known.directory if known else f"{_there(site).folder}/{run_dir.name}")
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
@@ -56,7 +57,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
             told = f"{error}. Whether the job was taken: `kit status` tells then."
             raise NoConnectionError(told) from error
         write_files(run_dir, kept)
-    look(run_dir, now=True)
+    refresh(run_dir, now=True)
     return Job.attach(run_dir)
 
 
@@ -75,9 +76,9 @@ def first_commands(site: Site) -> list[str]:
     """Returns the commands by which a launch through a login node begins; nothing is run."""
     there = _there(site)
     source = str(there.source)
-    commands = [] if there is site.there else [_look(source)]
+    commands = [] if there is site.there else [_is_there(source)]
     return [
-        told(str(site.login), each)
+        ssh_line(str(site.login), each)
         for each in (*commands, command(source, there.python, "cluster.login.answer"))
     ]
 
@@ -157,14 +158,16 @@ def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSp
     return job.replace(run_dir=directory, working_directory=source, argv=argv)
 
 
-def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
+def _mirror(site: Site, directory: str) -> Mirror:
+    """Returns the mirror of a run directory there, to which this kit's source is sent if the site
+    says so.
+    """
     assert site.login is not None
     there = _there(site)
     check_submittable(site.replace(slurm=None))  # whoever attaches needs no account
     source = str(there.source)
     if there is not site.there:  # which says sync
         _sync(site.login, source)
-    directory = f"{there.folder}/{name}" if directory is None else directory
     return Mirror(login=site.login, python=there.python, source=source, directory=directory).own()
 
 
@@ -185,13 +188,13 @@ def _there(site: Site) -> There:
     return site.there.replace(source=source, sync=False)
 
 
-def _look(source: str) -> str:
+def _is_there(source: str) -> str:
     return f"test -d {shlex.quote(source)} && echo yes || echo no"
 
 
 def _sync(login: str, source: str) -> None:
     """Sends this source unless it is there; whose it is, is tested whenever it is used."""
-    if b"yes" in ssh(login, _look(source)):
+    if b"yes" in ssh(login, _is_there(source)):
         return
     place, new, parent = map(shlex.quote, (source, f"{source}.new", os.path.dirname(source)))
     make = (  # of which no ACL makes more

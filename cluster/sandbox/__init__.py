@@ -8,19 +8,22 @@ touched; see `why_not` for what is missing.
 
 import contextlib
 import dataclasses
+import hashlib
 import os
+import pwd
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Self
+from string import Template
+from typing import Any
 
 from cluster.process import Process
-from cluster.record import ConfigError
-from cluster.sandbox.layout import Layout, write_files
+from cluster.record import ConfigError, Record, field_doc
 from cluster.slurm.queries import client_environment, slurm_command
 from cluster.state import JobError
 
@@ -46,13 +49,21 @@ def why_not(accounting: bool = False) -> str | None:
     return f"{', '.join(missing)} not found. On Debian or Ubuntu: {install}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sandbox:
-    """A running sandbox."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sandbox(Record):
+    """A sandbox: what it consists of, kept in its directory as sandbox.json, and what can be done
+    with it.
+    """
 
-    layout: Layout
-    was_running: bool = False
-    """Whether it was found: then it is for whoever started it to stop."""
+    root: str = field_doc("its directory: configuration, state, sockets and logs")
+    num_nodes: int = field_doc("simulated nodes", default=4)
+    isolated: bool = field_doc(
+        "each node has its own network, host name, processes and mounts; needs root"
+    )
+    accounting: bool = field_doc("with slurmdbd and MariaDB, so that sacct works", default=False)
+    was_running: bool = field_doc(
+        "it was found: then it is for whoever started it to stop", default=False
+    )
 
     @classmethod
     def start(
@@ -62,7 +73,7 @@ class Sandbox:
         num_nodes: int = 4,
         isolated: bool | None = None,
         accounting: bool = False,
-    ) -> Self:
+    ) -> "Sandbox":
         """Returns a sandbox whose nodes are all idle; one that runs already as it is.
 
         Args:
@@ -80,7 +91,7 @@ class Sandbox:
         directory = Path(root or default_root()).absolute()
         if running := cls.find(directory):
             return running
-        layout = Layout(
+        sandbox = cls(
             root=str(directory),
             num_nodes=num_nodes,
             isolated=can_isolate() if isolated is None else isolated,
@@ -89,10 +100,10 @@ class Sandbox:
         stop(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
-        write_files(layout)
+        write_files(sandbox)
         # Its standard output ends as soon as find() finds it; it lives on.
-        keeper = ["setsid", "--fork", sys.executable, "-m", "cluster.sandbox.keeper", layout.root]
-        with layout.path("log", "keeper.log").open("ab") as log:
+        keeper = ["setsid", "--fork", sys.executable, "-m", "cluster.sandbox.keeper", sandbox.root]
+        with sandbox.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
                 keeper,
                 stdin=subprocess.DEVNULL,
@@ -101,25 +112,64 @@ class Sandbox:
                 cwd=Path(__file__).parents[2],
                 env=client_environment(),
             )
-        sandbox = cls(layout)
         sandbox._wait_until_idle()
         return sandbox
 
     @classmethod
-    def find(cls, root: str | os.PathLike[str] | None = None) -> Self | None:
+    def find(cls, root: str | os.PathLike[str] | None = None) -> "Sandbox | None":
         """Returns the sandbox that runs in a directory, or None; raises JobError as `is_own`."""
         found = left_in(Path(root or default_root()).absolute())
-        return cls(found[0], was_running=True) if found and found[1].is_alive else None
+        return found[0].replace(was_running=True) if found and found[1].is_alive else None
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"node{number}" for number in range(1, self.num_nodes + 1)]
+
+    @property
+    def daemons(self) -> list[str]:
+        """All that runs, in order of its start; see daemon.sh."""
+        return [
+            "munged",
+            *(["mariadbd", "slurmdbd"] if self.accounting else []),
+            "controller",
+            *self.nodes,
+        ]
+
+    @property
+    def tag(self) -> str:
+        """Begins the names of interfaces and namespaces (see daemon.sh), so that two sandboxes do
+        not meet.
+        """
+        return f"k{hashlib.sha256(self.root.encode()).hexdigest()[:5]}"
+
+    def cable(self, node: str) -> str:
+        """Returns the interface by which a node is plugged into the switch."""
+        return f"{self.tag}v{node.removeprefix('node')}"
+
+    def path(self, *parts: str) -> Path:
+        return Path(self.root, *parts)
+
+    def daemon(self, name: str, **how: Any) -> subprocess.Popen:
+        """Returns daemon.sh as a process that runs one of `daemons`, or makes or removes the
+        network.
+        """
+        return subprocess.Popen(
+            ["bash", Path(__file__).with_name("daemon.sh"), name],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self.values()},
+            cwd="/",
+            **how,
+        )
 
     @property
     def site_file(self) -> str:
         """The site file by which jobs are sent here."""
-        return str(self.layout.path("etc", "site.toml"))
+        return str(self.path("etc", "site.toml"))
 
     @property
     def environment(self) -> dict[str, str]:
         """What a client (sbatch, squeue, a notebook) must have in its environment."""
-        return {"SLURM_CONF": str(self.layout.path("etc", "slurm.conf"))}
+        return {"SLURM_CONF": str(self.path("etc", "slurm.conf"))}
 
     def run(self, *command: str) -> str:
         """Returns what a Slurm client prints."""
@@ -134,30 +184,67 @@ class Sandbox:
 
     def cut(self, node: str) -> None:
         """Pulls a node's cable at the switch: the node goes on, its packets just get lost."""
-        if not self.layout.isolated:
+        if not self.isolated:
             raise JobError("the nodes have no cables: without root all share one network")
-        subprocess.run(["ip", "link", "set", self.layout.cable(node), "nomaster"])
+        subprocess.run(["ip", "link", "set", self.cable(node), "nomaster"])
 
     def stop(self) -> None:
         """Ends all daemons and removes network, mounts and files."""
-        stop(self.layout.root)
+        stop(self.root)
+
+    def values(self) -> dict[str, str]:
+        """Returns what the templates and daemon.sh leave open."""
+        host = socket.gethostname().split(".")[0]
+        number, count = int(self.tag[1:], 16), self.num_nodes
+        # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
+        network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
+        port, first = 10000 + number % 4000 * 5, 30000 + number % 200 * 10
+        # Device files that can pass for accelerators: Slurm takes character devices only.
+        devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
+        values = {
+            "root": self.root,
+            "user": pwd.getpwuid(os.geteuid()).pw_name,
+            "host": host,
+            "num_nodes": str(count),
+            "half": str(max(1, count // 2)),
+            "isolated": "yes" if self.isolated else "",
+            "tag": self.tag,
+            "network": network,
+            "controller_address": f"{network}.1",
+            "controller_port": str(port),
+            "database_port": str(port + 1),
+            "storage": "slurmdbd" if self.accounting else "none",
+            "tracked": "AccountingStorageTRES=gres/gpu" if self.accounting else "",
+            "node_hosts": f"node[1-{count}]",
+            "node_addresses": f"{network}.[11-{10 + count}]",
+            "node_ports": f"{first}-{first + count - 1}",
+            "node_names": "\n".join(f"{network}.{10 + n} node{n}" for n in range(1, count + 1)),
+            "devices": "Gres=gpu:sandbox:8" if devices else "",
+            "device_files": "Name=gpu Type=sandbox File=/dev/tty[0-7]" if devices else "",
+            "task_setup": "",
+        }
+        if not self.isolated:
+            here = "127.0.0.1"  # names of nodes that share one host resolve nowhere
+            values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
+            values["task_setup"] = f'"export MASTER_ADDR={here}"'
+        return values
 
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + START_WAIT_S
-        while self.find(self.layout.root) and time.monotonic() < deadline:
+        while self.find(self.root) and time.monotonic() < deadline:
             with contextlib.suppress(JobError):  # the controller does not answer yet
                 if set(self.node_states().values()) == {"idle"}:
                     return
             time.sleep(0.05)
         logs = [
             (file.name, file.read_text(errors="replace"))
-            for file in sorted(self.layout.path("log").iterdir())
+            for file in sorted(self.path("log").iterdir())
         ]
         said = "\n".join(
             f"{name}: {line}" for name, text in logs for line in text.splitlines()[-2:]
         )
-        stop(self.layout.root, keep_files=True)
-        raise JobError(f"the sandbox in {self.layout.root} did not come up: {said}")
+        stop(self.root, keep_files=True)
+        raise JobError(f"the sandbox in {self.root} did not come up: {said}")
 
 
 def default_root() -> Path:
@@ -183,7 +270,7 @@ def is_own(directory: Path) -> bool:
     return True
 
 
-def left_in(directory: Path) -> tuple[Layout, Process] | None:
+def left_in(directory: Path) -> tuple[Sandbox, Process] | None:
     """Returns the sandbox of a directory and its keeper, running or ended; None where there is
     none.
 
@@ -193,7 +280,7 @@ def left_in(directory: Path) -> tuple[Layout, Process] | None:
         return None
     try:
         keeper = Process.read(directory / "keeper.json")
-        return Layout.read(directory / "sandbox.json"), keeper
+        return Sandbox.read(directory / "sandbox.json"), keeper
     except ConfigError:
         return None
 
@@ -212,12 +299,29 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     directory = Path(root or default_root()).absolute()
     if (found := left_in(directory)) is None:
         return False
-    layout, keeper = found
+    sandbox, keeper = found
     was_running, deadline = keeper.send_signal(signal.SIGTERM), time.monotonic() + 30
     while keeper.is_alive and time.monotonic() < deadline:
         time.sleep(0.02)
-    if layout.isolated:
-        layout.start("network_down").wait()
+    if sandbox.isolated:
+        sandbox.daemon("network_down").wait()
     if not keep_files:
         shutil.rmtree(directory, ignore_errors=True)
     return was_running
+
+
+def write_files(sandbox: Sandbox) -> None:
+    """Writes everything that the daemons read, into a directory that is the caller's alone."""
+    # scratch: the same path with another file system on each node
+    for folder in ("etc", "state", "log", "run", "scratch"):
+        sandbox.path(folder).mkdir(parents=True, exist_ok=True)
+    values, templates = sandbox.values(), Path(__file__).with_name("etc").iterdir()
+    files = {
+        file.name: Template(file.read_text()).substitute(values).encode() for file in templates
+    }
+    for name, content in (files | {"munge.key": os.urandom(128)}).items():
+        file = sandbox.path("etc", name)
+        file.unlink(missing_ok=True)
+        file.touch(0o600, exist_ok=False)  # a new file, not where a link leads
+        file.write_bytes(content)
+    sandbox.write(sandbox.path("sandbox.json"))

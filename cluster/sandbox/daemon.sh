@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs one daemon of a sandbox in the foreground, or makes its network: daemon.sh NAME. The variables are those of
-# Layout.values.
+# Sandbox.values.
 # shellcheck disable=SC2154
 name=$1
 export SLURM_CONF=$root/etc/slurm.conf MYSQL_UNIX_PORT=$root/run/mysqld.sock PATH=$PATH:/usr/sbin:/sbin:/usr/bin:/bin
@@ -33,7 +33,7 @@ network_up() {  # one virtual switch, with this machine as login node; nodes plu
     ip link add "${tag}br" type bridge && ip addr add "$network.1/24" dev "${tag}br" && ip link set "${tag}br" up
 }
 
-plug_in() {  # makes the network of a node anew; names as in Layout
+plug_in() {  # makes the network of a node anew; names as in Sandbox
     number=${name#node} bridge=${tag}br
     cable=${tag}v$number namespace=$tag-$name address=$network.$((10 + number))
     unplug "$number"

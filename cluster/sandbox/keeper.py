@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 from cluster.process import Process, become_rank, become_subreaper, kill_descendants
-from cluster.sandbox.layout import Layout
+from cluster.sandbox import Sandbox
 
 LOOK_EVERY_S = 0.2
 
 
-def tend(layout: Layout) -> None:
+def tend(sandbox: Sandbox) -> None:
     """Starts all daemons, and those that have ended again, for ever."""
     keeper, daemons = os.getpid(), dict[str, subprocess.Popen]()
     while True:
@@ -29,11 +29,11 @@ def tend(layout: Layout) -> None:
             # What daemons leave behind becomes a child of this process.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        for name in layout.daemons:
+        for name in sandbox.daemons:
             runs = name in daemons and daemons[name].poll() is None
-            if not runs and not layout.path("run", f"{name}.off").exists():
-                with layout.path("log", f"{name}.out").open("ab") as log:
-                    daemons[name] = layout.start(
+            if not runs and not sandbox.path("run", f"{name}.off").exists():
+                with sandbox.path("log", f"{name}.out").open("ab") as log:
+                    daemons[name] = sandbox.daemon(
                         name,
                         stdout=log,
                         stderr=log,
@@ -45,15 +45,15 @@ def tend(layout: Layout) -> None:
 
 def main() -> None:
     """Runs the sandbox until it is told to stop."""
-    layout = Layout.read(Path(sys.argv[1], "sandbox.json"))
+    sandbox = Sandbox.read(Path(sys.argv[1], "sandbox.json"))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     become_subreaper()
-    Process.current().write(layout.path("keeper.json"))
+    Process.current().write(sandbox.path("keeper.json"))
     os.dup2(2, 1)  # whoever started it waits for the end of what it prints
     try:
-        if layout.isolated and layout.start("network_up").wait():
+        if sandbox.isolated and sandbox.daemon("network_up").wait():
             sys.exit("the network of the nodes could not be made")
-        tend(layout)
+        tend(sandbox)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_descendants()

@@ -6,19 +6,23 @@ What Slurm says of them is asked by `cluster.slurm.queries`. The script itself c
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.attempts import FOLLOWS, Files, claimed, hand_over
+from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
-from cluster.render import check, check_submittable, scripts, slurm_table, warnings
-from cluster.site import Site, There
-from cluster.slurm import preflight
-from cluster.slurm.queries import look as look
+from cluster.record import counted
+from cluster.render import check_fit, check_submittable, slurm_table
+from cluster.scheduler import quote
+from cluster.site import Site
+from cluster.slurm.preflight import check as check
+from cluster.slurm.queries import query as query
 from cluster.slurm.queries import slurm_command
-from cluster.slurm.script import ARRAY_SCRIPT, array_script, slurm_scripts
+from cluster.slurm.script import directives, environment
+from cluster.slurm.script import texts as texts
 from cluster.state import (
     JobError,
     SchedulerJob,
@@ -27,42 +31,34 @@ from cluster.state import (
     refuse_other_owner,
     update_state,
 )
+from cluster.submission import submit
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
+ARRAY_SCRIPT = "array.sh"
 SUBMIT_TIMEOUT_S = 120.0
 """A busy controller takes its time, and what it has not answered it may do all the same."""
 
 
-def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
-    """Sends a job to Slurm and returns its handle.
+def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> SchedulerJob:
+    """Sends the scripts of a job, which lie in its run directory, and returns its number.
 
-    The run directory gets `job.json`, `site.json` and `submit.sh`, which is what Slurm runs. The
-    job inherits the environment of the caller, so secrets are exported there and never written.
-    `files` and errors are those of `cluster.submission.submit`.
+    Raises:
+        JobError: as `_sbatch`; nothing is left in the queue of what was sent before.
     """
-    asked = scripts(job, site)
-    check_submittable(site)
-    preflight.check(job, site)
     run_dir, job_id = Path(job.run_dir), ""
-    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **asked}
-    with claimed(run_dir, kept) as attempt:
-        try:
-            for name in asked:
-                after = (
-                    [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
-                    if job_id
-                    else []
-                )
-                job_id = _sbatch(run_dir, name, *after)
-        except (JobError, OSError):
-            if job_id:  # what was to compile ahead for the job that was refused
-                with contextlib.suppress(JobError):
-                    slurm_command(["scancel", job_id])
-            raise
-    config = os.environ.get("SLURM_CONF")
-    hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=config))
-    return Job.attach(run_dir)
+    try:
+        for name in texts:
+            after = (
+                [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"] if job_id else []
+            )
+            job_id = _sbatch(run_dir, name, *after)
+    except (JobError, OSError):
+        if job_id:  # what was to compile ahead for the job that was refused
+            with contextlib.suppress(JobError):
+                slurm_command(["scancel", job_id])
+        raise
+    return SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF"))
 
 
 def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> str:
@@ -78,9 +74,9 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
     """
     run_dir = Path(job.run_dir)
     refuse_other_owner(run_dir, "start a job in it")
-    check(job, site)
+    check_fit(job, site)
     check_submittable(site)
-    preflight.check(job, site)
+    check(job, site)
     words = ["squeue", "--me", "--noheader", "--format=%F %Z"]
     for line in slurm_command(words).splitlines():
         number, _, place = line.partition(" ")
@@ -90,18 +86,31 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
                 f" {number}."
             )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir / ARRAY_SCRIPT, array_script(job, site, slurm_table(site), count))
+    write_atomic(run_dir / ARRAY_SCRIPT, array_script(job, site, count))
     return _sbatch(run_dir, ARRAY_SCRIPT, f"--array={','.join(map(str, tasks))}")
 
 
-def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
-    """Returns the scripts of a job by their names in the run directory, in order of submission.
+def array_script(job: JobSpec, site: Site, tasks: int) -> str:
+    """Returns the script of an array whose tasks have nothing to do with each other, each a job of
+    one node.
 
-    `there` names the Python and the source that run them, by default these.
+    The command of a task is the job's and, as its last word, I/N: which task it is, and of how
+    many.
     """
-    return slurm_scripts(
-        job, site, slurm_table(site), warnings(job, site, there and there.python), there
-    )
+    slurm = slurm_table(site)
+    lines = [
+        "#!/bin/bash",
+        (
+            f"# {job.name}: each of {counted(tasks, 'task')} on a node of {site.name}. Submit from"
+            " this folder, which"
+        ),
+        f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
+        *directives(job, slurm, "--requeue", log="logs/task-%a.log"),
+        *environment(job, slurm, sys.executable),
+        f"cd {quote(job.working_directory)} || exit",
+        f'exec {" ".join(map(quote, job.argv))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def cancel(job: SchedulerJob, run_dir: Path) -> None:

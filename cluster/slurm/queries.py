@@ -13,7 +13,7 @@ import shlex
 import stat
 from pathlib import Path
 
-from cluster.poll import Look, answer_of
+from cluster.poll import SchedulerAnswer, run_command
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
@@ -71,21 +71,21 @@ HOPELESS = {
 }
 
 
-def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
+def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
     """Returns what Slurm says about jobs of one cluster, by job id.
 
     Raises:
         JobError: Slurm does not answer.
     """
     wanted, config = [job.id for job in jobs], jobs[0].config
-    looks = _squeue(wanted, config)
+    answers = _squeue(wanted, config)
     for job_id in wanted:
-        seen = looks.get(job_id)
+        seen = answers.get(job_id)
         if seen is None or (seen.state and seen.state.is_final):
             forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
-            lost = Look(state=JobState.LOST, reason=forgotten)
-            looks[job_id] = _ended(job_id, config) or seen or lost
-    return looks
+            lost = SchedulerAnswer(state=JobState.LOST, reason=forgotten)
+            answers[job_id] = _ended(job_id, config) or seen or lost
+    return answers
 
 
 def native_state(job: SchedulerJob) -> str:
@@ -110,7 +110,7 @@ def native_state(job: SchedulerJob) -> str:
     return state
 
 
-def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
+def _squeue(job_ids: list[str], config: str | None) -> dict[str, SchedulerAnswer]:
     """Returns the jobs that squeue still shows; columns: number, state, nodes, reason."""
     words = [
         "squeue",
@@ -119,12 +119,12 @@ def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
         f"--jobs={','.join(job_ids)}",
         "--format=%i|%T|%N|%r",
     ]
-    looks = {}
+    answers = {}
     for line in _told_of_jobs(words, config).splitlines():
         job_id, native, nodes, reason = line.split("|", 3)
         state = STATES.get(native.split()[0], JobState.RUNNING)
-        looks[job_id] = Look(state=state, reason=_words(native, nodes, reason))
-    return looks
+        answers[job_id] = SchedulerAnswer(state=state, reason=_words(native, nodes, reason))
+    return answers
 
 
 def _words(native: str, nodes: str, reason: str) -> str:
@@ -145,7 +145,7 @@ def _words(native: str, nodes: str, reason: str) -> str:
     )
 
 
-def _ended(job_id: str, config: str | None) -> Look | None:
+def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
     """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one).
 
     Raises:
@@ -175,7 +175,7 @@ def _ended(job_id: str, config: str | None) -> Look | None:
     return _final(native if told else "COMPLETING", exit_code)
 
 
-def _final(native: str, exit_code: str, reason: str = "") -> Look:
+def _final(native: str, exit_code: str, reason: str = "") -> SchedulerAnswer:
     word = native.split()[0].rstrip("+")
     code, _, number = exit_code.partition(":")
     rc = int(code) or (128 + int(number or 0) if int(number or 0) else 0)
@@ -189,7 +189,7 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
         )
     if state is JobState.LOST:
         text += ". It was not requeued; `kit resume` starts it again"
-    return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
+    return SchedulerAnswer(state=state, reason=text, exit_code=rc if state.is_final else None)
 
 
 def _told_of_jobs(words: list[str], config: str | None) -> str:
@@ -232,11 +232,11 @@ def slurm_command(
     that of the environment.
 
     Raises:
-        JobError: as `answer_of`, or somebody else may have written that file.
+        JobError: as `run_command`, or somebody else may have written that file.
     """
     environment = client_environment(config)
     advice = "Submit from a login node of the cluster."
-    return answer_of(words, advice, timeout_s, environment=environment, cwd=cwd)
+    return run_command(words, advice, timeout_s, environment=environment, cwd=cwd)
 
 
 def client_environment(config: str | None = None) -> dict[str, str]:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from cluster.files import outlive_full_log
-from cluster.outcome import Home
+from cluster.outcome import RunDirectory
 from cluster.process import become_rank, become_subreaper, child_pids, kill_descendants
 from cluster.record import Record, field_doc
 from cluster.state import JobError, read_state
@@ -47,14 +47,14 @@ def failures_of(run_dir: Path, attempt: int) -> Path:
     return run_dir / "ranks" / f"failed_attempt_{attempt:02d}"
 
 
-def keep(home: Home, command: list[str]) -> int:
+def run_rank(home: RunDirectory, command: list[str]) -> int:
     """Runs a rank's command and answers for it; returns its exit code, 128 + n for signal n."""
     keeper, folder = os.getpid(), failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
-    ordered = []
+    killed = []
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         if number == signal.SIGTERM and _exist(folder):
-            ordered.append(number)
+            killed.append(number)
             for pid in child_pids(keeper):
                 os.kill(pid, signal.SIGKILL)
         elif number == signal.SIGTERM and os.environ.get("SLURM_PROCID") == "0":
@@ -62,7 +62,7 @@ def keep(home: Home, command: list[str]) -> int:
 
     become_subreaper()
     for number in NOT_FOR_RANKS:
-        signal.signal(number, told)
+        signal.signal(number, on_signal)
     rank = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -70,7 +70,7 @@ def keep(home: Home, command: list[str]) -> int:
         preexec_fn=lambda: _become_deaf_rank(keeper),
     )
     code = rank.wait()
-    if code and not ordered:
+    if code and not killed:
         _record(home, folder, code)
     kill_descendants()
     return 128 - code if code < 0 else code
@@ -82,13 +82,13 @@ def _exist(failures: Path) -> bool:
     return False
 
 
-def _tell_supervisor(home: Home) -> None:
+def _tell_supervisor(home: RunDirectory) -> None:
     """Passes a SIGTERM on to the supervisor, on whose node the first task runs."""
     if (state := read_state(home.run_dir)) and state.process:
         state.process.send_signal(signal.SIGTERM)
 
 
-def _record(home: Home, folder: Path, code: int) -> None:
+def _record(home: RunDirectory, folder: Path, code: int) -> None:
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     failure = Failure(rank=rank, code=code, node=socket.gethostname(), time=time.time())
     # A full disk or a deleted directory must not hide the exit code.
@@ -106,4 +106,4 @@ def _become_deaf_rank(keeper_pid: int) -> None:
 
 if __name__ == "__main__":
     outlive_full_log()
-    sys.exit(keep(Home(Path(os.environ["KIT_RUN_DIR"])), sys.argv[1:]))
+    sys.exit(run_rank(RunDirectory(Path(os.environ["KIT_RUN_DIR"])), sys.argv[1:]))

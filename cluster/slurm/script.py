@@ -17,79 +17,48 @@ from pathlib import Path
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.record import counted
+from cluster.render import slurm_table, warnings
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 
 PACKAGE_ROOT = Path(__file__).parents[2]
-ARRAY_SCRIPT = "array.sh"
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
 # Below the range from which Linux takes the ports of outgoing connections.
-FIRST_PORT, NUM_PORTS = (
-    20000,
-    12000,
-)
+FIRST_PORT, NUM_PORTS = 20000, 12000
 RULER = "# " + "-" * 100
 
 
-def slurm_scripts(
-    job: JobSpec, site: Site, slurm: Slurm, warnings: list[str], there: There | None = None
-) -> dict[str, str]:
-    """Returns the scripts of a job that fits the site by file name, in order of submission,
-    warnings at the top.
+def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
+    """Returns the scripts of a job that fits the site by their names in the run directory, in order
+    of submission, warnings at the top.
+
+    `there` names the Python and the source that run them, by default these.
     """
+    slurm = slurm_table(site)
     python, source = (there.python, there.source) if there else (sys.executable, PACKAGE_ROOT)
-    notes = [f"# WARNING: {text}" for text in warnings]
-    common = [*_environment(job, slurm, python), *_meeting_point(slurm)]
-    run = [
-        *common,
-        *_broadcast(job, slurm),
-        *_ranks(job, slurm, python),
-        *_cache_to_nodes(job, slurm),
-    ]
-    run += _supervised(job, slurm, python, str(source))
+    common = [*environment(job, slurm, python), *_meeting_point(slurm), *_broadcast(job, slurm)]
+    scripts = {}
+    if slurm.compilation:
+        scripts["compile.sh"] = [
+            *_header(job, site, slurm, "compiles ahead for"),
+            *directives(job, slurm, end="-compile"),
+            *common,
+            *_ranks(job, slurm, python, compiling=True),
+            *_compile(job, slurm, slurm.compilation),
+        ]
     # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not
     # expect it.
     comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
-    texts = {
-        "submit.sh": [
-            *_header(job, site, slurm, "runs"),
-            *notes,
-            *_directives(job, slurm, *comes_back),
-            *run,
-        ]
-    }
-    if slurm.compilation:
-        ahead = [
-            *_header(job, site, slurm, "compiles ahead for"),
-            *_directives(job, slurm, end="-compile"),
-            *common,
-        ]
-        ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, python, compiling=True)]
-        ahead += _compile(job, slurm, slurm.compilation)
-        texts = {"compile.sh": ahead, **texts}
-    return {name: "\n".join(lines) + "\n" for name, lines in texts.items()}
-
-
-def array_script(job: JobSpec, site: Site, slurm: Slurm, tasks: int) -> str:
-    """Returns the script of an array whose tasks have nothing to do with each other, each a job of
-    one node.
-
-    The command of a task is the job's and, as its last word, I/N: which task it is, and of how
-    many.
-    """
-    lines = [
-        "#!/bin/bash",
-        (
-            f"# {job.name}: each of {counted(tasks, 'task')} on a node of {site.name}. Submit from"
-            " this folder, which"
-        ),
-        f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
-        *_directives(job, slurm, "--requeue", log="logs/task-%a.log"),
-        *_environment(job, slurm, sys.executable),
-        f"cd {quote(job.working_directory)} || exit",
-        f'exec {" ".join(map(quote, job.argv))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
+    scripts["submit.sh"] = [
+        *_header(job, site, slurm, "runs"),
+        *(f"# WARNING: {text}" for text in warnings(job, site, python)),
+        *directives(job, slurm, *comes_back),
+        *common,
+        *_ranks(job, slurm, python),
+        *_cache_to_nodes(job, slurm),
+        *_supervised(job, slurm, python, str(source)),
     ]
-    return "\n".join(lines) + "\n"
+    return {name: "\n".join(lines) + "\n" for name, lines in scripts.items()}
 
 
 def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
@@ -108,7 +77,7 @@ def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
     ]
 
 
-def _directives(
+def directives(
     job: JobSpec, slurm: Slurm, *more: str, end: str = "", log: str = "logs/slurm-%j.log"
 ) -> list[str]:
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job.name)[:64]
@@ -132,7 +101,7 @@ def _directives(
     return [RULER, *(f"#SBATCH {option}" for option in (*options, *more, *slurm.sbatch_options))]
 
 
-def _environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
+def environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
     variables = {
         "OMP_NUM_THREADS": str(
             slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1

@@ -36,14 +36,14 @@ from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.outcome import (
     USELESS_TO_RETRY,
-    Home,
-    Outcome,
-    blame,
+    AttemptOutcome,
+    RunDirectory,
+    cause_order,
     ended_well,
     failed,
-    is_told_to_stop,
-    judged,
-    keep_words,
+    is_stop_requested,
+    keep_last_lines,
+    limit_retries,
     record_end,
     say,
 )
@@ -76,13 +76,15 @@ WATCHED = (
 LOOK_EVERY_S, END_WAIT_S = 1.0, 15.0
 REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
-
-
 WHY_TERMINATED = {
-    "CANCELLED": Outcome(128 + signal.SIGTERM, "cancelled (scancel)"),
-    "TIMEOUT": Outcome(124, "the time limit was reached before it could save", fate="requeue"),
-    "PENDING": Outcome(128 + signal.SIGTERM, "requeued by Slurm or by its user", fate="taken"),
-    "NODE_FAIL": Outcome(1, "a node failed", fate="taken"),
+    "CANCELLED": AttemptOutcome(128 + signal.SIGTERM, "cancelled (scancel)"),
+    "TIMEOUT": AttemptOutcome(
+        124, "the time limit was reached before it could save", fate="requeue"
+    ),
+    "PENDING": AttemptOutcome(
+        128 + signal.SIGTERM, "requeued by Slurm or by its user", fate="taken"
+    ),
+    "NODE_FAIL": AttemptOutcome(1, "a node failed", fate="taken"),
 }
 """By Slurm's word for the state of a job that it ends."""
 
@@ -92,7 +94,7 @@ class Supervisor:
 
     def __init__(self, run_dir: Path, command: list[str], job: SchedulerJob) -> None:
         self.run_dir, self.command, self.job = run_dir, command, job
-        self.home, self.spec = Home(run_dir), JobSpec.read(run_dir / "job.json")
+        self.home, self.spec = RunDirectory(run_dir), JobSpec.read(run_dir / "job.json")
         self.attempt = 0
         self.stop_reason: str | None = None
         self.next_state = JobState.REQUEUED
@@ -110,7 +112,7 @@ class Supervisor:
             say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
             try:
                 outcome = self._check_nodes() if starts == 0 else None
-                outcome = self._judge(self._without_lost(outcome or self._attempt(starts)))
+                outcome = self._limit_retries(self._without_lost(outcome or self._attempt(starts)))
                 say(f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}")
                 if outcome.fate != "restart":
                     return self._finish(outcome)
@@ -120,10 +122,10 @@ class Supervisor:
                 say(str(error))
                 return 1
             except (OSError, JobError) as error:  # a full disk, or no word from Slurm
-                return self._finish(Outcome(1, str(error)))
+                return self._finish(AttemptOutcome(1, str(error)))
             starts += 1
 
-    def _check_nodes(self) -> Outcome | None:
+    def _check_nodes(self) -> AttemptOutcome | None:
         """Returns how it ends when the nodes do not see the same run directory, or do not
         answer, before any start.
         """
@@ -131,10 +133,10 @@ class Supervisor:
         try:
             problem = check_nodes(self.spec, num_nodes)
         except JobError as error:  # a node on its way out, or back: the queue may have better ones
-            return Outcome(1, str(error), fate="requeue")
-        return Outcome(USELESS_TO_RETRY, problem) if problem else None
+            return AttemptOutcome(1, str(error), fate="requeue")
+        return AttemptOutcome(USELESS_TO_RETRY, problem) if problem else None
 
-    def _attempt(self, starts: int) -> Outcome:
+    def _attempt(self, starts: int) -> AttemptOutcome:
         """Runs all ranks to their end and returns it; none that can be reached is left."""
         port = int(os.environ.get("MASTER_PORT", "29500")) + starts
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
@@ -158,7 +160,7 @@ class Supervisor:
         finally:
             self._end(step)
 
-    def _watch(self, step: subprocess.Popen) -> Outcome:
+    def _watch(self, step: subprocess.Popen) -> AttemptOutcome:
         failed_at = None
         while True:
             received = signal.sigtimedwait(WATCHED, LOOK_EVERY_S)
@@ -171,44 +173,42 @@ class Supervisor:
             if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._ask_to_stop("the time limit is near")
             if lost := self.home.why_lost():
-                return Outcome(1, lost)
+                return AttemptOutcome(1, lost)
             if failed_at is None and self._failures():
                 failed_at = time.monotonic()
             if failed_at and time.monotonic() - failed_at > END_WAIT_S:
                 return self._after(1)  # srun waits for a node that does not answer its order to end
 
-    def _after(self, code: int) -> Outcome:
+    def _after(self, code: int) -> AttemptOutcome:
         """Returns what follows when srun has ended, or when it should have."""
         if failures := self._failures():
-            first = min(failures, key=lambda failure: (blame(failure.code), failure.time))
+            first = min(failures, key=lambda failure: (cause_order(failure.code), failure.time))
             return self._failure(first)
         if code:
             reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
-            return self._why_terminated() or Outcome(code % 256, reason, fate="restart")
-        return self._stopped() or Outcome(0, ended_well(self.spec.num_processes))
+            return self._why_terminated() or AttemptOutcome(code % 256, reason, fate="restart")
+        return self._stopped() or AttemptOutcome(0, ended_well(self.spec.num_processes))
 
-    def _failure(self, failure: Failure) -> Outcome:
+    def _failure(self, failure: Failure) -> AttemptOutcome:
         # Under torchrun a task is the agent of all ranks of a node.
-        num_ranks, per_node = (
-            self.spec.num_processes,
-            self.spec.num_processes // self.spec.num_nodes,
-        )
+        num_ranks = self.spec.num_processes
+        per_node = num_ranks // self.spec.num_nodes
         ranks_per_task = max(1, num_ranks // int(os.environ.get("SLURM_NTASKS", num_ranks)))
         rank = failure.rank * ranks_per_task
-        keep_words(self.run_dir, self.attempt, rank, failure.rank, per_node)
+        keep_last_lines(self.run_dir, self.attempt, rank, failure.rank, per_node)
         who = f"rank {rank}" if ranks_per_task == 1 else "a rank"
         return failed(self.run_dir, rank, failure.code, f"{who} on {failure.node}")
 
-    def _stopped(self) -> Outcome | None:
+    def _stopped(self) -> AttemptOutcome | None:
         """Returns what follows when the trainer has saved and stopped because it was asked to."""
         state = read_state(self.run_dir)
         if state is None or state.state is not JobState.STOPPING:
             return None
-        if self.stop_reason is None or is_told_to_stop(self.run_dir):
-            return Outcome(0, f"stopped on request at step {state.step}")
-        return Outcome(0, f"{self.stop_reason}; saved at step {state.step}", fate="requeue")
+        if self.stop_reason is None or is_stop_requested(self.run_dir):
+            return AttemptOutcome(0, f"stopped on request at step {state.step}")
+        return AttemptOutcome(0, f"{self.stop_reason}; saved at step {state.step}", fate="requeue")
 
-    def _without_lost(self, outcome: Outcome) -> Outcome:
+    def _without_lost(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Returns a start elsewhere instead of one in this allocation, some of whose nodes no
         longer answer.
         """
@@ -229,7 +229,7 @@ class Supervisor:
             time.sleep(CUT_OFF_WAIT_S)
         return outcome
 
-    def _told_to_end(self) -> Outcome | None:
+    def _told_to_end(self) -> AttemptOutcome | None:
         """Returns what a SIGTERM means: Slurm kills this process in a moment, or gives the ranks
         time to save.
         """
@@ -239,7 +239,7 @@ class Supervisor:
             self._ask_to_stop("the scheduler sent SIGTERM")
         return outcome
 
-    def _why_terminated(self) -> Outcome | None:
+    def _why_terminated(self) -> AttemptOutcome | None:
         """Asks Slurm why it signals this job.
 
         Returns how it ends, or None when it may still save and stop.
@@ -253,7 +253,7 @@ class Supervisor:
         return WHY_TERMINATED.get(native)
 
     def _ask_to_stop(self, reason: str, next_state: JobState = JobState.REQUEUED) -> None:
-        if self.stop_reason is None and not is_told_to_stop(self.run_dir):
+        if self.stop_reason is None and not is_stop_requested(self.run_dir):
             self.stop_reason, self.next_state = reason, next_state
             say(f"{reason}: asking the ranks to save and stop")
             with unless_full():  # it could not save either
@@ -261,21 +261,21 @@ class Supervisor:
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
-    def _judge(self, outcome: Outcome) -> Outcome:
+    def _limit_retries(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Returns an end instead of a start that would lead nowhere, and a requeue that has been
         asked for.
         """
         starts = outcome.fate in ("restart", "requeue") and not self.home.why_lost()
-        if starts and (self.stop_reason is None or is_told_to_stop(self.run_dir)):
+        if starts and (self.stop_reason is None or is_stop_requested(self.run_dir)):
             # All is saved: a rank or a node that was lost after that changes nothing.
             outcome = self._stopped() or outcome
-        outcome = judged(outcome, self.home, self.attempt, self.spec.max_restarts)
+        outcome = limit_retries(outcome, self.home, self.spec.max_restarts)
         if outcome.fate == "restart" and self.stop_reason is not None:
             # Time is short: start again with a fresh limit.
             return dataclasses.replace(outcome, fate="requeue")
         return outcome
 
-    def _finish(self, outcome: Outcome) -> int:
+    def _finish(self, outcome: AttemptOutcome) -> int:
         if outcome.fate == "end":
             record_end(self.home, self.attempt, outcome)
             return outcome.rc
@@ -285,7 +285,7 @@ class Supervisor:
             return outcome.rc
         return self._requeue(outcome) if outcome.fate == "requeue" else outcome.rc
 
-    def _requeue(self, outcome: Outcome) -> int:
+    def _requeue(self, outcome: AttemptOutcome) -> int:
         deadline = time.monotonic() + REQUEUE_PATIENCE_S
         while True:
             try:
@@ -295,7 +295,7 @@ class Supervisor:
                 say(f"not requeued: {error}")
                 if time.monotonic() > deadline:
                     tried = f"and it could not be requeued: {error}. `kit resume` starts it again"
-                    end = Outcome(outcome.rc or 1, f"{outcome.reason}; {tried}")
+                    end = AttemptOutcome(outcome.rc or 1, f"{outcome.reason}; {tried}")
                     record_end(self.home, self.attempt, end)
                     return end.rc
             time.sleep(3)
@@ -320,13 +320,11 @@ class Supervisor:
     def _end(self, step: subprocess.Popen) -> None:
         """Ends srun and with it all ranks that can be reached."""
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-            if step.poll() is not None:
-                break
-            step.send_signal(number)
-            # For a node that does not answer it would wait for ever.
-            deadline = time.monotonic() + 3.0
-            while step.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
+            if step.poll() is None:
+                step.send_signal(number)
+                # For a node that does not answer it would wait for ever.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    step.wait(3.0)
         step.wait()
         kill_descendants()
 

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster import local
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
 from cluster.state import last_attempt, read_state, refuse_other_owner
+from cluster.submission import submit
 from kit.errors import RunError
 from kit.measure.device import torch_device
 from kit.measure.gemm import is_settled, measure_peak, measured_site
@@ -156,9 +156,16 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
         out = Path(folder) / "measured.json"
         argv = (sys.executable, "-m", module, "--out", str(out))
         asked = JobSpec(
-            name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True
+            name=module,
+            run_dir=f"{folder}/job",
+            argv=argv,
+            num_processes=num_processes,
+            forks=True,
+            time_limit_s=limit_s,
+            grace_s=1.0,
+            max_restarts=0,
         )
-        job = local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
+        job = submit(asked, Site.load("laptop"))
         status = job.wait()
         if status.state != "done":
             raise RuntimeError(f"{module}: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")

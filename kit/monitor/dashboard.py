@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cluster.job import read_status
-from cluster.login.mirror import unheard, wanted
+from cluster.login.mirror import fetch_log, unheard
 from cluster.state import read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
@@ -194,7 +194,7 @@ class Dashboard:
     def log(self) -> str:
         """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
         per_node = self.run.site.devices_per_node
-        file = wanted(self.run.directory, self.status.attempt, self.log_rank, per_node)
+        file = fetch_log(self.run.directory, self.status.attempt, self.log_rank, per_node)
         text = log_lines(file, self.log_search)
         report = read_exit(self.run.directory) if self.status.exit_code else None
         return report.log_tail if report and not text and not self.log_search else text

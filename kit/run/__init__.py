@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cluster.job import Job
-from cluster.login.mirror import look, mirror_of
+from cluster.login.mirror import mirror_of, refresh
 from cluster.record import ConfigError, Record, html_table
 from cluster.site import Site
 from kit.errors import RunError, kit_command
@@ -111,7 +111,7 @@ class Run:
         """
         directory = Path(directory).expanduser().resolve()
         if mirror_of(directory):
-            look(directory)
+            refresh(directory)
         if not (directory / "spec.json").exists():
             raise RunError(
                 f"{directory} is not a run directory (no spec.json). Make one with `kit launch`."

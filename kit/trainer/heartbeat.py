@@ -25,7 +25,7 @@ from cluster.heartbeats import (
     tell,
     write_all_heartbeats,
 )
-from cluster.outcome import Home
+from cluster.outcome import RunDirectory
 from cluster.state import JobState, read_state, record_event, update_state
 from kit.run.alerts import Alert, AlertLog
 from kit.trainer.callback import Callback, Step
@@ -77,7 +77,7 @@ class Heartbeat(Callback):
     """
 
     def __init__(
-        self, home: Home, attempt: int, group: dist.ProcessGroup, notices: Notices
+        self, home: RunDirectory, attempt: int, group: dist.ProcessGroup, notices: Notices
     ) -> None:
         self.home, self.directory, self.notices = home, home.run_dir, notices
         self.group, self.num_ranks = group, dist.get_world_size()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.files import unless_full
-from cluster.outcome import Home
+from cluster.outcome import RunDirectory
 from cluster.record import counted
 from cluster.state import take_request
 from kit.data import shares
@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, run: Run, *, attempt: int, device: torch.device) -> None:
         self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
         self.rank, self.device = dist.get_rank(), device
-        self.control, self.home = control_group(), Home(run.directory)
+        self.control, self.home = control_group(), RunDirectory(run.directory)
         self.launched: deque[Step] = deque()  # of which the device may still be at the last
         self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
         self.finished_at, self.ask_at = 0.0, 0

@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item, call):
     """What Slurm's controller said last is part of a failure."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
-    if report.failed and cluster and (log := cluster.layout.path("log", "slurmctld.log")).exists():
+    if report.failed and cluster and (log := cluster.path("log", "slurmctld.log")).exists():
         report.sections.append(("slurmctld.log", log.read_text(errors="replace")[-8000:]))
     return report
 
@@ -94,7 +94,7 @@ def reset(cluster: Sandbox) -> None:
                 recover(cluster, node)
         if time.monotonic() > deadline:
             raise JobError(
-                f"the nodes of {cluster.layout.root} do not become idle: {cluster.node_states()}"
+                f"the nodes of {cluster.root} do not become idle: {cluster.node_states()}"
             )
         time.sleep(0.5)
 

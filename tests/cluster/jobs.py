@@ -6,8 +6,10 @@ from pathlib import Path
 from cluster.job import Job, JobSpec
 from cluster.process import Process
 from cluster.sandbox import Sandbox
+from cluster.site import Site
 from cluster.state import SchedulerJob, read_state
 
+LAPTOP = Site.load("laptop")
 STANDIN = str(Path(__file__).parent / "standin.py")
 
 

@@ -15,7 +15,7 @@ from cluster import local
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.files import RESERVE, RESERVE_BYTES, append_lines, unless_full
 from cluster.job import read_status
-from cluster.outcome import Home, Outcome, record_end, write_end
+from cluster.outcome import AttemptOutcome, RunDirectory, record_end, write_end
 from cluster.process import Process
 from cluster.state import (
     JobState,
@@ -30,7 +30,8 @@ from cluster.state import (
     take_request,
     update_state,
 )
-from tests.cluster.jobs import job_spec
+from cluster.submission import submit
+from tests.cluster.jobs import LAPTOP, job_spec
 from tests.disks import fill
 
 ROOT = Path(local.__file__).parents[2]
@@ -59,7 +60,9 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 def test_end_of_an_attempt_is_recorded(run_dir, word):
     log_path(run_dir, 1, 0).write_bytes(20_000 * word)
     fill(filler(run_dir))
-    record_end(Home(run_dir), 1, Outcome(78, "rank 0 ended with code 78", failing_rank=0))
+    record_end(
+        RunDirectory(run_dir), 1, AttemptOutcome(78, "rank 0 ended with code 78", failing_rank=0)
+    )
     report, state = read_exit(run_dir), read_state(run_dir)
     assert report is not None and report.reason.startswith("rank 0 ended with code 78")
     assert report.reason.endswith("; No space left on device") and len(report.log_tail) > 16_000
@@ -83,9 +86,9 @@ def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkey
     monkeypatch.setattr(Path, "replace", replace)
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        write_end(tmp_path, attempt=1, rc=1, reason="because")
+        write_end(tmp_path, 1, AttemptOutcome(1, "because"))
     code = errno.EDQUOT
-    write_end(tmp_path, attempt=1, rc=1, reason="because")
+    write_end(tmp_path, 1, AttemptOutcome(1, "because"))
     report = read_exit(tmp_path)
     assert report is not None and report.reason == f"because; {os.strerror(code)}"
 
@@ -131,7 +134,7 @@ def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
     )
     code += f"fill(Path({str(filler(run_dir))!r})); os.kill(os.getpid(), 9)"
     job = job_spec(run_dir, sys.executable, "-S", "-c", code, num_processes=1)
-    status = local.submit(job).wait(60)
+    status = submit(job, LAPTOP).wait(60)
     assert status.state is JobState.FAILED and status.attempt == 1
     assert status.reason.startswith(
         "rank 0 was killed by SIGKILL (often: out of memory); not started again: "
@@ -159,7 +162,7 @@ def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir):
         fill(filler(run_dir), 4096)
         assert read_status(run_dir).reason.endswith("; the disk is full: 4,096 bytes free")
         filler(run_dir).unlink()
-    write_end(run_dir, attempt=1, rc=0, reason="done")
+    write_end(run_dir, 1, AttemptOutcome(0, "done"))
     fill(filler(run_dir))
     assert read_status(run_dir).reason == "done"
 

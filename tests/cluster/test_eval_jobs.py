@@ -29,10 +29,9 @@ def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, reci
     jobs = run.directory / "eval" / "jobs"
     numbers = {folder.name: slurm_number(folder) for folder in jobs.iterdir()}
     found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=release(sandbox)))
-    assert sorted((one.step, one.scored) for one in found) == [
-        (20, True),
-        (40, True),
-    ], "in whatever order they end"
+    assert sorted((one.step, one.scored) for one in found) == [(20, True), (40, True)], (
+        "in whatever order they end"
+    )
     assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers, (
         "started again, it took them up"
     )

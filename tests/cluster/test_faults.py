@@ -24,6 +24,7 @@ import kit
 from cluster import slurm
 from cluster.job import Job
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
+from cluster.submission import submit
 from kit import launcher
 from kit.convert import load_model
 from kit.monitor.goodput import ledger
@@ -54,7 +55,7 @@ def results():
 @pytest.fixture
 def nodes(sandbox):
     """The sandbox, if its nodes can be cut off."""
-    if not sandbox.layout.isolated:
+    if not sandbox.isolated:
         pytest.skip("nodes that can be cut off need network namespaces: run as root")
     return sandbox
 
@@ -99,7 +100,7 @@ def measured(name: str, seconds: float, *, at_most: float | None = None, note: s
 
 
 def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "killed", 150, 0.2), site)
+    job = submit(standin(tmp_path / "killed", 150, 0.2), site)
     at_step(job, 20)
     start = time.time()
     os.kill(rank_process(job, 2), signal.SIGKILL)
@@ -119,7 +120,7 @@ def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
     code = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
     spec = job_spec(tmp_path / "crash", sys.executable, "-c", code, num_processes=1)
     start = time.time()
-    status = slurm.submit(spec, site).wait(120)
+    status = submit(spec, site).wait(120)
     measured(
         "rank that always crashes: given up", time.time() - start, at_most=60, note=status.reason
     )
@@ -130,7 +131,7 @@ def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
 @contextlib.contextmanager
 def frozen(nodes, node):
     """Stops all processes of a node, and has those that are left go on."""
-    words = ["ip", "netns", "pids", nodes.layout.namespace(node)]
+    words = ["ip", "netns", "pids", f"{nodes.tag}-{node}"]
     found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     for pid in found:
         os.kill(int(pid), signal.SIGSTOP)
@@ -163,7 +164,7 @@ def hanging_job(request, site, tmp_path, is_full):
     def start(limit_s, num_nodes):
         if not is_full:
             spec = standin(tmp_path / "run", 100_000, 0.2, limit_s, num_processes=num_nodes)
-            return slurm.submit(spec, site)
+            return submit(spec, site)
         spec, recipe = request.getfixturevalue("spec"), request.getfixturevalue("recipe")
         recipe = recipe.replace(num_steps=10**6, checkpoint_every=100, hung_after_s=limit_s)
         plan = Plan(data_parallel=num_nodes, micro_batch_size=1, global_batch_size=num_nodes)
@@ -274,7 +275,7 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
 @pytest.fixture
 def impatient(nodes):
     """A function: after how long Slurm takes a node for down, as an administrator may have it."""
-    file = nodes.layout.path("etc", "slurm.conf")
+    file = nodes.path("etc", "slurm.conf")
     text = file.read_text()
 
     def after(seconds):
@@ -361,7 +362,7 @@ def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
     # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when
     # no shell is there.
     soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=10))
-    job = slurm.submit(standin(tmp_path / "limit", 350, 0.2, time_limit_s=60), soon)
+    job = submit(standin(tmp_path / "limit", 350, 0.2, time_limit_s=60), soon)
     start = time.time()
     stopped = event(job, "requeued", start, 90)
     assert "time limit is near" in stopped.reason
@@ -376,7 +377,7 @@ def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
 
 
 def test_scancel(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "cancelled", 300), site)
+    job = submit(standin(tmp_path / "cancelled", 300), site)
     at_step(job, 10)
     start = time.time()
     job.cancel()
@@ -392,7 +393,7 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
         slurm=site.slurm.replace(sbatch_options=(f"--dependency=afterok:{failed}",))
     )
     start = time.time()
-    job = slurm.submit(standin(tmp_path / "hopeless"), after)
+    job = submit(standin(tmp_path / "hopeless"), after)
     reason = eventually(
         lambda: (found := job.status().reason).count("will not start") and found, 20
     )
@@ -408,7 +409,7 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
 
 
 def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "beheaded", 300), site)
+    job = submit(standin(tmp_path / "beheaded", 300), site)
     at_step(job, 10)
     start = time.time()
     (supervisor,) = supervisors(job)
@@ -425,11 +426,11 @@ def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
 
 
 def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
-    job = slurm.submit(standin(tmp_path / "restart", 100, 0.2), site)
+    job = submit(standin(tmp_path / "restart", 100, 0.2), site)
     at_step(job, 10)
-    off = sandbox.layout.path("run", "controller.off")
+    off = sandbox.path("run", "controller.off")
     off.touch()
-    os.kill(int(sandbox.layout.path("run", "slurmctld.pid").read_text()), signal.SIGTERM)
+    os.kill(int(sandbox.path("run", "slurmctld.pid").read_text()), signal.SIGTERM)
     threading.Timer(10, off.unlink).start()
     start = time.time()
     worst = 0.0
@@ -450,9 +451,9 @@ def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
 def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, tmp_path):
     run_dir = tmp_path / "local"
     run_dir.mkdir()
-    (run_dir / "checkpoints").symlink_to(nodes.layout.path("scratch"))
+    (run_dir / "checkpoints").symlink_to(nodes.path("scratch"))
     start = time.time()
-    status = slurm.submit(standin(run_dir), site).wait(60)
+    status = submit(standin(run_dir), site).wait(60)
     measured(
         "node-local checkpoint directory: refused",
         time.time() - start,
@@ -466,7 +467,7 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
 def test_launches_leave_nothing_behind(request, sandbox, site, tmp_path):
     start, count = time.time(), 20 if request.config.getoption("--real-limits") else 5
     for number in range(count):
-        job = slurm.submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
+        job = submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
         assert job.wait(60).state is JobState.DONE
     measured(f"{count} launches of 4 ranks on 4 nodes", time.time() - start, note="no process left")
     assert eventually(lambda: not processes(str(tmp_path)), 10)
@@ -539,7 +540,7 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(
         tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site
     )
     run.checkpoints.directory.symlink_to(folder)
-    slurm.submit(launcher.job_spec(run), site)
+    submit(launcher.job_spec(run), site)
     try:
         assert eventually(lambda: run.checkpoints.steps(), 120), run.job.logs()
         start = time.time()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local
 from cluster.process import child_pids
 from cluster.state import JobState
-from tests.cluster.jobs import job_spec, supervisor
+from cluster.submission import submit
+from tests.cluster.jobs import LAPTOP, job_spec, supervisor
 from tests.cluster.waiting import eventually
 
 HEAVY = """
@@ -59,7 +59,7 @@ def job(folder, code, forks, run="run", **changes):
 def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_again(modules):
     told = {}
     for forks in (False, True):
-        handle = local.submit(job(modules, "pass", forks, str(forks)))
+        handle = submit(job(modules, "pass", forks, str(forks)), LAPTOP)
         assert handle.wait(20).state is JobState.DONE, handle.logs()
         told[forks] = [handle.logs(rank) for rank in (0, 1)]
         assert len((modules / str(forks)).read_text().splitlines()) == (1 if forks else 2)
@@ -86,7 +86,7 @@ def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_aga
 )
 def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason):
     ends = [
-        local.submit(job(modules, code, forks, str(forks), max_restarts=0))
+        submit(job(modules, code, forks, str(forks), max_restarts=0), LAPTOP)
         for forks in (False, True)
     ]
     anew, forked = (handle.wait(20) for handle in ends)
@@ -101,7 +101,7 @@ def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason)
 
 def test_an_import_that_fails_is_told_by_the_rank_that_failed_first(modules):
     (modules / "heavy_of_test.py").write_text("import no_such_module_of_test")
-    handle = local.submit(job(modules, "pass", forks=True))
+    handle = submit(job(modules, "pass", forks=True), LAPTOP)
     status, words = handle.wait(20), "No module named 'no_such_module_of_test'"
     # The other may be ended before it says so.
     assert status.state is JobState.FAILED and words in status.reason
@@ -120,7 +120,7 @@ def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
         f"{steps}update_state(pathlib.Path({str(run)!r}), attempt=int(os.environ['KIT_ATTEMPT']),"
         " step=1)\n"
     )
-    handle = local.submit(job(modules, f"{said}{crash}", forks=True))
+    handle = submit(job(modules, f"{said}{crash}", forks=True), LAPTOP)
     done = handle.wait(20)
     assert (done.state, done.attempt) == (JobState.DONE, 2), done
     assert len((modules / "run").read_text().splitlines()) == 1
@@ -128,7 +128,7 @@ def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
 
 
 def test_forked_ranks_die_with_their_supervisor(modules):
-    handle = local.submit(job(modules, "import time; time.sleep(60)", forks=True))
+    handle = submit(job(modules, "import time; time.sleep(60)", forks=True), LAPTOP)
     assert eventually(lambda: handle.logs(1))
     ranks = child_pids(supervisor(handle).pid)
     assert {Path(f"/proc/{rank}/comm").read_text().strip() for rank in ranks} == {

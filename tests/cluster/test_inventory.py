@@ -84,20 +84,35 @@ def write(tmp_path, partition=None, lines=LINES, **more):
     return Site.load(str(file)), file.read_text()
 
 
-def test_nodes_with_gpus_come_first_and_what_slurm_does_not_know_is_left_open(tmp_path):
+@pytest.mark.parametrize(
+    ("partition", "devices", "gpus", "max_nodes", "max_s"),
+    [
+        (None, 4, "a100:4", 64, 48 * 3600),  # nodes with GPUs come first
+        ("debug", 4, "4", 1, 1800),
+        ("cpu", 128, None, None, None),
+    ],
+)
+def test_nodes_of_a_partition(tmp_path, partition, devices, gpus, max_nodes, max_s):
+    site, _ = write(tmp_path, partition)
+    slurm = site.slurm
+    found = (site.devices_per_node, slurm.gpus_per_node, slurm.max_nodes, slurm.max_seconds(1))
+    assert found == (devices, gpus, max_nodes, max_s)
+    assert site.device.is_gpu == (gpus is not None)
+
+
+def test_what_slurm_does_not_know_is_left_open(tmp_path):
     site, text = write(tmp_path)
-    assert (site.name, site.devices_per_node, site.slurm.partition) == ("big-gpu", 4, "gpu")
-    assert (
-        site.device.name == "GPU a100" and site.device.is_gpu and not site.device.peak_flops_per_s
-    )
+    assert (site.name, site.slurm.partition, site.slurm.cpus_per_task) == ("big-gpu", "gpu", 32)
+    assert site.device.name == "GPU a100" and not site.device.peak_flops_per_s
     assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text, (
         "40 or 80 GB: GRES does not say"
     )
-    assert (site.slurm.gpus_per_node, site.slurm.cpus_per_task) == ("a100:4", 32)
     assert site.slurm.account == "EDIT" and site.slurm.sbatch_options == ("--mem=0",)
-    assert site.slurm.max_nodes == 64 and site.slurm.max_seconds(64) == 48 * 3600
     with pytest.raises(ConfigError, match="slurm.account"):
         check_submittable(site)
+    site, text = write(tmp_path, login="frontier", account="abc123")
+    assert site.slurm.account == "abc123" and 'account = "EDIT"' not in text
+    assert site.login == "frontier" and site.there.sync and "/EDIT/bin/python" in text
 
 
 def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
@@ -153,24 +168,7 @@ def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
     assert site.device.memory_bytes.value == pytest.approx(84929347584, rel=1e-5)
 
 
-def test_other_partitions(tmp_path):
-    site, _ = write(tmp_path, "debug")
-    assert site.devices_per_node == 4 and site.device.is_gpu and site.slurm.gpus_per_node == "4"
-    assert site.slurm.max_seconds(1) == 1800 and site.slurm.max_nodes == 1
-    site, _ = write(tmp_path, "cpu")
-    assert (
-        site.devices_per_node == 128
-        and not site.device.is_gpu
-        and site.slurm.max_seconds(9) is None
-    )
-    site, text = write(tmp_path, login="frontier", account="abc123")
-    assert site.slurm.account == "abc123" and 'account = "EDIT"' not in text
-    assert (
-        site.login == "frontier"
-        and site.there is not None
-        and site.there.sync
-        and "/EDIT/bin/python" in text
-    )
+def test_what_is_no_partition_and_no_answer_of_slurm_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--partition: 'gpuu' is unknown. Did you mean 'gpu'"):
         write(tmp_path, "gpuu")
     with pytest.raises(JobError, match="is not of the form"):

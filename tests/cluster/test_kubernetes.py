@@ -7,7 +7,6 @@ the tests.
 """
 
 import json
-import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,8 +17,8 @@ import pytest
 from cluster import kubernetes
 from cluster.poll import POLLER
 from cluster.record import ConfigError
-from cluster.render import render
 from cluster.state import JobError, JobState
+from cluster.submission import submit
 from tests.cluster.eks import eks, training_job
 from tests.cluster.jobs import scheduler_job
 
@@ -155,11 +154,11 @@ def api(tmp_path, monkeypatch):
 
 def look(job):
     ours = scheduler_job(job)
-    return kubernetes.look([ours])[ours.id]
+    return kubernetes.query([ours])[ours.id]
 
 
 def test_submit_look_and_cancel(api, tmp_path):
-    job = kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+    job = submit(training_job(tmp_path), eks(tmp_path))
     sent = json.loads((job.run_dir / "submit.json").read_text())["items"]
     name = sent[0]["metadata"]["name"]
     assert scheduler_job(job).id == f"job/{name}" and scheduler_job(job).config == "fake/default"
@@ -168,7 +167,7 @@ def test_submit_look_and_cancel(api, tmp_path):
     assert script["data"] == sent[2]["data"] == {"run.sh": (job.run_dir / "run.sh").read_text()}
     assert job.status().state is JobState.QUEUED
     with pytest.raises(JobError, match="in use"):
-        kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+        submit(training_job(tmp_path), eks(tmp_path))
     job.cancel()
     assert not api.objects
     assert ("Background", f"/apis/batch/v1/namespaces/default/jobs/{name}") in api.requests
@@ -183,7 +182,7 @@ def condition(kind, status="True", **more):
 
 
 def test_states_in_our_words(api, tmp_path):
-    job = kubernetes.submit(training_job(tmp_path), eks(tmp_path, queue="trn1"))
+    job = submit(training_job(tmp_path), eks(tmp_path, queue="trn1"))
     (made,) = api.of_kind("jobs")
 
     def having(**status):
@@ -217,7 +216,7 @@ def test_states_in_our_words(api, tmp_path):
 
 
 def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
-    job = kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+    job = submit(training_job(tmp_path), eks(tmp_path))
     (made,) = api.of_kind("jobs")
     made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded")]
     assert job.status().state is JobState.FAILED and "kit resume" in job.status().reason
@@ -239,7 +238,7 @@ def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
 
 
 def test_job_set_goes_through_its_own_path(api, tmp_path):
-    job = kubernetes.submit(training_job(tmp_path), eks(tmp_path, kind="JobSet"))
+    job = submit(training_job(tmp_path), eks(tmp_path, kind="JobSet"))
     (made,) = api.of_kind("jobsets")
     assert ("POST", "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets") in api.requests
     assert not api.of_kind("services"), "the operator makes the Service of a JobSet"
@@ -257,15 +256,15 @@ def test_job_set_goes_through_its_own_path(api, tmp_path):
 def test_refusal_is_told_in_the_words_of_the_cluster(api, tmp_path):
     api.refusal = ("services", 403, "services is forbidden: User me cannot create")
     with pytest.raises(JobError, match=r"kubectl create: .*services is forbidden"):
-        kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+        submit(training_job(tmp_path), eks(tmp_path))
     assert not api.objects, "half a job was left behind"
     assert not (tmp_path / "runs").exists(), "nor anything of the run"
     api.refusal = None
-    kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+    submit(training_job(tmp_path), eks(tmp_path))
 
 
 def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch):
-    job = kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+    job = submit(training_job(tmp_path), eks(tmp_path))
     api.shutdown()
     api.server_close()
     with pytest.raises(JobError, match="kubectl get: .*refused"):
@@ -281,13 +280,3 @@ def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(JobError, match="kubectl is not installed here"):
         look(job)
-
-
-def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):
-    site = eks(tmp_path, image="EDIT", claim="EDIT")
-    with pytest.raises(ConfigError, match=r"site\.kubernetes\.image, site\.kubernetes\.claim"):
-        kubernetes.submit(training_job(tmp_path), site)
-    assert not list(tmp_path.iterdir())
-    assert re.search(r'"image": "EDIT"', render(training_job(tmp_path), site)), (
-        "but it can be looked at"
-    )

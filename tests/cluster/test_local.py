@@ -19,7 +19,8 @@ from cluster import local
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
-from tests.cluster.jobs import job_spec, supervisor
+from cluster.submission import submit
+from tests.cluster.jobs import LAPTOP, job_spec, supervisor
 from tests.cluster.waiting import eventually, processes
 
 ROOT = Path(local.__file__).parents[2]
@@ -69,10 +70,11 @@ def test_success_and_what_a_rank_finds(tmp_path, monkeypatch):
     )
     code += "store = os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']\n"
     code += "print('err', os.getcwd(), sys.stdin.read() == '', store, file=sys.stderr)"
-    job = local.submit(
+    job = submit(
         spec(
             tmp_path / "run", code, 3, environment={"WINS": "yes"}, working_directory=str(tmp_path)
-        )
+        ),
+        LAPTOP,
     )
     status = job.wait(20)
     assert (status.state, status.exit_code, status.attempt) == (JobState.DONE, 0, 1)
@@ -95,7 +97,7 @@ def test_first_failing_rank_ends_the_others_and_is_named(tmp_path):
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise"
         f" ValueError({words})\n{SLEEP}"
     )
-    job = local.submit(spec(tmp_path, code, 3))
+    job = submit(spec(tmp_path, code, 3), LAPTOP)
     start = time.monotonic()
     status = job.wait(20)
     assert time.monotonic() - start < 5
@@ -121,7 +123,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_st
         "import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
         f"subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}"
     )
-    job = local.submit(spec(tmp_path, code, 1, grace_s=0.5))
+    job = submit(spec(tmp_path, code, 1, grace_s=0.5), LAPTOP)
     assert printed(job) == "up"
     start = time.monotonic()
     job.cancel()
@@ -134,7 +136,7 @@ def test_rank_gets_the_grace_time_to_clean_up(tmp_path):
         "import signal, sys\nsignal.signal(15, lambda *_: (print('saved'),"
         f" sys.exit(0)))\nprint('up')\n{SLEEP}"
     )
-    job = local.submit(spec(tmp_path, code, 1))
+    job = submit(spec(tmp_path, code, 1), LAPTOP)
     assert printed(job) == "up"
     job.cancel()
     status = job.wait(20)
@@ -144,7 +146,7 @@ def test_rank_gets_the_grace_time_to_clean_up(tmp_path):
 
 
 def test_time_limit_ends_the_job(tmp_path):
-    status = local.submit(spec(tmp_path, SLEEP, time_limit_s=0.3)).wait(20)
+    status = submit(spec(tmp_path, SLEEP, time_limit_s=0.3), LAPTOP).wait(20)
     assert (
         status.state is JobState.FAILED and status.reason == "the time limit of 0.3 s was reached"
     )
@@ -157,7 +159,7 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
         f"import subprocess; subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True);"
         f" print(1)\n{SLEEP}"
     )
-    job = local.submit(spec(tmp_path, grandchild))
+    job = submit(spec(tmp_path, grandchild), LAPTOP)
     assert printed(job, 0) and printed(job, 1)
     assert len(processes("", mark)) == 6  # guard, supervisor, 2 ranks, 2 children
     os.kill(supervisor(job).pid, signal.SIGKILL)
@@ -168,13 +170,13 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
         and "left no exit.json" in status.reason
         and status.exit_code is None
     )
-    assert local.submit(spec(tmp_path, "pass")).wait(20).attempt == 2
+    assert submit(spec(tmp_path, "pass"), LAPTOP).wait(20).attempt == 2
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "renamed", "emptied"])
 def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mark):
     run_dir = tmp_path / "run"
-    local.submit(spec(run_dir, SLEEP))
+    submit(spec(run_dir, SLEEP), LAPTOP)
     assert len(processes("", mark)) == 4  # guard, supervisor, 2 ranks
     if fate == "renamed":
         run_dir.rename(tmp_path / "kept")
@@ -194,7 +196,7 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
 
 
 def test_job_does_not_need_its_guard(tmp_path, mark):
-    job = local.submit(spec(tmp_path, until(tmp_path / "go")))
+    job = submit(spec(tmp_path, until(tmp_path / "go")), LAPTOP)
     guard = [pid for pid in processes("", mark) if pid == os.getpgid(supervisor(job).pid)]
     os.kill(guard[0], signal.SIGKILL)
     assert eventually(lambda: guard[0] not in processes("", mark))
@@ -232,7 +234,7 @@ update_state(run_dir, attempt=attempt, state="running", step={{step}}, heartbeat
 )
 def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, step, end, attempts, reason):
     job = spec(tmp_path, STEPPING.format(step=step, end=end), 1)
-    handle = local.submit(job.replace(argv=[*job.argv, str(tmp_path)]))
+    handle = submit(job.replace(argv=[*job.argv, str(tmp_path)]), LAPTOP)
     status = handle.wait(60)
     assert status.attempt == attempts and reason in status.reason, (status, handle.logs())
     assert [event.attempt for event in handle.history if event.state is JobState.FAILED] in (
@@ -242,7 +244,7 @@ def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, step, end, attempts
 
 
 def test_reattach_from_a_new_interpreter(tmp_path):
-    job = local.submit(spec(tmp_path, "print('up')\n" + until(tmp_path / "go") + "print('end')"))
+    job = submit(spec(tmp_path, "print('up')\n" + until(tmp_path / "go") + "print('end')"), LAPTOP)
     code = (
         "import sys; from cluster.job import Job\njob = Job.attach(sys.argv[1]);"
         " print(job.status().state, flush=True)\nopen(job.run_dir / 'go',"
@@ -257,8 +259,9 @@ def test_reattach_from_a_new_interpreter(tmp_path):
 def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
     job = spec(tmp_path, until(tmp_path / "go") + "print('survived')")
     code = (
-        "import os, sys; from cluster import local; from cluster.job import"
-        " JobSpec\nlocal.submit(JobSpec.from_json(sys.argv[1]))\n"
+        "import os, sys; from cluster.job import JobSpec; from cluster.site import Site\n"
+        "from cluster.submission import submit\n"
+        "submit(JobSpec.from_json(sys.argv[1]), Site.load('laptop'))\n"
         "os.killpg(0, 9)"  # what the end of a kernel or a terminal does to its process group
     )
     run = subprocess.run(
@@ -271,26 +274,16 @@ def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
     assert handle.wait(20).state is JobState.DONE and handle.logs(1) == "survived\n"
 
 
-def test_live_directory_is_refused_and_left_alone(tmp_path):
-    job = local.submit(spec(tmp_path, SLEEP))
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
-    with pytest.raises(JobError, match="in use: attempt 1 is starting.*kit stop .* \\(--now"):
-        local.submit(spec(tmp_path, "pass", name="other"))
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
-    job.cancel()
-    job.wait(20)
-
-
 def test_of_two_simultaneous_submissions_one_wins(tmp_path):
     results = []
 
-    def submit(name):
+    def launch(name):
         try:
-            results.append(local.submit(spec(tmp_path, until(tmp_path / "go"), name=name)))
+            results.append(submit(spec(tmp_path, until(tmp_path / "go"), name=name), LAPTOP))
         except JobError as error:
             results.append(error)
 
-    threads = [threading.Thread(target=submit, args=(name,)) for name in ("a", "b", "c")]
+    threads = [threading.Thread(target=launch, args=(name,)) for name in ("a", "b", "c")]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -308,9 +301,9 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path):
         "import os; print('attempt', os.environ['KIT_ATTEMPT']); raise"
         " SystemExit(os.environ['KIT_ATTEMPT'] == '1')"
     )
-    assert local.submit(spec(tmp_path, code, 1)).wait(20).state is JobState.FAILED
+    assert submit(spec(tmp_path, code, 1), LAPTOP).wait(20).state is JobState.FAILED
     ask(tmp_path, "stop")  # too late for attempt 1, and none of attempt 2's business
-    job = local.submit(spec(tmp_path, code, 1))
+    job = submit(spec(tmp_path, code, 1), LAPTOP)
     assert (job.wait(20).state, job.status().attempt) == (JobState.DONE, 2)
     assert (
         job.logs() == job.logs(attempt=2) == "attempt 2\n" and job.logs(attempt=1) == "attempt 1\n"
@@ -337,7 +330,7 @@ for step in range(1, 1000):
         update_state(run_dir, attempt=attempt, state="stopping")
         break
 """  # noqa: E501
-    job = local.submit(spec(tmp_path, code, 1))
+    job = submit(spec(tmp_path, code, 1), LAPTOP)
     assert eventually(lambda: job.status().state is JobState.RUNNING)
     job.checkpoint()
     assert printed(job) == "checkpoint"
@@ -348,7 +341,7 @@ for step in range(1, 1000):
 
 
 def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
-    job = local.submit(spec(tmp_path, SLEEP, 1))
+    job = submit(spec(tmp_path, SLEEP, 1), LAPTOP)
     left_over = supervisor(job)
     # From a host that has given attempt 1 up.
     state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)
@@ -359,24 +352,19 @@ def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
     assert job.status().attempt == 2
 
 
-def test_follow_yields_lines_as_they_come_and_the_last_one_without_its_end(tmp_path):
+def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(tmp_path):
+    """The last line comes without its end."""
     code = (
         "import"
         f" sys\nprint('first')\n{until(tmp_path / 'go')}print('second')\nsys.stdout.write('rest')"
     )
-    job = local.submit(spec(tmp_path, code, 1))
+    job = submit(spec(tmp_path, code, 1), LAPTOP)
     lines = job.follow(poll_s=0.05)
-    assert next(lines) == "first" and not job.status().state.is_final
-    (tmp_path / "go").touch()
-    assert list(lines) == ["second", "rest"]
-
-
-def test_wait_gives_up_aloud_and_the_job_goes_on(tmp_path):
-    job = local.submit(spec(tmp_path, until(tmp_path / "go")))
+    assert next(lines) == "first"
     with pytest.raises(TimeoutError, match="still starting"):
         job.wait(0.05)
     (tmp_path / "go").touch()
-    assert job.wait(20).state is JobState.DONE
+    assert list(lines) == ["second", "rest"] and job.wait(20).state is JobState.DONE
 
 
 @pytest.mark.parametrize(
@@ -392,7 +380,7 @@ def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
     code += "print(found == 3 * [eval(sys.argv[2])])"
     given = {"environment": {"WORD": word}, "working_directory": str(directory)}
     argv = (*FAST, code, word, ascii(word))
-    handle = local.submit(job_spec(directory / "run", *argv, num_processes=1, **given))
+    handle = submit(job_spec(directory / "run", *argv, num_processes=1, **given), LAPTOP)
     assert handle.wait(20).state is JobState.DONE and handle.logs() == "True\n"
     script = directory / "run" / "submit.sh"
     # By hand: the next attempt.
@@ -401,7 +389,7 @@ def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
 
 
 def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path):
-    job = local.submit(spec(tmp_path, "print('up')"))
+    job = submit(spec(tmp_path, "print('up')"), LAPTOP)
     job.wait(20)
     job.spec.replace(argv=[*FAST, f"print('up')\n{SLEEP}"]).write(tmp_path / "job.json")
     with subprocess.Popen(
@@ -427,25 +415,14 @@ def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path):
 )
 def test_impossible_job_is_refused_before_anything_is_written(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
-        local.submit(spec(tmp_path / "run", "pass").replace(**change))
-    assert not (tmp_path / "run").exists()
-
-
-def test_start_that_fails_says_so_and_leaves_nothing(tmp_path):
-    program = tmp_path / "program"
-    program.write_text("#!/no/such/interpreter\n")
-    program.chmod(0o755)
-    with pytest.raises(
-        JobError, match="attempt 1 could not be started: rank 0 could not be started.*program"
-    ):
-        local.submit(spec(tmp_path / "run", "").replace(argv=[str(program)]))
+        submit(spec(tmp_path / "run", "pass").replace(**change), LAPTOP)
     assert not (tmp_path / "run").exists()
 
 
 def test_requeue_that_cannot_be_ends_nothing(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
-    job = local.submit(spec(tmp_path / "run", SLEEP, working_directory=str(work)))
+    job = submit(spec(tmp_path / "run", SLEEP, working_directory=str(work)), LAPTOP)
     work.rmdir()
     with pytest.raises(ConfigError, match="working_directory"):
         job.requeue()
@@ -457,7 +434,7 @@ def test_requeue_that_cannot_be_ends_nothing(tmp_path):
 def test_unusable_run_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(JobError, match="file"):
-        local.submit(spec(tmp_path / "file", "pass"))
+        submit(spec(tmp_path / "file", "pass"), LAPTOP)
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(JobError, match="no job here"):
         Job.attach(tmp_path)
@@ -473,7 +450,7 @@ def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(tmp_path):
         subprocess.run([sys.executable, "-c", "pass"], check=True)
     bare_s, descriptors = used_s() - start, len(os.listdir("/proc/self/fd"))
     for attempt in range(1, 11):
-        job = local.submit(spec(tmp_path, "pass"))
+        job = submit(spec(tmp_path, "pass"), LAPTOP)
         assert job.wait(20, poll_s=0.02).attempt == attempt
         assert job.status().state is JobState.DONE
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import slurm
 from cluster.sandbox import Sandbox, stop, why_not
 from cluster.site import Site
 from cluster.state import log_path
+from cluster.submission import submit
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
 from tests.cluster.conftest import be_client
@@ -86,7 +86,7 @@ def survives_a_frozen_node(job, node, rows) -> int:
 
 def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     rows: list[Row] = []
-    load, num_nodes = load_average(), len(many.layout.nodes)
+    load, num_nodes = load_average(), len(many.nodes)
     ranks = PER_NODE * num_nodes
     site = Site.load(many.site_file).replace(devices_per_node=PER_NODE)
     size = {"num_processes": ranks, "num_nodes": num_nodes}
@@ -96,7 +96,7 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
         spec = standin(tmp_path / "run", 100_000, 1, **size)
         spec = spec.replace(argv=("bash", "-c", LIGHT, "rank", *spec.argv))
     start = time.time()
-    job = slurm.submit(spec, site)
+    job = submit(spec, site)
     at_step(job, 3, 300)
     rows.append(
         row(f"{num_nodes} nodes x {PER_NODE} ranks: third step after", time.time() - start, "s")
@@ -123,7 +123,7 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
         )
     )
 
-    attempt = survives_a_frozen_node(job, many.layout.nodes[39], rows) if is_full else 1
+    attempt = survives_a_frozen_node(job, many.nodes[39], rows) if is_full else 1
     start = time.time()
     (victim,) = processes(STANDIN if is_full else "sleep\x001000", f"RANK={ranks - 1}")
     os.kill(victim, signal.SIGKILL)

@@ -91,9 +91,6 @@ def check_runs(name: str, steps: list[int], run_notebook, spec) -> None:
 @pytest.mark.timeout(1800)
 def test_scores_on_the_readers_cluster(patient, run_notebook, spec, monkeypatch) -> None:
     # They need the benchmarks and a pretrained model.
-    for variable in (
-        "XDG_CACHE_HOME",
-        "PIP_NO_INDEX",
-    ):
+    for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable)
     check_runs("05_evaluate", [96], run_notebook, spec)

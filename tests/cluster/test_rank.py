@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cluster.outcome import keep_words
+from cluster.outcome import keep_last_lines
 from cluster.process import Process
 from cluster.slurm.rank import Failure, failures_of
 from cluster.state import find_log, update_state
@@ -94,7 +94,7 @@ def test_words_of_a_rank_are_taken_out_of_the_log_of_its_node_alone(tmp_path):
     (folder / "node_1.log").write_bytes(
         b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n"
     )
-    keep_words(tmp_path, 1, 9, 9, 8)
-    keep_words(tmp_path, 2, 9, 9, 8)
+    keep_last_lines(tmp_path, 1, 9, 9, 8)
+    keep_last_lines(tmp_path, 2, 9, 9, 8)
     assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n"
     assert [file.name for file in (tmp_path / "logs").rglob("*rank*")] == ["rank_00009.log"]

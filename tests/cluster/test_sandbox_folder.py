@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster import sandbox
-from cluster.sandbox import Sandbox
+from cluster.sandbox import Sandbox, write_files
 from cluster.sandbox.__main__ import main
-from cluster.sandbox.layout import Layout, write_files
 from cluster.state import JobError
 
 
@@ -73,13 +72,13 @@ def test_a_folder_of_another_user_is_refused(common, monkeypatch, capsys):
 
 
 def test_the_key_is_a_file_of_its_own(tmp_path):
-    layout = Layout(root=str(tmp_path / "sandbox"), isolated=False)
-    key = layout.path("etc", "munge.key")
+    mine = Sandbox(root=str(tmp_path / "sandbox"), isolated=False)
+    key = mine.path("etc", "munge.key")
     key.parent.mkdir(parents=True)
     (tmp_path / "mine").write_bytes(b"mine")
     key.symlink_to(tmp_path / "mine")
     for _ in range(2):
-        write_files(layout)
+        write_files(mine)
         assert stat.S_IMODE(key.lstat().st_mode) == 0o600 and len(key.read_bytes()) == 128
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
@@ -88,8 +87,8 @@ def test_a_new_folder_is_its_users_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
     seen = []
 
-    def write(layout):
-        seen.append(stat.S_IMODE(os.stat(layout.root).st_mode))
+    def write(found):
+        seen.append(stat.S_IMODE(os.stat(found.root).st_mode))
         raise JobError("far enough")
 
     monkeypatch.setattr(sandbox, "write_files", write)

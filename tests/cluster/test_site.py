@@ -113,20 +113,19 @@ def test_unknown_site_says_what_there_is(name):
 
 
 def test_misspelt_name_key_and_dtype_get_a_suggestion(tmp_path):
-    with pytest.raises(ConfigError, match="Did you mean 'frontier'"):
-        Site.load("fronteir")
-    with pytest.raises(ConfigError, match="Did you mean 'devices_per_node'"):
-        Site.load(
-            write_site(
-                tmp_path, SMALL.replace("devices_per", "device_per").format(value="1e14", error=0)
-            )
-        )
+    def loaded(right, wrong):
+        text = SMALL.replace(right, wrong).format(value="1e14", error=0)
+        return Site.load(write_site(tmp_path, text))
+
+    for meant, load in {
+        "frontier": lambda: Site.load("fronteir"),
+        "devices_per_node": lambda: loaded("devices_per", "device_per"),
+        "bf16": lambda: loaded("bf16", "bf_16"),
+    }.items():
+        with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+            load()
     with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
         Site.load("frontier").peak_flops_per_s("bf61")
-    with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
-        Site.load(
-            write_site(tmp_path, SMALL.replace("bf16", "bf_16").format(value="1e14", error=0))
-        )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from cluster.attempts import take_over
-from cluster.outcome import Outcome
+from cluster.outcome import AttemptOutcome
 from cluster.slurm import supervisor as module
 from cluster.slurm.queries import native_state
 from cluster.slurm.rank import Failure, failures_of
@@ -37,14 +37,16 @@ def supervisor(tmp_path, monkeypatch):
     return supervisor
 
 
-KILLED = Outcome(137, "rank 3 on node2 was killed by SIGKILL", failing_rank=3, fate="restart")
-LOST = Outcome(
+KILLED = AttemptOutcome(
+    137, "rank 3 on node2 was killed by SIGKILL", failing_rank=3, fate="restart"
+)
+LOST = AttemptOutcome(
     1,
     "node2 no longer answers (rank 0 on node1 ended with code 1)",
     fate="requeue",
     lost_node="node2",
 )
-STOPPED = Outcome(0, "stopped on request at step 2")
+STOPPED = AttemptOutcome(0, "stopped on request at step 2")
 
 
 def happen(supervisor, *events):
@@ -79,7 +81,7 @@ def test_who_asked_for_a_stop_decides_whether_a_lost_attempt_is_followed(
 ):
     """What is lost after the last checkpoint changes nothing."""
     happen(supervisor, *events.split())
-    judged = supervisor._judge(outcome)
+    judged = supervisor._limit_retries(outcome)
     assert (judged.fate, judged.reason) == (fate or outcome.fate, reason.format(outcome.reason))
     if judged.reason == STOPPED.reason:
         assert judged == supervisor._after(0) == STOPPED

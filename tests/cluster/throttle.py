@@ -36,9 +36,9 @@ PERIOD_US = 20_000
 @contextlib.contextmanager
 def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Iterator[None]:
     """Lets nothing but so much leave each node, by a token bucket (tc-tbf)."""
-    if not sandbox.layout.isolated:
+    if not sandbox.isolated:
         pytest.skip("the nodes have no network of their own: that needs root")
-    at = [["tc", "-n", sandbox.layout.namespace(node), "qdisc"] for node in nodes]
+    at = [["tc", "-n", f"{sandbox.tag}-{node}", "qdisc"] for node in nodes]
     rate = ["rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "300ms"]
     for words in at:
         subprocess.run([*words, "add", "dev", "eth0", "root", "tbf", *rate], check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import local
+from cluster import local, submission
 from cluster.job import Job
 from cluster.site import Site
 from cluster.state import JobError
@@ -165,25 +165,25 @@ def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
-    submit, spec = local.submit, launcher.job_spec
+    start, spec = local.start, launcher.job_spec
 
-    def pressed(job, files=None):
+    def pressed(*given):
         os.kill(os.getpid(), signal.SIGINT)
-        return submit(job, files)
+        return start(*given)
 
     words = f"--data {tiny_dataset.directory}"
     monkeypatch.setattr(launching, "_measured", lambda run, site, dtype: site)
     monkeypatch.setattr(
         launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60"))
     )
-    monkeypatch.setattr(local, "submit", pressed)
+    monkeypatch.setattr(local, "start", pressed)
     code = launch(words)
     said, job = capsys.readouterr().out, Job.attach("runs/new")
     assert code == 130 and not job.state.is_final
     assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
     job.cancel()
     job.wait(30)
-    monkeypatch.setattr(local, "submit", lambda job, files: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(submission, "submit", lambda *given: signal.raise_signal(signal.SIGINT))
     assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
 
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 import kit
-from cluster import local, slurm
+from cluster import slurm
 from cluster.attempts import claim_attempt
 from cluster.job import JobSpec
-from cluster.outcome import write_end
+from cluster.outcome import AttemptOutcome, write_end
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.site import Site
-from cluster.slurm import preflight
 from cluster.state import JobError, ask, log_path, take_request, update_state
+from cluster.submission import submit
 from kit import launcher
 from kit.commands.app import app
 from kit.data import Dataset
@@ -99,7 +99,7 @@ def finished(
     manifest = Manifest(**done, seed=1234, time=0.0, spec=spec, plan=PLAN, files={})
     run.checkpoints.path(STEPS).mkdir(parents=True)
     run.checkpoints.complete(run.checkpoints.path(STEPS), manifest)
-    write_end(run.directory, attempt=attempt, rc=0, reason="the one rank ended with code 0")
+    write_end(run.directory, attempt, AttemptOutcome(0, "the one rank ended with code 0"))
     return run
 
 
@@ -150,7 +150,7 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return "41\n"
 
     monkeypatch.setattr(slurm, "slurm_command", refuse)
-    monkeypatch.setattr(preflight, "check", lambda job, site: None)
+    monkeypatch.setattr(slurm, "check", lambda job, site: None)
     return told
 
 
@@ -358,7 +358,8 @@ def test_launch_refused_by_what_is_given(
         refused(error, message, go_on, finished, **changes)
     monkeypatch.setenv("PATH", "/nowhere")
     site = one_device(Site.load("frontier"), **MINE)
-    refused(ConfigError, "sbatch is not found here", go_on, finished, site=site)
+    message = "sbatch is not found here. Submit from a login node of the cluster, or try a"
+    refused(ConfigError, f"{message} simulated one", go_on, finished, site=site)
     site = one_device(eks("/"))
     refused(JobError, "kubectl is not installed here", go_on, finished, site=site)
     if not find_spec("neuronx_distributed"):
@@ -400,7 +401,9 @@ def test_job_whose_processes_cannot_be_started(finished: Run, refused, tmp_path:
     program.chmod(0o755)
     for run_dir in (finished.directory, tmp_path / "new" / "run"):
         job = JobSpec(name="x", run_dir=str(run_dir), argv=(str(program),), num_processes=2)
-        refused(JobError, "could not be started: rank 0 could not", local.submit, job)
+        refused(
+            JobError, "could not be started: rank 0 could not", submit, job, Site.load("laptop")
+        )
 
 
 @pytest.mark.parametrize(("base", "cancelled"), [("frontier", 0), ("trn1.32xlarge", 3)])
@@ -411,8 +414,8 @@ def test_job_that_slurm_refuses(
     message, site = "Invalid account", one_device(Site.load(base), **MINE)
     refused(JobError, message, go_on, finished, site=site)
     refused(JobError, message, go_on, finished, site=site, directory=tmp_path / "new" / "run")
-    refused(JobError, message, slurm.submit, launcher.job_spec(finished), site)
-    assert [words[0] for words in deaf_slurm].count("scancel") == cancelled
+    refused(JobError, message, submit, launcher.job_spec(finished), site)
+    assert deaf_slurm.count(["scancel", "41"]) == cancelled
 
 
 def test_scoring_that_slurm_refuses(

@@ -28,7 +28,7 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
     ("rest", "message"),
     [
         ([], "--model: missing. The files of a checkpoint"),
-        (["--model", "none.json"], "none.json: no such file"),
+        (["--model", "none.json"], "none.json: No such file or directory"),
         (["--model", "none"], "'none' is unknown. Allowed: demo, gpt"),
         (["--model", "demo", "--follow"], "--follow: only with a log"),
         (["--model", "demo"], "no checkpoint that can be imported"),

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import submission
 from cluster.attempts import claimed
-from cluster.outcome import write_end
+from cluster.outcome import AttemptOutcome, write_end
 from cluster.render import render, scripts
 from kit import launcher
 from kit.engines.deepspeed.configuration import deepspeed_config, megatron_arguments
@@ -107,7 +107,7 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
     def submit(job, site, files):
         with claimed(tmp_path / "run", files) as attempt:
             pass
-        write_end(tmp_path / "run", attempt=attempt, rc=0, reason="done")
+        write_end(tmp_path / "run", attempt, AttemptOutcome(0, "done"))
 
     monkeypatch.setattr(submission, "submit", submit)
     run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")

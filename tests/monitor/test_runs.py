@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster import local
 from cluster.job import JobSpec, JobStatus
 from cluster.login.mirror import Mirror, Seen
+from cluster.site import Site
 from cluster.state import JobState, update_state
+from cluster.submission import submit
 from kit.errors import RunError
 from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, show
 from kit.plan import Plan
@@ -40,7 +41,7 @@ def job_spec(run: Run, *argv: str) -> JobSpec:
 def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path) -> None:
     make(tmp_path / "new", data_parallel=2)
     for name, command in (("done", "true"), ("failed", "false")):
-        local.submit(job_spec(make(tmp_path / "group" / name), command)).wait(20)
+        submit(job_spec(make(tmp_path / "group" / name), command), Site.load("laptop")).wait(20)
     remote = make(tmp_path / "remote", micro_batch_size=2)
     job_spec(remote, "x").write(remote.directory / "job.json")
     silent = {"state": JobState.RUNNING, "step": 40, "heartbeat": time.time() - 300}

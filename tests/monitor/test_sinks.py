@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from cluster import local
 from cluster.job import JobSpec
+from cluster.site import Site
 from cluster.state import JobState
+from cluster.submission import submit
 from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.report import EvalReport, Metric
 from kit.monitor.sinks import copy_metrics
@@ -157,7 +158,7 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
 def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
     pytest.importorskip("tensorboard")
     spec = JobSpec(name="live", run_dir=str(run.directory), argv=("sleep", "1.5"), num_processes=1)
-    job, added = local.submit(spec), iter(range(41, 1000))
+    job, added = submit(spec, Site.load("laptop")), iter(range(41, 1000))
 
     def train(_: float) -> None:
         time.sleep(0.2)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cluster import local
 from cluster.job import Job, JobSpec, JobStatus
+from cluster.site import Site
 from cluster.state import JobState
+from cluster.submission import submit
 from kit.commands.options import strict_json
 from kit.monitor import live, run_figure, status_table
 from kit.monitor.dashboard import Dashboard
@@ -34,7 +35,7 @@ def run(tmp_path: Path) -> Run:
     rows[-1]["validation_loss"] = 6.1
     run = made(tmp_path / "a <b> run", rows, plan, plan.replace(data_parallel=2))
     job = JobSpec(name="ended", run_dir=str(run.directory), argv=("true",), num_processes=1)
-    local.submit(job).wait(20)
+    submit(job, Site.load("laptop")).wait(20)
     return run
 
 

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster import local
 from cluster.job import JobSpec
+from cluster.site import Site
 from cluster.state import ExitReport, JobState, ask, read_asked, take_request, write_exit
+from cluster.submission import submit
 from kit.commands.app import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
@@ -209,7 +210,7 @@ def test_buttons_as_commands(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     sleep = {"argv": ("sleep", "60"), "num_processes": 1, "grace_s": 2.0}
     say(run, JobState.DONE, process=dead_process())
-    local.submit(JobSpec(name="sleeper", run_dir=str(run.directory), **sleep))
+    submit(JobSpec(name="sleeper", run_dir=str(run.directory), **sleep), Site.load("laptop"))
     for command in ("checkpoint", "stop"):
         assert "Asked at" in _command(command, run.directory).stdout
         assert read_asked(run.directory, command)

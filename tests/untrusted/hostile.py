@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.attempts import claim_attempt
-from cluster.outcome import write_end
+from cluster.outcome import AttemptOutcome, write_end
 from cluster.process import Process
 from cluster.site import Site
 from cluster.state import JobState, RunState, log_path
@@ -76,7 +76,7 @@ def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "da
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("step 40 of 40\n")
     beat(run, 40)
-    write_end(run.directory, attempt=attempt, rc=0, reason="the one rank ended with code 0")
+    write_end(run.directory, attempt, AttemptOutcome(0, "the one rank ended with code 0"))
     return run
 
 

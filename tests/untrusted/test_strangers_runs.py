@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from cluster import local, poll, submission
+from cluster import poll, submission
 from cluster.job import Job
 from cluster.login.mirror import Mirror
 from cluster.scheduler import Slurm
@@ -352,7 +352,7 @@ WRITERS: dict[str, Callable[[Run], Any]] = {
     "stop": lambda run: run.job.stop(),
     "checkpoint": lambda run: run.job.checkpoint(),
     "cancel": lambda run: run.job.cancel(),
-    "requeue": lambda run: run.job.requeue(timeout_s=1),
+    "requeue": lambda run: run.job.requeue(),
     "resume": lambda run: launcher.resume(run.directory, num_steps=99),
     "launch": lambda run: launcher.launch(
         run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe
@@ -470,7 +470,7 @@ def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> No
             said = hostile.kit("stop", run, "--now")
             assert said.code == 1 and "Traceback" not in said.text and process.poll() is None, said
             with pytest.raises(JobError):
-                Job.attach(run).requeue(timeout_s=1)
+                Job.attach(run).requeue()
             assert process.poll() is None
         running(run, process=hostile.process_of(own.pid))
         assert hostile.kit("stop", run, "--now").code == 0 and own.wait(10) == -15
@@ -501,8 +501,12 @@ def test_nothing_is_appended_to_what_another_has_linked(
         "history.jsonl": lambda: update_state(run, attempt=1, state=JobState.FAILED),
         ".state.lock": lambda: update_state(run, attempt=1, step=41),
         "metrics.jsonl": lambda: MetricsWriter(run / "metrics.jsonl").write([{"step": 41}]),
-        "logs/attempt_02/rank_00000.log": lambda: local.submit(opened.job.spec).wait(20),
-        "logs/attempt_02_supervisor.log": lambda: local.submit(opened.job.spec).wait(20),
+        "logs/attempt_02/rank_00000.log": lambda: submission.submit(
+            opened.job.spec, Site.load("laptop")
+        ).wait(20),
+        "logs/attempt_02_supervisor.log": lambda: submission.submit(
+            opened.job.spec, Site.load("laptop")
+        ).wait(20),
     }
     for name, append in appends.items():
         shutil.copytree(run, tmp_path / "before", symlinks=True)
