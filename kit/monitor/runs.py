@@ -124,6 +124,8 @@ def live_row(run: Run) -> dict[str, Any]:
         row["reason"] = (
             f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"
         )
+    for attempt, why in metrics.damaged.items():
+        row["reason"] += f"; no MFU of attempt {attempt}: {why}"
     return {**row, **metrics.summary()}
 
 

@@ -23,7 +23,7 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, start, rise, loss_scale, peak, stall, mfu, straggler, memory, disk,"
+        "nan, spike, start, rise, loss_scale, peak, record, stall, mfu, straggler, memory, disk,"
         " checkpoint, job; guard: what the trainer did; hook: the user's failed; on_alert: the"
         " user's command failed"
     )
@@ -37,8 +37,8 @@ class Alert(Record):
         """Whether both tell of the same event, so that one of them is enough."""
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
-        # An attempt fails once, however often and late it is looked at.
-        if self.kind in ("job", "peak"):
+        # An attempt fails once, however often and late it is looked at; a file is damaged once.
+        if self.kind in ("job", "peak", "record"):
             return self.message.partition(":")[0] == other.message.partition(":")[0]
         if (steps := SAME_WITHIN_STEPS.get(self.kind)) is not None:
             return abs(self.step - other.step) <= steps
