@@ -207,9 +207,9 @@ class Checkpoints:
             shutil.rmtree(doomed)
         return gone
 
-    def recover(self) -> None:
+    def recover(self) -> list[int]:
         """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts
-        are deleted.
+        are deleted; returns the steps of all that are complete then.
         """
         for folder in sorted(self.directory.glob("step_*.*")):
             final = folder.with_suffix("")
@@ -219,6 +219,7 @@ class Checkpoints:
                 folder.rename(final)
             else:
                 shutil.rmtree(folder)
+        return self.steps()
 
     def check_space(self, spec: ModelSpec) -> None:
         """Returns nothing if one more checkpoint of `spec` fits on the disk.

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from kit.engines.engine import StepResult
+
 
 @dataclasses.dataclass(kw_only=True)
 class Step:
@@ -15,7 +17,7 @@ class Step:
     data_s: float  # until its batch was there
     launch_s: float  # then, until its launch returned: on a CPU it is computed by then
     busy_s: float  # of these, in which this thread computed or waited for a core
-    begun: Any  # what the engine reads loss and gradient norm from
+    begun: StepResult  # its loss and gradient norm, once they are there
     work_s: float | None = None  # of this rank alone, where that is known
     row: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the metrics
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cluster.record import ConfigError
 from kit.engines.engine import Engine
+from kit.parallel.groups import raised_on_all
 from kit.run import HOOK, Run
-from kit.run.checkpoint_reader import raised_on_all
 from kit.trainer.callback import Callback, Step
 from kit.trainer.heartbeat import Notices
 

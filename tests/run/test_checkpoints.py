@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from cluster.state import JobState, StaleAttemptError, update_state
 from kit.errors import CheckpointError, DamagedCheckpointError, DataError
+from kit.parallel.groups import raised_on_all
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, raised_on_all
+from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
 from kit.spec import ModelSpec
 from kit.trainer.recovery import PortableCheckpoints
 from tests.checkpoints import facts, writer_in
@@ -207,17 +208,17 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     Copying takes until a moment after the update is asked for.
     """
     engine: Any = Engine(["weight"])
-    saver = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory, 3), None)
+    saver = PortableCheckpoints(run, engine, None, attempt=1)
     saver.save(facts(run.spec, 1))
     saver.finish()
-    assert saver.writer.stager is not None
-    copy, may_copy = saver.writer.stager._stage, threading.Event()
+    assert saver.stager is not None
+    copy, may_copy = saver.stager._stage, threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Any:
         may_copy.wait(60)
         return copy(*args, **kwargs)
 
-    saver.writer.stager._stage = late
+    saver.stager._stage = late
     saver.save(facts(run.spec, 2))
     # Training goes on: a forward and a backward pass.
     saver.stall_s, weight = (0.0, engine.state["weight"])
@@ -293,7 +294,7 @@ def calls_of_a_resume(run: Run, num_files: int) -> int:
         setattr(module, name, counted)
 
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
-    loader = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory, 1), None)
+    loader = PortableCheckpoints(run, engine, None, attempt=1)
     for name in ("stat", "lstat", "scandir", "listdir", "open"):
         count(os, name)
     count(io, "open")

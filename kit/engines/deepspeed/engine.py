@@ -16,7 +16,15 @@ from torch.nn import Parameter
 
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.start import import_deepspeed, quiet
-from kit.engines.engine import MOMENTS, PortableEngine, adamw, adamw_state, state_key
+from kit.engines.engine import (
+    MOMENTS,
+    Accepts,
+    PortableEngine,
+    StepResult,
+    adamw,
+    adamw_state,
+    state_key,
+)
 from kit.parallel.gradients import clip, local
 from kit.parallel.groups import data_axis
 from kit.parallel.linear import split_dim
@@ -93,11 +101,14 @@ class DeepSpeedEngine(PortableEngine):
 
     # Steps ----------------------------------------------------------------------------------------
 
-    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+    def begin_step(
+        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
+    ) -> StepResult:
         """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
         In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
         """
+        result = StepResult(self.device)
         self.set_learning_rate(learning_rate)
         batches, loss = self.micro_batches(samples), torch.zeros((), device=self.device)
         with self.loss_context():
@@ -111,7 +122,8 @@ class DeepSpeedEngine(PortableEngine):
                     loss += micro_loss.detach()
                 loss = self.mean_over_replicas(loss / self.plan.num_microbatches)
         norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
-        return float(loss), float(norm)
+        result.take(float(loss), float(norm))
+        return result
 
     def loss_scaling(self) -> dict[str, float]:
         """Returns in fp16 what the next loss is scaled by and how many steps were skipped so
