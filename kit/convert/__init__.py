@@ -20,7 +20,7 @@ def run_weights(run: Run, step: int | None = None) -> "Weights":
     """
     from kit.convert.weights import Weights
 
-    known = run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    known = run.checkpoints.describe(run.checkpoints.step_or_newest(step))
     if known[0].plan.engine == "neuron":
         from kit.convert.neuron import import_nxd
 

@@ -23,7 +23,7 @@ from kit.model import Decoder
 from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
-from kit.parallel.gradients import clip, global_norm, group_parameters, local, settle
+from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_partial
 from kit.parallel.groups import pipeline_rank, split_world
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
@@ -91,7 +91,7 @@ class NativeEngine(PortableEngine):
         result = StepResult(self.device)
         loss = self._forward_backward(samples)
         result.mark()
-        settle(self.parameters())
+        reduce_partial(self.parameters())
         if self.tied is not None:
             self.tied.reduce_gradients()
         copy = self.tied.output if self.tied is not None else None

@@ -97,6 +97,10 @@ class Checkpoints:
             )
         return steps[-1]
 
+    def step_or_newest(self, step: int | None) -> int:
+        """Returns the step that is asked for; None asks for the newest complete checkpoint."""
+        return self.newest() if step is None else step
+
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint at `step`."""
         return self.directory / f"step_{step:08d}"
