@@ -120,7 +120,7 @@ class Checkpoints:
             )
         try:
             manifest = Manifest.read(path / MANIFEST)
-            seal = _seal(json.loads(read_small(path / MANIFEST)))
+            seal = _own_checksum(json.loads(read_small(path / MANIFEST)))
             if manifest.checksums.get(MANIFEST) != seal:
                 raise ConfigError("its manifest has changed since it was written.")
         except (ConfigError, UnicodeDecodeError) as error:
@@ -189,7 +189,7 @@ class Checkpoints:
         """
         # A left-over must not replace newer work.
         refuse_stale(self.directory.parent, manifest.attempt)
-        seal = {MANIFEST: _seal(manifest.to_dict())}
+        seal = {MANIFEST: _own_checksum(manifest.to_dict())}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
@@ -274,7 +274,7 @@ def checksum(file: Path) -> int:
     return value
 
 
-def _seal(manifest: dict[str, Any]) -> int:
+def _own_checksum(manifest: dict[str, Any]) -> int:
     """Returns the CRC-32 of a manifest's content but for itself."""
     others = {name: value for name, value in manifest["checksums"].items() if name != MANIFEST}
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())

@@ -104,7 +104,7 @@ class CheckpointTensors:
             ) from error
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
-        text = str(error).splitlines()[0]
+        text = next(iter(str(error).splitlines()), type(error).__name__)
         # Bits have flipped in an archive's directory, which has no checksum: torch's own reader
         # stumbles over it.
         kind = DamagedCheckpointError if "failed reading zip archive" in text else CheckpointError
@@ -113,7 +113,7 @@ class CheckpointTensors:
         )
 
 
-class Values(pickle.Unpickler):
+class PlainUnpickler(pickle.Unpickler):
     """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but
     those in `kept`.
 
@@ -125,19 +125,19 @@ class Values(pickle.Unpickler):
     kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
 
     def find_class(self, module: str, name: str) -> Any:
-        base = self.kept.get((module, name), _Nothing)
-        return _Unchanging(base.__name__, (base,), {})
+        base = self.kept.get((module, name), _EmptyObject)
+        return _FrozenType(base.__name__, (base,), {})
 
     def persistent_load(self, pid: Any) -> None:
         return None
 
 
-class _Unchanging(type):
+class _FrozenType(type):
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it would change {cls.__name__}.{name}")
 
 
-class _Nothing(dict):
+class _EmptyObject(dict):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
@@ -165,7 +165,7 @@ class TensorsOnlyReader(FileSystemReader):
         # takes
         gc.disable()
         try:
-            metadata = _Description(io.BytesIO(self.description)).load()
+            metadata = _MetadataUnpickler(io.BytesIO(self.description)).load()
         except Exception as error:  # a stranger's bytes may lead to any
             raise pickle.UnpicklingError(f"its .metadata cannot be read: {error}") from error
         finally:
@@ -206,7 +206,7 @@ class _Index(MetadataIndex):
         return (self.fqn, self.offset) == (other.fqn, other.offset)
 
 
-class _Description(Values):
+class _MetadataUnpickler(PlainUnpickler):
     kept: ClassVar = {
         (METADATA, "Metadata"): Metadata,
         (METADATA, "MetadataIndex"): _Index,
