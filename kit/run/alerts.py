@@ -10,10 +10,15 @@ from cluster.files import append_lines, other_owner
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
-SAME_WITHIN_STEPS, SAME_WITHIN_S = (
-    {"guard": 0, "nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000},
-    600.0,
-)
+SAME_WITHIN_S = 600.0
+SAME_WITHIN_STEPS = {
+    "guard": 0,
+    "nan": 50,
+    "spike": 50,
+    "start": 50,
+    "rise": 5000,
+    "loss_scale": 5000,
+}
 
 Level = Literal["warning", "error"]
 

@@ -1,4 +1,4 @@
-"""What is done beside the steps is a callback: all are called at the same five moments."""
+"""What is done beside the steps is a callback: all are called at the same four moments."""
 
 import dataclasses
 from typing import Any
@@ -36,9 +36,6 @@ class Callback:
 
     def after_step(self, step: Step) -> None:
         """Called once the result of a step is there; may add to its row."""
-
-    def on_save(self, facts: dict[str, Any]) -> None:
-        """Called before a checkpoint; may add to the facts in its manifest."""
 
     def on_end(self) -> None:
         """Called after the last step, unless an error ends training."""

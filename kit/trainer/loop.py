@@ -229,17 +229,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.home.check()
-        facts = {
-            "step": self.step,
-            "samples": self.samples,
-            "tokens": self.samples * self.run.spec.sequence_length,
-            "seed": self.recipe.seed,
-            "spec": self.run.spec,
-            "plan": self.plan,
-        }
-        for callback in self.callbacks:
-            callback.on_save(facts)
-        self.recovery.save(facts)
+        self.recovery.save(self.step, self.samples)
 
     def _write_rows(self) -> None:
         if self.metrics is not None:

@@ -168,12 +168,19 @@ class Recovery(Callback):
             f" {counted(step - good, 'step')} is left out"
         )
 
-    def on_save(self, facts: dict[str, Any]) -> None:
-        """Adds what a resumed guard judges by."""
-        facts |= {"skipped": self.guard.skipped, "recent_losses": self.guard.recent}
-
-    def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write a checkpoint, under a manifest of these facts."""
+    def save(self, step: int, samples: int) -> None:
+        """Begins to write a checkpoint of a step, and of so many samples of the run so far."""
+        facts = {
+            "step": step,
+            "samples": samples,
+            "tokens": samples * self.run.spec.sequence_length,
+            "seed": self.run.recipe.seed,
+            "spec": self.run.spec,
+            "plan": self.run.plan,
+            # What a resumed guard judges by.
+            "skipped": self.guard.skipped,
+            "recent_losses": self.guard.recent,
+        }
         start = time.perf_counter()
         with self.watchdog.paused():
             self.checkpoints.save(facts)

@@ -317,13 +317,8 @@ def write_files(run: Run, num_files: int) -> None:
     )
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     sums = {".metadata": checksum(folder / ".metadata")}
-    described = facts(run.spec, num_files) | {
-        "attempt": 1,
-        "time": 0.0,
-        "files": sizes,
-        "checksums": sums,
-    }
-    run.checkpoints.complete(folder, Manifest(**described))
+    told = facts(run.spec, num_files) | {"files": sizes, "checksums": sums}
+    run.checkpoints.complete(folder, Manifest(**told, attempt=1, time=0.0))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -349,13 +344,8 @@ def meet_an_error() -> list[str]:
     between.
     """
     told = []
-    for rank, kind in (
-        (1, DamagedCheckpointError),
-        (0, CheckpointError),
-        (1, OSError),
-        (1, DataError),
-        (1, Strange),
-    ):
+    kinds = DamagedCheckpointError, CheckpointError, OSError, DataError, Strange
+    for rank, kind in zip((1, 0, 1, 1, 1), kinds, strict=True):
         try:
             with raised_on_all():
                 if dist.get_rank() == rank:
@@ -366,13 +356,12 @@ def meet_an_error() -> list[str]:
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    said = [
-        "DamagedCheckpointError seen by rank 1",
-        "CheckpointError seen by rank 0",
-        "OSError seen by rank 1",
-    ]
-    said += ["DataError seen by rank 1", "CheckpointError Strange: seen by rank 1"]
-    assert run_ranks(3, meet_an_error) == [said] * 3
+    said = """DamagedCheckpointError seen by rank 1
+CheckpointError seen by rank 0
+OSError seen by rank 1
+DataError seen by rank 1
+CheckpointError Strange: seen by rank 1"""
+    assert run_ranks(3, meet_an_error) == [said.splitlines()] * 3
 
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
@@ -393,9 +382,8 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
     content = bytearray(file.read_bytes())
     content[content.index(torch.full((7,), 30.0).numpy().tobytes()) + 5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(
-        DamagedCheckpointError, match="__0_0.distcp is damaged: a tensor's checksum is not"
-    ):
+    message = "__0_0.distcp is damaged: a tensor's checksum is not"
+    with pytest.raises(DamagedCheckpointError, match=message):
         load(checkpoints, 3, state, spec)
     load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
 
