@@ -80,7 +80,7 @@ class Trainer:
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan),
             rank=self.rank,
-            alive=self.heartbeat.say,
+            alive=self.heartbeat.write,
             silent_ranks=self.heartbeat.silent_ranks,
             dump=gpu.dump_flight_recorder if self.device.type == "cuda" else None,
         )

@@ -16,7 +16,7 @@ from kit.monitor import alerts
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import run_figure
 from kit.monitor.ranks import MIN_SAMPLES
-from kit.monitor.runs import live_row
+from kit.monitor.runs import runs_table
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import AlertLog
@@ -153,9 +153,9 @@ def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(
     assert dashboard.facts()["mfu"] == pytest.approx(np.median(whole[-20:]))
     assert kinds(Dashboard(run)) == ["record"], "once, however often one looks"
     assert run_figure(run)[1]["mfu"][-1] == pytest.approx(whole[-1])
-    row = live_row(run)
-    assert row["mfu"] == pytest.approx(np.median(whole[-20:]))
-    assert f"no MFU of attempt 1: {name}: " in row["reason"]
+    table, reason = runs_table(tmp_path), f"no MFU of attempt 1: {name}: "
+    assert table.rows[0]["mfu"] == pytest.approx(np.median(whole[-20:]))
+    assert reason in table.rows[0]["reason"] and table.notes[0].startswith(f"run: {reason}")
 
 
 def test_falling_mfu(tmp_path: Path) -> None:

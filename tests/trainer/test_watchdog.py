@@ -48,7 +48,7 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
     ("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")]
 )
 def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
-    monkeypatch.setattr(watchdog, "SAY_WAIT_S", 0.3)
+    monkeypatch.setattr(watchdog, "REPORT_WAIT_S", 0.3)
     settings = {
         "limit_s": 0.2,
         "alive": lambda: time.sleep(60),
