@@ -160,7 +160,7 @@ STATEMENTS = {
     "kit/commands": 865,
     "kit/convert": 730,
     "kit/data": 1204,
-    "kit/engines": 1304,
+    "kit/engines": 1305,
     "kit/estimate": 8,
     "kit/estimate/choose": 799,  # imports of machine.py, instead of a search.py of 381 lines
     "kit/estimate/fit": 597,

@@ -125,19 +125,19 @@ def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
     """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would
     ask for each group.
     """
-    from kit.engines.deepspeed.layers import Layers
+    from kit.engines.deepspeed.layers import LayerBuilder
 
     world: Any = dist.group.WORLD
-    real = Layers.pipeline
+    real = LayerBuilder.pipeline
 
-    def pipeline(self: Layers, loss: Any) -> Any:
+    def pipeline(self: LayerBuilder, loss: Any) -> Any:
         world.bound_device_id = torch.device("cuda:0")
         made = real(self, loss)
         SEEN.append(world.bound_device_id == torch.device("cuda:0"))
         world.bound_device_id = None
         return made
 
-    Layers.pipeline = pipeline
+    LayerBuilder.pipeline = pipeline
     build(spec, plan)
     return SEEN == [True]
 

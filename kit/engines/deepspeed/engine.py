@@ -52,35 +52,24 @@ class DeepSpeedEngine(PortableEngine):
         config: dict[str, Any] | None = None,
     ) -> None:
         deepspeed = import_deepspeed(device)
-        from kit.engines.deepspeed.layers import Layers
+        from kit.engines.deepspeed.layers import LayerBuilder
 
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         super().__init__(spec, plan, recipe, device)
         self.tensor_group = self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
-        layers = Layers(spec, plan, self.tensor_group, device, recipe.seed if initialise else None)
+        layers = LayerBuilder(
+            spec, plan, self.tensor_group, device, recipe.seed if initialise else None
+        )
         self.module = (
             layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
         )
         self.optimizer = adamw(self.parameters(), recipe)
-        # Only where matrices are shared, and the pipeline brings its own: a model parallel group of
-        # one would make its bf16 optimizer add up the gradient norm over the replicas.
-        ranks = None
-        if self.tensor_group is not None and self.pipeline_group is None:
-            replicas = data_axis(self.mesh, plan).get_group()
-            ranks = SimpleNamespace(  # Megatron's `mpu`
-                get_data_parallel_group=lambda: replicas,
-                get_data_parallel_rank=replicas.rank,
-                get_data_parallel_world_size=replicas.size,
-                get_model_parallel_group=lambda: self.tensor_group,
-                get_model_parallel_rank=self.tensor_group.rank,
-                get_model_parallel_world_size=self.tensor_group.size,
-            )
         with quiet():
             self.engine, *_ = deepspeed.initialize(
                 model=self.module,
                 optimizer=self.optimizer,
                 config=config or deepspeed_config(plan, recipe),
-                mpu=ranks,
+                mpu=self._groups(),
                 dist_init_required=False,
             )
         reported = {
@@ -94,6 +83,24 @@ class DeepSpeedEngine(PortableEngine):
             self.optimizer.register_step_pre_hook(self._clip)
         self.state = ShardedState(self.engine, self.optimizer)
         self.to_load: dict[str, Tensor] | None = None
+
+    def _groups(self) -> SimpleNamespace | None:
+        """Returns Megatron's `mpu`, by which DeepSpeed asks for groups of ranks.
+
+        Only where matrices are shared, and the pipeline brings its own: a model parallel group of
+        one would make its bf16 optimizer add up the gradient norm over the replicas.
+        """
+        if self.tensor_group is None or self.pipeline_group is not None:
+            return None
+        replicas = data_axis(self.mesh, self.plan).get_group()
+        return SimpleNamespace(
+            get_data_parallel_group=lambda: replicas,
+            get_data_parallel_rank=replicas.rank,
+            get_data_parallel_world_size=replicas.size,
+            get_model_parallel_group=lambda: self.tensor_group,
+            get_model_parallel_rank=self.tensor_group.rank,
+            get_model_parallel_world_size=self.tensor_group.size,
+        )
 
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters, a tied one once."""
