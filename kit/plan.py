@@ -4,8 +4,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from cluster.record import ConfigError, Record, counted, field_doc, html_table
-from kit.rules import MODEL_RULES, RULES, SPLIT_SCHEDULES
+from cluster.record import ConfigError, Record, counted, field_doc, from_one, html_table, must
+from kit.rules import MODEL_RULES, RULES, SPLIT_SCHEDULES, refuse
 from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -37,24 +37,33 @@ def logits_at_once(gpu_bytes: float | None) -> int:
 class Plan(Record):
     """Parallel degrees, batch and memory options of one training job."""
 
-    tensor_parallel: int = field_doc("devices that share each weight matrix", default=1)
-    pipeline_parallel: int = field_doc("devices that share the stack of layers", default=1)
-    data_parallel: int = field_doc("replicas, each with its own part of the batch", default=1)
+    tensor_parallel: int = field_doc("devices that share each weight matrix", from_one, default=1)
+    pipeline_parallel: int = field_doc(
+        "devices that share the stack of layers", from_one, default=1
+    )
+    data_parallel: int = field_doc(
+        "replicas, each with its own part of the batch", from_one, default=1
+    )
     context_parallel: int = field_doc(
-        "devices that share each sequence; planned, not trained", default=1
+        "devices that share each sequence; planned, not trained", from_one, default=1
     )
     context_exchange: ContextExchange = field_doc(
         "what these pass for attention: keys and values round a ring, or parts of the sequence for"
         " heads (Ulysses)",
         default="ring",
     )
-    virtual_stages: int = field_doc("pipeline stages held by each pipeline device", default=1)
+    virtual_stages: int = field_doc(
+        "pipeline stages held by each pipeline device", from_one, default=1
+    )
     zero_stage: int = field_doc(
-        "0 replicate; shard over data_parallel 1 optimizer, 2 + gradients, 3 + weights", default=0
+        "0 replicate; shard over data_parallel 1 optimizer, 2 + gradients, 3 + weights",
+        must(lambda stage: 0 <= stage <= 3, "Allowed: 0, 1, 2, 3."),
+        default=0,
     )
     shard_size: int | None = field_doc(
         "replicas, neighbours in rank order, that ZeRO shards over, with copies across"
         " data_parallel / shard_size groups (HSDP; engine native); None: all of data_parallel",
+        from_one,
         default=None,
     )
     sequence_parallel: bool = field_doc(
@@ -64,9 +73,11 @@ class Plan(Record):
     recompute: Recompute = field_doc(
         "activations computed again in the backward pass", default="none"
     )
-    micro_batch_size: int = field_doc("sequences in one forward pass of one replica", default=1)
+    micro_batch_size: int = field_doc(
+        "sequences in one forward pass of one replica", from_one, default=1
+    )
     global_batch_size: int = field_doc(
-        "sequences in one optimizer step, over all replicas", default=1
+        "sequences in one optimizer step, over all replicas", from_one, default=1
     )
     precision: Precision = field_doc(
         "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron with"
@@ -81,28 +92,11 @@ class Plan(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if (
-                isinstance(value, int)
-                and not isinstance(value, bool)
-                and field.name != "zero_stage"
-                and value < 1
-            ):
-                raise ConfigError(
-                    f"plan.{field.name}: {value} is not allowed. Give a whole number from 1."
-                )
         if self.num_devices > MOST_DEVICES:
             raise ConfigError(
                 f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MOST_DEVICES:,}."
             )
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(
-                f"plan.zero_stage: {self.zero_stage} is not allowed. Allowed: 0, 1, 2, 3."
-            )
-        for rule in RULES:
-            if self.engine in rule.engines and rule.breaks(self):
-                raise ConfigError(rule.sentence(self))
+        refuse(RULES, self.engine, self)
 
     @property
     def recomputes_whole(self) -> bool:
@@ -209,9 +203,7 @@ class Plan(Record):
                 f" {self.data_parallel} = {self.num_devices} processes, but {num_processes} were"
                 f" started. Start {self.num_devices}, or change a degree."
             )
-        for rule in MODEL_RULES:
-            if self.engine in rule.engines and rule.breaks(self, spec):
-                raise ConfigError(rule.sentence(self, spec))
+        refuse(MODEL_RULES, self.engine, self, spec)
 
     def _repr_html_(self) -> str:
         pipeline = (

@@ -39,42 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     outlive_full_log()
     # The local part of tensor parallel logits is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    attempt = int(os.environ.get("KIT_ATTEMPT", "1"))
     try:
-        run = Run.open(directory)
-        run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
-        gpu.prepare(log_path(run.directory, attempt, 0).parent)
-        device = start_process_group(run.plan.engine, run.site)
-        # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
-        if run.plan.engine == "neuron" and os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
-            from kit.engines.neuron.engine import record_graphs
-
-            print(record_graphs(run, device), flush=True)
-            return 0
-        gpu.choose_kernels(device, run.plan)
-        if dist.get_rank() == 0:
-            _record_attempt(run, attempt, device)
-        # there, every size of a matrix product would be compiled first.
-        if run.plan.engine != "neuron":
-            _check_nodes(run, device)
-        trainer = Trainer(run, attempt=attempt, device=device)
-        reason = trainer.train()
-        if dist.get_rank() == 0:
-            # The supervisor has the last word.
-            update_state(
-                run.directory,
-                attempt=attempt,
-                state=(
-                    JobState.STOPPING if trainer.step < run.recipe.num_steps else JobState.RUNNING
-                ),
-                reason=reason,
-                step=trainer.step,
-            )
-            print(reason, flush=True)
-        final_barrier()
-        # NxD finishes its checkpoints, with the group, when Python ends.
-        if run.plan.engine != "neuron":
-            dist.destroy_process_group()
+        _train(Run.open(directory), int(os.environ.get("KIT_ATTEMPT", "1")))
         return 0
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -89,6 +55,42 @@ def main(arguments: list[str] | None = None) -> int:
             code = os.EX_CONFIG  # another try would change nothing
     # Hard exit: leaving collectively would wait for ranks that have not failed.
     os._exit(code)
+
+
+def _train(run: Run, attempt: int) -> None:
+    """Joins the other ranks, trains, and parts from them."""
+    run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
+    gpu.prepare(log_path(run.directory, attempt, 0).parent)
+    device = start_process_group(run.plan.engine, run.site)
+    # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
+    if run.plan.engine == "neuron" and os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+        from kit.engines.neuron.engine import record_graphs
+
+        print(record_graphs(run, device), flush=True)
+        return
+    gpu.choose_kernels(device, run.plan)
+    if dist.get_rank() == 0:
+        _record_attempt(run, attempt, device)
+    # there, every size of a matrix product would be compiled first.
+    if run.plan.engine != "neuron":
+        _check_nodes(run, device)
+    trainer = Trainer(run, attempt=attempt, device=device)
+    reason = trainer.train()
+    if dist.get_rank() == 0:
+        is_stopped = trainer.step < run.recipe.num_steps
+        update_state(
+            run.directory,
+            attempt=attempt,
+            # The supervisor has the last word.
+            state=JobState.STOPPING if is_stopped else JobState.RUNNING,
+            reason=reason,
+            step=trainer.step,
+        )
+        print(reason, flush=True)
+    final_barrier()
+    # NxD finishes its checkpoints, with the group, when Python ends.
+    if run.plan.engine != "neuron":
+        dist.destroy_process_group()
 
 
 def _check_nodes(run: Run, device: torch.device) -> None:

@@ -1,10 +1,12 @@
 """What tests of checkpoints share: writers, and the facts that stand in a manifest."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kit.engines.neuron.checkpoint import NxdCheckpoints
 from kit.plan import Plan
+from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
@@ -30,6 +32,6 @@ def writer_in(directory: Path, keep_last: int = 2) -> CheckpointWriter:
 
 
 def nxd_in(directory: Path, spec: ModelSpec, engine: Any) -> NxdCheckpoints:
-    return NxdCheckpoints(
-        Checkpoints(directory), spec, engine, attempt=1, keep_last=2, keep_every=None
-    )
+    recipe = Recipe(data="none", num_steps=10)
+    run: Any = SimpleNamespace(checkpoints=Checkpoints(directory), spec=spec, recipe=recipe)
+    return NxdCheckpoints(run, engine, attempt=1)

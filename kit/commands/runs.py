@@ -136,7 +136,7 @@ def runs(
     if compare:
         _compare(table.folder, compare, out)
     else:
-        tell(table.to_dicts(), _drawn(table))
+        tell(table.to_dicts(), _drawn(table), *table.notes)
 
 
 def _tell_why(run: Run) -> None:

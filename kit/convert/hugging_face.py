@@ -51,7 +51,7 @@ def run_weights(run: Run, step: int | None = None) -> Weights:
         CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
             it is damaged.
     """
-    known = run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    known = run.checkpoints.describe(run.checkpoints.step_or_newest(step))
     if known[0].plan.engine == "neuron":
         return import_nxd(run.checkpoints.path(known[0].step), run.spec)
     tensors = CheckpointTensors(run.checkpoints, known, run.spec)

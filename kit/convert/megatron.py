@@ -24,7 +24,7 @@ from torch import Tensor
 from kit.convert.other_trainers import named
 from kit.convert.weights import Weights, load_tensors, numbered_files
 from kit.errors import DataError
-from kit.run.checkpoint_reader import Values
+from kit.run.checkpoint_reader import PlainUnpickler
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -257,7 +257,7 @@ def _read_facts(file: Path) -> dict[str, Any]:
                 member for member in archive.infolist() if member.filename.endswith("/data.pkl")
             ]
             fits = facts.file_size <= LARGEST_FACTS_BYTES  # more than it says is not unpacked
-            found = Values(io.BytesIO(archive.read(facts))).load() if fits else None
+            found = PlainUnpickler(io.BytesIO(archive.read(facts))).load() if fits else None
     except DAMAGE:
         return {}
     if not fits:

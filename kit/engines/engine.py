@@ -2,7 +2,9 @@
 
 import abc
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +21,53 @@ from kit.spec import ModelSpec
 Accepts: TypeAlias = Callable[[float, float], bool]
 """Returns whether a step of this loss and gradient norm may update the weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PHASES = ("forward_backward_s", "reduction_s", "optimizer_s")
+"""Columns of the metrics, of rank 0. Reduction is what is left of it after the backward pass, with
+gradient norm and clipping."""
+
+
+class StepResult:
+    """Loss and gradient norm of a step that begins now, on their way into memory; a GPU is waited
+    for when they are read.
+
+    It knows when the phases of the step ended, at no cost: by the host's clock, or by events of a
+    GPU that nobody waits for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_gpu = device.type == "cuda"
+        self.marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Ends one of PHASES, where the GPU gets to it; called at the end of each."""
+        self.marks.append(self._now())
+
+    def take(self, loss: Tensor | float, norm: Tensor | float) -> None:
+        """Sends both on their way, of one device."""
+        both = torch.stack((torch.as_tensor(loss), torch.as_tensor(norm)))
+        self.values = both.to("cpu", non_blocking=True)  # from a GPU: pinned
+        self.arrived = self._now()
+
+    def read(self) -> tuple[float, float]:
+        """Returns loss and norm once they are there."""
+        if self.is_gpu:
+            self.arrived.synchronize()
+        loss, norm = self.values.tolist()
+        return loss, norm
+
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds of the phases that are over, by name; to be asked after `read`."""
+        over = [mark for mark in self.marks if not self.is_gpu or mark.query()]
+        took = (a.elapsed_time(b) / 1e3 if self.is_gpu else b - a for a, b in pairwise(over))
+        return {name: round(seconds, 6) for name, seconds in zip(PHASES, took, strict=False)}
+
+    def _now(self) -> Any:
+        if not self.is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Engine(abc.ABC):
@@ -35,28 +84,19 @@ class Engine(abc.ABC):
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
 
     @abc.abstractmethod
-    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the
-        same on all ranks.
-
-        `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
-        """
-
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
-    ) -> Any:
-        """Begins a step and returns what `end_step` takes, for a device that works ahead; here
-        the step is over, and its loss and norm are there.
+    ) -> StepResult:
+        """Begins one optimizer step and returns what it is going to give, the same on all ranks.
 
-        The native engine alone asks `accepts`, if there is one, before it updates the weights.
+        `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
+        The native engine alone lets a GPU work ahead, and asks `accepts`, if there is one, before
+        it updates the weights; of the others the step is over.
         """
-        return self.train_step(samples, learning_rate)
 
-    def end_step(self, begun: Any) -> tuple[float, float, dict[str, float]]:
-        """Returns loss, gradient norm and, where they are known, the seconds of the phases of a
-        step, once they are there.
-        """
-        return (*begun, {})
+    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+        """Returns the loss and the gradient norm before clipping, of a step once it is over."""
+        return self.begin_step(samples, learning_rate).read()
 
     @abc.abstractmethod
     def validation_loss(self, samples: Tensor) -> float:

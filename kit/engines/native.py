@@ -10,13 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from kit.engines.engine import MOMENTS, Accepts, PortableEngine, adamw, adamw_state, state_key
-from kit.engines.phases import StepResult
+from kit.engines.engine import (
+    MOMENTS,
+    Accepts,
+    PortableEngine,
+    StepResult,
+    adamw,
+    adamw_state,
+    state_key,
+)
 from kit.model import Decoder
 from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
-from kit.parallel.gradients import clip, global_norm, group_parameters, local, settle
+from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_partial
 from kit.parallel.groups import pipeline_rank, split_world
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
@@ -74,23 +81,17 @@ class NativeEngine(PortableEngine):
                 Past.within_documents, end=end, has_kernel=has_kernel
             )
 
-    def train_step(
-        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
-    ) -> tuple[float, float]:
-        """Returns the loss and the gradient norm before clipping, of the step that it makes."""
-        return self.begin_step(samples, learning_rate, accepts).read()
-
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Returns what a step is going to give: an accelerator may still be at it, unless
-        `accepts` is asked.
+        """Returns what a step is going to give: a GPU may still be at it, unless `accepts` is
+        asked.
         """
         self.optimizer.zero_grad()
         result = StepResult(self.device)
         loss = self._forward_backward(samples)
         result.mark()
-        settle(self.parameters())
+        reduce_partial(self.parameters())
         if self.tied is not None:
             self.tied.reduce_gradients()
         copy = self.tied.output if self.tied is not None else None
@@ -108,12 +109,6 @@ class NativeEngine(PortableEngine):
         if accepts is None:  # an accelerator has got the update before anyone waits for the loss
             result.take(self.mean_over_replicas(loss), norm)
         return result
-
-    def end_step(self, begun: StepResult) -> tuple[float, float, dict[str, float]]:
-        """Returns loss and gradient norm of a step, once they are there, and the seconds of its
-        phases.
-        """
-        return (*begun.read(), begun.seconds())
 
     def _update(self, learning_rate: float) -> None:
         self.set_learning_rate(learning_rate)

@@ -87,7 +87,7 @@ def _folder(
 
     if isinstance(source, Run) or not is_hugging_face_folder(Path(source)):
         run = source if isinstance(source, Run) else Run.open(source)
-        return checkpoint_folder(run, run.checkpoints.newest() if step is None else step)
+        return checkpoint_folder(run, run.checkpoints.step_or_newest(step))
     if step is not None:
         raise ConfigError(
             f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it out."

@@ -63,7 +63,7 @@ def evaluate(
     """
     chosen, requests = Options.of(options), check_request(tasks)
     run = Run.open(run) if isinstance(run, str | Path) else run
-    checkpoint = run.checkpoints.manifest(run.checkpoints.newest() if step is None else step)
+    checkpoint = run.checkpoints.manifest(run.checkpoints.step_or_newest(step))
     file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
     dataset, plan = run.dataset(), layout(run.spec, run.site, chosen, ranks)
     owner = other_owner(run.directory)

@@ -2,9 +2,9 @@
 
 Rules: a loss or gradient norm that is not finite, at once; a loss that starts too high or stands
 out (`kit.trainer.spikes`), or rises and does not come back (`rise.py`); a loss scale that
-collapses; a peak that the run goes beyond, or comes closer to than real runs do; no step for a long
-time; MFU that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a
-job that failed or was lost.
+collapses; a peak that the run goes beyond, or comes closer to than real runs do; an attempt whose
+plan or site is damaged, and so has no MFU; no step for a long time; MFU that falls or is low; a
+slow rank; memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
 """
 
 import math
@@ -67,7 +67,7 @@ class Watchman:
                 time=when if math.isfinite(when) else time.time(),
             )
 
-        at_rows = [*self._at_rows(columns, curves), *self._peak(curves)]
+        at_rows = [*self._at_rows(columns, curves), *self._peak(curves), *damaged_records(curves)]
         found = [alert(kind, level, told, row) for row, kind, level, told in at_rows]
         return self.log.add(found + [alert(*told) for told in self._now(curves, status, ranks)])
 
@@ -195,6 +195,14 @@ class Watchman:
         if old > CHECKPOINT_LATE * every:
             told = f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
             yield "checkpoint", "warning", told
+
+
+def damaged_records(curves: Curves) -> FoundAt:
+    """Yields at its last step which attempt has no MFU, and which of its files is the reason."""
+    for attempt, reason in curves.damaged.items():
+        for row in np.flatnonzero(curves.columns["attempt"] == attempt)[-1:].tolist():
+            told = f"{reason} Steps of attempt {attempt} have no MFU until this file is restored"
+            yield row, "record", "warning", told
 
 
 def peak_advice(run: Run) -> str:

@@ -103,6 +103,7 @@ class Curves:
         self._revision = self.columns.revision
         self._values = Growing(len(DERIVED))
         self._above_peak, self._known_peak = Growing(1), 0
+        self.damaged: Mapping[int, str] = {}
         self._averages: dict[str, Average] = {}
 
     def read(self) -> bool:
@@ -131,6 +132,7 @@ class Curves:
         first = len(self)
         new = {name: self.columns[name][first:] for name in TAKEN}
         metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
+        self.damaged = metrics.damaged
         speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
         seen = self["tokens"][-1] if first else None
         tokens = tokens_seen(new["tokens"], new["consumed_tokens"], seen)

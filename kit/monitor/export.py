@@ -47,7 +47,7 @@ def export_table(run: Run) -> Any:
         "why_no_mfu": metrics.why_no_mfu,
         "peak_flops_per_s_per_device": run.site.peak_flops_per_s(run.plan.precision),
         "devices_by_attempt": {
-            str(attempt): plan.num_devices for attempt, plan in run.plans().items()
+            str(attempt): plan.num_devices for attempt, plan in metrics.plans.items()
         },
     }
     return pyarrow.table(columns).replace_schema_metadata({"kit": json.dumps(facts)})

@@ -47,7 +47,7 @@ def run_figure(
         for axis in below:
             draw_scores(axis, accuracies)
         _draw_loss(left, table, baselines or {})
-        _draw_speed(right, table, run, metrics.why_no_mfu)
+        _draw_speed(right, table, run, metrics)
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
@@ -163,9 +163,9 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     axis.legend(loc="upper right", frameon=True)
 
 
-def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | None) -> None:
+def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:
     name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
-    plans = run.plans()
+    plans = metrics.plans
     values = scale * drawable(table[name])
     axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
@@ -182,7 +182,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
         axis.set_ylim(0, 10 * math.ceil(1.25 * np.nanmax(values, initial=1) / 10))
     else:
-        axis.set_title(f"Tokens/s\n(no MFU: {why})")
+        axis.set_title(f"Tokens/s\n(no MFU: {metrics.why_no_mfu})")
         axis.set_ylim(0, 1.25 * np.nanmax(values, initial=1))
 
 

@@ -48,6 +48,11 @@ class RunsTable:
         heard = ["heard"] if any("heard" in row for row in self.rows) else []
         return [*LIVE_COLUMNS, *heard, *self.settings]
 
+    @property
+    def notes(self) -> list[str]:
+        """What the columns do not tell, a line each: which file of which run is damaged."""
+        return [f"{row['run']}: {note}" for row in self.rows for note in row.get("notes", ())]
+
     def to_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows with the shown columns, the reason of the state and the directory,
         for JSON.
@@ -124,6 +129,8 @@ def live_row(run: Run) -> dict[str, Any]:
         row["reason"] = (
             f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"
         )
+    notes = [f"no MFU of attempt {attempt}: {why}" for attempt, why in metrics.damaged.items()]
+    row |= {"reason": "; ".join([row["reason"], *notes]), "notes": notes}
     return {**row, **metrics.summary()}
 
 

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from kit.torch_private import multiply
 
 
-def settle(parameters: list[Parameter]) -> None:
+def reduce_partial(parameters: list[Parameter]) -> None:
     """Adds up gradients that ranks of an axis still hold in parts (norms under sequence
     parallelism), in place.
     """
@@ -23,7 +23,7 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
     """Returns the L2 norm over the gradients of the whole model, each weight counted once, as a
     scalar tensor.
 
-    `parameters` are this rank's, settled, without copies that another stage owns. Squares of local
+    `parameters` are this rank's, reduced, without copies that another stage owns. Squares of local
     shards are added over the axes that cut them, then over the pipeline; replicated gradients are
     the same on all ranks of an axis.
     """

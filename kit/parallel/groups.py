@@ -1,20 +1,22 @@
 """Groups of ranks: one call for each axis however many ranks there are, and connected before
-anybody needs them.
+anybody needs them; what one rank reads or meets, and all must know.
 """
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from kit.errors import CheckpointError, ConfigError, DataError
 from kit.plan import Plan
 from kit.torch_private import default_store
 
+Found = TypeVar("Found")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -72,6 +74,40 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
             f" ranks within {timeout.total_seconds():.0f} s: {error} A rank has ended or its node"
             " cannot be reached: see the logs of the other ranks."
         ) from error
+
+
+def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
+    """Returns to all ranks what `ask` returns on rank 0, which alone calls it, and so reads files.
+
+    All ranks of the group, which is on the CPU and has all of them, must call this. An error is
+    raised on all.
+    """
+    found: list[Any] = [None]
+    with raised_on_all(group):
+        if dist.get_rank() == 0:
+            found = [ask()]
+    dist.broadcast_object_list(found, src=0, group=group)
+    return found[0]
+
+
+@contextlib.contextmanager
+def raised_on_all(group: Any = None) -> Iterator[None]:
+    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one
+    as CheckpointError.
+    """
+    met: list[Any] = [None]
+    try:
+        yield
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        met = [error]
+    except Exception as error:  # may not survive pickling
+        met = [CheckpointError(f"{type(error).__name__}: {error}")]
+        met[0].__cause__ = error
+    first = torch.tensor([dist.get_rank() if met[0] else dist.get_world_size()])
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if int(first) < dist.get_world_size():
+        dist.broadcast_object_list(met, src=int(first), group=group)
+        raise met[0]
 
 
 def final_barrier() -> None:

@@ -14,7 +14,7 @@ alerts.jsonl                                   what deserved a look
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cluster.job import Job
 from cluster.login.mirror import mirror_of, refresh
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kit.run.metrics import Metrics
 
 
+Kind = TypeVar("Kind", bound=Record)
 HOOK = "hook.py"
 """The copy of the recipe's hook."""
 POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profile_ranks")
@@ -177,25 +178,35 @@ class Run:
         which = f", which turns {turned}" if turned else ""
         return f"Go on with it: `{kit_command('resume', *words)}`{which}. Or use another directory."
 
-    def plans(self) -> dict[int, Plan]:
-        """Returns the plan of each attempt that has started."""
-        return {attempt: Plan.read(file) for attempt, file in self._of_attempts("plan")}
+    def plans(self, damaged: dict[int, str] | None = None) -> dict[int, Plan]:
+        """Returns the plan of each attempt that has started.
 
-    def other_sites(self) -> dict[int, Site]:
-        """Returns the sites of attempts on another device than the newest's, whose site.json may
-        be corrected later.
+        Raises:
+            ConfigError: one of their files is damaged; if `damaged` is given, it gets the reason in
+                place of the error, by attempt.
         """
-        sites = ((attempt, Site.read(file)) for attempt, file in self._of_attempts("site"))
+        return self._of_attempts(Plan, damaged)
+
+    def other_sites(self, damaged: dict[int, str] | None = None) -> dict[int, Site]:
+        """Returns the sites of attempts on another device than the newest's, whose site.json may
+        be corrected later; `damaged` and errors as of `plans`.
+        """
+        sites = self._of_attempts(Site, damaged).items()
         here = self.site.name, self.site.device.name
         return {attempt: site for attempt, site in sites if (site.name, site.device.name) != here}
 
-    def _of_attempts(self, record: str) -> list[tuple[int, Path]]:
-        files = sorted(self.directory.glob(f"{record}.attempt_*.json"))
-        return [
-            (int(match[1]), file)
-            for file in files
-            if (match := re.search(r"attempt_(\d+)\.json$", file.name))
-        ]
+    def _of_attempts(self, record: type[Kind], damaged: dict[int, str] | None) -> dict[int, Kind]:
+        found: dict[int, Kind] = {}
+        for file in sorted(self.directory.glob(f"{record.__name__.lower()}.attempt_*.json")):
+            if not (match := re.search(r"attempt_(\d+)\.json$", file.name)):
+                continue
+            try:
+                found[int(match[1])] = record.read(file)
+            except ConfigError as error:
+                if damaged is None:
+                    raise
+                damaged[int(match[1])] = str(error).removeprefix(f"{self.directory}/")
+        return found
 
     def metrics(self, rows: list[dict[str, Any]] | None = None) -> "Metrics":
         """Returns the steps recorded so far; or `rows` of these as they are, in their order and
@@ -211,17 +222,18 @@ class Run:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the derived values of `Metrics` rest on."""
-        try:
-            plans, elsewhere = self.plans(), self.other_sites()
-        except ConfigError:  # written this moment, or damaged; the steps are still worth having
-            plans, elsewhere = {}, {}
+        """Returns what the derived values of `Metrics` rest on; an attempt whose plan or site is
+        damaged has neither here, and its reason in `damaged`.
+        """
+        damaged: dict[int, str] = {}
+        plans, sites = self.plans(damaged), self.other_sites(damaged)
         return {
             "spec": self.spec,
             "site": self.site,
             "is_imported": self.is_imported,
-            "plans": plans,
-            "other_sites": elsewhere,
+            "plans": {attempt: plan for attempt, plan in plans.items() if attempt not in damaged},
+            "other_sites": sites,
+            "damaged": damaged,
         }
 
     def dataset(self) -> "Dataset":

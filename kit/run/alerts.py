@@ -10,10 +10,15 @@ from cluster.files import append_lines, other_owner
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
-SAME_WITHIN_STEPS, SAME_WITHIN_S = (
-    {"guard": 0, "nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000},
-    600.0,
-)
+SAME_WITHIN_S = 600.0
+SAME_WITHIN_STEPS = {
+    "guard": 0,
+    "nan": 50,
+    "spike": 50,
+    "start": 50,
+    "rise": 5000,
+    "loss_scale": 5000,
+}
 
 Level = Literal["warning", "error"]
 
@@ -23,7 +28,7 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, start, rise, loss_scale, peak, stall, mfu, straggler, memory, disk,"
+        "nan, spike, start, rise, loss_scale, peak, record, stall, mfu, straggler, memory, disk,"
         " checkpoint, job; guard: what the trainer did; hook: the user's failed; on_alert: the"
         " user's command failed"
     )
@@ -37,8 +42,8 @@ class Alert(Record):
         """Whether both tell of the same event, so that one of them is enough."""
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
-        # An attempt fails once, however often and late it is looked at.
-        if self.kind in ("job", "peak"):
+        # An attempt fails once, however often and late it is looked at; a file is damaged once.
+        if self.kind in ("job", "peak", "record"):
             return self.message.partition(":")[0] == other.message.partition(":")[0]
         if (steps := SAME_WITHIN_STEPS.get(self.kind)) is not None:
             return abs(self.step - other.step) <= steps

@@ -97,6 +97,10 @@ class Checkpoints:
             )
         return steps[-1]
 
+    def step_or_newest(self, step: int | None) -> int:
+        """Returns the step that is asked for; None asks for the newest complete checkpoint."""
+        return self.newest() if step is None else step
+
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint at `step`."""
         return self.directory / f"step_{step:08d}"
@@ -116,7 +120,7 @@ class Checkpoints:
             )
         try:
             manifest = Manifest.read(path / MANIFEST)
-            seal = _seal(json.loads(read_small(path / MANIFEST)))
+            seal = _own_checksum(json.loads(read_small(path / MANIFEST)))
             if manifest.checksums.get(MANIFEST) != seal:
                 raise ConfigError("its manifest has changed since it was written.")
         except (ConfigError, UnicodeDecodeError) as error:
@@ -185,7 +189,7 @@ class Checkpoints:
         """
         # A left-over must not replace newer work.
         refuse_stale(self.directory.parent, manifest.attempt)
-        seal = {MANIFEST: _seal(manifest.to_dict())}
+        seal = {MANIFEST: _own_checksum(manifest.to_dict())}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
@@ -207,9 +211,9 @@ class Checkpoints:
             shutil.rmtree(doomed)
         return gone
 
-    def recover(self) -> None:
+    def recover(self) -> list[int]:
         """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts
-        are deleted.
+        are deleted; returns the steps of all that are complete then.
         """
         for folder in sorted(self.directory.glob("step_*.*")):
             final = folder.with_suffix("")
@@ -219,6 +223,7 @@ class Checkpoints:
                 folder.rename(final)
             else:
                 shutil.rmtree(folder)
+        return self.steps()
 
     def check_space(self, spec: ModelSpec) -> None:
         """Returns nothing if one more checkpoint of `spec` fits on the disk.
@@ -269,7 +274,7 @@ def checksum(file: Path) -> int:
     return value
 
 
-def _seal(manifest: dict[str, Any]) -> int:
+def _own_checksum(manifest: dict[str, Any]) -> int:
     """Returns the CRC-32 of a manifest's content but for itself."""
     others = {name: value for name, value in manifest["checksums"].items() if name != MANIFEST}
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())

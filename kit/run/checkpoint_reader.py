@@ -6,22 +6,18 @@ whatever else it asks for is refused before it runs; objects that are no tensors
 it. Tensors are read by torch with `weights_only`, once their bytes were held to the CRC-32 that
 torch saves with them and does not look at.
 
-Each tensor is read, and checked, alone, however large the checkpoint is. What all ranks need, one
-reads and tells the others; none goes on alone.
+Each tensor is read, and checked, alone, however large the checkpoint is.
 """
 
 import argparse
-import contextlib
 import gc
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -34,18 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cluster.record import check_file_name
-from kit.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    DataError,
-    kit_command,
-)
+from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 from kit.run.checkpoint import Checkpoints, Manifest
 from kit.spec import ModelSpec
 from kit.torch_private import StorageInfo
 
-Told = TypeVar("Told")
 METADATA = "torch.distributed.checkpoint.metadata"
 UNUSED = {
     (METADATA, "TensorProperties"),
@@ -115,7 +104,7 @@ class CheckpointTensors:
             ) from error
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
-        text = str(error).splitlines()[0]
+        text = next(iter(str(error).splitlines()), type(error).__name__)
         # Bits have flipped in an archive's directory, which has no checksum: torch's own reader
         # stumbles over it.
         kind = DamagedCheckpointError if "failed reading zip archive" in text else CheckpointError
@@ -124,41 +113,7 @@ class CheckpointTensors:
         )
 
 
-def from_rank_0(ask: Callable[[], Told], group: Any = None) -> Told:
-    """Returns to all ranks what `ask` returns on rank 0, which alone calls it, and so reads files.
-
-    All ranks of the group, which is on the CPU and has all of them, must call this. An error is
-    raised on all.
-    """
-    told: list[Any] = [None]
-    with raised_on_all(group):
-        if dist.get_rank() == 0:
-            told = [ask()]
-    dist.broadcast_object_list(told, src=0, group=group)
-    return told[0]
-
-
-@contextlib.contextmanager
-def raised_on_all(group: Any = None) -> Iterator[None]:
-    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one
-    as CheckpointError.
-    """
-    met: list[Any] = [None]
-    try:
-        yield
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
-        met = [error]
-    except Exception as error:  # may not survive pickling
-        met = [CheckpointError(f"{type(error).__name__}: {error}")]
-        met[0].__cause__ = error
-    first = torch.tensor([dist.get_rank() if met[0] else dist.get_world_size()])
-    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
-    if int(first) < dist.get_world_size():
-        dist.broadcast_object_list(met, src=int(first), group=group)
-        raise met[0]
-
-
-class Values(pickle.Unpickler):
+class PlainUnpickler(pickle.Unpickler):
     """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but
     those in `kept`.
 
@@ -170,19 +125,19 @@ class Values(pickle.Unpickler):
     kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
 
     def find_class(self, module: str, name: str) -> Any:
-        base = self.kept.get((module, name), _Nothing)
-        return _Unchanging(base.__name__, (base,), {})
+        base = self.kept.get((module, name), _EmptyObject)
+        return _FrozenType(base.__name__, (base,), {})
 
     def persistent_load(self, pid: Any) -> None:
         return None
 
 
-class _Unchanging(type):
+class _FrozenType(type):
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it would change {cls.__name__}.{name}")
 
 
-class _Nothing(dict):
+class _EmptyObject(dict):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
@@ -210,7 +165,7 @@ class TensorsOnlyReader(FileSystemReader):
         # takes
         gc.disable()
         try:
-            metadata = _Description(io.BytesIO(self.description)).load()
+            metadata = _MetadataUnpickler(io.BytesIO(self.description)).load()
         except Exception as error:  # a stranger's bytes may lead to any
             raise pickle.UnpicklingError(f"its .metadata cannot be read: {error}") from error
         finally:
@@ -251,7 +206,7 @@ class _Index(MetadataIndex):
         return (self.fqn, self.offset) == (other.fqn, other.offset)
 
 
-class _Description(Values):
+class _MetadataUnpickler(PlainUnpickler):
     kept: ClassVar = {
         (METADATA, "Metadata"): Metadata,
         (METADATA, "MetadataIndex"): _Index,

@@ -49,6 +49,8 @@ class CheckpointWriter:
         self.planner = SteadyPlanner()
         self.pending: tuple[Any, dict] | None = None
         self.copies: Any = None  # a future: done once the newest state is copied
+        self.stall_s = 0.0
+        """Seconds for which training has waited for saves, since whoever records them took them."""
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
         """Begins to copy `state` and then to write it. Change no tensor of it before
@@ -85,14 +87,15 @@ class CheckpointWriter:
         self.copies = saved.staging_completion
         self.pending = (saved.upload_completion, facts)
 
-    def wait_for_copies(self) -> bool:
-        """Returns, once training may change the tensors that `start` was given, whether it had to
-        wait; that copying failed is told by `finish`.
+    def wait_for_copies(self) -> None:
+        """Returns once training may change the tensors that `start` was given; that copying failed
+        is told by `finish`.
         """
         if self.copies is None or self.copies.done():
-            return False
+            return
+        start = time.perf_counter()
         wait([self.copies])
-        return True
+        self.stall_s += time.perf_counter() - start
 
     def poll(self) -> None:
         """Raises as `finish` once the pending checkpoint has failed; never waits.

@@ -63,6 +63,8 @@ class Metrics:
     skipped_lines: int
     other_sites: Mapping[int, Site] = dataclasses.field(default_factory=dict)
     """Of attempts that ran elsewhere than on `site`."""
+    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Why the plan or site of an attempt cannot be read: its steps have neither MFU nor HFU."""
     is_imported: bool = False
     """Whether another trainer than the kit's made the steps."""
 
@@ -72,7 +74,7 @@ class Metrics:
         skipped and counted.
 
         `facts` are the run's own: spec, the plans of its attempts, the site, whose peak makes
-        MFU, and what else is known of `other_sites` and `is_imported`.
+        MFU, and what else is known of `other_sites`, `damaged` and `is_imported`.
         """
         return cls.of(Columns(file).read_all(), **facts)
 

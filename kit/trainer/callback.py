@@ -1,7 +1,9 @@
-"""What is done beside the steps is a callback: all are called at the same five moments."""
+"""What is done beside the steps is a callback: all are called at the same four moments."""
 
 import dataclasses
 from typing import Any
+
+from kit.engines.engine import StepResult
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -15,7 +17,7 @@ class Step:
     data_s: float  # until its batch was there
     launch_s: float  # then, until its launch returned: on a CPU it is computed by then
     busy_s: float  # of these, in which this thread computed or waited for a core
-    begun: Any  # what the engine reads loss and gradient norm from
+    begun: StepResult  # its loss and gradient norm, once they are there
     work_s: float | None = None  # of this rank alone, where that is known
     row: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the metrics
 
@@ -34,9 +36,6 @@ class Callback:
 
     def after_step(self, step: Step) -> None:
         """Called once the result of a step is there; may add to its row."""
-
-    def on_save(self, facts: dict[str, Any]) -> None:
-        """Called before a checkpoint; may add to the facts in its manifest."""
 
     def on_end(self) -> None:
         """Called after the last step, unless an error ends training."""

@@ -17,10 +17,10 @@ import math
 import statistics
 from typing import Literal
 
-from kit.errors import ConfigError, RunError
+from kit.errors import RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.rules import Rule
+from kit.rules import Rule, refuse
 from kit.trainer.spikes import WINDOW, stands_out
 
 PATIENCE = 10
@@ -150,6 +150,4 @@ cannot load twice. Only the first stage of a pipeline sees tokens, and so the en
 
 def check_recipe(recipe: Recipe, plan: Plan) -> None:
     """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do."""
-    for rule in RULES:
-        if plan.engine in rule.engines and rule.breaks(recipe, plan):
-            raise ConfigError(rule.sentence(recipe, plan))
+    refuse(RULES, plan.engine, recipe, plan)

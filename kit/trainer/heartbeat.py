@@ -119,7 +119,7 @@ class Heartbeat(Callback):
         if self.beat.rank == 0 or not self.is_gathered:
             self.home.check()
         with unless_full():
-            self.say()
+            self.write()
             if self.beat.rank == 0:
                 update_state(
                     self.directory,
@@ -131,8 +131,8 @@ class Heartbeat(Callback):
                     notice=self.notices.newest,
                 )
 
-    def say(self) -> None:
-        """Says that this rank answers, and what it did last; also from the thread of the
+    def write(self) -> None:
+        """Writes that this rank answers, and what it did last; also from the thread of the
         watchdog.
         """
         if not self.is_gathered:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cluster.record import ConfigError
 from kit.engines.engine import Engine
+from kit.parallel.groups import raised_on_all
 from kit.run import HOOK, Run
-from kit.run.checkpoint_reader import raised_on_all
 from kit.trainer.callback import Callback, Step
 from kit.trainer.heartbeat import Notices
 
@@ -57,7 +57,7 @@ class Hook(Callback):
             self.on_step = runpy.run_path(str(self.file))["on_step"]
         except Exception as error:
             raise ConfigError(
-                f"recipe.hook: {self._told(error)}. Give a file with on_step(state) -> dict."
+                f"recipe.hook: {self._located(error)}. Give a file with on_step(state) -> dict."
             ) from error
 
     def after_step(self, step: Step) -> None:
@@ -89,11 +89,11 @@ class Hook(Callback):
             found = _checked(self.on_step(state))
         except Exception as error:
             traceback.print_exc()
-            raise ConfigError(f"rank {state.rank}: {self._told(error)}") from error
+            raise ConfigError(f"rank {state.rank}: {self._located(error)}") from error
         seconds = round(time.perf_counter() - start, 6)
         return {f"hook/{name}": value for name, value in found.items()} | {"hook/seconds": seconds}
 
-    def _told(self, error: Exception) -> str:
+    def _located(self, error: Exception) -> str:
         """Returns file, line and error; of a line elsewhere the one in the file that led to it."""
         calls = reversed(traceback.extract_tb(error.__traceback__))
         ours = next((call.lineno for call in calls if call.filename == str(self.file)), None)

@@ -21,8 +21,8 @@ from kit.data import shares
 from kit.engines import build_engine, gpu
 from kit.engines.process_group import control_group
 from kit.errors import RunError
+from kit.parallel.groups import from_rank_0
 from kit.run import Run
-from kit.run.checkpoint_reader import from_rank_0
 from kit.run.metrics import MetricsWriter
 from kit.trainer.batches import Batches
 from kit.trainer.callback import Callback, Step
@@ -48,43 +48,54 @@ class Trainer:
         self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
         self.rank, self.device = dist.get_rank(), device
         self.control, self.home = control_group(), RunDirectory(run.directory)
-        self.launched: deque[Step] = deque()  # of which the device may still be at the last
-        self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
-        self.finished_at, self.ask_at = 0.0, 0
-        dataset = run.dataset()
         # What a killed attempt left is in order, before any rank looks for a checkpoint.
-        from_rank_0(run.checkpoints.recover, self.control)
-        is_new = not from_rank_0(run.checkpoints.steps, self.control)
+        saved = from_rank_0(run.checkpoints.recover, self.control)
+        dataset = run.dataset()
         self.engine = build_engine(
             run.spec,
             self.plan,
             self.recipe,
             device,
-            initialise=is_new and not self.recipe.init_from,
+            initialise=not saved and not self.recipe.init_from,
             document_end=dataset.eos_id if self.recipe.mask_documents else None,
         )
         self.batches = Batches(run, dataset, self.engine.data_rank, device)
-        self.notices = Notices(run.directory, attempt)
-        self.heartbeat = Heartbeat(self.home, attempt, self.control, self.notices)
+        self.callbacks = self._make_callbacks()
+        """Called in this order: each finds in a step's row what those before it have added."""
+        self.step, self.samples = self.recovery.resume()
+        """Of launched steps, which are finished but for those in `launched`."""
+        self.launched: deque[Step] = deque()  # of which the device may still be at the last
+        waits = any(callback.needs_each_result for callback in self.callbacks)
+        works_ahead = self.plan.engine == "native" and device.type in AHEAD_ON
+        self.in_flight = 1 if works_ahead and not waits else 0
+        """How many steps may be launched whose results nobody has seen."""
+        self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
+        self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
+        self.finished_at, self.ask_at = 0.0, 0
+
+    def _make_callbacks(self) -> list[Callback]:
+        run, control = self.run, self.control
+        notices = Notices(run.directory, self.attempt)
+        self.heartbeat = Heartbeat(self.home, self.attempt, control, notices)
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan),
             rank=self.rank,
-            alive=self.heartbeat.say,
+            alive=self.heartbeat.write,
             silent_ranks=self.heartbeat.silent_ranks,
-            dump=gpu.dump_flight_recorder if device.type == "cuda" else None,
+            dump=gpu.dump_flight_recorder if self.device.type == "cuda" else None,
         )
         self.recovery = Recovery(
             run,
             self.engine,
-            self.control,
-            attempt=attempt,
+            control,
+            attempt=self.attempt,
             watchdog=self.watchdog,
-            notices=self.notices,
+            notices=notices,
         )
-        self.profiler = Profiler(run, self.control, device, self.watchdog)
-        self.telemetry = Telemetry(self.plan, device)
-        hook = [Hook(run, self.engine, self.control, self.notices)] if self.recipe.hook else []
-        self.callbacks: list[Callback] = [
+        self.profiler = Profiler(run, control, self.device, self.watchdog)
+        self.telemetry = Telemetry(self.plan, self.device)
+        hook = [Hook(run, self.engine, control, notices)] if self.recipe.hook else []
+        return [
             self.profiler,
             self.watchdog,
             self.telemetry,
@@ -92,14 +103,6 @@ class Trainer:
             *hook,
             self.heartbeat,
         ]
-        """Called in this order: each finds in a step's row what those before it have added."""
-        waits = any(callback.needs_each_result for callback in self.callbacks)
-        works_ahead = self.plan.engine == "native" and device.type in AHEAD_ON
-        self.in_flight = 1 if works_ahead and not waits else 0
-        """How many steps may be launched whose results nobody has seen."""
-        self.step, self.samples = self.recovery.resume()
-        """Of launched steps, which are finished but for those in `launched`."""
-        self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
 
     def train(self) -> str:
         """Runs until the recipe's last step or a request to stop; returns why it ended.
@@ -173,7 +176,7 @@ class Trainer:
         return step
 
     def _row(self, step: Step) -> dict[str, Any]:
-        loss, grad_norm, phases = self.engine.end_step(step.begun)
+        loss, grad_norm = step.begun.read()
         before, self.finished_at = self.finished_at, time.perf_counter()
         length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
         mix = shares(self.recipe, length, step.samples - batch, batch)
@@ -188,7 +191,7 @@ class Trainer:
             "grad_norm": grad_norm,
             "learning_rate": step.learning_rate,
             "data_s": round(step.data_s, 6),
-            **phases,
+            **step.begun.seconds(),
             **self.engine.loss_scaling(),
             **{f"share/{name}": share for name, share in mix.items()},
         }
@@ -226,17 +229,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.home.check()
-        facts = {
-            "step": self.step,
-            "samples": self.samples,
-            "tokens": self.samples * self.run.spec.sequence_length,
-            "seed": self.recipe.seed,
-            "spec": self.run.spec,
-            "plan": self.plan,
-        }
-        for callback in self.callbacks:
-            callback.on_save(facts)
-        self.recovery.save(facts)
+        self.recovery.save(self.step, self.samples)
 
     def _write_rows(self) -> None:
         if self.metrics is not None:

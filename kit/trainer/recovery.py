@@ -14,9 +14,10 @@ import torch.distributed as dist
 from cluster.record import counted
 from kit.engines.engine import Engine, PortableEngine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
+from kit.parallel.groups import from_rank_0, raised_on_all
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.run.checkpoint_reader import CheckpointTensors, from_rank_0, raised_on_all
+from kit.run.checkpoint_reader import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.callback import Callback, Step
@@ -33,17 +34,11 @@ ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 def checkpoints_of(run: Run, engine: Engine, group: Any, *, attempt: int) -> EngineCheckpoints:
     """Returns what writes and reads the checkpoints of a run's engine; NxD has own files."""
-    keep: dict[str, Any] = {
-        "attempt": attempt,
-        "keep_last": run.recipe.keep_last,
-        "keep_every": run.recipe.keep_every,
-    }
-    if run.plan.engine == "neuron":
-        from kit.engines.neuron.checkpoint import NxdCheckpoints
+    if isinstance(engine, PortableEngine):
+        return PortableCheckpoints(run, engine, group, attempt=attempt)
+    from kit.engines.neuron.checkpoint import NxdCheckpoints
 
-        return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
-    assert isinstance(engine, PortableEngine)
-    return PortableCheckpoints(run, engine, CheckpointWriter(run.checkpoints, **keep), group)
+    return NxdCheckpoints(run, engine, attempt=attempt)  # pyright: ignore[reportArgumentType]
 
 
 class Recovery(Callback):
@@ -173,12 +168,19 @@ class Recovery(Callback):
             f" {counted(step - good, 'step')} is left out"
         )
 
-    def on_save(self, facts: dict[str, Any]) -> None:
-        """Adds what a resumed guard judges by."""
-        facts |= {"skipped": self.guard.skipped, "recent_losses": self.guard.recent}
-
-    def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write a checkpoint, under a manifest of these facts."""
+    def save(self, step: int, samples: int) -> None:
+        """Begins to write a checkpoint of a step, and of so many samples of the run so far."""
+        facts = {
+            "step": step,
+            "samples": samples,
+            "tokens": samples * self.run.spec.sequence_length,
+            "seed": self.run.recipe.seed,
+            "spec": self.run.spec,
+            "plan": self.run.plan,
+            # What a resumed guard judges by.
+            "skipped": self.guard.skipped,
+            "recent_losses": self.guard.recent,
+        }
         start = time.perf_counter()
         with self.watchdog.paused():
             self.checkpoints.save(facts)
@@ -218,34 +220,28 @@ def _stopped(run: Run, step: int, what: str) -> str:
     )
 
 
-class PortableCheckpoints:
+class PortableCheckpoints(CheckpointWriter):
     """Checkpoints by torch's distributed checkpoint: any layout, and any engine that has them,
     reads them.
+
+    What is being copied is waited for before the optimizer changes it, beside the forward and
+    backward pass until then.
     """
 
-    def __init__(
-        self, run: Run, engine: PortableEngine, writer: CheckpointWriter, group: Any
-    ) -> None:
-        self.run, self.engine, self.writer, self.group = run, engine, writer, group
-        self.poll, self.finish = writer.poll, writer.finish
-        self.stall_s = 0.0
-        """Seconds for which training has waited for saves, since whoever records them took them."""
-        engine.optimizer.register_step_pre_hook(self._wait_for_copies)
+    def __init__(self, run: Run, engine: PortableEngine, group: Any, *, attempt: int) -> None:
+        keep_last, keep_every = run.recipe.keep_last, run.recipe.keep_every
+        super().__init__(
+            run.checkpoints, attempt=attempt, keep_last=keep_last, keep_every=keep_every
+        )
+        self.spec, self.engine, self.control = run.spec, engine, group
+        engine.optimizer.register_step_pre_hook(lambda *_: self.wait_for_copies())
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write; returns as soon as training may go on.
 
         `facts` are the manifest's fields other than attempt, time and files.
         """
-        self.writer.start(self.engine.state_dict(), facts)
-
-    def _wait_for_copies(self, *_: Any) -> None:
-        """Runs before the optimizer changes what is being copied, beside the forward and
-        backward pass until then.
-        """
-        start = time.perf_counter()
-        if self.writer.wait_for_copies():
-            self.stall_s += time.perf_counter() - start
+        self.start(self.engine.state_dict(), facts)
 
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest.
@@ -253,12 +249,12 @@ class PortableCheckpoints:
         Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine
         holds nothing useful.
         """
-        described = from_rank_0(lambda: self.run.checkpoints.describe(step), self.group)
-        tensors = CheckpointTensors(self.run.checkpoints, described, self.run.spec)
+        described = from_rank_0(lambda: self.checkpoints.describe(step), self.control)
+        tensors = CheckpointTensors(self.checkpoints, described, self.spec)
         manifest, _ = described
         self.engine.restore_optimizer(step - manifest.skipped)
         state = self.engine.state_dict()
-        with raised_on_all(self.group):
+        with raised_on_all(self.control):
             tensors.fill_all(state)
         self.engine.after_load()
         return manifest

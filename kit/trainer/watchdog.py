@@ -29,7 +29,7 @@ OTHERS_WAIT_S = 5.0
 """Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a
 GPU rank 0 too lets the others dump their collectives first."""
 DUMP_WAIT_S = 2.0
-SAY_WAIT_S = 15.0
+REPORT_WAIT_S = 15.0
 MANY_LIMIT_S = 600.0
 
 
@@ -119,7 +119,7 @@ class Watchdog(Callback):
         self.ended.set()
 
     def _watch(self, least_s: float) -> None:
-        saying = dumping = None
+        writing = dumping = None
         end_wait_s = OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0.0
         while not self.ended.wait(TICK_S):
             self.silent_s += TICK_S
@@ -127,30 +127,26 @@ class Watchdog(Callback):
                 self.silent_s = 0.0
                 continue
             limit_s = max(least_s, STEPS * max(self.times, default=0.0))
-            if self.silent_s > limit_s / 2 and not (saying and saying.is_alive()):
-                saying = _start(self._say_alive)
+            if self.silent_s > limit_s / 2 and not (writing and writing.is_alive()):
+                writing = _start(self._write_alive)
             if self.silent_s > limit_s and self.dump and not dumping:
                 dumping = _start(self.dump)  # all ranks, before the first of them ends the others
             if self.silent_s > limit_s + end_wait_s:
-                _start(self._say_why, limit_s).join(SAY_WAIT_S)
+                _start(self._report_hang, limit_s).join(REPORT_WAIT_S)
                 os._exit(1)
 
-    def _say_alive(self) -> None:
+    def _write_alive(self) -> None:
         with contextlib.suppress(OSError):
             self.alive()
 
-    def _say_why(self, limit_s: float) -> None:
+    def _report_hang(self, limit_s: float) -> None:
         silent = self.silent_ranks(limit_s / 4) if self.rank == 0 else [0]
+        who = "the stacks in logs/ say where they wait"
         if silent:
-            who = (
-                f"rank {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''} no"
-                " longer answers"
-            )
-        else:
-            who = (
-                f"{'all ranks answer; ' if silent == [] else ''}the stacks in logs/ say where they"
-                " wait"
-            )
+            more = " ..." if len(silent) > 8 else ""
+            who = f"rank {', '.join(map(str, silent[:8]))}{more} no longer answers"
+        elif silent is not None:
+            who = f"all ranks answer; {who}"
         faulthandler.dump_traceback(all_threads=True)
         # The last line of the log is what the supervisor gives as the reason.
         print(

@@ -169,7 +169,7 @@ def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
     plan = setup.plan.replace(**changes)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
     # As the loop of a rank.
-    step = getattr(engine, "begin_step", engine.train_step)
+    step = engine.begin_step
     turns.run(lambda samples: step(samples, RECIPE.learning_rate), batches(setup))
 
 

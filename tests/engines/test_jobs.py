@@ -69,36 +69,25 @@ def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path
     for text in texts.values():
         lines = [line.strip() for line in text.splitlines()]
         assert command in lines and f"#SBATCH --nodes={nodes}" in lines
-        assert any(
-            line.startswith(f"--nnodes={nodes} ") and "--nproc-per-node=32" in line
-            for line in lines
-        )
-        exports = dict(
-            line.removeprefix("export ").split("=", 1)
-            for line in lines
-            if re.match(r"export \w+=", line)
-        )
+        assert re.search(rf"--nnodes={nodes} .*--nproc-per-node=32", text)
+        exports = dict(re.findall(r"^\s*export (\w+)=(.*)$", text, re.MULTILINE))
         assert {**BOTH, **HLAT[name]}.items() <= exports.items()
     assert f"exec neuron_parallel_compile {agent}" in texts["compile.sh"]
-    assert (
-        f"exec {agent}" in texts["submit.sh"]
-        and "neuron_parallel_compile" not in texts["submit.sh"]
-    )
+    assert f"exec {agent}" in texts["submit.sh"]
+    assert "neuron_parallel_compile" not in texts["submit.sh"]
 
 
 def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
     run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     text = render(launcher.job_spec(run), run.site)
-    assert (
-        "#SBATCH --nodes=16" in text and "srun --nodes=16 --ntasks=128 --ntasks-per-node=8" in text
-    )
-    assert (
-        f"-m kit.train --run {run.directory}" in text
-        and "--gpus-per-task=1 --gpu-bind=closest" in text
-    )
-    assert "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID" in text, (
-        "DeepSpeed finds its ranks by these"
-    )
+    for part in (
+        "#SBATCH --nodes=16",
+        "srun --nodes=16 --ntasks=128 --ntasks-per-node=8",
+        f"-m kit.train --run {run.directory}",
+        "--gpus-per-task=1 --gpu-bind=closest",
+        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",  # by which DeepSpeed finds its ranks
+    ):
+        assert part in text
 
 
 def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
@@ -133,6 +122,4 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
         megatron_arguments(ModelSpec.preset("hlat-7b"), FRONTIER_175B, RECIPE)
     native = FRONTIER_175B.replace(engine="native", precision="bf16")
     launcher.submit(a_run(run.directory, "gpt-175b", native, "frontier"))
-    assert not (run.directory / "deepspeed.json").exists(), (
-        "nothing is left of another plan's engine"
-    )
+    assert not (run.directory / "deepspeed.json").exists(), "nothing is left of another engine"

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
 from tests.checkpoints import facts, nxd_in
-from tests.engines.signatures import SIGNATURES
+from tests.engines.signatures import CALLS, SIGNATURES, check
 from tests.faults.attempts import Attempt, finished
 from tests.parity import (
     BATCH,
@@ -43,23 +44,22 @@ from tests.parity import (
 )
 from tests.workers import local_run, run_ranks
 
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS = {
     "one process": {},
     "ZeRO 1": {"zero_stage": 1},
     "DP2": {"data_parallel": 2},
     "TP2": {"tensor_parallel": 2},
-    "TP2, sequence parallel": {"tensor_parallel": 2, "sequence_parallel": True},
+    "TP2, sequence parallel": SP,
     "TP2 x DP2, sequence parallel, recompute selective": {
-        "tensor_parallel": 2,
+        **SP,
         "data_parallel": 2,
-        "sequence_parallel": True,
         "recompute": "selective",
     },
     "TP2 x PP2, ZeRO 1, recompute full": {
-        "tensor_parallel": 2,
+        **SP,
         "pipeline_parallel": 2,
         "zero_stage": 1,
-        "sequence_parallel": True,
         "recompute": "full",
     },
 }
@@ -80,7 +80,6 @@ def small_spec(llama_spec) -> ModelSpec:
 # Parity -------------------------------------------------------------------------------------------
 
 
-SP = {"tensor_parallel": 2, "sequence_parallel": True}
 EACH, SHARED, ONE = 4, 2, 1
 """Key/value heads for four query heads: as in the 7B, as in the 70B, and copied by tensor ranks."""
 EQUAL = {
@@ -105,25 +104,17 @@ def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec,
     """In fp32 a sum over ranks that is lost where dtypes differ does not show."""
     plan = neuron_plan({**LAYOUTS[layout], "precision": "bf16"})
     alone = neuron_plan({"precision": "bf16", "zero_stage": plan.zero_stage})
-    found, expected = (
-        run_ranks(plan.num_devices, overfit, small_spec, plan)[0],
-        one_process(overfit, small_spec, alone),
-    )
-    assert found[0][1] == pytest.approx(expected[0][1], rel=1e-3), "the first gradient norm"
-    assert [loss for loss, _ in found] == pytest.approx(
-        [loss for loss, _ in expected], rel=SAME_LEARNING
-    )
+    losses, norms = zip(*run_ranks(plan.num_devices, overfit, small_spec, plan)[0], strict=True)
+    expected, expected_norms = zip(*one_process(overfit, small_spec, alone), strict=True)
+    assert norms[0] == pytest.approx(expected_norms[0], rel=1e-3)
+    assert losses == pytest.approx(expected, rel=SAME_LEARNING)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
     """On the CPU nothing rounds stochastically; ten steps are too few to need it."""
-    changes = {
-        "precision": "bf16",
-        "zero_stage": stage,
-        "data_parallel": 2,
-        "recompute": "selective",
-    }
+    changes = {"precision": "bf16", "zero_stage": stage, "data_parallel": 2}
+    changes["recompute"] = "selective"
     found = compare(changes, "neuron", small_spec, native_run)
     assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.01, found
 
@@ -133,9 +124,7 @@ def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native
     not their copies.
     """
     changes = {"tensor_parallel": 4, "data_parallel": 2}
-    with pytest.raises(
-        ConfigError, match=r"plan.tensor_parallel: 4 is not allowed with engine 'neuron'"
-    ):
+    with pytest.raises(ConfigError, match="tensor_parallel: 4 is not allowed with engine 'neuron'"):
         neuron_plan(changes).check(small_spec)
     monkeypatch.setattr(Plan, "check", lambda *_: None)
     found = compare(changes, "neuron", small_spec, native_run)
@@ -145,9 +134,7 @@ def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native
 # Calls --------------------------------------------------------------------------------------------
 
 
-def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[str, list[str]]]:
-    from tests.engines.signatures import CALLS
-
+def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> tuple[list[str], ...]:
     engine = build(spec, plan)
     made = len(CALLS)
     for samples, rate in zip(batches(spec, plan, engine.data_rank), (1e-3, 5e-4), strict=False):
@@ -155,23 +142,16 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[
     checkpoints = nxd_in(folder, spec, engine)
     checkpoints.save(facts(spec, 2, plan))
     checkpoints.finish()
-    steps = [
-        name
-        for name, _ in CALLS[made:]
-        if "parallel_cross" not in name and "region" not in name and "get_" not in name
-    ]
+    inside = re.compile("parallel_cross|region|get_")
+    steps = [name for name, _ in CALLS[made:] if not inside.search(name)]
     rates = [arguments["learning_rate"] for name, arguments in CALLS if name == "step"]
-    return [name for name, _ in CALLS[:made]], steps, rates  # pyright: ignore[reportReturnType]
+    return [name for name, _ in CALLS[:made]], steps, rates
 
 
 def test_order_of_calls(standin, small_spec, tmp_path):
     """In a pipeline all micro-batches go in one call."""
-    order = [
-        "neuronx_distributed_config",
-        "initialize_parallel_model",
-        "initialize_parallel_optimizer",
-        "zero_grad",
-    ]
+    made = "initialize_parallel_model", "initialize_parallel_optimizer"
+    order = ["neuronx_distributed_config", *made, "zero_grad"]
     for changes in ({}, {"pipeline_parallel": 2, "zero_stage": 1}):
         plan = neuron_plan(changes)
         called = run_ranks(plan.num_devices, calls_of_two_steps, small_spec, plan, tmp_path)[0]
@@ -183,25 +163,22 @@ def test_order_of_calls(standin, small_spec, tmp_path):
         assert rates == [1e-3, 5e-4] and ("NxDPPModel" in built) is bool(changes)
 
 
-def test_a_call_that_a_version_does_not_take_is_noticed():
-    from tests.engines.signatures import check
-
-    with pytest.raises(
-        TypeError, match=r"initialize_parallel_model of version 0.9.0: missing a required argument"
-    ):
-        check("neuronx_distributed.initialize_parallel_model", {"nxd_config": {}})
-    with pytest.raises(
-        TypeError, match=r"neuronx_distributed_config of version 0.9.0: got an unexpected keyword"
-    ):
-        check("neuronx_distributed.neuronx_distributed_config", {"context_parallel_size": 1})
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("initialize_parallel_model", {"nxd_config": {}}, "missing a required argument"),
+        ("neuronx_distributed_config", {"context_parallel_size": 1}, "got an unexpected keyword"),
+    ],
+)
+def test_a_call_that_a_version_does_not_take_is_noticed(name, arguments, message):
+    with pytest.raises(TypeError, match=f"{name} of version 0.9.0: {message}"):
+        check(f"neuronx_distributed.{name}", arguments)
 
 
 def test_signatures_name_their_source():
+    source = "https://github.com/aws-neuron/neuronx-distributed/tree/"
     for version, table in json.loads(SIGNATURES.read_text()).items():
-        assert table["source"].startswith(
-            "https://github.com/aws-neuron/neuronx-distributed/tree/"
-        ), version
-        assert len(table["signatures"]) >= 15
+        assert table["source"].startswith(source) and len(table["signatures"]) >= 15, version
 
 
 @pytest.mark.neuron
@@ -270,9 +247,8 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(changes, standin, small_spec,
 
 
 def test_plain_data_parallelism_resumes_on_other_replicas(standin, small_spec, tmp_path):
-    expected = run_ranks(
-        2, save_and_go_on, small_spec, neuron_plan({"data_parallel": 2}), tmp_path
-    )[0]
+    two = neuron_plan({"data_parallel": 2})
+    expected = run_ranks(2, save_and_go_on, small_spec, two, tmp_path)[0]
     found = run_ranks(1, resume, small_spec, neuron_plan({}), tmp_path)[0]
     assert found == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
 
@@ -281,29 +257,24 @@ def test_sharded_optimizer_starts_anew_on_other_replicas(standin, small_spec, tm
     plan = neuron_plan({"data_parallel": 2, "zero_stage": 1})
     expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
     found = run_ranks(1, resume, small_spec, plan.replace(data_parallel=1), tmp_path)[0]
-    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), (
-        "the weights are those of the checkpoint"
-    )
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), "weights of the checkpoint"
     assert abs(found[-1][0] - expected[-1][0]) > 1e-4, "the moments are not"
-    assert (
-        "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1"
-        in capfd.readouterr().out
-    )
+    said = "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1"
+    assert said in capfd.readouterr().out
 
 
 def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
     run_ranks(1, save_and_go_on, small_spec, neuron_plan({}), tmp_path)
-    with pytest.raises(
-        AssertionError, match="CheckpointError: .* plan.tensor_parallel 1, now it is 2"
-    ):
-        run_ranks(2, resume, small_spec, neuron_plan({"tensor_parallel": 2}), tmp_path)
+    two, message = neuron_plan({"tensor_parallel": 2}), "plan.tensor_parallel 1, now it is 2"
+    with pytest.raises(AssertionError, match=f"CheckpointError: .* {message}"):
+        run_ranks(2, resume, small_spec, two, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "copies"),
     [
-        ({"tensor_parallel": 2, "sequence_parallel": True}, 1),
-        ({"tensor_parallel": 8, "sequence_parallel": True}, 4),
+        (SP, 1),
+        ({**SP, "tensor_parallel": 8}, 4),
         ({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1}, None),
     ],
 )
@@ -337,12 +308,9 @@ NEEDED = needed_environment(neuron_plan({}))
 @pytest.fixture
 def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
     """A run of four steps with two checkpoints."""
-    spec, recipe = (
-        spec.replace(num_layers=2),
-        recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0),
-    )
+    recipe = recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0)
     recipe = recipe.replace(validation_every=4, validation_sequences=8)
-    return local_run(tmp_path / "run", spec, neuron_plan({}), recipe)
+    return local_run(tmp_path / "run", spec.replace(num_layers=2), neuron_plan({}), recipe)
 
 
 def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):

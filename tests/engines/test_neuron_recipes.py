@@ -16,7 +16,6 @@ from kit.engines.neuron.configuration import (
     job_environment,
     needed_environment,
     nxd_arguments,
-    pipeline_cuts,
 )
 from kit.errors import ConfigError
 from kit.estimate.choose.search import search
@@ -77,14 +76,6 @@ def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
     assert json.loads(json.dumps(told)) == told, "what is shown is what is told"
 
 
-def test_cuts_leave_equal_stages():
-    spec = ModelSpec.preset("hlat-70b").replace(num_layers=12)
-    assert pipeline_cuts(spec, HLAT_70B.replace(pipeline_parallel=3)) == [
-        "model.layers.3",
-        "model.layers.7",
-    ]
-
-
 def a_run(directory: Path, model: str, plan: Plan, site: str) -> kit.Run:
     """Returns a run whose directory holds nothing yet."""
     spec = ModelSpec.preset(model)
@@ -99,12 +90,9 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
     assert job.num_processes == PLANS[name].num_devices
     assert job.num_nodes == {"hlat-7b": 64, "hlat-70b": 256}[name]
     rounding = {"hlat-7b": "1", "hlat-70b": "0"}[name]
-    expected = {
-        "XLA_USE_BF16": "0",
-        "XLA_DOWNCAST_BF16": "0",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
-    }
-    assert job.environment == run.site.profile(name) | expected
+    off = dict.fromkeys(("XLA_USE_BF16", "XLA_DOWNCAST_BF16"), "0")
+    expected = run.site.profile(name) | off | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding}
+    assert job.environment == expected
     check_environment(run.plan, job.environment)
 
 
@@ -117,11 +105,8 @@ def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spe
     two = job(tensor_parallel=2)
     assert two.argv[1:3] == ("-m", "torch.distributed.run") and two.num_processes == 1
     understood = parse_args(list(two.argv[3:]))
-    assert (understood.nproc_per_node, understood.nnodes, understood.no_python) == (
-        "2",
-        "1:1",
-        True,
-    )
+    found = understood.nproc_per_node, understood.nnodes, understood.no_python
+    assert found == ("2", "1:1", True)
     assert (understood.training_script, *understood.training_script_args) == job().argv
     assert job(engine="native", precision="fp32", tensor_parallel=2).num_processes == 2
 
@@ -136,47 +121,29 @@ def test_other_engines_get_no_variables(tmp_path, llama_spec):
     assert job_spec(run).environment == {}
 
 
+ZERO, FP32, BF16 = {"zero_stage": 1}, {"precision": "fp32"}, {"precision": "bf16"}
+ROUNDED = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
+
+
 @pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [
-        (
-            {},
-            {},
-            (
-                "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is 'not"
-                " set'"
-            ),
-        ),
-        (
-            {"zero_stage": 1},
-            {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"},
-            "ROUNDING_EN='0', but .* is '1'",
-        ),
-        ({"zero_stage": 1}, {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16 is '1'"),
-        (
-            {"precision": "fp32"},
-            {"NEURON_CC_FLAGS": "--model-type transformer"},
-            "--auto-cast=none",
-        ),
+        ({}, {}, "needs NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but .*ROUNDING_EN is 'not set'"),
+        (ZERO, ROUNDED, "ROUNDING_EN='0', but .* is '1'"),
+        (ZERO, {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16 is '1'"),
+        (FP32, {"NEURON_CC_FLAGS": "--model-type transformer"}, "--auto-cast=none"),
     ],
 )
 def test_a_process_of_another_precision_is_refused(changes, environment, message):
-    plan = HLAT_7B.replace(**changes)
+    """What is not set is off."""
+    plan, flags = HLAT_7B.replace(**changes), environment.get("NEURON_CC_FLAGS", "")
     with pytest.raises(ConfigError, match=message):
         check_environment(plan, environment)
-    mended = environment | needed_environment(plan, environment.get("NEURON_CC_FLAGS", ""))
+    mended = environment | needed_environment(plan, flags)
     check_environment(plan, mended)
-    assert all(
-        word in mended.get("NEURON_CC_FLAGS", "")
-        for word in environment.get("NEURON_CC_FLAGS", "").split()
-    )
-
-
-def test_what_is_not_set_is_off():
+    assert all(word in mended.get("NEURON_CC_FLAGS", "") for word in flags.split())
     check_environment(HLAT_70B, {})
-    check_environment(
-        HLAT_70B.replace(precision="fp32"), {"NEURON_CC_FLAGS": "--auto-cast none -O1"}
-    )
+    check_environment(HLAT_70B.replace(**FP32), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
 
 
 def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
@@ -202,23 +169,10 @@ def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
         (4, 1, 8, None),
         (4, 1, 16, None),
         (4, 2, 8, None),
-        (
-            2,
-            1,
-            8,
-            (
-                "plan.tensor_parallel: 4 is not allowed .* spec.num_kv_heads is 2: .* Use 2, or 8"
-                " and more"
-            ),
-        ),
+        (2, 1, 8, "plan.tensor_parallel: 4 .* spec.num_kv_heads is 2: .* Use 2, or 8 and more"),
         (1, 1, 8, "plan.tensor_parallel: 4 is not allowed"),
         (4, 2, 1, "plan.data_parallel: 1 is not allowed .* the 2 groups of four ranks on a node"),
-        (
-            4,
-            2,
-            4,
-            "plan.data_parallel: 4 is not allowed .* Use a multiple of 8, pipeline_parallel 1",
-        ),
+        (4, 2, 4, "plan.data_parallel: 4 is not .* Use a multiple of 8, pipeline_parallel 1"),
         (4, 1, 12, "plan.data_parallel: 12 is not allowed"),
     ],
 )
@@ -226,30 +180,25 @@ def test_four_tensor_ranks_are_refused_where_nxd_groups_them_wrongly(
     num_kv_heads, pipeline, data, message, llama_spec
 ):
     spec = llama_spec.replace(num_kv_heads=num_kv_heads)
-    plan = Plan(
-        engine="neuron",
-        precision="bf16",
-        tensor_parallel=4,
-        pipeline_parallel=pipeline,
-        data_parallel=data,
-        global_batch_size=data,
-    )
+    degrees = {"tensor_parallel": 4, "pipeline_parallel": pipeline, "data_parallel": data}
+    plan = Plan.from_dict({"engine": "neuron", **BF16, **degrees, "global_batch_size": data})
     with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         plan.check(spec)
     plan.replace(engine="native", tensor_parallel=1).check(spec)
+
+
+ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
 
 
 @pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
 def test_four_tensor_ranks_are_named_group_by_group(site):
     plan = HLAT_70B.replace(tensor_parallel=4, pipeline_parallel=1, data_parallel=8)
     environment = job_environment(plan, Site.load(site))
-    assert environment["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "0"
-    with pytest.raises(
-        ConfigError,
-        match="tensor_parallel 4 on engine 'neuron' needs NEURON_EXPERIMENTAL_COMPRESS_RG",
-    ):
-        check_environment(plan, environment | {"NEURON_EXPERIMENTAL_COMPRESS_RG": "1"})
-    assert job_environment(HLAT_70B, Site.load(site))["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "1"
+    assert environment[ALONE] == "0"
+    message = f"tensor_parallel 4 on engine 'neuron' needs {ALONE}"
+    with pytest.raises(ConfigError, match=message):
+        check_environment(plan, environment | {ALONE: "1"})
+    assert job_environment(HLAT_70B, Site.load(site))[ALONE] == "1"
 
 
 @pytest.mark.parametrize(
@@ -263,17 +212,14 @@ def test_grouped_heads_are_laid_out_as_nxd_knows_the_platform(platform, allowed)
     check_platform(HLAT_7B, whole, platform)
     for copies in (1, 4):
         plan = HLAT_70B.replace(tensor_parallel=8 * copies)
-        message = (
-            f"this is '{platform}'. Use tensor_parallel 8"
-            if allowed
-            else f"not allowed on '{platform}': NxD makes"
-        )
-        with (
-            contextlib.nullcontext()
-            if copies <= allowed
-            else pytest.raises(ConfigError, match=message)
-        ):
+        copied, never = "this is '{}'. Use tensor_parallel 8", "not allowed on '{}': NxD makes"
+        message = (copied if allowed else never).format(platform)
+        refused = pytest.raises(ConfigError, match=message)
+        with contextlib.nullcontext() if copies <= allowed else refused:
             check_platform(plan, grouped, platform)
+
+
+DEEPSPEED = HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=False)
 
 
 @pytest.fixture
@@ -289,28 +235,12 @@ def trn3(tmp_path) -> Site:
     ("plan", "site", "message"),
     [
         *(
-            (
-                HLAT_7B,
-                site,
-                f"'neuron' trains on AWS Trainium alone, and a device of site '{site}' is",
-            )
+            (HLAT_7B, site, f"'neuron' trains on AWS Trainium alone, .* site '{site}' is")
             for site in ("perlmutter", "lumi", "dgx-h100", "tpu-v4")
         ),
-        (
-            HLAT_7B.replace(engine="native"),
-            "trn1.32xlarge",
-            "'native' trains on GPUs and CPU cores",
-        ),
-        (
-            HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=False),
-            "eks-trn1",
-            "'deepspeed' trains",
-        ),
-        (
-            HLAT_70B,
-            "trn3",
-            "spec.num_kv_heads: 8 for num_heads 64 on engine 'neuron' is not allowed on 'trn3'",
-        ),
+        (HLAT_7B.replace(engine="native"), "trn1.32xlarge", "'native' trains on GPUs and CPU"),
+        (DEEPSPEED, "eks-trn1", "'deepspeed' trains"),
+        (HLAT_70B, "trn3", "num_kv_heads: 8 for num_heads 64 .*'neuron' is not allowed on 'trn3'"),
     ],
 )
 def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(
@@ -318,12 +248,11 @@ def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(
 ):
     spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
     site = trn3 if site == "trn3" else Site.load(site)
+    asked = {"spec": spec, "plan": plan, "recipe": RECIPE, "site": site}
     meetings = {
         "plan": lambda: search(spec, site, plan.num_devices, 1024, engine=plan.engine),
-        "launch": lambda: kit.launch(
-            tmp_path / "run", spec=spec, plan=plan, recipe=RECIPE, site=site
-        ),
-        "rehearse": lambda: rehearse(spec, plan, RECIPE, site),
+        "launch": lambda: kit.launch(tmp_path / "run", **asked),
+        "rehearse": lambda: rehearse(**asked),
     }
     for meet in meetings.values():
         with pytest.raises(ConfigError, match=message):

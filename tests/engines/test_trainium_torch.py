@@ -20,22 +20,13 @@ OWN = [
 ]
 
 
+LACKS = "torch 2.9 has no torch."
 REFUSED = {
-    "import torch.nn.attention.varlen": (
-        "ModuleNotFoundError: torch 2.9 has no module torch.nn.attention.varlen"
-    ),
-    "from torch.nn.attention import varlen": (
-        "ImportError: torch 2.9 has no torch.nn.attention.varlen"
-    ),
-    "from torch.distributed import shrink_group": (
-        "ImportError: torch 2.9 has no torch.distributed.shrink_group"
-    ),
-    "import torch.distributed as d; d.shrink_group": (
-        "AttributeError: torch 2.9 has no torch.distributed.shrink_group"
-    ),
-    "import torch; torch.ops.aten._foreach_mm": (
-        "AttributeError: torch 2.9 has no torch.ops.aten._foreach_mm"
-    ),
+    "import torch.nn.attention.varlen": "ModuleNotFoundError: torch 2.9 has no module torch.nn",
+    "from torch.nn.attention import varlen": f"ImportError: {LACKS}nn.attention.varlen",
+    "from torch.distributed import shrink_group": f"ImportError: {LACKS}distributed.shrink_group",
+    "import torch.distributed as d; d.shrink_group": f"AttributeError: {LACKS}distributed.shrink",
+    "import torch; torch.ops.aten._foreach_mm": f"AttributeError: {LACKS}ops.aten._foreach_mm",
     "import torch.cuda": "AssertionError: torch.cuda is not in trainium_torch.json",
 }
 TRY = """
@@ -47,10 +38,8 @@ except Exception as error:
 
 
 def run_refusing(code: str) -> str:
-    code = (
-        "from tests.engines.trainium_torch import"
-        f" refuse_what_it_lacks\nrefuse_what_it_lacks()\n{code}"
-    )
+    begin = "from tests.engines import trainium_torch\ntrainium_torch.refuse_what_it_lacks()\n"
+    code = f"{begin}{code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -12,7 +12,7 @@ ROWS: list[Row] = []
 
 
 def cost(
-    name: str, value: float, unit: str, *, at_most: float | None = None, note: str = ""
+    name: str, value: float, unit: str = "", *, at_most: float | None = None, note: str = ""
 ) -> None:
     ROWS.append(row(name, round(value, 2), unit, at_most=at_most, note=note))
     # The row tells a missed target; a busy machine alone must not fail the test.

@@ -58,19 +58,16 @@ def test_results_read_late_are_the_same_and_all_there(prepare):
     straight, late = prepare("straight", **SETTINGS), prepare("late", **SETTINGS)
     finished(straight)
     log = finished(late, 1, ahead()).log()
-    assert "launched 6, finished 4" in log and "launched 8, finished 7" in log, (
-        "late but before a validation"
-    )
-    assert "launched 11, finished 10" in log, "late but before a checkpoint"
+    # Late, but before a validation and a checkpoint.
+    for said in ("launched 6, finished 4", "launched 8, finished 7", "launched 11, finished 10"):
+        assert said in log
     assert_same(late, straight)
-    told = [
-        [(row["step"], row.get("validation_loss")) for row in lines_of(run)]
-        for run in (straight, late)
-    ]
-    assert told[0] == told[1] and told[1][6][1] is not None
-    assert [row["step"] for row in lines_of(late) if row.get("checkpoint_s")] == [11, 21], (
-        "what a save costs the next step"
+    ours, theirs = (
+        [row.get("validation_loss") for row in lines_of(run)] for run in (late, straight)
     )
+    assert ours == theirs and ours[6] is not None
+    saved = [row["step"] for row in lines_of(late) if row.get("checkpoint_s")]
+    assert saved == [11, 21], "what a save costs the next step"
 
 
 @pytest.mark.thorough
@@ -92,14 +89,10 @@ def test_bad_step_is_answered_one_step_late_but_before_a_checkpoint(prepare, ste
     attempt = Attempt(run, 1, ahead(poison(step, rank=0)))
     assert attempt.wait() == [os.EX_CONFIG]
     assert f"stopped at step {step}: the gradient norm is nan" in attempt.log()
-    assert (
-        f"launched {launched}," in attempt.log()
-        and f"launched {launched + 1}," not in attempt.log()
-    )
-    told = lines_of(run)
-    assert [row["step"] for row in told] == list(range(1, step + 1)), (
-        "nobody reads the step that came after"
-    )
+    assert f"launched {launched}," in attempt.log()
+    assert f"launched {launched + 1}," not in attempt.log()
+    told = lines_of(run)  # nobody reads the step that came after
+    assert [row["step"] for row in told] == list(range(1, step + 1))
     assert math.isnan(told[-1]["grad_norm"]) and run.checkpoints.steps()[-1] == (step - 1) // 5 * 5
 
 
@@ -142,20 +135,12 @@ def test_requests_are_looked_for_by_all_ranks_at_the_same_steps_and_answered(
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0]
     looks = [int(step) for step in re.findall(r"look for stop after step (\d+)", attempt.log())]
-    assert looks == [1, *range(2, looks[-1] + 1, steps)], (
-        "of the first step, which may compile, nothing is known"
-    )
+    # Of the first step, which may compile, nothing is known.
+    assert looks == [1, *range(2, looks[-1] + 1, steps)]
     stopped, state = read_taken(run.directory, "stop"), read_state(run.directory)
-    assert (
-        taken is not None
-        and stopped is not None
-        and run.checkpoints.steps() == [taken.step, stopped.step]
-    )
-    assert (
-        state is not None
-        and state.state is JobState.STOPPING
-        and state.step == stopped.step == looks[-1]
-    )
+    assert taken and stopped and run.checkpoints.steps() == [taken.step, stopped.step]
+    assert state and state.state is JobState.STOPPING
+    assert state.step == stopped.step == looks[-1]
 
 
 def test_data_that_cannot_be_read_is_told_when_its_turn_comes(prepare):

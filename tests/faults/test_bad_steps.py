@@ -54,9 +54,8 @@ def garble(*steps: int) -> Callable[[int], None]:
         def garbled(self, first):
             tokens = read(self, first)
             if first // self.plan.global_batch_size + 1 in steps:
-                return torch.randint(
-                    0, 300, tokens.shape, generator=torch.Generator().manual_seed(first)
-                )
+                generator = torch.Generator().manual_seed(first)
+                return torch.randint(0, 300, tokens.shape, generator=generator)
             return tokens
 
         Batches._read = garbled
@@ -69,25 +68,16 @@ def test_gradient_that_is_not_finite_stops_before_anything_is_overwritten(prepar
     run = prepare("stopped", num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, poison(10, rank=1, value=value))
     assert attempt.wait() == [os.EX_CONFIG] * 2
-    assert run.checkpoints.steps() == [5], (
-        "the checkpoint that is due at the bad step is not written"
-    )
+    assert run.checkpoints.steps() == [5], "that which is due at the bad step is not written"
     metrics = run.metrics()
-    assert metrics["step"].tolist() == list(range(1, 11)) and not math.isfinite(
-        metrics["grad_norm"][-1]
-    )
-    assert re.search(
+    assert metrics["step"].tolist() == list(range(1, 11))
+    assert not math.isfinite(metrics["grad_norm"][-1])
+    said = (
         r"RunError: stopped at step 10: the gradient norm is (nan|inf)\. The checkpoint of step 5"
-        r" is from",
-        attempt.log(),
     )
-    cost(
-        f"{value} gradient, stop: steps lost beyond the last checkpoint",
-        0 if run.checkpoints.steps() == [5] else 5,
-        "",
-        at_most=0,
-        note="stopped at step 10, checkpoint of step 5 intact",
-    )
+    assert re.search(f"{said} is from", attempt.log())
+    note = "stopped at step 10, checkpoint of step 5 intact"
+    cost(f"{value} gradient, stop: steps lost beyond the last checkpoint", 0, at_most=0, note=note)
 
 
 LAYOUTS = {
@@ -105,9 +95,8 @@ SHORT = {"num_steps": 8, "warmup_steps": 2, "checkpoint_every": None, "on_nan": 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, spec, recipe) -> kit.Run:
     """A run that drops the update of step 4, by a fault of its first rank."""
-    run = local_run(
-        tmp_path_factory.mktemp("runs") / "reference", spec, LAYOUTS["DP2"], recipe.replace(**SHORT)
-    )
+    folder = tmp_path_factory.mktemp("runs") / "reference"
+    run = local_run(folder, spec, LAYOUTS["DP2"], recipe.replace(**SHORT))
     finished(run, 1, poison(4, rank=0))
     return run
 
@@ -129,25 +118,24 @@ def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, referen
     assert reference.metrics()["loss"][4] != pytest.approx(reference.metrics()["loss"][3], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("answer", "sabotage", "dropped"),
-    [
-        ({"on_nan": "skip"}, poison(13, rank=0), 1),
-        ({"on_nan": "roll_back"}, poison(13, rank=0), 3),
-        ({"on_spike": "skip"}, garble(102, 103), 2),
-        ({"on_spike": "roll_back"}, garble(102), 2),
-    ],
-    ids=["nan-skip", "nan-roll_back", "spike-skip", "spike-roll_back"],
-)
+FAULTS = {
+    ("on_nan", "skip"): (poison(13, rank=0), 1),
+    ("on_nan", "roll_back"): (poison(13, rank=0), 3),
+    ("on_spike", "skip"): (garble(102, 103), 2),
+    ("on_spike", "roll_back"): (garble(102), 2),
+}
+
+
+@pytest.mark.parametrize(("field", "answer"), FAULTS)
 def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
-    prepare, answer, sabotage, dropped
+    prepare, field, answer
 ):
     """The second run ends right after the fault, and goes on from a checkpoint before it or
     after it.
     """
-    is_nan = "on_nan" in answer
+    is_nan, (sabotage, dropped) = field == "on_nan", FAULTS[field, answer]
     last, cut, every, plan = (30, 14, 10, DP2) if is_nan else (110, 104, 50, ALONE)
-    settings = {"checkpoint_every": every, "decay_steps": last, **answer}
+    settings = {"checkpoint_every": every, "decay_steps": last, field: answer}
     straight = prepare("straight", plan, num_steps=last, **settings)
     finished(straight, 1, sabotage)
     broken = prepare("broken", plan, num_steps=last, **settings)
@@ -159,16 +147,10 @@ def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
     rows = lines_of(straight)
     manifest = straight.checkpoints.manifest(last)
     assert manifest.skipped == sum(row.get("skipped", 0) for row in rows) == dropped
-    assert manifest.samples == last * straight.plan.global_batch_size, (
-        "every batch is accounted for"
-    )
-    [word] = answer.values()
-    cost(
-        f"{'NaN' if is_nan else 'loss spike'}, {word.replace('_', ' ')}: updates dropped",
-        dropped,
-        "",
-        note="recorded in metrics and manifest; killed after it and resumed, bit for bit the same",
-    )
+    assert manifest.samples == last * straight.plan.global_batch_size, "no batch is forgotten"
+    name = f"{'NaN' if is_nan else 'loss spike'}, {answer.replace('_', ' ')}: updates dropped"
+    note = "recorded in metrics and manifest; killed after it and resumed, bit for bit the same"
+    cost(name, dropped, note=note)
 
 
 def test_skipping_without_end_stops(prepare):

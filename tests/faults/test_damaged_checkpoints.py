@@ -68,13 +68,8 @@ def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(
     assert [(alert.kind, alert.level) for alert in alerts] == [("checkpoint", "error")]
     lost = sum(map(len, before.values())) - sum(map(len, kept.values()))
     name = f"checkpoint {damage.__name__.replace('_', ' ')} ({which}): bytes lost"
-    cost(
-        name,
-        lost,
-        "",
-        at_most=0,
-        note="found by size or checksum, kept aside, the one before is used, said so",
-    )
+    note = "found by size or checksum, kept aside, the one before is used, said so"
+    cost(name, lost, at_most=0, note=note)
 
 
 def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
@@ -101,10 +96,6 @@ def test_verification_is_fast(tmp_path):
     start = time.perf_counter()
     assert checksum(file) == zlib.crc32(file.read_bytes())
     rate = file.stat().st_size / (time.perf_counter() - start) / 1e6
-    cost(
-        "verification of a checkpoint, each rank",
-        rate,
-        "MB/s",
-        note="CRC-32, file in the page cache; ranks read side by side; a core that others use too",
-    )
+    note = "CRC-32, file in the page cache; ranks read side by side; a core that others use too"
+    cost("verification of a checkpoint, each rank", rate, "MB/s", note=note)
     assert rate > 50

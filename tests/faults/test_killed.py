@@ -52,12 +52,11 @@ class Moment:
 
     @classmethod
     def drawn(cls, draw: random.Random) -> "Moment":
-        writes, steps = (
-            (draw.choice([0, 1, 1, 2]) if draw.random() < 0.5 else None),
-            draw.choice([0, *range(50)]),
-        )
         return cls(
-            writes=writes, steps=steps, start_s=draw.uniform(0, 1), later_s=draw.uniform(0, 0.01)
+            writes=draw.choice([0, 1, 1, 2]) if draw.random() < 0.5 else None,
+            steps=draw.choice([0, *range(50)]),
+            start_s=draw.uniform(0, 1),
+            later_s=draw.uniform(0, 0.01),
         )
 
     def has_come(self, run: Run, size: int, before: list[int], elapsed_s: float) -> bool:
@@ -105,24 +104,16 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
     resumed = attempt.resumed_from()
     if steps and resumed is not None:
         toll.steps_lost += max(0, steps[-1] - resumed)
-    toll.bytes_lost += len(before) - len(
-        os.path.commonprefix([before, metrics.read_bytes() if before else b""])
-    )
-    changed = [
-        file
-        for file, value in kept.items()
-        if file.exists() and zlib.crc32(file.read_bytes()) != value
-    ]
+    after = metrics.read_bytes() if size_of(metrics) else b""
+    toll.bytes_lost += len(before) - len(os.path.commonprefix([before, after]))
+    here = {file: value for file, value in kept.items() if file.exists()}
+    changed = [file for file, value in here.items() if zlib.crc32(file.read_bytes()) != value]
     toll.bytes_lost += sum(map(size_of, changed))
     if not over:
-        recorded = (
-            [json.loads(line)["step"] for line in metrics.read_bytes().split(b"\n")[:-1]]
-            if recovered
-            else []
-        )
-        toll.steps_repeated.append(
-            max(0, max(recorded, default=0) - max(run.checkpoints.steps(), default=0))
-        )
+        lines = after.split(b"\n")[:-1] if recovered else []
+        recorded = max((json.loads(line)["step"] for line in lines), default=0)
+        saved = max(run.checkpoints.steps(), default=0)
+        toll.steps_repeated.append(max(0, recorded - saved))
     return over
 
 
@@ -145,29 +136,16 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, request):
         f"{toll.kills} kills of 2 ranks, {toll.in_writes} of them inside a checkpoint write;"
         f" {name + 1} runs, each bit "
     )
-    cost(
-        "SIGKILL: steps lost beyond the last complete checkpoint",
-        toll.steps_lost,
-        "",
-        at_most=0,
-        note=note + "for bit as if unbroken",
-    )
-    cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, "", at_most=0)
+    name = "SIGKILL: steps lost beyond the last complete checkpoint"
+    cost(name, toll.steps_lost, at_most=0, note=note + "for bit as if unbroken")
+    cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, at_most=0)
     assert every is not None
     # One checkpoint may be due and another still on its way to the disk.
-    cost(
-        "SIGKILL: most steps to repeat",
-        max(toll.steps_repeated),
-        "",
-        at_most=2 * every,
-        note=f"a checkpoint every {every} steps",
-    )
-    cost(
-        "SIGKILL: seconds to the next step, median",
-        statistics.median(toll.recovery_s),
-        "s",
-        note=f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch",
-    )
+    repeated, note = max(toll.steps_repeated), f"a checkpoint every {every} steps"
+    cost("SIGKILL: most steps to repeat", repeated, at_most=2 * every, note=note)
+    note = f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch"
+    middle_s = statistics.median(toll.recovery_s)
+    cost("SIGKILL: seconds to the next step, median", middle_s, "s", note=note)
 
 
 def test_killed_and_resumed_with_everything(prepare):
@@ -187,13 +165,8 @@ def test_killed_and_resumed_with_everything(prepare):
     while (again.metrics().summary().get("attempt") or 0) < 2:
         assert time.monotonic() - start < 120, again.job.logs()
         time.sleep(0.05)
-    cost(
-        "SIGKILL of the supervisor: `kit resume` to the next step",
-        time.monotonic() - start,
-        "s",
-        at_most=60,
-        note="start of Python and torch included",
-    )
+    name, note = "SIGKILL of the supervisor: `kit resume` to the next step", "start of Python and"
+    cost(name, time.monotonic() - start, "s", at_most=60, note=f"{note} torch included")
     again.job.cancel()
     again.job.wait(timeout_s=30)
     assert f"resumed from step {newest}" in again.job.logs()

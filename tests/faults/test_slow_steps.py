@@ -66,26 +66,19 @@ def sabotage(rank: int) -> None:
     slowed(Batches, "at", "slow data loader", lambda: time.sleep(2 * STALL_S))
     slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank))
     slowed(NativeEngine, "_forward_backward", "slow product on all ranks", lambda: burn(rank))
+    passes = NativeEngine, "_forward_backward"
     if rank == 1:
-        slowed(
-            NativeEngine,
-            "_forward_backward",
-            "slow product on rank 1",
-            lambda: time.sleep(2 * STALL_S),
-        )
+        slowed(*passes, "slow product on rank 1", lambda: time.sleep(2 * STALL_S))
     slowed(dist, "all_reduce", "slow all-reduce", lambda: time.sleep(STALL_S))
-    slowed(
-        NativeEngine, "_forward_backward", "slow send of gradients", lambda: time.sleep(2 * STALL_S)
-    )
+    slowed(*passes, "slow send of gradients", lambda: time.sleep(2 * STALL_S))
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
     """A run for each way, with the rows of its own steps of one real run."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = recipe.replace(
-        num_steps=EACH * (1 + len(CASES)), checkpoint_every=None, validation_every=None
-    )
+    settings = recipe.replace(num_steps=EACH * (1 + len(CASES)))
+    settings = settings.replace(checkpoint_every=None, validation_every=None)
 
     def create(name: str) -> Run:
         site = Site.load("laptop").with_measured_peak("fp32", 4e10, "test")
@@ -106,20 +99,16 @@ def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
 def test_what_was_done_is_named(cases, name: str) -> None:
     found = pace(cases[name])
     assert found.verdict.startswith("slower than expected"), found.verdict
-    assert found.slow_part == CASES[name] and CASES[name] in found.verdict, (
-        found.verdict,
-        found.parts_s,
-    )
+    said = found.verdict, found.parts_s
+    assert found.slow_part == CASES[name] and CASES[name] in found.verdict, said
 
 
 def test_parts_of_a_healthy_step_add_up_and_are_told(cases) -> None:
     run: Run = cases["none"]
     metrics = run.metrics()
-    phases = sum(
-        metrics[name] for name in ("data_s", "forward_backward_s", "reduction_s", "optimizer_s")
-    )
-    assert (phases <= metrics["step_time_s"] + 1e-5).all() and (
-        phases > 0.5 * metrics["step_time_s"]
-    ).all()
+    parts = "data_s", "forward_backward_s", "reduction_s", "optimizer_s"
+    phases = sum(metrics[name] for name in parts)
+    assert (phases <= metrics["step_time_s"] + 1e-5).all()
+    assert (phases > 0.5 * metrics["step_time_s"]).all()
     told = CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"])
     assert "forward and backward pass" in json.loads(told.output)["pace"]["parts_s"]

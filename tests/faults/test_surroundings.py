@@ -58,13 +58,10 @@ def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
         assert time.monotonic() - start < 60 and not attempt.is_over(), attempt.log()
         time.sleep(0.05)
     attempt.kill()
-    cost(
-        "clock set back two hours: longest silence of the heartbeats",
-        (time.monotonic() - start) / 4,
-        "s",
-        at_most=10,
-        note="metrics in order, step times as before, nothing judged hung",
-    )
+    silence_s = (time.monotonic() - start) / 4
+    note = "metrics in order, step times as before, nothing judged hung"
+    name = "clock set back two hours: longest silence of the heartbeats"
+    cost(name, silence_s, "s", at_most=10, note=note)
 
 
 def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_memory):
@@ -74,13 +71,19 @@ def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_
         RunError, match="run cannot be written: Read-only file system. Use another run directory"
     ):
         kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
-    cost(
-        "read-only directory: refused",
-        time.monotonic() - start,
-        "s",
-        at_most=5,
-        note="before anything starts",
-    )
+    took_s = time.monotonic() - start
+    cost("read-only directory: refused", took_s, "s", at_most=5, note="before anything starts")
+
+
+LAUNCH = """
+import sys, kit
+from pathlib import Path
+from kit.recipe import Recipe
+here, plan = Path(sys.argv[1]), kit.Plan(global_batch_size=int(sys.argv[2]))
+spec, recipe = kit.ModelSpec.read(here / "spec.json"), Recipe.read(here / "recipe.json")
+sys.stdin.readline()
+kit.launch(here / "twice", spec=spec, plan=plan, recipe=recipe)
+"""
 
 
 def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
@@ -90,20 +93,9 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
     directory = tmp_path / "twice"
     (tmp_path / "spec.json").write_text(spec.to_json())
     (tmp_path / "recipe.json").write_text(recipe.replace(num_steps=100_000).to_json())
-    code = (
-        "import sys, kit; from kit.recipe import Recipe; from kit.spec import ModelSpec; from"
-        " pathlib import Path\nhere = Path(sys.argv[1]); plan ="
-        " kit.Plan(global_batch_size=int(sys.argv[2]))\nsys.stdin.readline()\nrun = kit.launch(here"
-        " / 'twice', spec=ModelSpec.read(here / 'spec.json'), plan=plan,\n                "
-        " recipe=Recipe.read(here / 'recipe.json'))\n"
-    )
+    command, piped = [sys.executable, "-c", LAUNCH, str(tmp_path)], subprocess.PIPE
     launches = {
-        batch: subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), batch],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        batch: subprocess.Popen([*command, batch], stdin=piped, stderr=piped, text=True)
         for batch in ("8", "16")
     }
     time.sleep(1.0)
@@ -118,12 +110,8 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
     (loser,) = (text for batch, text in said.items() if batch not in won)
     assert "is being launched by another process" in loser or "is in use: attempt 1" in loser
     assert Run.open(directory).plan.global_batch_size == int(won[0])
-    cost(
-        "two launches of one directory at once: one wins, the other is told",
-        time.monotonic() - start,
-        "s",
-        at_most=60,
-    )
+    name = "two launches of one directory at once: one wins, the other is told"
+    cost(name, time.monotonic() - start, "s", at_most=60)
     job = Run.open(directory).job
     job.cancel()
     job.wait(timeout_s=30)
@@ -149,12 +137,8 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     said = "".join(log.read_text() for log in logs)
     assert ("is another directory now" if replaced else "was deleted or renamed") in said
     assert not list(run.directory.glob("*")) and run.directory.exists() == replaced
-    cost(
-        "run directory deleted: ranks ended by themselves",
-        time.monotonic() - start,
-        "s",
-        at_most=30,
-    )
+    took_s = time.monotonic() - start
+    cost("run directory deleted: ranks ended by themselves", took_s, "s", at_most=30)
 
 
 def test_orphan_of_an_older_attempt_ends_and_writes_nothing(prepare):

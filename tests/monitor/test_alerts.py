@@ -14,7 +14,9 @@ from cluster.record import ConfigError
 from cluster.state import JobState
 from kit.monitor import alerts
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.figure import run_figure
 from kit.monitor.ranks import MIN_SAMPLES
+from kit.monitor.runs import runs_table
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import AlertLog
@@ -133,6 +135,27 @@ def test_a_peak_that_cannot_be_true(
     dashboard.read()
     corrected = np.median(run.metrics().mfu()[-20:])
     assert dashboard.facts()["mfu"] == pytest.approx(corrected)
+
+
+@pytest.mark.parametrize("record", ["plan", "site"])
+def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(
+    tmp_path: Path, record: str
+) -> None:
+    run = recorded_run(tmp_path / "run", steps=200, second_attempt_at=101)
+    whole, name = run.metrics().mfu(), f"{record}.attempt_01.json"
+    (run.directory / name).write_text('{"torn')
+    mfu = run.metrics().mfu()
+    assert np.isnan(mfu[:100]).all() and np.array_equal(mfu[100:], whole[100:])
+    dashboard = look(Dashboard(run))
+    (told,) = dashboard.watchman.log.alerts
+    assert (told.kind, told.attempt, told.step) == ("record", 1, 100)
+    assert told.message.startswith(f"{name}: {record}: not valid JSON")
+    assert dashboard.facts()["mfu"] == pytest.approx(np.median(whole[-20:]))
+    assert kinds(Dashboard(run)) == ["record"], "once, however often one looks"
+    assert run_figure(run)[1]["mfu"][-1] == pytest.approx(whole[-1])
+    table, reason = runs_table(tmp_path), f"no MFU of attempt 1: {name}: "
+    assert table.rows[0]["mfu"] == pytest.approx(np.median(whole[-20:]))
+    assert reason in table.rows[0]["reason"] and table.notes[0].startswith(f"run: {reason}")
 
 
 def test_falling_mfu(tmp_path: Path) -> None:

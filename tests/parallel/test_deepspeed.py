@@ -21,7 +21,6 @@ from kit.convert import load_model
 from kit.engines import build_engine
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.engine import DeepSpeedEngine
-from kit.engines.deepspeed.package import DeepSpeedError
 from kit.engines.deepspeed.start import import_deepspeed
 from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
@@ -119,14 +118,10 @@ def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, fl
 def test_steps_that_overflow_in_fp16_are_skipped_counted_and_scaled_down(llama_spec):
     plan = make_plan({"zero_stage": 1, "precision": "fp16"})
     steps = run_ranks(1, steps_in_fp16, fit(llama_spec, plan), plan)[0]
-    assert [scaling["loss_scale"] for _, scaling, _ in steps] == [
-        2.0**power for power in (29, 28, 27, 26)
-    ]
-    assert [scaling["skipped_steps"] for _, scaling, _ in steps] == [1, 2, 3, 4]
-    assert (
-        all(norm == float("inf") for norm, _, _ in steps)
-        and len({weights for _, _, weights in steps}) == 1
-    )
+    norms, scalings, weights = zip(*steps, strict=True)
+    powers = enumerate((29, 28, 27, 26), 1)
+    assert scalings == tuple({"loss_scale": 2.0**p, "skipped_steps": n} for n, p in powers)
+    assert {*norms} == {float("inf")} and len({*weights}) == 1
 
 
 def test_norms_are_told_without_clipping_too(llama_spec, native_run):
@@ -148,18 +143,15 @@ def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[f
     return steps
 
 
-def load_and_train(
-    spec: ModelSpec, plan: Plan, directory: Path
-) -> tuple[float, list[tuple[float, float]]]:
+def load_and_train(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[float, float]]:
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=False)
     engine.restore_optimizer(5)
     checkpoints = Checkpoints(directory)
     CheckpointTensors(checkpoints, checkpoints.describe(5), spec).fill_all(engine.state_dict())
     engine.after_load()
     mine = batches(spec, plan, engine.data_rank)
-    return engine.validation_loss(mine[5]), [
-        engine.train_step(samples, 1e-3) for samples in mine[5:]
-    ]
+    engine.validation_loss(mine[5])  # leaves what was loaded as it is
+    return [engine.train_step(samples, 1e-3) for samples in mine[5:]]
 
 
 MOVES = {
@@ -181,9 +173,7 @@ def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_r
     run_ranks(before.num_devices, train_and_save, gpt_spec, before, tmp_path)
     results = run_ranks(after.num_devices, load_and_train, gpt_spec, after, tmp_path)
     expected = native_run(gpt_spec)[1][5:]
-    for (loss, norm), (expected_loss, expected_norm) in zip(results[0][1], expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
+    assert results[0] == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
 
 
 # Start --------------------------------------------------------------------------------------------
@@ -202,21 +192,18 @@ def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
 def test_another_batch_in_the_configuration_is_refused(layout, llama_spec):
     """As in the 175B run on Frontier whose speed was printed four times too high."""
     plan = make_plan({**LAYOUTS[layout], "micro_batch_size": 1})
-    tampered = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": plan.num_microbatches // 4,
-    }
+    tampered = {"train_micro_batch_size_per_gpu": 4}
+    tampered["gradient_accumulation_steps"] = plan.num_microbatches // 4
     for message in run_ranks(plan.num_devices, start_with, llama_spec, plan, tampered):
         assert "plan.micro_batch_size: the plan says 1, but DeepSpeed reports 4" in message
 
 
 def test_each_batch_number_is_compared():
     plan = make_plan({})
-    with pytest.raises(
-        ConfigError, match="plan.global_batch_size: the plan says 8, but DeepSpeed reports 32"
-    ):
-        check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 32})
-    check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 8})
+    reported = {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 8}
+    check_batch(plan, reported)
+    with pytest.raises(ConfigError, match="global_batch_size: the plan says 8, .* reports 32"):
+        check_batch(plan, reported | {"global_batch_size": 32})
 
 
 def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
@@ -248,14 +235,13 @@ def probe_deepspeed(**environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=PackageNotFoundError))
-    with pytest.raises(MissingPackageError, match="needs deepspeed, which is not installed"):
-        kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
-    monkeypatch.setattr("importlib.metadata.version", Mock(return_value="0.12.3"))
-    with pytest.raises(
-        DeepSpeedError, match="needs DeepSpeed 0.19: version 0.12.3 is installed. Run: pip install"
+    for found, message in (
+        (Mock(side_effect=PackageNotFoundError), "needs deepspeed, which is not installed"),
+        (Mock(return_value="0.12.3"), "needs DeepSpeed 0.19: version 0.12.3 .* Run: pip install"),
     ):
-        kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
+        monkeypatch.setattr("importlib.metadata.version", found)
+        with pytest.raises(MissingPackageError, match=message):
+            kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
     assert not list(tmp_path.iterdir())
 
 
@@ -265,19 +251,15 @@ def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
         'raise RuntimeError("undefined symbol: deepspeed_op")'
     )
     done = probe_deepspeed(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert (
-        "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install"
-        in done.stderr
-    )
+    said = "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install"
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_notebook_shows_the_message_alone(capsys):
     from IPython.core.interactiveshell import InteractiveShell
 
     code = (
-        "from kit.engines.deepspeed.package import DeepSpeedError; raise DeepSpeedError('it is too"
-        " old')"
+        "from kit.engines.deepspeed import package; raise package.DeepSpeedError('it is too old')"
     )
     InteractiveShell(history_manager=None).run_cell(code)
     shown = capsys.readouterr().out

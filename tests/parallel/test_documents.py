@@ -96,50 +96,42 @@ def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     before = PLAIN.calls
     together = decoder(torch.cat(texts, dim=1))
     together.square().sum().backward()
-    calls = {"none": 1, "selective": 1, "full": 2}[
-        recompute
-    ] * spec.num_layers  # a policy keeps what it gave
-    assert PLAIN.calls - before == (calls if kernel else 0)
+    times = 2 if recompute == "full" else 1  # a policy keeps what it gave
+    assert PLAIN.calls - before == (times * spec.num_layers if kernel else 0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(decoder.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
     decoder.within_documents = None
-    assert (decoder(torch.cat(texts, dim=1)) - alone).abs().max() > 1e-3, (
-        "without the mask they see each other"
-    )
+    seen = decoder(torch.cat(texts, dim=1))
+    assert (seen - alone).abs().max() > 1e-3, "without the mask they see each other"
 
 
 def test_documents_begin_after_an_end_and_with_each_row():
     rows = torch.tensor([[5, 0, 7, 8], [0, 0, 3, 0], [4, 4, 4, 4]])
     assert document_begins(rows, END).tolist() == [0, 2, 4, 5, 6, 8, 12, 12]
     assert document_begins(torch.ones(1, 6, dtype=torch.long), END).tolist() == [0, 6]
-    assert len({len(document_begins(torch.randint(0, 9, (4, 64)), END)) for _ in range(20)}) <= 2, (
-        "few sizes to compile for"
-    )
+    sizes = {len(document_begins(torch.randint(0, 9, (4, 64)), END)) for _ in range(20)}
+    assert len(sizes) <= 2, "few sizes to compile for"
 
 
 def test_the_kernel_is_taken_on_gpus_of_nvidia_alone(monkeypatch):
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert (
-        has_document_kernel(gpu, "bf16")
-        and not has_document_kernel(gpu, "fp32")
-        and not has_document_kernel(torch.device("cpu"), "bf16")
-    )
-    monkeypatch.setattr(torch.version, "hip", "6.2")
-    assert not has_document_kernel(gpu, "bf16")
+    for device, hip, precision, has in (
+        ("cuda", None, "bf16", True),
+        ("cuda", None, "fp32", False),
+        ("cpu", None, "bf16", False),
+        ("cuda", "6.2", "bf16", False),
+    ):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert has_document_kernel(torch.device(device), precision) == has
 
 
 def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, float]]:
     engine = build(spec, plan)
     if masked:
         engine.mask_documents(END)
-    whole = torch.randint(
-        0,
-        9,
-        (plan.global_batch_size, spec.sequence_length + 1),
-        generator=torch.Generator().manual_seed(0),
-    )
+    shape = plan.global_batch_size, spec.sequence_length + 1
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(0, 9, shape, generator=generator)
     share = plan.global_batch_size // plan.data_parallel
     return [engine.train_step(whole[engine.data_rank * share :][:share], 1e-3) for _ in range(3)]
 

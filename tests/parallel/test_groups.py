@@ -29,29 +29,23 @@ GPT_1T = Plan(
 
 def test_ranks_join_without_a_full_mesh() -> None:
     seen = run_ranks(32, use, 2, start=join_lazily)
-    assert max(rank["descriptors"] for rank in seen[1:]) < 32, (
-        "fewer than one for each other rank, with two groups"
-    )
+    others = max(rank["descriptors"] for rank in seen[1:])
+    assert others < 32, "fewer than one for each other rank, with two groups"
     assert seen[0]["descriptors"] < 32 + 40, "rank 0 has the store, to which all come"
-    assert {rank["reads_to_join"] for rank in seen} == {0} and max(
-        rank["reads"] for rank in seen
-    ) < 32
+    assert all(rank["reads_to_join"] == 0 and rank["reads"] < 32 for rank in seen)
 
 
 def listening() -> list[str]:
     """Returns the addresses at which somebody waits for connections to the ranks' port, as the
     kernel writes them.
     """
-    rows = [
+    lines = [
         line.split()
         for name in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
-    return [
-        row[1]
-        for row in rows
-        if row[3] == "0A" and row[1].endswith(f":{int(os.environ['MASTER_PORT']):04X}")
-    ]
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    return [line[1] for line in lines if line[3] == "0A" and line[1].endswith(port)]
 
 
 def test_the_store_of_ranks_of_one_machine_listens_to_no_network() -> None:
@@ -131,19 +125,19 @@ def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
     """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would
     ask for each group.
     """
-    from kit.engines.deepspeed.layers import Layers
+    from kit.engines.deepspeed.layers import LayerBuilder
 
     world: Any = dist.group.WORLD
-    real = Layers.pipeline
+    real = LayerBuilder.pipeline
 
-    def pipeline(self: Layers, loss: Any) -> Any:
+    def pipeline(self: LayerBuilder, loss: Any) -> Any:
         world.bound_device_id = torch.device("cuda:0")
         made = real(self, loss)
         SEEN.append(world.bound_device_id == torch.device("cuda:0"))
         world.bound_device_id = None
         return made
 
-    Layers.pipeline = pipeline
+    LayerBuilder.pipeline = pipeline
     build(spec, plan)
     return SEEN == [True]
 

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from cluster.state import JobState, StaleAttemptError, update_state
 from kit.errors import CheckpointError, DamagedCheckpointError, DataError
+from kit.parallel.groups import raised_on_all
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader, raised_on_all
+from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
 from kit.spec import ModelSpec
 from kit.trainer.recovery import PortableCheckpoints
 from tests.checkpoints import facts, writer_in
@@ -207,17 +208,17 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     Copying takes until a moment after the update is asked for.
     """
     engine: Any = Engine(["weight"])
-    saver = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory, 3), None)
+    saver = PortableCheckpoints(run, engine, None, attempt=1)
     saver.save(facts(run.spec, 1))
     saver.finish()
-    assert saver.writer.stager is not None
-    copy, may_copy = saver.writer.stager._stage, threading.Event()
+    assert saver.stager is not None
+    copy, may_copy = saver.stager._stage, threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Any:
         may_copy.wait(60)
         return copy(*args, **kwargs)
 
-    saver.writer.stager._stage = late
+    saver.stager._stage = late
     saver.save(facts(run.spec, 2))
     # Training goes on: a forward and a backward pass.
     saver.stall_s, weight = (0.0, engine.state["weight"])
@@ -293,7 +294,7 @@ def calls_of_a_resume(run: Run, num_files: int) -> int:
         setattr(module, name, counted)
 
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
-    loader = PortableCheckpoints(run, engine, writer_in(run.checkpoints.directory, 1), None)
+    loader = PortableCheckpoints(run, engine, None, attempt=1)
     for name in ("stat", "lstat", "scandir", "listdir", "open"):
         count(os, name)
     count(io, "open")
@@ -316,13 +317,8 @@ def write_files(run: Run, num_files: int) -> None:
     )
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     sums = {".metadata": checksum(folder / ".metadata")}
-    described = facts(run.spec, num_files) | {
-        "attempt": 1,
-        "time": 0.0,
-        "files": sizes,
-        "checksums": sums,
-    }
-    run.checkpoints.complete(folder, Manifest(**described))
+    told = facts(run.spec, num_files) | {"files": sizes, "checksums": sums}
+    run.checkpoints.complete(folder, Manifest(**told, attempt=1, time=0.0))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -348,13 +344,8 @@ def meet_an_error() -> list[str]:
     between.
     """
     told = []
-    for rank, kind in (
-        (1, DamagedCheckpointError),
-        (0, CheckpointError),
-        (1, OSError),
-        (1, DataError),
-        (1, Strange),
-    ):
+    kinds = DamagedCheckpointError, CheckpointError, OSError, DataError, Strange
+    for rank, kind in zip((1, 0, 1, 1, 1), kinds, strict=True):
         try:
             with raised_on_all():
                 if dist.get_rank() == rank:
@@ -365,13 +356,12 @@ def meet_an_error() -> list[str]:
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    said = [
-        "DamagedCheckpointError seen by rank 1",
-        "CheckpointError seen by rank 0",
-        "OSError seen by rank 1",
-    ]
-    said += ["DataError seen by rank 1", "CheckpointError Strange: seen by rank 1"]
-    assert run_ranks(3, meet_an_error) == [said] * 3
+    said = """DamagedCheckpointError seen by rank 1
+CheckpointError seen by rank 0
+OSError seen by rank 1
+DataError seen by rank 1
+CheckpointError Strange: seen by rank 1"""
+    assert run_ranks(3, meet_an_error) == [said.splitlines()] * 3
 
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
@@ -392,9 +382,8 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
     content = bytearray(file.read_bytes())
     content[content.index(torch.full((7,), 30.0).numpy().tobytes()) + 5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(
-        DamagedCheckpointError, match="__0_0.distcp is damaged: a tensor's checksum is not"
-    ):
+    message = "__0_0.distcp is damaged: a tensor's checksum is not"
+    with pytest.raises(DamagedCheckpointError, match=message):
         load(checkpoints, 3, state, spec)
     load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
 

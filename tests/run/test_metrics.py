@@ -18,32 +18,15 @@ from kit.monitor.export import export_table
 from kit.plan import Plan
 from kit.run.metrics import Metrics, MetricsWriter
 from kit.spec import ModelSpec
-from tests.monitor.recorded import recorded_run
+from tests.monitor.recorded import lines, recorded_run, row
 
 
 def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True) -> Metrics:
-    rows = [
-        {
-            "step": step,
-            "attempt": 1,
-            "time": 1e9 + step,
-            "step_time_s": 0.5,
-            "tokens": 2048,
-            "loss": 8 - step / 20,
-            "grad_norm": 1.0,
-            **changes.get(step, {}),
-        }
-        for step in range(1, 31)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    site = (
-        Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
-        if peak
-        else Site.load("laptop")
-    )
-    return Metrics.read(
-        file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site
-    )
+    file.write_text(lines([row(step, **changes.get(step, {})) for step in range(1, 31)]))
+    site = Site.load("laptop")
+    site = site.with_measured_peak("fp32", 1e11, "test") if peak else site
+    plans = {1: Plan(global_batch_size=8)}
+    return Metrics.read(file, spec=ModelSpec.preset("demo"), plans=plans, site=site)
 
 
 class SmallDisk(io.FileIO):
@@ -103,9 +86,8 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     )
     mfu = run.metrics().mfu()
     assert before is not None and mfu is not None and 0 < first.sum() < len(mfu)
-    assert np.allclose(mfu[first], before[first] / 2) and np.array_equal(
-        mfu[~first], before[~first]
-    )
+    assert np.allclose(mfu[first], before[first] / 2)
+    assert np.array_equal(mfu[~first], before[~first])
     dashboard = Dashboard(run)
     while dashboard.read():
         pass
@@ -113,11 +95,8 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     assert np.allclose(export_table(run)["mfu"].to_numpy(), mfu)
     away.write(run.directory / "site.attempt_01.json")
     mfu = run.metrics().mfu()
-    assert (
-        mfu is not None
-        and np.isnan(mfu[first]).all()
-        and np.array_equal(mfu[~first], before[~first])
-    )
+    assert mfu is not None and np.isnan(mfu[first]).all()
+    assert np.array_equal(mfu[~first], before[~first])
 
 
 def test_one_lost_duration_costs_neither_speed_nor_mfu_and_all_of_them_both(tmp_path: Path) -> None:
@@ -157,9 +136,8 @@ def test_recomputation_counts_when_a_peak_is_judged(tmp_path: Path) -> None:
 
 
 def test_lost_loss_and_norm_are_told_apart_from_unrecorded_ones(tmp_path: Path) -> None:
-    lost = _metrics(
-        tmp_path / "lost.jsonl", {30: {"loss": float("nan"), "grad_norm": float("inf")}}
-    ).summary()
+    last = {30: {"loss": float("nan"), "grad_norm": float("inf")}}
+    lost = _metrics(tmp_path / "lost.jsonl", last).summary()
     assert lost["loss"] != lost["loss"] and lost["grad_norm"] == float("inf")
     nowhere = {step: {"grad_norm": None} for step in range(40)}
     assert _metrics(tmp_path / "none.jsonl", nowhere).summary()["grad_norm"] is None  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """A user's own numbers of each step, from real ranks."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,29 +59,17 @@ def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, s
     run = trained(WEIGHTS)
     assert (run.directory / HOOK).read_text() == WEIGHTS
     found = lines_of(run)
-    assert [row["hook/loss_twice"] for row in found] == [2 * row["loss"] for row in found] and len(
-        found
-    ) == 5
-    assert {row["hook/weights"] for row in found} == {spec.num_params}, (
-        "both stages' weights, named alike"
-    )
-    assert [row["hook/tokens"] for row in found] == [
-        8 * spec.sequence_length * step for step in range(1, 6)
-    ]
-    assert all(0 < row["hook/seconds"] < 5 for row in found)
-    assert scalars(run, found)[-1]["hook/ranks"] == 2.0
+    for step, row in enumerate(found, 1):
+        assert row["hook/loss_twice"] == 2 * row["loss"] and 0 < row["hook/seconds"] < 5
+        assert row["hook/weights"] == spec.num_params, "both stages' weights, named alike"
+        assert row["hook/tokens"] == 8 * spec.sequence_length * step
+    assert len(found) == 5 and scalars(run, found)[-1]["hook/ranks"] == 2.0
     dashboard = Dashboard(run)
     dashboard.read()
-    assert (
-        "hook: loss_twice" in dashboard.facts()["data"] and "ranks 2" in dashboard.facts()["data"]
-    )
-    import hashlib
-
+    assert re.search("hook: loss_twice.*ranks 2", dashboard.facts()["data"])
     env = json.loads((run.directory / "env.json").read_text())
     assert env["hook_sha256"] == hashlib.sha256(WEIGHTS.encode()).hexdigest()
-    assert run.asked().keys() == {"plan.json", "recipe.json", "site.json", "spec.json"}, (
-        "its file is gone"
-    )
+    assert HOOK not in run.asked(), "its file is gone"
 
 
 def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(trained):
@@ -87,10 +77,8 @@ def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(train
     assert [row.get("hook/x") for row in lines_of(run)] == [1.0, 2.0, None, None, None]
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert (alert.kind, alert.step) == ("hook", 3)
-    assert (
-        "rank 1: hook.py, line 4: ZeroDivisionError" in alert.message
-        and "training goes on" in alert.message
-    )
+    said = "training goes on: .*rank 1: hook.py, line 4: ZeroDivisionError"
+    assert re.search(said, alert.message)
 
 
 def hook_in(folder: Path, text: str, notices: Any = None) -> Hook:
@@ -111,16 +99,16 @@ def called(folder: Path, text: str) -> tuple[dict, list[str]]:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("[1]", "returned list, not a dict"),
-        ("None", "returned NoneType, not a dict of numbers; {} says nothing"),
-        ("{'x': 'high'}", "gave 'x' = 'high'; give names with numbers"),
-        ("{'x': True}", "gave 'x' = True"),
-        ("{3: 1.0}", "gave 3 = 1.0"),
+        ([1], "returned list, not a dict"),
+        (None, r"returned NoneType, not a dict of numbers; \{\} says nothing"),
+        ({"x": "high"}, "gave 'x' = 'high'; give names with numbers"),
+        ({"x": True}, "gave 'x' = True"),
+        ({3: 1.0}, "gave 3 = 1.0"),
     ],
 )
-def test_what_is_no_dict_of_numbers_is_named(tmp_path, returned, message):
-    with pytest.raises(TypeError, match=message.replace("{", r"\{").replace("}", r"\}")):
-        _checked(eval(returned))
+def test_what_is_no_dict_of_numbers_is_named(returned, message):
+    with pytest.raises(TypeError, match=message):
+        _checked(returned)
 
 
 def test_a_wrong_return_is_told_with_the_file_on_the_rank_itself(tmp_path):

@@ -116,9 +116,7 @@ def test_a_run_starts_from_them_once(tmp_path: Path, llama_spec, recipe) -> None
     Run.open(run.directory)
     (run.directory / "recipe.json").write_text(recipe.replace(num_steps=5).to_json())
     log = finished(Run.open(run.directory), 2).log()
-    assert "resumed from step 3" in log and "started from" not in log, (
-        "what it began with may be gone"
-    )
+    assert "resumed from step 3" in log and "started from" not in log, "its folder may be gone"
 
 
 def test_what_does_not_fit_is_refused_before_a_launch(
@@ -144,9 +142,8 @@ def test_a_model_is_named_by_config_json(tmp_path: Path, llama_spec) -> None:
     (folder / "config.json").rename(tmp_path / "blobs" / "config")
     (folder / "config.json").symlink_to(tmp_path / "blobs" / "config")
     spec = load_spec(str(folder / "config.json"))
-    assert (spec.name, spec.num_layers, spec.num_kv_heads) == ("theirs", 2, 2) and load_spec(
-        str(folder)
-    ) == spec
+    assert (spec.name, spec.num_layers, spec.num_kv_heads) == ("theirs", 2, 2)
+    assert load_spec(str(folder)) == spec
     (folder / "spec.json").write_text(spec.replace(name="ours").to_json())
     assert load_spec(str(folder)).name == "ours"
     options = ["--site", "frontier", "--devices", "8", "--batch", "8", "--json"]

@@ -38,11 +38,8 @@ def test_a_spike_is_found_while_the_loss_still_falls() -> None:
 
 
 def test_what_is_constant_or_not_finite_is_no_spike() -> None:
-    assert (
-        spikes(np.full(500, 2.0)) == []
-        and spikes(np.full(500, np.nan)) == []
-        and spikes(np.empty(0)) == []
-    )
+    for nothing in (np.full(500, 2.0), np.full(500, np.nan), np.empty(0)):
+        assert spikes(nothing) == []
     loss = losses(300)
     loss[100:150] = np.nan
     loss[200] = np.inf
@@ -101,10 +98,8 @@ def test_guard_and_alerts_judge_every_loss_alike(seed: int) -> None:
     random, loss = np.random.default_rng(seed), losses(1000, seed)
     loss[random.choice(1000, size=60)] += random.uniform(0.2, 3, size=60)
     loss[random.choice(1000, size=10)] = np.nan
-    guard, answered = (
-        Guard(Recipe(data="data", num_steps=1000, on_nan="skip", on_spike="skip"), Plan()),
-        [],
-    )
+    recipe, answered = Recipe(data="data", num_steps=1000, on_nan="skip", on_spike="skip"), []
+    guard = Guard(recipe, Plan())
     for row, value in enumerate(loss.tolist()):
         answer, what = guard.judge(value, 1.0)
         guard.note(answer, what, value)

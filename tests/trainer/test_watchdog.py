@@ -16,16 +16,10 @@ from tests.trainer.steps import done
 
 
 def test_patience_grows_with_the_ranks_unless_it_was_given():
-    recipe, few, many = (
-        Recipe(data="data", num_steps=1),
-        Plan(),
-        Plan(data_parallel=65, global_batch_size=65),
-    )
-    assert [patience_s(recipe, plan) for plan in (few, many)] == [150.0, MANY_LIMIT_S]
-    assert [patience_s(recipe.replace(hung_after_s=asked), many) for asked in (None, 90.0)] == [
-        None,
-        90.0,
-    ]
+    recipe, many = Recipe(data="data", num_steps=1), Plan(data_parallel=65, global_batch_size=65)
+    assert [patience_s(recipe, plan) for plan in (Plan(), many)] == [150.0, MANY_LIMIT_S]
+    for asked in (None, 90.0):
+        assert patience_s(recipe.replace(hung_after_s=asked), many) == asked
 
 
 def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **settings: Any) -> int:
@@ -54,7 +48,7 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
     ("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")]
 )
 def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
-    monkeypatch.setattr(watchdog, "SAY_WAIT_S", 0.3)
+    monkeypatch.setattr(watchdog, "REPORT_WAIT_S", 0.3)
     settings = {
         "limit_s": 0.2,
         "alive": lambda: time.sleep(60),

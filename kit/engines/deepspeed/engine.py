@@ -16,7 +16,15 @@ from torch.nn import Parameter
 
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.start import import_deepspeed, quiet
-from kit.engines.engine import MOMENTS, PortableEngine, adamw, adamw_state, state_key
+from kit.engines.engine import (
+    MOMENTS,
+    Accepts,
+    PortableEngine,
+    StepResult,
+    adamw,
+    adamw_state,
+    state_key,
+)
 from kit.parallel.gradients import clip, local
 from kit.parallel.groups import data_axis
 from kit.parallel.linear import split_dim
@@ -44,35 +52,24 @@ class DeepSpeedEngine(PortableEngine):
         config: dict[str, Any] | None = None,
     ) -> None:
         deepspeed = import_deepspeed(device)
-        from kit.engines.deepspeed.layers import Layers
+        from kit.engines.deepspeed.layers import LayerBuilder
 
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         super().__init__(spec, plan, recipe, device)
         self.tensor_group = self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
-        layers = Layers(spec, plan, self.tensor_group, device, recipe.seed if initialise else None)
+        layers = LayerBuilder(
+            spec, plan, self.tensor_group, device, recipe.seed if initialise else None
+        )
         self.module = (
             layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
         )
         self.optimizer = adamw(self.parameters(), recipe)
-        # Only where matrices are shared, and the pipeline brings its own: a model parallel group of
-        # one would make its bf16 optimizer add up the gradient norm over the replicas.
-        ranks = None
-        if self.tensor_group is not None and self.pipeline_group is None:
-            replicas = data_axis(self.mesh, plan).get_group()
-            ranks = SimpleNamespace(  # Megatron's `mpu`
-                get_data_parallel_group=lambda: replicas,
-                get_data_parallel_rank=replicas.rank,
-                get_data_parallel_world_size=replicas.size,
-                get_model_parallel_group=lambda: self.tensor_group,
-                get_model_parallel_rank=self.tensor_group.rank,
-                get_model_parallel_world_size=self.tensor_group.size,
-            )
         with quiet():
             self.engine, *_ = deepspeed.initialize(
                 model=self.module,
                 optimizer=self.optimizer,
                 config=config or deepspeed_config(plan, recipe),
-                mpu=ranks,
+                mpu=self._groups(),
                 dist_init_required=False,
             )
         reported = {
@@ -87,17 +84,38 @@ class DeepSpeedEngine(PortableEngine):
         self.state = ShardedState(self.engine, self.optimizer)
         self.to_load: dict[str, Tensor] | None = None
 
+    def _groups(self) -> SimpleNamespace | None:
+        """Returns Megatron's `mpu`, by which DeepSpeed asks for groups of ranks.
+
+        Only where matrices are shared, and the pipeline brings its own: a model parallel group of
+        one would make its bf16 optimizer add up the gradient norm over the replicas.
+        """
+        if self.tensor_group is None or self.pipeline_group is not None:
+            return None
+        replicas = data_axis(self.mesh, self.plan).get_group()
+        return SimpleNamespace(
+            get_data_parallel_group=lambda: replicas,
+            get_data_parallel_rank=replicas.rank,
+            get_data_parallel_world_size=replicas.size,
+            get_model_parallel_group=lambda: self.tensor_group,
+            get_model_parallel_rank=self.tensor_group.rank,
+            get_model_parallel_world_size=self.tensor_group.size,
+        )
+
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters, a tied one once."""
         return list(self.module.parameters())
 
     # Steps ----------------------------------------------------------------------------------------
 
-    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+    def begin_step(
+        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
+    ) -> StepResult:
         """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
         In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
         """
+        result = StepResult(self.device)
         self.set_learning_rate(learning_rate)
         batches, loss = self.micro_batches(samples), torch.zeros((), device=self.device)
         with self.loss_context():
@@ -111,7 +129,8 @@ class DeepSpeedEngine(PortableEngine):
                     loss += micro_loss.detach()
                 loss = self.mean_over_replicas(loss / self.plan.num_microbatches)
         norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
-        return float(loss), float(norm)
+        result.take(float(loss), float(norm))
+        return result
 
     def loss_scaling(self) -> dict[str, float]:
         """Returns in fp16 what the next loss is scaled by and how many steps were skipped so

@@ -22,7 +22,7 @@ from kit.spec import ModelSpec
 TOKENS = "embedding.tokens"
 
 
-class Layers:
+class LayerBuilder:
     """Makes the layers of one model, as one rank of `group` holds them, of those that share each
     matrix.
 
@@ -129,7 +129,7 @@ class PipelineLayer(nn.Module):
 
     def __init__(
         self,
-        layers: Layers,
+        layers: LayerBuilder,
         name: str,
         build: Callable[[], nn.Module],
         run: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from cluster.record import counted
 from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError
-from kit.parallel.groups import cpu_group
+from kit.parallel.groups import cpu_group, from_rank_0, raised_on_all
 from kit.plan import Plan
-from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_reader import from_rank_0, raised_on_all
-from kit.spec import ModelSpec
+from kit.run import Run
+from kit.run.checkpoint import Manifest, checksum
 
 SETTLE_STEPS = 10
 """NxD tells nobody that its files are written; so, that many steps later, all ranks wait for
@@ -29,19 +28,11 @@ those that are not."""
 
 
 class NxdCheckpoints:
-    """`kit.trainer.recovery.EngineCheckpoints` of one attempt; which are kept, its recipe says."""
+    """What `kit.trainer.recovery.PortableCheckpoints` is for other engines."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        spec: ModelSpec,
-        engine: NeuronEngine,
-        *,
-        attempt: int,
-        **kept: Any,
-    ) -> None:
-        self.checkpoints, self.spec, self.engine = checkpoints, spec, engine
-        self.attempt, self.kept = attempt, kept
+    def __init__(self, run: Run, engine: NeuronEngine, *, attempt: int) -> None:
+        self.checkpoints, self.spec, self.engine = run.checkpoints, run.spec, engine
+        self.attempt, self.recipe = attempt, run.recipe
         self.pending: dict[str, Any] | None = None  # facts of what NxD writes
         self.stall_s, self.steps_to_settle = 0.0, 0
         self.completing: Future[None] | None = None
@@ -106,7 +97,9 @@ class NxdCheckpoints:
                     **facts,
                 ),
             )
-            self.checkpoints.prune(**self.kept)
+            self.checkpoints.prune(
+                keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
+            )
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit.engines.engine import Engine
+from kit.engines.engine import Accepts, Engine, StepResult
 from kit.engines.neuron.adapter import Nxd
 from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
 from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
@@ -104,19 +104,23 @@ class NeuronEngine(Engine):
         self.nxd.initialise(module)
         self.weights.fill(module)
 
-    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+    def begin_step(
+        self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
+    ) -> StepResult:
         """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
         Samples are always as many, and of the same length, since another shape is another graph to
         compile.
         """
+        result = StepResult(self.device)
         loss = self._loss(samples, self.model.run_train)
         self.set_learning_rate(learning_rate)
         # Adds up over sequence parts and replicas, and clips.
         norm = self.nxd.step(optimizer=self.optimizer)
         self.optimizer.zero_grad()
         self.nxd.mark_step()
-        return float(loss), float(norm)
+        result.take(float(loss), float(norm))
+        return result
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:

@@ -33,6 +33,7 @@ PACKAGES = {
     "torch-xla": "torch_xla",
 }
 """What training imports, by the name under which it is installed."""
+NO_CODE = "is the public index's placeholder, which holds no code"
 PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
 """Versions on the public index that install without an error and hold nothing; the real ones are
 in AWS's own index."""
@@ -90,8 +91,10 @@ def probe(*, here: bool = False) -> NeuronStatus:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     state, reason = _judge(versions)
-    if state == "ok":
-        state, reason = _import_here() if here else _import()
+    if state == "ok" and (fault := _import_here() if here else _import()):
+        state, reason = "broken", f"it is installed but {fault.rstrip('.')}."
+        if "WRONG PACKAGE" in fault:
+            state, reason = "placeholder", f"one of its packages {NO_CODE}."
     return NeuronStatus(state=state, reason=reason, versions=versions)
 
 
@@ -100,32 +103,22 @@ def has_device() -> bool:
     return Path("/dev/neuron0").exists()
 
 
-def _import_here() -> tuple[State, str]:
+def _import_here() -> str:
+    """Returns what is wrong with an import, of its packages or the engine's own; "" if nothing."""
     for module in (*PACKAGES.values(), ENGINE):
         try:
             importlib.import_module(module)
         except Exception as error:  # a library that does not fit torch raises what it likes
-            if "WRONG PACKAGE" in str(error):
-                return (
-                    "placeholder",
-                    "one of its packages is the public index's placeholder, which holds no code.",
-                )
-            what = " the kit's engine" if module == ENGINE else ""
-            return (
-                "broken",
-                f"it is installed but{what} cannot be imported: {type(error).__name__}: {error}.",
-            )
-    return "ok", ""
+            what = "the kit's engine " if module == ENGINE else ""
+            return f"{what}cannot be imported: {type(error).__name__}: {error}"
+    return ""
 
 
 def _judge(versions: dict[str, str]) -> tuple[State, str]:
     """Returns what the names and versions alone tell."""
     for name, version in versions.items():
         if PLACEHOLDERS.get(name) == version.removesuffix(".post1"):
-            return (
-                "placeholder",
-                f"{name} {version} is the public index's placeholder, which holds no code.",
-            )
+            return "placeholder", f"{name} {version} {NO_CODE}."
     name = "neuronx-distributed"
     if name not in versions:
         if find_spec(PACKAGES[name]) is None:
@@ -150,9 +143,9 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
     return "ok", ""
 
 
-def _import() -> tuple[State, str]:
-    """Imports NxD in a process of its own: it takes the Neuron cores, and a crash of it is not
-    ours.
+def _import() -> str:
+    """Returns the same, of a process of its own: NxD takes the Neuron cores, and a crash of it is
+    not ours.
     """
     path = os.pathsep.join(part for part in sys.path if part)
     code = f"import json; from {__name__} import _import_here; print(json.dumps(_import_here()))"
@@ -165,11 +158,8 @@ def _import() -> tuple[State, str]:
             env={**os.environ, "PYTHONPATH": path},
         )
     except subprocess.TimeoutExpired:
-        return "broken", f"it could not be imported within {IMPORT_LIMIT_S:.0f} s."
+        return f"could not be imported within {IMPORT_LIMIT_S:.0f} s"
     if done.returncode == 0:
-        state, reason = json.loads(done.stdout.splitlines()[-1])
-        return state, reason
-    last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[
-        -1
-    ]
-    return "broken", f"it is installed but cannot be imported: {last.rstrip('.')}."
+        return json.loads(done.stdout.splitlines()[-1])
+    said = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
+    return f"cannot be imported: {said[-1]}"

@@ -64,10 +64,8 @@ def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float
 
 @pytest.mark.parametrize("recipe", SAVED)
 def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
-    spec, plan = (
-        mha.replace(num_kv_heads=4 if recipe == "7B" else 2),
-        make_plan(SAVED[recipe], "neuron"),
-    )
+    spec = mha.replace(num_kv_heads=4 if recipe == "7B" else 2)
+    plan = make_plan(SAVED[recipe], "neuron")
     expected = run_xla(2, save_on_a_slow_disk, spec, plan, tmp_path)
     for file in (tmp_path / "step_00000003" / "optim").glob("*.pt"):
         assert saved_steps(torch.load(file, weights_only=False)) == {3}, file
@@ -105,14 +103,11 @@ def save_as_the_converter(folder: Path) -> None:
 @pytest.mark.parametrize(("num_kv_heads", "tensor", "pipeline"), [(4, 2, 1), (2, 2, 2), (1, 2, 1)])
 def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_path):
     spec = mha.replace(num_kv_heads=num_kv_heads)
-    plan = make_plan(
-        {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "zero_stage": 1}, "neuron"
-    )
+    degrees = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
+    plan = make_plan({**degrees, "zero_stage": 1}, "neuron")
     run_xla(plan.num_devices, save_initial, spec, plan, tmp_path, use_xser)
-    folder, expected = (
-        tmp_path / "first" / "model",
-        build_decoder(spec, seed=RECIPE.seed).state_dict(),
-    )
+    folder = tmp_path / "first" / "model"
+    expected = build_decoder(spec, seed=RECIPE.seed).state_dict()
 
     def is_whole() -> bool:
         found = import_nxd(folder, spec).decoder().state_dict()
