@@ -27,6 +27,10 @@ TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
 BLOCK = 32
+BLOCK_ROWS = 64
+"""Rows whose least and largest value are kept: a pixel of a long run is made of blocks of them."""
+WIDE = 4 * BLOCK_ROWS
+"""Rows from which on a pixel begins and ends with a block: by a quarter of it too early at most."""
 MAX_WIDTH = 2400
 
 
@@ -103,7 +107,12 @@ class Curves:
         self._revision = self.columns.revision
         self._values = Growing(len(DERIVED))
         self._above_peak, self._known_peak = Growing(1), 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was derived from values that are no longer what is shown."""
         self._averages: dict[str, Average] = {}
+        self._blocks: dict[str, Growing] = {}
 
     def read(self) -> bool:
         """Takes over new steps, a few MiB at most, and all of them again where older ones have
@@ -158,12 +167,31 @@ class Curves:
             return np.empty(0), np.empty((3 * len(names), 0))
         last = edges[1:] - 1
         centre = {name: self[name] if name in SCHEDULED else self.average(name) for name in names}
-        rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
+        rows = [row for name in names for row in (*self.envelope(name, edges), centre[name][last])]
         at = x[last]
         if len(at) > 1:
             # Of the last step in each pixel, but what is shown begins with the first one.
             at[0] = x[edges[0]]
         return at, np.stack(rows)
+
+    def envelope(self, name: str, edges: np.ndarray) -> np.ndarray:
+        """Returns the least and the largest finite value of a series between edges, [2, pixels];
+        NaN where there is none.
+        """
+        values, inner = self[name], edges[1:-1]
+        if len(inner) < 2 or (inner % BLOCK_ROWS).any():
+            return between(values, values, edges)
+        ends = between(values, values, edges[:2]), between(values, values, edges[-2:])
+        middle = between(*self._extremes_of_blocks(name), inner // BLOCK_ROWS)
+        return np.hstack([ends[0], middle, ends[1]])
+
+    def _extremes_of_blocks(self, name: str) -> np.ndarray:
+        """Returns the least and the largest finite value in each whole block of a series."""
+        known, values = self._blocks.setdefault(name, Growing(2)), self[name]
+        new = values[known.length * BLOCK_ROWS : len(values) // BLOCK_ROWS * BLOCK_ROWS]
+        blocks = new.reshape(-1, BLOCK_ROWS)
+        known.extend([np.fmin.reduce(blocks, axis=1), np.fmax.reduce(blocks, axis=1)])
+        return known.values
 
     def _believable(self, rates: np.ndarray | None, count: int) -> np.ndarray:
         """Returns MFU and HFU of `count` further steps, [2, count]; a value above 1 is none."""
@@ -173,8 +201,7 @@ class Curves:
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
         if was_refuted != (self.times_peak is not None):
-            # What was averaged is no longer what is shown.
-            self._averages.clear()
+            self._forget()
         return np.where(rates > 1, np.nan, rates)
 
 
@@ -268,10 +295,13 @@ def pixel_edges(x: np.ndarray, view: View) -> np.ndarray:
     space = np.geomspace if view.log_x else np.linspace
     grid = space(x[first], x[last - 1], view.width + 1)
     edges = first + np.searchsorted(x[first:last], grid[1:-1])
+    edges -= edges % BLOCK_ROWS * (np.diff(edges, prepend=first) >= WIDE)
     return np.unique(np.concatenate([[first], edges, [last]])).astype(np.intp)
 
 
-def envelope(values: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least and the largest finite value between edges, NaN where there is none."""
-    part = values[: edges[-1]]
-    return np.fmin.reduceat(part, edges[:-1]), np.fmax.reduceat(part, edges[:-1])
+def between(least: np.ndarray, largest: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Returns the least and the largest finite value between edges, [2, pixels], given those of
+    each row; NaN where there is none.
+    """
+    low = np.fmin.reduceat(least[: edges[-1]], edges[:-1])
+    return np.stack([low, np.fmax.reduceat(largest[: edges[-1]], edges[:-1])])

@@ -94,7 +94,9 @@ class Monitor(anywidget.AnyWidget):
         start, columns = time.monotonic(), self.dashboard.columns
         before = len(columns), columns.revision
         self._more = False  # also after a failure, which must not be repeated without a pause
-        while (more := self.dashboard.read()) and time.monotonic() - start < LOOK_S:
+        # The first picture takes no more than a piece of a long history.
+        limit_s = LOOK_S if before[0] else 0.0
+        while (more := self.dashboard.read()) and time.monotonic() - start < limit_s:
             pass
         self._more = more
         if (len(columns), columns.revision) != before:
