@@ -16,7 +16,6 @@ from kit.run import Run
 from kit.run.columns import Columns, Growing, tokens_seen
 from kit.run.metrics import Metrics, refutes_peak
 
-AXES = ("step", "tokens", "time")
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 SCHEDULED = ("learning_rate", "memory_bytes")
 """Not noise: an average of these would only lag behind."""
@@ -41,7 +40,7 @@ class View:
     """
 
     axis: str = "step"
-    """One of AXES."""
+    """`step`, `tokens` or `time`."""
     start: float = -math.inf
     end: float = math.inf
     width: int = 600
@@ -49,22 +48,16 @@ class View:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "View":
-        """Returns the view that a browser asks for; what it asks wrongly is left at its default."""
-
-        def number(name: str, default: float) -> float:
-            value = message.get(name)
-            if isinstance(value, int | float) and math.isfinite(value):
-                return float(value)
-            return default
-
-        axis, width = message.get("axis"), number("width", 600)
-        start, end = number("start", -math.inf), number("end", math.inf)
+        """Returns the view that the front end asks for: without a start and an end the whole run,
+        and no more pixels than a screen has, nor fewer than a chart needs.
+        """
+        start, end = message["start"], message["end"]
         return cls(
-            axis=axis if axis in AXES else "step",
-            start=start if start < end else -math.inf,
-            end=end if start < end else math.inf,
-            width=int(min(max(width, 100), MAX_WIDTH)),
-            log_x=bool(message.get("log_x")),
+            axis=message["axis"],
+            start=-math.inf if start is None else start,
+            end=math.inf if end is None else end,
+            width=min(max(message["width"], 100), MAX_WIDTH),
+            log_x=message["log_x"],
         )
 
 
@@ -101,6 +94,14 @@ class Curves:
         """
         above = self._above_peak.values[0]
         return float(np.median(above)) if refutes_peak(len(above), self._known_peak) else None
+
+    @property
+    def why_no_mfu(self) -> str | None:
+        """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
+        if self.times_peak is not None:
+            return "above the peak"
+        peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
+        return "peak unknown" if peak is None else None
 
     def restart(self) -> None:
         """Works everything out again at the next update: the run has another peak now."""

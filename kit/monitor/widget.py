@@ -152,22 +152,17 @@ class Monitor(anywidget.AnyWidget):
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
         """Answers the browser; in whichever thread the kernel runs this, and never for long."""
-        message = message if isinstance(message, dict) else {}
-        kind, number = message.get("type"), message.get("number")
-        if isinstance(number, int | float):
-            self._heard = number
+        kind, dashboard = message["type"], self.dashboard
+        self._heard = message["number"]
         if kind == "view":
             self.view = View.from_message(message)
         elif kind == "smoothing":
-            value = message.get("value")
-            if isinstance(value, int | float) and 0 <= value < 1:
-                self.dashboard.curves.smoothing = float(value)
+            dashboard.curves.smoothing = message["value"]
         elif kind == "log":
-            self.dashboard.log_search = str(message.get("search", ""))[:200]
-            rank = message.get("rank", 0)
-            self.dashboard.log_rank = rank if isinstance(rank, int) and rank >= 0 else 0
+            dashboard.log_search = message["search"]
+            dashboard.log_rank = max(0, int(message["rank"]))
         elif kind == "action":
-            self.dashboard.actions.start(str(message.get("name")), self.dashboard.status)
+            dashboard.actions.start(message["name"], dashboard.status)
         self._guarded(self._send_frame if kind in ("view", "smoothing") else self._send_facts)
 
     def _ipython_display_(self) -> None:
