@@ -15,6 +15,7 @@ import numpy as np
 from kit.run import Run
 from kit.run.columns import Columns, Growing, tokens_seen
 from kit.run.metrics import Metrics, refutes_peak
+from kit.run.tail import CHUNK_BYTES
 
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 SCHEDULED = ("learning_rate", "memory_bytes")
@@ -115,11 +116,11 @@ class Curves:
         self._averages: dict[str, Average] = {}
         self._blocks: dict[str, Growing] = {}
 
-    def read(self) -> bool:
+    def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most, and all of them again where older ones have
         changed; returns whether there is more to read.
         """
-        more = self.columns.poll()
+        more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
             self.restart()
         if len(self) < len(self.columns):

@@ -65,13 +65,13 @@ class Dashboard:
         self.log_rank, self.log_search = 0, ""
         self._opened = self.status.attempt, self._site_changed()
 
-    def read(self) -> bool:
+    def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
             for other in self.others.values():
                 if not other.columns.position:
                     other.read_all()
-            return self.curves.read()
+            return self.curves.read(limit_bytes)
 
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""

@@ -20,7 +20,7 @@ import traitlets
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.figure import snapshot
 from kit.run import Run
-from kit.run.tail import CHUNK_BYTES
+from kit.run.columns import FAST_FROM_BYTES
 
 POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -64,8 +64,9 @@ class Monitor(anywidget.AnyWidget):
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._closed, self._lock = threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
-        # A long history is read behind the view, which the browser builds in the meantime.
-        self._more = self.dashboard.columns.unread_bytes > CHUNK_BYTES or self.dashboard.read()
+        # How a history begins is parsed at once; the rest is read behind the view, which the browser
+        # builds in the meantime.
+        self._more = self.dashboard.read(FAST_FROM_BYTES)
         self.on_msg(self._on_message)
         self._send_frame()
         self._send_facts()
@@ -94,9 +95,7 @@ class Monitor(anywidget.AnyWidget):
         start, columns = time.monotonic(), self.dashboard.columns
         before = len(columns), columns.revision
         self._more = False  # also after a failure, which must not be repeated without a pause
-        # The first picture takes no more than a piece of a long history.
-        limit_s = LOOK_S if before[0] else 0.0
-        while (more := self.dashboard.read()) and time.monotonic() - start < limit_s:
+        while (more := self.dashboard.read()) and time.monotonic() - start < LOOK_S:
             pass
         self._more = more
         if (len(columns), columns.revision) != before:

@@ -79,6 +79,8 @@ def say_to(widget: Monitor, kind: str, **content) -> None:
 
 def test_zoom_and_smoothing_from_the_browser(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
+    assert 0 < widget.frame["rows"] < 5000, "how it begins is shown at once"
+    until(lambda: widget.frame["rows"] == 5000)
     view = {"axis": "step", "log_x": False, "start": 1000, "end": 1100}
     for width in (0, 500, 10**9):
         say_to(widget, "view", **view, width=width)
