@@ -309,7 +309,7 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 def _last(values: np.ndarray) -> float | None:
     """Returns the last value of a series; None where it was never recorded."""
-    return None if np.isnan(values).all() else float(values[-1])
+    return None if np.isnan(values[-1:]).all() and np.isnan(values).all() else float(values[-1])
 
 
 def _plain(value: float) -> float | None:

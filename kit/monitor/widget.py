@@ -64,8 +64,8 @@ class Monitor(anywidget.AnyWidget):
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._closed, self._lock = threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
-        # How a history begins is parsed at once; the rest is read behind the view, which the browser
-        # builds in the meantime.
+        # How a history begins is parsed at once; the rest is read behind the view, while the
+        # browser builds it.
         self._more = self.dashboard.read(FAST_FROM_BYTES)
         self.on_msg(self._on_message)
         self._send_frame()
