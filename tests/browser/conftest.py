@@ -106,6 +106,17 @@ class Screen:
     def sent(self, kind: str) -> list[dict]:
         return [message for message in self.page.evaluate("sent") if message["type"] == kind]
 
+    def label(self, name: str) -> str:
+        """Returns what a screen reader says of a picture."""
+        return self.page.get_by_role("img", name=name).get_attribute("aria-label")
+
+    def data(self, name: str) -> str:
+        """Returns what the dashboard says of itself."""
+        return self.page.locator(".kit-monitor").get_attribute(f"data-{name}")
+
+    def click(self, name: str) -> None:
+        self.page.get_by_role("button", name=name).click()
+
     def text(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()
 
