@@ -23,7 +23,9 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a view when it is first asked for: none of them needs what the others do."""
+    """Imports a view when it is first asked for: none of them needs what the others do, and where
+    nobody opens notebooks, as on a node of Trainium, anywidget and matplotlib are not installed.
+    """
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -21,7 +21,7 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 
 @dataclasses.dataclass
-class Progress:
+class ActionProgress:
     """One request: unix times, the step after which the trainer acts on it, and how it went."""
 
     asked_at: float
@@ -40,7 +40,7 @@ class Actions:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._own: dict[Name, Progress] = {}
+        self._own: dict[Name, ActionProgress] = {}
 
     def start(self, name: str, status: JobStatus) -> None:
         """Asks for one of NAMES, given the status of now; returns at once.
@@ -49,7 +49,7 @@ class Actions:
         """
         if name not in NAMES:
             return
-        progress = self._own[name] = Progress(asked_at=time.time(), attempt=status.attempt)
+        progress = self._own[name] = ActionProgress(asked_at=time.time(), attempt=status.attempt)
         # A resume reads the data set, and a scheduler may take seconds to answer: neither may hold
         # up the kernel.
         threading.Thread(
@@ -82,18 +82,18 @@ class Actions:
                 progress.done_at = max(when, progress.taken_at or progress.asked_at)
         return {name: dataclasses.asdict(progress) for name, progress in told.items()}
 
-    def _found(self, name: Request, attempt: int) -> Progress | None:
+    def _found(self, name: Request, attempt: int) -> ActionProgress | None:
         """Returns the newest request of a name that the run directory holds."""
         folder = self.run.directory
         if waiting := read_asked(folder, name):
-            return Progress(asked_at=waiting.asked_at, attempt=attempt)
+            return ActionProgress(asked_at=waiting.asked_at, attempt=attempt)
         if taken := read_taken(folder, name):
-            return Progress(
+            return ActionProgress(
                 asked_at=taken.asked_at, attempt=attempt, taken_at=taken.taken_at, step=taken.step
             )
         return None
 
-    def _carry_out(self, name: Name, progress: Progress) -> None:
+    def _carry_out(self, name: Name, progress: ActionProgress) -> None:
         try:
             if name == "resume":
                 from kit.launcher import resume
@@ -105,7 +105,7 @@ class Actions:
             progress.done_at, progress.note = time.time(), f"refused: {error}"
 
     def _outcome(
-        self, name: Name, progress: Progress, status: JobStatus
+        self, name: Name, progress: ActionProgress, status: JobStatus
     ) -> tuple[float, str] | None:
         """Returns when and how an action has ended, or None while it goes on."""
         if name == "resume":
@@ -124,7 +124,7 @@ class Actions:
             )
         return None
 
-    def _turned(self, progress: Progress) -> float:
+    def _turned(self, progress: ActionProgress) -> float:
         """Returns when the attempt of a request was over or the next had begun; of one that was
         lost its last word.
         """

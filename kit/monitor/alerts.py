@@ -33,10 +33,8 @@ MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
 ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none of which takes long
-Found = Iterator[tuple[str, Level, str]]
-"""Kind, level and message of what is found now."""
-FoundAt = Iterator[tuple[int, str, Level, str]]
-"""The same at a row of the metrics."""
+Found = Iterator[tuple[int | None, str, Level, str]]
+"""Row of the metrics (None: of now), kind, level and message."""
 
 
 class Watchman:
@@ -54,8 +52,7 @@ class Watchman:
         """Returns the alerts that are new, after writing them to the run directory."""
         columns = curves.columns
 
-        def alert(kind: str, level: Level, message: str, row: int | None = None) -> Alert:
-            """Returns an alert of a row of the metrics, or of now."""
+        def alert(row: int | None, kind: str, level: Level, message: str) -> Alert:
             last = len(columns) - 1 if row is None else row
             when = time.time() if row is None else float(columns["time"][row])
             return Alert(
@@ -67,12 +64,17 @@ class Watchman:
                 time=when if math.isfinite(when) else time.time(),
             )
 
-        at_rows = [*self._at_rows(columns, curves), *self._peak(curves), *damaged_records(curves)]
-        found = [alert(kind, level, told, row) for row, kind, level, told in at_rows]
-        return self.log.add(found + [alert(*told) for told in self._now(curves, status, ranks)])
+        rules = (
+            self._at_rows(curves),
+            self._peak(curves),
+            damaged_records(curves),
+            self._now(curves, status, ranks),
+        )
+        return self.log.add([alert(*found) for rule in rules for found in rule])
 
-    def _at_rows(self, columns: Columns, curves: Curves) -> FoundAt:
+    def _at_rows(self, curves: Curves) -> Found:
         """Yields what the rows tell that no look has been at."""
+        columns = curves.columns
         if columns.revision != self._revision:
             self._revision, self._checked_rows, self._rises = columns.revision, 0, Rises()
         start, end = self._checked_rows, min(len(columns), self._checked_rows + ROWS_PER_LOOK)
@@ -112,7 +114,7 @@ class Watchman:
                 " a checkpoint before it, unless the data became harder",
             )
 
-    def _peak(self, curves: Curves) -> FoundAt:
+    def _peak(self, curves: Curves) -> Found:
         """Judges the record, not the machine: of a run that has ended too."""
         dtype, last = self.run.plan.precision, len(curves) - 1
         peak = self.run.site.peak_flops_per_s(dtype)
@@ -128,22 +130,21 @@ class Watchman:
 
     def _now(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Found:
         columns = curves.columns
-        if status.state is not JobState.RUNNING:
-            self._rows_since = time.monotonic()
         # Without its state a run was removed, or is being so: nothing may be written there.
         bad = status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
         if bad and (self.run.directory / "state.json").exists():
-            yield "job", "error", f"job {status.state}: {status.reason}"
+            yield None, "job", "error", f"job {status.state}: {status.reason}"
         if status.state is not JobState.RUNNING:
+            self._rows_since = time.monotonic()
             return
         yield from self._stall(columns)
         yield from self._mfu(curves)
         if ranks.slowest and ranks.slowest.is_sure:
-            yield "straggler", "warning", str(ranks.slowest)
+            yield None, "straggler", "warning", str(ranks.slowest)
         memory = self.run.site.device.memory_bytes
         if memory and len(columns) and columns["memory_bytes"][-1] > MEMORY_FULL * memory.value:
             used, of = columns["memory_bytes"][-1] / memory.value, memory.value / 2**30
-            yield "memory", "warning", f"{used:.0%} of {of:.0f} GiB device memory is in use"
+            yield None, "memory", "warning", f"{used:.0%} of {of:.0f} GiB device memory is in use"
         # The checkpoints of the others are on another machine's disk.
         if not (self.run.is_imported or self.run.is_mirror):
             yield from self._disk()
@@ -160,7 +161,7 @@ class Watchman:
         # The first steps compile.
         if len(columns) >= 5 and silent > max(STALL_S, STALL_STEPS * usual):
             told = f"no step for {silent:.0f} s, where one takes {usual:.3g} s"
-            yield "stall", "warning", told
+            yield None, "stall", "warning", told
 
     def _mfu(self, curves: Curves) -> Found:
         now, before = (median(curves["mfu"][-count:]) for count in (MFU_STEPS, 20_000))
@@ -168,9 +169,9 @@ class Watchman:
         if now is None or before is None or known < 2 * MFU_STEPS:
             return
         if now < MFU_FALL * before:
-            yield "mfu", "warning", f"MFU fell to {now:.1%}, from {before:.1%}"
+            yield None, "mfu", "warning", f"MFU fell to {now:.1%}, from {before:.1%}"
         elif now < MFU_LOW and self.run.site.scheduler != "local":
-            yield "mfu", "warning", f"MFU is {now:.1%}, below {MFU_LOW:.0%}"
+            yield None, "mfu", "warning", f"MFU is {now:.1%}, below {MFU_LOW:.0%}"
 
     def _disk(self) -> Found:
         try:
@@ -181,6 +182,7 @@ class Watchman:
         if free <= 2.1 * checkpoint:
             level: Level = "error" if free < 1.05 * checkpoint else "warning"
             yield (
+                None,
                 "disk",
                 level,
                 f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB",
@@ -194,10 +196,10 @@ class Watchman:
         old = int(columns["step"][-1]) - last
         if old > CHECKPOINT_LATE * every:
             told = f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
-            yield "checkpoint", "warning", told
+            yield None, "checkpoint", "warning", told
 
 
-def damaged_records(curves: Curves) -> FoundAt:
+def damaged_records(curves: Curves) -> Found:
     """Yields at its last step which attempt has no MFU, and which of its files is the reason."""
     for attempt, reason in curves.damaged.items():
         for row in np.flatnonzero(curves.columns["attempt"] == attempt)[-1:].tolist():
@@ -242,7 +244,7 @@ def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
     return rows[~skipped[rows - since]]
 
 
-def bad_lines(columns: Columns, start: int, end: int) -> FoundAt:
+def bad_lines(columns: Columns, start: int, end: int) -> Found:
     """Yields what a trainer says of itself: lines with steps that were not finite, and a loss
     scale that collapses.
     """

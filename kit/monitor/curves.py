@@ -15,8 +15,8 @@ import numpy as np
 from kit.run import Run
 from kit.run.columns import Columns, Growing, tokens_seen
 from kit.run.metrics import Metrics, refutes_peak
+from kit.run.tail import CHUNK_BYTES
 
-AXES = ("step", "tokens", "time")
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 SCHEDULED = ("learning_rate", "memory_bytes")
 """Not noise: an average of these would only lag behind."""
@@ -27,6 +27,10 @@ TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
 BLOCK = 32
+BLOCK_ROWS = 64
+"""Rows whose least and largest value are kept: a pixel of a long run is made of blocks of them."""
+WIDE = 4 * BLOCK_ROWS
+"""Rows from which on a pixel begins and ends with a block: by a quarter of it too early at most."""
 MAX_WIDTH = 2400
 
 
@@ -37,7 +41,7 @@ class View:
     """
 
     axis: str = "step"
-    """One of AXES."""
+    """`step`, `tokens` or `time`."""
     start: float = -math.inf
     end: float = math.inf
     width: int = 600
@@ -45,22 +49,16 @@ class View:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "View":
-        """Returns the view that a browser asks for; what it asks wrongly is left at its default."""
-
-        def number(name: str, default: float) -> float:
-            value = message.get(name)
-            if isinstance(value, int | float) and math.isfinite(value):
-                return float(value)
-            return default
-
-        axis, width = message.get("axis"), number("width", 600)
-        start, end = number("start", -math.inf), number("end", math.inf)
+        """Returns the view that the front end asks for: without a start and an end the whole run,
+        and no more pixels than a screen has, nor fewer than a chart needs.
+        """
+        start, end = message["start"], message["end"]
         return cls(
-            axis=axis if axis in AXES else "step",
-            start=start if start < end else -math.inf,
-            end=end if start < end else math.inf,
-            width=int(min(max(width, 100), MAX_WIDTH)),
-            log_x=bool(message.get("log_x")),
+            axis=message["axis"],
+            start=-math.inf if start is None else start,
+            end=math.inf if end is None else end,
+            width=min(max(message["width"], 100), MAX_WIDTH),
+            log_x=message["log_x"],
         )
 
 
@@ -98,19 +96,32 @@ class Curves:
         above = self._above_peak.values[0]
         return float(np.median(above)) if refutes_peak(len(above), self._known_peak) else None
 
+    @property
+    def why_no_mfu(self) -> str | None:
+        """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
+        if self.times_peak is not None:
+            return "above the peak"
+        peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
+        return "peak unknown" if peak is None else None
+
     def restart(self) -> None:
         """Works everything out again at the next update: the run has another peak now."""
         self._revision = self.columns.revision
         self._values = Growing(len(DERIVED))
         self._above_peak, self._known_peak = Growing(1), 0
         self.damaged: Mapping[int, str] = {}
-        self._averages: dict[str, Average] = {}
+        self._forget()
 
-    def read(self) -> bool:
+    def _forget(self) -> None:
+        """Drops what was derived from values that are no longer what is shown."""
+        self._averages: dict[str, Average] = {}
+        self._blocks: dict[str, Growing] = {}
+
+    def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most, and all of them again where older ones have
         changed; returns whether there is more to read.
         """
-        more = self.columns.poll()
+        more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
             self.restart()
         if len(self) < len(self.columns):
@@ -160,12 +171,31 @@ class Curves:
             return np.empty(0), np.empty((3 * len(names), 0))
         last = edges[1:] - 1
         centre = {name: self[name] if name in SCHEDULED else self.average(name) for name in names}
-        rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
+        rows = [row for name in names for row in (*self.envelope(name, edges), centre[name][last])]
         at = x[last]
         if len(at) > 1:
             # Of the last step in each pixel, but what is shown begins with the first one.
             at[0] = x[edges[0]]
         return at, np.stack(rows)
+
+    def envelope(self, name: str, edges: np.ndarray) -> np.ndarray:
+        """Returns the least and the largest finite value of a series between edges, [2, pixels];
+        NaN where there is none.
+        """
+        values, inner = self[name], edges[1:-1]
+        if len(inner) < 2 or (inner % BLOCK_ROWS).any():
+            return between(values, values, edges)
+        ends = between(values, values, edges[:2]), between(values, values, edges[-2:])
+        middle = between(*self._extremes_of_blocks(name), inner // BLOCK_ROWS)
+        return np.hstack([ends[0], middle, ends[1]])
+
+    def _extremes_of_blocks(self, name: str) -> np.ndarray:
+        """Returns the least and the largest finite value in each whole block of a series."""
+        known, values = self._blocks.setdefault(name, Growing(2)), self[name]
+        new = values[known.length * BLOCK_ROWS : len(values) // BLOCK_ROWS * BLOCK_ROWS]
+        blocks = new.reshape(-1, BLOCK_ROWS)
+        known.extend([np.fmin.reduce(blocks, axis=1), np.fmax.reduce(blocks, axis=1)])
+        return known.values
 
     def _believable(self, rates: np.ndarray | None, count: int) -> np.ndarray:
         """Returns MFU and HFU of `count` further steps, [2, count]; a value above 1 is none."""
@@ -175,8 +205,7 @@ class Curves:
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
         if was_refuted != (self.times_peak is not None):
-            # What was averaged is no longer what is shown.
-            self._averages.clear()
+            self._forget()
         return np.where(rates > 1, np.nan, rates)
 
 
@@ -270,10 +299,13 @@ def pixel_edges(x: np.ndarray, view: View) -> np.ndarray:
     space = np.geomspace if view.log_x else np.linspace
     grid = space(x[first], x[last - 1], view.width + 1)
     edges = first + np.searchsorted(x[first:last], grid[1:-1])
+    edges -= edges % BLOCK_ROWS * (np.diff(edges, prepend=first) >= WIDE)
     return np.unique(np.concatenate([[first], edges, [last]])).astype(np.intp)
 
 
-def envelope(values: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least and the largest finite value between edges, NaN where there is none."""
-    part = values[: edges[-1]]
-    return np.fmin.reduceat(part, edges[:-1]), np.fmax.reduceat(part, edges[:-1])
+def between(least: np.ndarray, largest: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Returns the least and the largest finite value between edges, [2, pixels], given those of
+    each row; NaN where there is none.
+    """
+    low = np.fmin.reduceat(least[: edges[-1]], edges[:-1])
+    return np.stack([low, np.fmax.reduceat(largest[: edges[-1]], edges[:-1])])

@@ -6,7 +6,6 @@ alerts about once a second and may wait for a scheduler. Both may be called from
 """
 
 import contextlib
-import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,13 +65,13 @@ class Dashboard:
         self.log_rank, self.log_search = 0, ""
         self._opened = self.status.attempt, self._site_changed()
 
-    def read(self) -> bool:
+    def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
             for other in self.others.values():
                 if not other.columns.position:
                     other.read_all()
-            return self.curves.read()
+            return self.curves.read(limit_bytes)
 
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""
@@ -103,11 +102,11 @@ class Dashboard:
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), view)
-            for other in self.others.values():
-                other.smoothing = self.curves.smoothing
             # Of the held-out losses in a pixel the largest is shown.
             rows = [*rows[:-3], rows[-2]]
-            rows += [_at(other, view.axis, x) for other in self.others.values()]
+            for other in self.others.values():
+                other.smoothing = self.curves.smoothing
+                rows.append(_at(other, view.axis, x))
             description = {
                 "series": SERIES,
                 "others": list(self.others),
@@ -115,7 +114,6 @@ class Dashboard:
                 "n": len(x),
                 "axis": view.axis,
                 "log_x": view.log_x,
-                "zoomed": math.isfinite(view.start),
                 "attempts": self._attempts(view.axis),
                 "rows": len(self.columns),
                 "smoothing": self.curves.smoothing,
@@ -216,16 +214,8 @@ class Dashboard:
             "tokens_left": _plain(left),
             "validation_loss": _last(held_out[np.isfinite(held_out)]),
             **{name: _last(columns[name]) for name in ("learning_rate", "memory_bytes")},
-            "why_no_mfu": self.why_no_mfu,
+            "why_no_mfu": self.curves.why_no_mfu,
         }
-
-    @property
-    def why_no_mfu(self) -> str | None:
-        """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
-        if self.curves.times_peak is not None:
-            return "above the peak"
-        peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
-        return "peak unknown" if peak is None else None
 
     def _formula(self) -> str:
         spec, plan, site = self.run.spec, self.run.plan, self.run.site
@@ -310,16 +300,16 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     """Returns the average loss of another run at the same step, tokens or time; NaN where it was
     not.
     """
-    known = np.isfinite(other.average("loss"))
+    average = other.average("loss")
+    known = np.isfinite(average)
     if not known.any():
         return np.full(len(x), np.nan)
-    y = other.average("loss")[known]
-    return np.interp(x, other[axis][known], y, left=np.nan, right=np.nan)
+    return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
 
 
 def _last(values: np.ndarray) -> float | None:
     """Returns the last value of a series; None where it was never recorded."""
-    return None if np.isnan(values).all() else float(values[-1])
+    return None if np.isnan(values[-1:]).all() and np.isnan(values).all() else float(values[-1])
 
 
 def _plain(value: float) -> float | None:

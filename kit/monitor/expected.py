@@ -10,7 +10,6 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,9 @@ from kit.errors import RunError
 from kit.monitor.goodput import ledger
 from kit.run import Run
 from kit.run.metrics import Metrics, utilisation_rates
-from kit.show.theme import GREY
 
 EVERY_S, SHARE = 20.0, 0.02
 """Least seconds between two answers, and the most of its time that a view spends on them."""
-FAR = 4
-"""Times the speeds that a chart shows anyway, up to which it is made higher for the band: the
-curve must stay one."""
 BAND = "expected (modelled, 90 %)"
 WARM, RECENT = 5, 200
 """Steps of an attempt that do not count, and how many of the newest do."""
@@ -254,21 +249,3 @@ def compare(run: Run) -> dict[str, Any]:
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}
-
-
-def draw_band(
-    axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
-) -> None:
-    """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
-    attempt's first on.
-    """
-    if band is None or band[name] is None:
-        return
-    low, high = (100 * speed if name == "mfu" else speed for speed in band[name])
-    start = first_steps.get(band["attempt"], 0)
-    bottom, top = axis.get_ylim()
-    axis.fill_between(
-        (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
-    )
-    axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
-    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")

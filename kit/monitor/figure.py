@@ -11,7 +11,7 @@ import numpy as np
 from kit.data import mix_words
 from kit.monitor.curves import Average, View, drawable
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.expected import compare, draw_band
+from kit.monitor.expected import BAND, Band, compare
 from kit.monitor.scores import draw_scores, eval_curve
 from kit.plan import Plan
 from kit.run import Run
@@ -25,6 +25,9 @@ TITLES = {
     "mfu": "MFU, % of peak",
     "tokens_per_s": "Tokens per second",
 }
+FAR = 4
+"""Times the speeds that a chart shows anyway, up to which it is made higher for the band: the
+curve must stay one."""
 OFFSET = {"textcoords": "offset points", "color": GREY}
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
@@ -48,9 +51,6 @@ def run_figure(
             draw_scores(axis, accuracies)
         _draw_loss(left, table, baselines or {})
         _draw_speed(right, table, run, metrics)
-        for axis in (left, right):
-            axis.set_xlabel("optimizer step")
-            _mark_attempts(axis, table)
         outlook = compare(run)
         notes = [outlook["verdict"]]
         if len(metrics):
@@ -71,8 +71,7 @@ def loss_figure(
     table = _table(metrics)
     with new_figure(height=2.4) as (figure, axis):
         _draw_loss(axis, table, baselines or {})
-        axis.set(xlim=(0, num_steps), xlabel="optimizer step")
-        _mark_attempts(axis, table)
+        axis.set_xlim(0, num_steps)
     return figure
 
 
@@ -114,6 +113,24 @@ def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
             fontsize=TEXT,
             **OFFSET,
         )
+
+
+def draw_band(
+    axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
+) -> None:
+    """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
+    attempt's first on.
+    """
+    if band is None or band[name] is None:
+        return
+    low, high = (100 * speed if name == "mfu" else speed for speed in band[name])
+    start = first_steps.get(band["attempt"], 0)
+    bottom, top = axis.get_ylim()
+    axis.fill_between(
+        (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
+    )
+    axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
+    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -161,6 +178,7 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held-out text")
     draw_levels(axis, baselines)
     axis.legend(loc="upper right", frameon=True)
+    _draw_attempts(axis, table)
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:
@@ -178,12 +196,11 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
+    title, top = f"Tokens/s\n(no MFU: {metrics.why_no_mfu})", 1.25 * np.nanmax(values, initial=1)
     if name == "mfu":
-        axis.set_title(f"MFU, % of peak ({run.plan.precision})")
-        axis.set_ylim(0, 10 * math.ceil(1.25 * np.nanmax(values, initial=1) / 10))
-    else:
-        axis.set_title(f"Tokens/s\n(no MFU: {metrics.why_no_mfu})")
-        axis.set_ylim(0, 1.25 * np.nanmax(values, initial=1))
+        title, top = f"MFU, % of peak ({run.plan.precision})", 10 * math.ceil(top / 10)
+    axis.set(title=title, ylim=(0, top))
+    _draw_attempts(axis, table)
 
 
 def _layout(plan: Plan) -> str:
@@ -200,7 +217,9 @@ def _first_steps(table: dict[str, np.ndarray]) -> dict[int, float]:
     return dict(zip(attempts.tolist(), table["step"][rows].tolist(), strict=True))
 
 
-def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
+def _draw_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
+    """Names the axis of steps, and marks where attempts begin."""
+    axis.set_xlabel("optimizer step")
     for attempt, first in list(_first_steps(table).items())[1:]:
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
         axis.annotate(f"attempt {attempt}", (first - 0.5, 0), xytext=(3, 4), **AT_STEP, **OFFSET)

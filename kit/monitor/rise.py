@@ -11,6 +11,7 @@ comparison anew. What it finds, how late, and on which healthy runs it was tried
 No torch.
 """
 
+import statistics
 from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
@@ -44,7 +45,7 @@ class Rises:
     """Follows the loss of one run and tells of each rise once, until the loss has been back."""
 
     def __init__(self) -> None:
-        self._row, self._last = 0, float("nan")
+        self._row, self._before = 0, np.empty(0)
         self._highest_rate = self._rate = 0.0
         self._begin()
 
@@ -60,18 +61,19 @@ class Rises:
         """Returns the rises that are seen in the rows since the last look; at rows of `new_data`
         a mix begins.
         """
-        found = []
-        for first in range(self._row, len(losses) - BLOCK + 1, BLOCK):
-            self._row = first + BLOCK
-            known = np.append(self._last, losses[first : self._row])
-            rows = [row for row in lines(known).tolist() if row]
-            if rows:
-                self._last = known[np.isfinite(known)][-1]
-                found += self._take(
-                    float(np.median(known[rows])), end_of_line(losses, first + rows[-1] - 1)
-                )
-            if self._warms_again(float(rates[self._row - 1])) or any(
-                first <= row < self._row for row in new_data
+        start, before, found = self._row, self._before, []
+        self._row = max(start, len(losses) - (len(losses) - start) % BLOCK)
+        known = np.append(before, losses[start : self._row])
+        self._before = known[np.isfinite(known)][-1:]
+        told = lines(known)[len(before) :] + start - len(before)
+        for first in range(start, self._row, BLOCK):
+            end = first + BLOCK
+            rows = told[slice(*np.searchsorted(told, (first, end)))]
+            if len(rows):
+                level = statistics.median(losses[rows].tolist())  # NumPy's takes ten times as long
+                found += self._take(level, end_of_line(losses, int(rows[-1])))
+            if self._warms_again(float(rates[end - 1])) or any(
+                first <= row < end for row in new_data
             ):
                 self._begin()
         return found

@@ -4,8 +4,6 @@ scores against training tokens, with their 95 % intervals. No torch, no lm-eval.
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,48 +20,36 @@ MARKERS = ("o", "s", "^", "D", "v")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCurve:
-    """One metric of one task over the checkpoints of a run, oldest first.
-
-    All arrays have one entry a checkpoint.
+    """One metric of one task over the checkpoints of a run, oldest first; `curve["score"]` is a
+    column of its rows.
     """
 
-    task: str
-    num_fewshot: int
+    asked: TaskScore
+    """The oldest score: what was asked of the others is the same."""
     metric: str
-    step: np.ndarray  # optimizer steps
-    tokens: np.ndarray  # training tokens; NaN where the report does not know
-    score: np.ndarray  # fraction, or bits for bits_per_byte
-    stderr: np.ndarray  # the harness's standard error; NaN where it has no formula
-    low: np.ndarray  # lower end of the 95 % interval; NaN where there is none
-    high: np.ndarray  # its upper end
-    partial: np.ndarray  # bool: a part of the items was scored
-    chance: float  # accuracy of guessing; NaN where there is nothing to guess
-    temperature: float = 0.0  # of sampled texts
-    precision: str = "fp32"  # of the weights
+    rows: list[dict[str, Any]]
+    """One a checkpoint: task, metric, step, tokens seen, score (a fraction, or bits for
+    bits_per_byte), stderr (the harness's), low and high of the 95 % interval, and whether a part of
+    the items was scored. NaN is what is not known."""
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return np.array([row[column] for row in self.rows])
 
     @property
     def name(self) -> str:
         """Task, shots, temperature and precision, for a legend."""
-        name = self.task + (f", {self.num_fewshot} shots" if self.num_fewshot else "")
-        name += f", temperature {self.temperature:g}" if self.temperature else ""
-        return name + (f", {self.precision}" if self.precision != "fp32" else "")
+        return name_of(self.asked)
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing; NaN where there is nothing to guess."""
+        guessed = None if self.metric == ANSWER_BITS else self.asked.chance
+        return np.nan if guessed is None else guessed
 
     @property
     def is_accuracy(self) -> bool:
         """Whether its scores are shares of items, and not bits or probabilities."""
         return not self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each checkpoint; NaN is what is not known."""
-        numbers = {
-            name: getattr(self, name) for name in ("tokens", "score", "stderr", "low", "high")
-        }
-        return [
-            {"task": self.name, "metric": self.metric, "step": int(step)}
-            | {name: float(values[i]) for name, values in numbers.items()}
-            | {"partial": bool(self.partial[i])}
-            for i, step in enumerate(self.step)
-        ]
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
@@ -85,51 +71,51 @@ def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
 
     It is that of the metric that stands for the task, or that of `metric`, of tasks that have it.
     """
-    points: dict[tuple, list[tuple[EvalReport, TaskScore, Metric]]] = {}
+    curves: dict[tuple, ScoreCurve] = {}
     for report in eval_reports(run):
         for score in report.scores:
-            shown = (
-                [m for m in score.metrics if m.name == metric]
-                if metric
-                else score.metrics and [score.headline]
-            )
-            points.setdefault((score.key, score.precision), []).extend(
-                (report, score, found) for found in shown
-            )
-    return [_curve(found) for found in points.values() if found]
+            for found in score.metrics:
+                if found.name != (metric or score.headline.name):
+                    continue
+                key = score.key, score.precision
+                new = ScoreCurve(asked=score, metric=found.name, rows=[])
+                curves.setdefault(key, new).rows.append(_row(report, score, found))
+    return list(curves.values())
 
 
-def _curve(points: list[tuple[EvalReport, TaskScore, Metric]]) -> ScoreCurve:
-    first, name = points[0][1], points[0][2].name
+def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]:
+    numbers = {
+        "tokens": report.tokens_seen,
+        "score": metric.value,
+        "stderr": metric.stderr,
+        "low": metric.low,
+        "high": metric.high,
+    }
+    return {
+        "task": name_of(score),
+        "metric": metric.name,
+        "step": report.step,
+        **{name: np.nan if value is None else float(value) for name, value in numbers.items()},
+        "partial": score.partial,
+    }
 
-    def column(values: Iterable[float | None]) -> np.ndarray:
-        return np.array(list(values), dtype=float)  # None is NaN
 
-    return ScoreCurve(
-        task=first.task,
-        num_fewshot=first.num_fewshot,
-        metric=name,
-        step=np.array([report.step for report, *_ in points]),
-        tokens=column(report.tokens_seen for report, *_ in points),
-        score=column(metric.value for *_, metric in points),
-        stderr=column(metric.stderr for *_, metric in points),
-        low=column(metric.low for *_, metric in points),
-        high=column(metric.high for *_, metric in points),
-        partial=np.array([score.partial for _, score, _ in points]),
-        chance=np.nan if first.chance is None or name == ANSWER_BITS else first.chance,
-        temperature=first.temperature,
-        precision=first.precision,
-    )
+def name_of(score: TaskScore) -> str:
+    """Returns task, shots, temperature and precision, as far as these are not the usual ones."""
+    shots = f", {score.num_fewshot} shots" if score.num_fewshot else ""
+    temperature = f", temperature {score.temperature:g}" if score.temperature else ""
+    precision = f", {score.precision}" if score.precision != "fp32" else ""
+    return score.task + shots + temperature + precision
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each task, a row as of `ScoreCurve.rows` with None for what is
-    not known.
+    """Returns the newest score of each task, a row of its `ScoreCurve` with None for what is not
+    known.
     """
     return {
         curve.name: {key: value if value == value else None for key, value in last.items()}
         for curve in eval_curve(run)
-        for last in curve.rows()[-1:]
+        for last in curve.rows[-1:]
     }
 
 
@@ -147,24 +133,20 @@ class ScoreFollower:
         """
         found = []
         for report in eval_reports(self.run):
-            new = [self._new(report, score).items() for score in report.scores]
-            if values := dict(itertools.chain.from_iterable(new)):
+            values: dict[str, float] = {}
+            for score in report.scores:
+                task = name_of(score).replace(", ", "_").replace(" ", "_")
+                for metric in score.metrics:
+                    name = f"eval/{task}/{metric.name.replace(',', '_')}"
+                    key = f"{report.step} {name}"
+                    if self.seen.get(key) == metric.value:
+                        continue
+                    self.seen[key] = values[name] = metric.value
+                    if metric.stderr is not None:
+                        values[f"{name}_stderr"] = metric.stderr
+            if values:
                 found.append((report.attempt or 1, report.step or 0, values))
         return found
-
-    def _new(self, report: EvalReport, score: TaskScore) -> dict[str, float]:
-        shots = f"_{score.num_fewshot}_shots" if score.num_fewshot else ""
-        shots += f"_temperature_{score.temperature:g}" if score.temperature else ""
-        shots += f"_{score.precision}" if score.precision != "fp32" else ""
-        values = {}
-        for metric in score.metrics:
-            name = f"eval/{score.task}{shots}/{metric.name.replace(',', '_')}"
-            key = f"{report.step} {name}"
-            if self.seen.get(key) != metric.value:
-                self.seen[key] = metric.value
-                values[name] = metric.value
-                values |= {} if metric.stderr is None else {f"{name}_stderr": metric.stderr}
-        return values
 
 
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
@@ -173,8 +155,7 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
 
     Accuracies, bits per byte of right answers and those of texts have a panel each. A bar is the 95
     % interval; a hollow marker is a score of a part of the items; a dotted line is guessing. The
-    table has a row for each point: task, metric, step, tokens, score, stderr (the harness's), low,
-    high, partial.
+    table has the rows of all curves.
 
     Raises:
         RunError: no checkpoint of the run has been scored.
@@ -191,7 +172,7 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     with new_figure(len(panels), height=3.0 * len(panels), squeeze=False) as (figure, axes):
         for axis, group in zip(axes[:, 0], panels, strict=True):
             draw_scores(axis, group)
-    return figure, [row for curve in (*curves, *answers) for row in curve.rows()]
+    return figure, [row for curve in (*curves, *answers) for row in curve.rows]
 
 
 def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
@@ -203,14 +184,11 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     scale = 100 if accuracy else 1
     for i, curve in enumerate(curves):
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        x, y = curve.tokens, scale * curve.score
+        x, y, partial = curve["tokens"], scale * curve["score"], curve["partial"]
         label = curve.name if curve.metric == ANSWER_BITS else f"{curve.name} ({curve.metric})"
-        errors = scale * np.nan_to_num(
-            np.stack((curve.score - curve.low, curve.high - curve.score))
-        )
+        errors = np.nan_to_num([y - scale * curve["low"], scale * curve["high"] - y])
         axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
-        for partial, face in ((False, colour), (True, "white")):
-            here = curve.partial == partial
+        for here, face in ((~partial, colour), (partial, "white")):
             axis.plot(x[here], y[here], marker, color=colour, markerfacecolor=face, markersize=5)
         if accuracy and np.isfinite(curve.chance):
             axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
@@ -221,7 +199,9 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     else:
         names = [f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves]
         title = ", ".join(dict.fromkeys(names))
-    hollow = "\nhollow: a part of the items" if any(curve.partial.any() for curve in curves) else ""
+    hollow = (
+        "\nhollow: a part of the items" if any(curve["partial"].any() for curve in curves) else ""
+    )
     axis.set(title=title + hollow, xlabel="training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy or of_answers:

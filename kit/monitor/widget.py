@@ -20,7 +20,7 @@ import traitlets
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.figure import snapshot
 from kit.run import Run
-from kit.run.tail import CHUNK_BYTES
+from kit.run.columns import FAST_FROM_BYTES
 
 POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -64,8 +64,9 @@ class Monitor(anywidget.AnyWidget):
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._closed, self._lock = threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
-        # A long history is read behind the view, which the browser builds in the meantime.
-        self._more = self.dashboard.columns.unread_bytes > CHUNK_BYTES or self.dashboard.read()
+        # How a history begins is parsed at once; the rest is read behind the view, while the
+        # browser builds it.
+        self._more = self.dashboard.read(FAST_FROM_BYTES)
         self.on_msg(self._on_message)
         self._send_frame()
         self._send_facts()
@@ -150,22 +151,17 @@ class Monitor(anywidget.AnyWidget):
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
         """Answers the browser; in whichever thread the kernel runs this, and never for long."""
-        message = message if isinstance(message, dict) else {}
-        kind, number = message.get("type"), message.get("number")
-        if isinstance(number, int | float):
-            self._heard = number
+        kind, dashboard = message["type"], self.dashboard
+        self._heard = message["number"]
         if kind == "view":
             self.view = View.from_message(message)
         elif kind == "smoothing":
-            value = message.get("value")
-            if isinstance(value, int | float) and 0 <= value < 1:
-                self.dashboard.curves.smoothing = float(value)
+            dashboard.curves.smoothing = message["value"]
         elif kind == "log":
-            self.dashboard.log_search = str(message.get("search", ""))[:200]
-            rank = message.get("rank", 0)
-            self.dashboard.log_rank = rank if isinstance(rank, int) and rank >= 0 else 0
+            dashboard.log_search = message["search"]
+            dashboard.log_rank = max(0, int(message["rank"]))
         elif kind == "action":
-            self.dashboard.actions.start(str(message.get("name")), self.dashboard.status)
+            dashboard.actions.start(message["name"], dashboard.status)
         self._guarded(self._send_frame if kind in ("view", "smoothing") else self._send_facts)
 
     def _ipython_display_(self) -> None:

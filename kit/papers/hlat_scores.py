@@ -143,20 +143,20 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> tuple[str, Layer]:
     """Returns the panel of one curve of a run, the paper's or one of its own, and the scores of
     the checkpoints there with their 95 % intervals.
     """
-    is_demo, panel = scale_of(run) == "demo", COLUMNS.get((curve.task, curve.num_fewshot), "")
+    asked, is_demo = curve.asked, scale_of(run) == "demo"
+    panel = COLUMNS.get((asked.task, asked.num_fewshot), "")
     if is_demo or panel not in PANELS:
         panel = _title(curve)
-    low, high = (np.where(np.isnan(end), curve.score, end) for end in (curve.low, curve.high))
     layer = own_points(
         [run],
-        curve.tokens / (1e6 if is_demo else 1e9),
-        curve.score,
-        low=low,
-        high=high,
+        curve["tokens"] / (1e6 if is_demo else 1e9),
+        curve["score"],
+        low=np.where(np.isnan(curve["low"]), curve["score"], curve["low"]),
+        high=np.where(np.isnan(curve["high"]), curve["score"], curve["high"]),
         label=f"{run.name}: {curve.name}",
         joined=True,
     ).times(1.0 if curve.metric == "bits_per_byte" else 100.0)
-    if curve.partial.any():
+    if curve["partial"].any():
         layer = dataclasses.replace(layer, source=f"{layer.source}; a part of the items")
     return panel, layer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.curves import View
 from kit.monitor.widget import Monitor
 from kit.run import Run
 from tests.browser import lab
@@ -41,6 +41,9 @@ document.body.style.setProperty('--jp-ui-font-color1', '#eee');
 document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
 
 
+SENT = ("frame", "window", "facts", "alerts", "heat", "log")
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
     """A headless Chromium of this machine."""
@@ -50,15 +53,20 @@ def browser() -> Iterator:
         yield started
 
 
+class Quiet(Monitor):
+    """A dashboard that looks at its run when it is told to."""
+
+    def _follow_metrics(self) -> None: ...
+
+    def _follow_job(self) -> None: ...
+
+
 class Screen:
-    """A page that shows a run: what the page asks is answered by a Dashboard, as the widget does
-    it.
-    """
+    """A page that shows a run: what the page asks is answered by the widget."""
 
     def __init__(self, page, run: Run, **options) -> None:
-        self.page, self.dashboard, self.busy = page, Dashboard(run, **options), False
-        self.heard = 0.0
-        self.view = View()
+        self.page, self.widget, self.busy = page, Quiet(run, **options), False
+        self.dashboard = self.widget.dashboard
         page.set_content(PAGE % (Monitor._css, base64.b64encode(Monitor._esm.encode()).decode()))
         page.wait_for_function("window.ready")
         page.expose_function("kernel", self.answer)
@@ -69,42 +77,23 @@ class Screen:
 
     def answer(self, message: dict) -> None:
         """The kernel's side of a message."""
-        if self.busy:
-            return
-        self.heard = message.get("number", self.heard)
-        if message["type"] == "view":
-            self.view = View.from_message(message)
-        elif message["type"] == "smoothing":
-            self.dashboard.curves.smoothing = message["value"]
-        elif message["type"] == "log":
-            self.dashboard.log_search, self.dashboard.log_rank = message["search"], message["rank"]
-        elif message["type"] == "action":
-            self.dashboard.actions.start(message["name"], self.dashboard.status)
-        self.tick()
+        if not self.busy:
+            self.widget._on_message(self.widget, message, [])
+            self.tick()
 
     def tick(self) -> None:
         """One look at the run, sent to the page."""
-        dashboard = self.dashboard
-        dashboard.catch_up()
-        frame, window = dashboard.frame(self.view)
-        frame, facts = (
-            {**frame, "heard": self.heard},
-            {**dashboard.facts(), "failure": "", "heard": self.heard},
-        )
-        binary = {"window": window, "heat": dashboard.heat()}
-        self.page.evaluate(
-            "put",
-            {
-                "frame": frame,
-                "facts": facts,
-                "alerts": dashboard.alerts(),
-                "log": dashboard.log(),
-                **{
-                    name: {"base64": base64.b64encode(value).decode()}
-                    for name, value in binary.items()
-                },
-            },
-        )
+        self.dashboard.catch_up()
+        self.widget._send_frame()
+        self.widget._send_facts()
+        sent = {name: getattr(self.widget, name) for name in SENT}
+        for name in ("window", "heat"):
+            sent[name] = {"base64": base64.b64encode(sent[name]).decode()}
+        self.page.evaluate("put", sent)
+
+    @property
+    def view(self) -> View:
+        return self.widget.view
 
     def refresh(self) -> None:
         """One look at the run, sent to the page and drawn."""
@@ -116,6 +105,17 @@ class Screen:
 
     def sent(self, kind: str) -> list[dict]:
         return [message for message in self.page.evaluate("sent") if message["type"] == kind]
+
+    def label(self, name: str) -> str:
+        """Returns what a screen reader says of a picture."""
+        return self.page.get_by_role("img", name=name).get_attribute("aria-label")
+
+    def data(self, name: str) -> str:
+        """Returns what the dashboard says of itself."""
+        return self.page.locator(".kit-monitor").get_attribute(f"data-{name}")
+
+    def click(self, name: str) -> None:
+        self.page.get_by_role("button", name=name).click()
 
     def text(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()

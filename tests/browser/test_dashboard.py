@@ -9,7 +9,7 @@ import pytest
 from cluster.site import Site
 from cluster.state import JobState, read_asked, take_request
 from kit.run import Run
-from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, say
+from tests.monitor.recorded import add_row, add_rows, beat, dead_process, recorded_run, say, write
 
 BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"
 
@@ -19,7 +19,7 @@ def test_draws_curves_tiles_and_state(open_screen, tmp_path) -> None:
     page = screen.page
     assert page.get_by_role("status").first.inner_text() == "▶ running"
     assert screen.coloured(0, BLUE) > 300, "the loss curve"
-    assert "smoothed" in page.get_by_role("img", name="MFU").get_attribute("aria-label")
+    assert "smoothed" in screen.label("MFU")
     tiles = screen.text(".kit-tiles")
     for words in ("Loss", "MFU", "HFU", "400", "of 1,000", "Time left"):
         assert words in tiles
@@ -33,8 +33,7 @@ def test_new_steps_appear_and_a_resize_keeps_the_curves(open_screen, tmp_path) -
     screen = open_screen(run)
     add_rows(run, 101, 160)
     screen.refresh()
-    root = screen.page.locator(".kit-monitor")
-    assert root.get_attribute("data-step") == "160" and root.get_attribute("data-points") == "160"
+    assert screen.data("step") == "160" and screen.data("points") == "160"
     screen.page.set_viewport_size({"width": 700, "height": 900})
     screen.settle(500)
     assert screen.coloured(0, BLUE) > 200
@@ -44,7 +43,7 @@ def test_new_steps_appear_and_a_resize_keeps_the_curves(open_screen, tmp_path) -
 def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path) -> None:
     screen = open_screen(recorded_run(tmp_path / "run", steps=20_000, planned=40_000))
     page = screen.page
-    coarse = int(page.locator(".kit-monitor").get_attribute("data-points"))
+    coarse = int(screen.data("points"))
     box = page.locator(".u-over").first.bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 50)
     page.mouse.down()
@@ -54,10 +53,9 @@ def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path) -> None:
     asked = screen.sent("view")[-1]
     assert 0 < asked["start"] < asked["end"] < 20_000
     assert screen.view.start == asked["start"] and coarse < 1200
-    x = screen.dashboard.frame(screen.view)[0]["n"]
-    assert int(page.locator(".kit-monitor").get_attribute("data-points")) == x
+    assert int(screen.data("points")) == screen.widget.frame["n"]
     screen.photograph("zoomed")
-    page.get_by_role("button", name="Whole run").click()
+    screen.click("Whole run")
     screen.settle()
     assert screen.view.start == -math.inf
 
@@ -80,8 +78,8 @@ def test_axes_smoothing_and_hover(open_screen, tmp_path) -> None:
     screen = open_screen(recorded_run(tmp_path / "run", steps=400))
     page = screen.page
     page.get_by_label("x axis").select_option("tokens")
-    page.get_by_role("button", name="log x").click()
-    page.get_by_role("button", name="log y").click()
+    screen.click("log x")
+    screen.click("log y")
     screen.settle(400)
     assert screen.sent("view")[-1] | {"axis": "tokens", "log_x": True} == screen.sent("view")[-1]
     slider = page.get_by_role("slider")
@@ -104,10 +102,9 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(
 ) -> None:
     run = recorded_run(tmp_path / "run")
     screen = open_screen(run)
-    page = screen.page
-    page.get_by_role("button", name="Stop after step").click()
+    screen.click("Stop after step")
     assert not screen.sent("action") and read_asked(run.directory, "stop") is None
-    page.get_by_role("button", name="Really stop after step?").click()
+    screen.click("Really stop after step?")
     screen.settle(700)
     screen.tick()
     assert read_asked(run.directory, "stop") is not None
@@ -119,7 +116,7 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(
 def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> None:
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True
-    screen.page.get_by_role("button", name="Checkpoint now").click()
+    screen.click("Checkpoint now")
     for _ in range(4):  # its threads go on to send what is new
         screen.settle(500)
         screen.tick()
@@ -157,16 +154,14 @@ def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path) -> None
     run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
     screen = open_screen(run)
     assert "step 700: loss spike" in screen.text(".kit-alerts")
-    screen.page.get_by_role("button", name="show step 700").click()
+    screen.click("show step 700")
     screen.settle(700)
     assert (screen.view.start, screen.view.end) == (600, 750)
     assert screen.text(".kit-log").startswith("step 700 of 1000")
     screen.photograph("alert")
-    screen.page.get_by_role("button", name="Whole run").click()
+    screen.click("Whole run")
     screen.settle(700)
-    assert "from step 1 on" in screen.page.get_by_role("img", name="Loss").get_attribute(
-        "aria-label"
-    )
+    assert "from step 1 on" in screen.label("Loss")
 
 
 def test_ranks_attempts_and_baselines(open_screen, tmp_path) -> None:
@@ -179,22 +174,17 @@ def test_ranks_attempts_and_baselines(open_screen, tmp_path) -> None:
         beat(run, step, slow_rank=11, attempt=2)
         screen.dashboard.ranks.look()
     screen.refresh()
-    assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.page.locator(
-        ".kit-heat"
-    ).get_attribute("aria-label")
+    assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.label("rank 11")
     assert "rank 11" in screen.text(".kit-alerts")
     warm = screen.page.evaluate(
         """() => { const c = document.querySelector('.kit-heat');
         const d = c.getContext('2d').getImageData(0, 11, c.width, 1).data; return d[0] > 150 && d[2] < 80; }"""  # noqa: E501
     )
     assert warm, "row 11 is warm"
-    assert [
-        attempt["attempt"] for attempt in screen.dashboard.frame(screen.view)[0]["attempts"]
-    ] == [1, 2]
+    assert [attempt["attempt"] for attempt in screen.widget.frame["attempts"]] == [1, 2]
     rows = screen.page.locator(".kit-split tr")
-    assert rows.count() == 5 and rows.filter(has_text="rank 11").inner_text().endswith(
-        "waits 0.0936 s"
-    )
+    assert rows.count() == 5
+    assert rows.filter(has_text="rank 11").inner_text().endswith("waits 0.0936 s")
     bars = screen.page.evaluate(
         """() => [...document.querySelectorAll('.kit-split .kit-goodput')].map(
         (bar) => [bar.offsetWidth, [...bar.children].reduce((sum, piece) => sum + piece.offsetWidth, 0)])"""  # noqa: E501
@@ -223,31 +213,24 @@ def test_dark_and_narrow(open_screen, tmp_path, width: int) -> None:
 def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_path) -> None:
     run = recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING)
     screen = open_screen(run)
-    assert screen.text(".kit-badge") == "… starting" and "peak unknown" not in screen.text(
-        ".kit-tiles"
-    )
+    assert screen.text(".kit-badge") == "… starting"
+    assert "peak unknown" not in screen.text(".kit-tiles")
     say(run, JobState.RUNNING, step=20)
     add_rows(run, 1, 20)
     screen.refresh()
     button = screen.page.get_by_role("button", name="Checkpoint now")
     place = button.bounding_box()
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(
-            '{"step": 21, "attempt": 1, "step_time_s": 1.0, "tokens": 4096, "loss": NaN}\nnot'
-            " ours\n"
-        )
+    add_row(run, 21, loss=math.nan)
+    write(run, ["not ours\n"])
     screen.refresh()
     assert "step 21: loss is not finite" in screen.text(".kit-alerts")
     assert button.bounding_box() == place, "no alert moves a button from under a hand"
     assert screen.text(".kit-notice") == "1 unreadable metric lines skipped"
     shutil.rmtree(run.directory)
     screen.refresh()
-    assert screen.text(".kit-badge") == "✖ lost" and "state.json is missing" in screen.text(
-        ".kit-reason"
-    )
-    assert screen.page.locator(".kit-monitor").get_attribute("data-step") == "21", (
-        "what was read stays"
-    )
+    assert screen.text(".kit-badge") == "✖ lost"
+    assert "state.json is missing" in screen.text(".kit-reason")
+    assert screen.data("step") == "21", "what was read stays"
 
 
 def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
@@ -263,7 +246,7 @@ def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path) -> None:
     screen = open_screen(run)
     table = screen.page.get_by_role("table")
     assert table.count() == 0
-    screen.page.get_by_role("button", name="table").click()
+    screen.click("table")
     assert screen.text(".kit-table caption") == "Charts in numbers, step 1 to step 300"
     loss = table.get_by_role("row").filter(has_text="Loss").inner_text().split("\t")
     metrics = run.metrics()
@@ -273,10 +256,8 @@ def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path) -> None:
     add_rows(run, 301, 310)
     screen.refresh()
     assert "to step 310" in screen.text(".kit-table caption")
-    assert (
-        table.get_by_role("row").count() == 7
-        and table.get_by_role("rowheader", name="MFU").count() == 1
-    )
+    assert table.get_by_role("row").count() == 7
+    assert table.get_by_role("rowheader", name="MFU").count() == 1
     screen.photograph("table")
 
 

@@ -30,23 +30,13 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
     """A job that trains a small model for as long as it is watched, ten steps a second, asleep
     for most of each.
     """
-    spec = ModelSpec.gpt(
-        name="small-gpt",
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        vocab_size=300,
-        sequence_length=64,
-    )
+    size = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64}
+    spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
     hook.write_text("import time\n\n\ndef on_step(state):\n    time.sleep(0.09)\n    return {}\n")
-    recipe = Recipe(
-        data=str(tiny_dataset.directory),
-        num_steps=1_000_000,
-        learning_rate=1e-3,
-        warmup_steps=20,
-        hook=str(hook),
-    )
+    rates = {"learning_rate": 1e-3, "warmup_steps": 20}
+    data, hook_file = str(tiny_dataset.directory), str(hook)
+    recipe = Recipe(data=data, num_steps=1_000_000, hook=hook_file, **rates)
     plan = Plan(micro_batch_size=4, global_batch_size=4)
     run = kit.launch(tmp_path_factory.mktemp("lab") / "small", spec=spec, plan=plan, recipe=recipe)
     yield run
@@ -94,8 +84,17 @@ def notebook(opened, run) -> Notebook:
     if opened.context is None:
         opened.open()
         opened.attach()
-    opened.until(lambda: opened.seen("state") == "running" and opened.text(".kit-notice") == "")
+    opened.until(lambda: is_live(opened))
     return opened
+
+
+def is_live(notebook: Notebook) -> bool:
+    return notebook.seen("state") == "running" and notebook.text(".kit-notice") == ""
+
+
+def loss(notebook: Notebook) -> str:
+    """Returns what a screen reader says of the chart."""
+    return notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
 
 
 def process(run: Run):
@@ -108,8 +107,7 @@ def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook) ->
     package = notebook.text(".jp-CodeCell:nth-of-type(1) .jp-OutputArea-output")
     assert "site-packages" in package and str(ROOT) not in package
     assert not [each for each in notebook.save().cells[1].outputs if each.output_type == "stream"]
-    label = notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
-    assert "from step 1 " in label
+    assert "from step 1 " in loss(notebook)
     notebook.photograph("lab-installed")
 
 
@@ -151,14 +149,11 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
     notebook.until(lambda: "not live" in notebook.text(".kit-notice"))
     notebook.ready()
     notebook.attach()
-    notebook.until(
-        lambda: notebook.seen("state") == "running" and notebook.text(".kit-notice") == ""
-    )
+    notebook.until(lambda: is_live(notebook))
     assert process(run) == job and job.is_alive
     newest = run.metrics().summary()["step"]
     notebook.until(lambda: notebook.step >= newest)
-    label = notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
-    assert "from step 1 " in label, "the whole history is back"
+    assert "from step 1 " in loss(notebook), "the whole history is back"
 
 
 def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run) -> None:
@@ -198,13 +193,10 @@ def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attemp
         lambda: notebook.seen("attempt") == str(attempt + 1) and notebook.seen("state") == "running"
     )
     notebook.until(lambda: notebook.step > lost_at)
-    label = notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
-    assert f"attempt {attempt + 1} from step {saved + 1:,}" in label
+    assert f"attempt {attempt + 1} from step {saved + 1:,}" in loss(notebook)
     metrics = run.metrics()
     assert np.all(np.diff(metrics["step"]) == 1), "each step once"
-    assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], (
-        "of the newer attempt"
-    )
+    assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], "the newer"
 
 
 def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run) -> None:
@@ -215,10 +207,8 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     notebook.until(lambda: "done" in notebook.text(".kit-history"))
     assert "Stop after step: asked " in notebook.text(".kit-history")
     assert "stopped on request" in notebook.text(".kit-reason")
-    assert (
-        run.checkpoints.steps()[-1] == run.metrics().summary()["step"]
-        and run.checkpoints.steps() != before
-    )
+    assert before != run.checkpoints.steps()
+    assert run.checkpoints.steps()[-1] == run.metrics().summary()["step"]
     picture = notebook.page.locator(".jp-OutputArea-output img").last
     notebook.until(lambda: "done" in (picture.get_attribute("alt") or ""))
     outputs = notebook.save().cells[1].outputs

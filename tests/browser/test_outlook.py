@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import Event, JobState
+from cluster.state import JobState
 from kit.monitor.expected import BAND, Outlook
 from kit.run import Run
-from tests.monitor.recorded import recorded_run
+from tests.monitor.recorded import happened, recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:
@@ -30,17 +30,11 @@ def _at_pace(folder: Path, times: float) -> Run:
         row["time"] = now - 1.1 * wanted * (400 - row["step"]) - 30 * (row["attempt"] == 1)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     start = rows[0]["time"] - 2 * wanted
-    events = [
-        (1, JobState.QUEUED, start - 20),
-        (1, JobState.STARTING, start - 15),
-        (1, JobState.RUNNING, start),
-        (1, JobState.FAILED, rows[198]["time"] + 5),
-        (2, JobState.STARTING, rows[198]["time"] + 10),
-    ]
-    lines = [
-        Event(attempt=a, state=state, reason="", time=when).to_dict() for a, state, when in events
-    ]
-    (run.directory / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    happened(run, 1, start - 20, JobState.QUEUED)
+    happened(run, 1, start - 15, JobState.STARTING)
+    happened(run, 1, start, JobState.RUNNING)
+    happened(run, 1, rows[198]["time"] + 5, JobState.FAILED)
+    happened(run, 2, rows[198]["time"] + 10, JobState.STARTING)
     return Run.open(run.directory)
 
 
@@ -49,24 +43,18 @@ def test_the_band_the_sentence_and_the_goodput(
     open_screen, tmp_path, times: float, dark: bool
 ) -> None:
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
-    assert screen.page.locator(".kit-verdict").is_hidden(), (
-        "the first view does not wait for the estimate"
-    )
+    assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
     screen.dashboard.outlook.refresh(wait=True)
     screen.refresh()
-    assert screen.text(".kit-verdict").startswith(
-        "as expected" if times == 1 else "slower than expected by"
-    )
+    verdict = "as expected" if times == 1 else "slower than expected by"
+    assert screen.text(".kit-verdict").startswith(verdict)
     mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.facts["band"]
-    assert band and (band["mfu"][0] < mfu < band["mfu"][1]) == (times == 1), (
-        "the chart says the same as the sentence"
-    )
-    assert BAND in screen.page.get_by_role("img", name="MFU").get_attribute("aria-label")
+    assert (band["mfu"][0] < mfu < band["mfu"][1]) == (times == 1), "the chart says the same"
+    assert BAND in screen.label("MFU")
     assert "waiting for data: " in screen.page.locator(".kit-tile").nth(2).get_attribute("title")
     bar = screen.page.locator(".kit-goodput")
-    assert "Goodput" in bar.get_attribute("aria-label") and "productive" in screen.text(
-        ".kit-shares"
-    )
+    assert "Goodput" in bar.get_attribute("aria-label")
+    assert "productive" in screen.text(".kit-shares")
     widths = bar.evaluate("e => [...e.children].map(c => c.getBoundingClientRect().width)")
     shares = [part["share"] for part in screen.dashboard.outlook.facts["goodput"]["parts"]]
     total = bar.evaluate("e => e.getBoundingClientRect().width")

@@ -116,7 +116,7 @@ def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_someth
     assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
-    steps = {curve.task: curve.step.tolist() for curve in eval_curve(run)}
+    steps = {curve.asked.task: curve["step"].tolist() for curve in eval_curve(run)}
     assert steps == {"piqa": [3], "heldout": [3]}
 
 
@@ -217,14 +217,15 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     follow(run, benchmarks)
     evaluate(run, 6, ("piqa",), task_data=benchmarks)
     bits, piqa = eval_curve(run)
-    assert (bits.task, bits.metric) == ("heldout", "bits_per_byte")
-    assert (piqa.task, piqa.metric) == ("piqa", "acc_norm")
-    assert piqa.step.tolist() == [3, 6] and piqa.tokens.tolist() == [768, 1536]
+    assert (bits.asked.task, bits.metric) == ("heldout", "bits_per_byte")
+    assert (piqa.asked.task, piqa.metric) == ("piqa", "acc_norm")
+    assert piqa["step"].tolist() == [3, 6] and piqa["tokens"].tolist() == [768, 1536]
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
-    assert piqa.score[1] == report["piqa"].metric("acc_norm").value
+    assert piqa["score"][1] == report["piqa"].metric("acc_norm").value
     acc = report["piqa"].metric("acc_norm")
-    assert (piqa.stderr[1], piqa.low[1], piqa.high[1]) == (acc.stderr, acc.low, acc.high)
-    assert piqa.partial.tolist() == [True, False] and piqa.chance == 0.5
+    last = piqa.rows[1]
+    assert (last["stderr"], last["low"], last["high"]) == (acc.stderr, acc.low, acc.high)
+    assert piqa["partial"].tolist() == [True, False] and piqa.chance == 0.5
     assert np.isnan(bits.chance)
 
     figure, table = eval_figure(run)
@@ -239,7 +240,7 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     assert len(with_scores.axes) == 3
     check_figure(with_scores)
     (run.directory / "eval" / "step_00000006.json").write_text("{")
-    assert eval_curve(run)[1].step.tolist() == [3], "a damaged file is left out"
+    assert eval_curve(run)[1]["step"].tolist() == [3], "a damaged file is left out"
     shutil.rmtree(run.directory / "eval")
     assert eval_curve(run) == [] and len(run_figure(run)[0].axes) == 2
 

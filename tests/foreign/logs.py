@@ -1,6 +1,7 @@
 """Logs as trainers print them: public lines, cited where they stand, and some built like them."""
 
 import datetime
+import json
 
 
 def arguments(words: str) -> dict[str, str]:
@@ -149,56 +150,33 @@ eval metrics after step: 15109, loss=9.420, total_weights=75264.0
 """
 """github.com/AI-Hypercomputer/maxtext, issue 8; the last two from its documentation, with this
 step."""
-TRAINER_STATE = """\
-{
-  "best_metric": null,
-  "epoch": 10.0,
-  "global_step": 5490,
-  "log_history": [
+
+
+def trained(*values: float) -> dict[str, float]:
+    """Returns an entry of the history of transformers' Trainer."""
+    names = ("epoch", "grad_norm", "learning_rate", "loss", "step")
+    return dict(zip(names, values, strict=True))
+
+
+TRAINER_STATE = json.dumps(
     {
-      "epoch": 0.91,
-      "grad_norm": 2.757542133331299,
-      "learning_rate": 1.817850637522769e-05,
-      "loss": 1.1409,
-      "step": 500
+        "best_metric": None,
+        "epoch": 10.0,
+        "global_step": 5490,
+        "log_history": [
+            trained(0.91, 2.757542133331299, 1.817850637522769e-05, 1.1409, 500),
+            {"epoch": 1.0, "eval_gen_len": 140.5492, "eval_loss": 0.6597685217857361, "step": 549},
+            {"epoch": 1.0, "predict_loss": 0.6476863622665405},
+            trained(1.82, 3.1357340812683105, 1.6357012750455374e-05, 0.6419, 1000),
+            trained(2.73, 1.975117802619934, 1.4535519125683062e-05, 0.5212, 1500),
+            {"epoch": 10.0, "step": 5490, "total_flos": 3.718809382109184e16, "train_loss": 0.448},
+        ],
+        "logging_steps": 500,
+        "max_steps": 5490,
+        "trial_params": None,
     },
-    {
-      "epoch": 1.0,
-      "eval_gen_len": 140.5492,
-      "eval_loss": 0.6597685217857361,
-      "step": 549
-    },
-    {
-      "epoch": 1.0,
-      "predict_loss": 0.6476863622665405
-    },
-    {
-      "epoch": 1.82,
-      "grad_norm": 3.1357340812683105,
-      "learning_rate": 1.6357012750455374e-05,
-      "loss": 0.6419,
-      "step": 1000
-    },
-    {
-      "epoch": 2.73,
-      "grad_norm": 1.975117802619934,
-      "learning_rate": 1.4535519125683062e-05,
-      "loss": 0.5212,
-      "step": 1500
-    },
-    {
-      "epoch": 10.0,
-      "step": 5490,
-      "total_flos": 3.718809382109184e+16,
-      "train_loss": 0.4479398911550831,
-      "train_runtime": 64358.151
-    }
-  ],
-  "logging_steps": 500,
-  "max_steps": 5490,
-  "trial_params": null
-}
-"""
+    indent=2,
+)
 """github.com/Jaong/Checkpoint-of-CPT at 6a9b832, trainer_state.json, shortened."""
 
 

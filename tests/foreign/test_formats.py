@@ -239,60 +239,46 @@ def test_the_command_finds_out_and_lists(log: Path) -> None:
         assert name in told
 
 
-NANOGPT = {"text": logs.NANOGPT, "model": "demo", "plan": DEGREES | {"global_batch_size": 8}}
-MEGATRON = {"text": logs.lumi(), "format": "megatron"}
-NO_STEP = "none of its 2 lines tells of a step as a megatron log does"
+Mistake = tuple[dict[str, Any], type[Exception], str]
+
+
+def other(message: str, error: type[Exception] = ConfigError, **given: Any) -> Mistake:
+    """Returns a mistake with a log of nanoGPT and the layout that it does not tell."""
+    told = {"text": logs.NANOGPT, "model": "demo", "plan": DEGREES | {"global_batch_size": 8}}
+    return told | given, error, message
+
+
+def megatron(message: str, error: type[Exception] = ConfigError, **given: Any) -> Mistake:
+    """Returns a mistake with a log of Megatron."""
+    return {"text": logs.lumi(), "format": "megatron"} | given, error, message
+
+
+LOSS = r"(?P<step>\d+)(?P<loss>x)"
+TOO_FAST = r"149\.\d TFLOP/s on each of 128 devices is more than the 125\.0"
+UNTOLD = {"site": "frontier", "text": logs.frontier(engine_micro_batch=None)}
 MISTAKES = [
-    (NANOGPT | {"pattern": "(?P<step>"}, ConfigError, "no regular expression"),
-    (NANOGPT | {"pattern": r"(?P<step>\d+)"}, ConfigError, "'loss' is missing. For example"),
-    (
-        NANOGPT | {"pattern": r"(?P<step>\d+)(?P<loss>x)(?P<los>x)"},
-        ConfigError,
-        "Did you mean 'loss'",
-    ),
-    (NANOGPT | {"pattern": r"(?P<step>x)(?P<loss>x)"}, DataError, "as a pattern log does"),
-    (
-        NANOGPT | {"pattern": r"(?P<step>\d+)(?P<loss>x)", "format": "nxdt"},
-        ConfigError,
-        "Give one of them",
-    ),
-    (
-        NANOGPT | {"format": "torchtitan"},
-        DataError,
-        "as a torchtitan log does. Formats: megatron",
-    ),
-    (NANOGPT | {"text": logs.TRAINER_STATE, "follow": True}, ConfigError, "does not grow"),
-    (NANOGPT | {"text": "hello\n"}, DataError, "a log of a known format does"),
-    (MEGATRON | {"text": "hello\nworld\n"}, DataError, NO_STEP),
-    (MEGATRON | {"text": logs.line(1)}, ConfigError, "does not tell num_layers, hidden_size"),
-    (
-        MEGATRON | {"text": logs.line(1), "model": "gpt-175b"},
-        ConfigError,
-        "does not tell tensor_parallel",
-    ),
-    (MEGATRON | {"format": "megatorn"}, ConfigError, "Did you mean 'megatron'"),
-    (MEGATRON | {"plan": {"tensr": 2}}, ConfigError, "tensr"),
-    (
-        {"text": logs.modern(num_experts=8), "site": "dgx-h100"},
-        ConfigError,
-        "num_experts is 8 in the log",
-    ),
-    ({"text": logs.NEOX, "site": "frontier"}, ConfigError, "does not tell num_layers, hidden_size"),
-    (
-        {"text": logs.frontier(engine_micro_batch=None), "site": "frontier"},
-        ConfigError,
-        r"149\.\d TFLOP/s on each of 128 devices is more than the 125\.0",
-    ),
-    (
-        {"text": logs.BARS, "model": "demo", "plan": DEGREES | {"global_batch_size": 256}},
-        ConfigError,
+    other("no regular expression", pattern="(?P<step>"),
+    other("'loss' is missing. For example", pattern=r"(?P<step>\d+)"),
+    other("Did you mean 'loss'", pattern=f"{LOSS}(?P<los>x)"),
+    other("as a pattern log does", DataError, pattern=r"(?P<step>x)(?P<loss>x)"),
+    other("Give one of them", pattern=LOSS, format="nxdt"),
+    other("as a torchtitan log does. Formats: megatron", DataError, format="torchtitan"),
+    other("does not grow", text=logs.TRAINER_STATE, follow=True),
+    other("a log of a known format does", DataError, text="hello\n"),
+    other("'Berlin' is unknown. Give one as Europe/Berlin", **{"import": {"zone": "Berlin"}}),
+    other(
         "256 sequences, but consumed_samples grows by 128",
+        text=logs.BARS,
+        plan=DEGREES | {"global_batch_size": 256},
     ),
-    (
-        NANOGPT | {"import": {"zone": "Berlin"}},
-        ConfigError,
-        "'Berlin' is unknown. Give one as Europe/Berlin",
-    ),
+    megatron("none of its 2 lines tells of a step as a megatron log", DataError, text="a\nb\n"),
+    megatron("does not tell num_layers, hidden_size", text=logs.line(1)),
+    megatron("does not tell num_layers, hidden_size", text=logs.NEOX, site="frontier"),
+    megatron("does not tell tensor_parallel", text=logs.line(1), model="gpt-175b"),
+    megatron("Did you mean 'megatron'", format="megatorn"),
+    megatron("tensr", plan={"tensr": 2}),
+    megatron("num_experts is 8 in the log", text=logs.modern(num_experts=8), site="dgx-h100"),
+    megatron(TOO_FAST, **UNTOLD),
 ]
 
 

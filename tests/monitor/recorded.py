@@ -14,7 +14,7 @@ from cluster.heartbeats import RankHeartbeat, tell
 from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.site import Site
-from cluster.state import JobState, RunState, log_path
+from cluster.state import Event, JobState, RunState, log_path
 from kit.monitor.dashboard import Dashboard
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -178,6 +178,13 @@ def say(
         step_time_s=1.0,
         process=process or Process.current(),
     ).write(run.directory / "state.json")
+
+
+def happened(run: Run, attempt: int, at: float, state: JobState, **fields: Any) -> None:
+    """Appends an event to the history of a job."""
+    event = Event(time=at, attempt=attempt, state=state, **fields)
+    with (run.directory / "history.jsonl").open("a") as stream:
+        stream.write(json.dumps(event.to_dict()) + "\n")
 
 
 def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1) -> None:

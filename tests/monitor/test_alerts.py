@@ -17,7 +17,7 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import run_figure
 from kit.monitor.ranks import MIN_SAMPLES
 from kit.monitor.runs import runs_table
-from kit.monitor.text import recorded_alerts
+from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from tests.monitor.recorded import add_row, add_rows, alert, beat, look, recorded_run
@@ -75,7 +75,7 @@ def test_a_series_that_was_never_logged_is_no_alert(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=0)
     for step in range(1, 30):
         add_row(run, step, grad_norm=None)
-    assert kinds(Dashboard(run)) == []
+    assert kinds(Dashboard(run)) == [] and status_row(run)["grad_norm"] is None
 
 
 def test_alerts_are_kept_once_whoever_watches(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.site import Site
-from kit.monitor.curves import Average, Curves, View, discounted_sum, envelope, pixel_edges
+from kit.monitor.curves import Average, Curves, View, discounted_sum, pixel_edges
 from kit.plan import Plan
 from kit.run import columns as columns_module
 from kit.run.columns import NAMES, Columns
@@ -177,18 +177,27 @@ def test_the_recurrence_over_many_blocks() -> None:
     np.testing.assert_allclose(discounted_sum(values, 0.99, 5.0), expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("log", [False, True])
-def test_no_spike_is_lost_in_a_window(log: bool) -> None:
-    x = np.arange(1.0, 100_001)
-    values = np.zeros_like(x)
-    values[[17, 50_000, 99_999]] = 9, -5, 7
-    edges = pixel_edges(x, View(width=300, log_x=log))
-    assert len(edges) <= 301
-    low, high = envelope(values, edges)
-    assert high.max() == 9 and low.min() == -5 and high[-1] == 7
-    assert edges[0] == 0 and edges[-1] == len(x), "each row in one pixel"
-    part = pixel_edges(x, View(width=300, start=40_000, end=40_100, log_x=log))
-    assert x[part[0]] < 40_000 and x[part[-1] - 1] > 40_100
+@pytest.mark.parametrize("view", [{}, {"log_x": True}, {"start": 40_000.0, "end": 40_100.0}])
+def test_no_spike_is_lost_in_a_window_of_a_run_that_grows(tmp_path: Path, view: dict) -> None:
+    losses = np.zeros(100_000)
+    losses[[17, 40_050, 50_000, 99_999]] = 9, 8, -5, 7
+    losses[60_000:61_000] = np.nan
+    run = made(tmp_path / "run", [], Plan(global_batch_size=2))
+    told = [line(step, loss=loss) for step, loss in enumerate(losses.tolist(), 1)]
+    curves = Curves(run)
+    for part in (told[:70_001], told[70_001:]):
+        with (run.directory / "metrics.jsonl").open("a") as stream:
+            stream.writelines(part)
+        curves.read_all()
+        asked = View(width=300, **view)
+        x, (low, high, _) = curves.window(("loss",), asked)
+    edges = pixel_edges(curves["step"], asked)
+    assert len(x) <= 300 and (edges[-1] - edges[0] == 100_000 or "start" in view)
+    parts = np.split(losses[: edges[-1]], edges[:-1])[1:]
+    assert high.tolist() == pytest.approx([np.fmax.reduce(y) for y in parts], nan_ok=True)
+    assert low.tolist() == pytest.approx([np.fmin.reduce(y) for y in parts], nan_ok=True)
+    if "start" in view:
+        assert x[0] < 40_000 and x[-1] > 40_100 and high.max() == 8
 
 
 def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Path) -> None:

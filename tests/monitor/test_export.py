@@ -13,6 +13,7 @@ from pyarrow import csv, parquet
 from kit.errors import ConfigError, RunError
 from kit.monitor.export import export, export_table
 from kit.run import Run
+from tests.monitor.recorded import write
 
 NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 
@@ -35,14 +36,12 @@ def test_each_step_once_as_the_newest_attempt_left_it(
 
 
 def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(run: Run) -> None:
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 11, "attempt": 3, "tokens": 2048}\n')
+    write(run, ['{"step": 11, "attempt": 3, "tokens": 2048}\n'])
     assert export_table(run)["step"].to_pylist() == list(range(1, 12))
 
 
 def test_unknown_columns_and_the_facts_are_kept(run: Run, tmp_path: Path) -> None:
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n')
+    write(run, ['{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n'])
     file = tmp_path / "table.parquet"
     assert export(run, file, format="parquet") == 41
     table = parquet.read_table(file)
@@ -60,8 +59,7 @@ def test_no_cell_of_a_csv_is_a_formula(run: Run, tmp_path: Path) -> None:
     names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
     row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5, "big": -(2**70)}
     row |= {name: name for name in names}
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps(row) + "\n")
+    write(run, [json.dumps(row) + "\n"])
     export(run, tmp_path / "table.csv", format="csv")
     with (tmp_path / "table.csv").open(newline="") as stream:
         cells = [cell for line in reader(stream) for cell in line]

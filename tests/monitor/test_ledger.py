@@ -9,23 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.site import Fact
-from cluster.state import Event, JobState
+from cluster.state import JobState
 from kit.commands.app import app
 from kit.errors import RunError
 from kit.monitor.goodput import ledger
 from kit.run import Run
-from tests.monitor.recorded import lines, looked_at, row
-
-
-def happened(run: Run, attempt: int, at: float, state: JobState, **fields) -> None:
-    event = Event(time=at, attempt=attempt, state=state, **fields)
-    with (run.directory / "history.jsonl").open("a") as stream:
-        stream.write(json.dumps(event.to_dict()) + "\n")
+from tests.monitor.recorded import happened, lines, looked_at, row, write
 
 
 def step(run: Run, number: int, attempt: int, ended: float, took=1.0, **more: float) -> None:
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(lines([row(number, attempt, time=ended, step_time_s=took, **more)]))
+    write(run, [lines([row(number, attempt, time=ended, step_time_s=took, **more)])])
 
 
 def why(run: Run, *options: str) -> str:

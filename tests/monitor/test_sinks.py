@@ -22,7 +22,7 @@ from kit.monitor.sinks import copy_metrics
 from kit.run import Run
 from tests.cluster.waiting import eventually
 from tests.evaluate.conftest import task_score
-from tests.monitor.recorded import STEPS, lines, row
+from tests.monitor.recorded import STEPS, lines, row, write
 
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:
@@ -98,8 +98,7 @@ def test_wandb_keeps_every_step_of_every_attempt(run: Run, offline: None) -> Non
     assert math.isnan(first[4]["loss"]) and first[5]["grad_norm"] == math.inf
     assert first[0]["tokens_per_s"] == pytest.approx(4096)
     assert first[0]["mfu"] < first[0]["hfu"] + 1e-12
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(lines([row(41, 2), row(42, 2)]) + '{"step": 43')
+    write(run, [lines([row(41, 2), row(42, 2)]) + '{"step": 43'])
     assert copy_metrics(run, "wandb", follow=False).rows == 2
     counts = sorted(map(len, _wandb_history(run.directory / "wandb").values()))
     assert counts == [2, 20, 30], "the rest, as a second part"
@@ -139,8 +138,7 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     copy_metrics(run, "tensorboard", follow=False)
-    with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(lines([row(41, 2, validation_loss=6.0)]))
+    write(run, [lines([row(41, 2, validation_loss=6.0)])])
     assert copy_metrics(run, "tensorboard", follow=False).rows == 1
     for attempt, steps in STEPS.items():
         folder = run.directory / "tensorboard" / f"attempt_{attempt:02d}"
@@ -162,8 +160,7 @@ def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
 
     def train(_: float) -> None:
         time.sleep(0.2)
-        with (run.directory / "metrics.jsonl").open("a") as stream:
-            stream.write(lines([row(next(added), 2)]))
+        write(run, [lines([row(next(added), 2)])])
 
     report = copy_metrics(run, "tensorboard", idle=train)
     assert job.status().state == JobState.DONE and report.end == "everything is copied"

@@ -72,37 +72,32 @@ def test_new_steps_reach_the_view_within_half_a_second(show, tmp_path: Path) -> 
     assert x[-1] == 60 and values.shape == (3 * 6 + 1, 60)
 
 
-NONSENSE = [
-    None,
-    3,
-    {},
-    {"type": "view", "start": "a", "end": [], "width": 1e99, "axis": 7},
-    {"type": "view", "start": 5, "end": 2},
-    {"type": "view", "width": float("inf")},
-    *({"type": "smoothing"} | given for given in ({}, {"value": 1.0}, {"value": float("nan")})),
-    {"type": "log", "rank": "x"},
-    {"type": "action", "name": "rm"},
-]
+def say_to(widget: Monitor, kind: str, **content) -> None:
+    """Says something to the kernel, as the front end does."""
+    widget._on_message(widget, {"type": kind, "number": 7, **content}, [])
 
 
-def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> None:
+def test_zoom_and_smoothing_from_the_browser(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
-    view = {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}
-    widget._on_message(widget, view, [])
-    assert widget.frame["heard"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
-    widget._on_message(widget, {"type": "smoothing", "value": 0.0}, [])
+    assert 0 < widget.frame["rows"] < 5000, "how it begins is shown at once"
+    until(lambda: widget.frame["rows"] == 5000)
+    view = {"axis": "step", "log_x": False, "start": 1000, "end": 1100}
+    for width in (0, 500, 10**9):
+        say_to(widget, "view", **view, width=width)
+        assert widget.frame["heard"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
+    say_to(widget, "smoothing", value=0.0)
     _, values = unpack(widget)
     np.testing.assert_array_equal(values[0], values[2])
-    for message in NONSENSE:
-        widget._on_message(widget, message, [])
-        assert widget.failure == ""
-    assert widget.dashboard.curves.smoothing == 0.0 and widget.frame["axis"] == "step"
+    say_to(widget, "log", search="step 7 of", rank=-1)
+    say_to(widget, "action", name="rm")
+    assert widget.log.startswith("step 7 of 9000") and not widget.facts["actions"]
+    assert widget.failure == ""
 
 
 def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     widget = show(run)
-    widget._on_message(widget, {"type": "action", "name": "checkpoint"}, [])
+    say_to(widget, "action", name="checkpoint")
     until(lambda: read_asked(run.directory, "checkpoint"))
     assert take_request(run.directory, "checkpoint")
     until(lambda: widget.facts["actions"]["checkpoint"]["taken_at"])
@@ -110,7 +105,7 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     until(lambda: widget.facts["actions"]["checkpoint"]["done_at"], limit_s=5)
     assert widget.facts["actions"]["checkpoint"]["note"] == "the job ended first"
     assert widget.facts["state"] == "lost" and widget.facts["allowed"] == ["resume"]
-    widget._on_message(widget, {"type": "action", "name": "resume"}, [])
+    say_to(widget, "action", name="resume")
     until(lambda: widget.facts["actions"].get("resume", {}).get("done_at"))
     assert "refused" in widget.facts["actions"]["resume"]["note"], "there are no data to train on"
 

@@ -11,11 +11,7 @@ from kit.estimate.theory.memory import memory_by_stage
 from kit.evaluate.figures import interval_figure, score_figure
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.plan import Plan
-from kit.show.pictures import (
-    flop_basis_figure,
-    stage_weights_figure,
-    tensor_split_picture,
-)
+from kit.show.pictures import flop_basis_figure, stage_weights_figure, tensor_split_picture
 from kit.show.style import new_figure, short
 from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
@@ -56,6 +52,7 @@ def predicted() -> dict:
     }
 
 
+PARTS = dict.fromkeys(figures.TIME_COLOURS, 1.0)
 DRAWN = {
     "tensor split": tensor_split_picture,
     "bases": lambda: flop_basis_figure([ModelSpec.preset(name) for name in SPECS])[0],
@@ -66,14 +63,9 @@ DRAWN = {
     "interval": lambda: interval_figure(0.64, 0.5, {50: "scored here", 1838: "all of PIQA"})[0],
     "memory": lambda: figures.memory_figure(stages(), 64 * 2.0**30)[0],
     "breakdown": lambda: figures.breakdown_figure(
-        {
-            f"gpt-{size}, as published": dict.fromkeys(figures.TIME_COLOURS, 1.0)
-            for size in ("22b", "175b", "1t")
-        }
+        {f"gpt-{size}, as published": PARTS for size in ("22b", "175b", "1t")}
     )[0],
-    "predicted": lambda: figures.predicted_figure(
-        predicted(), title="Published runs, without their group"
-    )[0],
+    "predicted": lambda: figures.predicted_figure(predicted(), title="Without their group")[0],
 }
 
 
@@ -89,9 +81,8 @@ def test_the_check_sees_what_a_reader_would() -> None:
             if fault == "small":
                 left.text(0.5, 0.5, "small", fontsize=TEXT - 1)
             if fault == "cut":
-                right.text(1, 0.5, "beyond the edge", transform=right.transAxes).set_in_layout(
-                    False
-                )
+                text = right.text(1, 0.5, "beyond the edge", transform=right.transAxes)
+                text.set_in_layout(False)
             if fault == "one on the other":
                 left.set_title("a title that runs into that of its neighbour")
                 right.set_title("a neighbour")
