@@ -325,6 +325,7 @@ def write_files(run: Run, num_files: int) -> None:
     run.checkpoints.complete(folder, Manifest(**described))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_file_calls_of_a_resume_do_not_grow_with_the_files(
     tmp_path: Path, spec: ModelSpec, recipe
@@ -399,6 +400,7 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
     load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
     whole, reader = io.BytesIO(), object.__new__(TensorsOnlyReader)
     torch.save(torch.arange(8.0), whole)
