@@ -1,5 +1,7 @@
 """Learning rates of every schedule, step by step, against transformers' schedulers."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import optimization
@@ -16,7 +18,7 @@ RECIPE = Recipe(
 def theirs(schedule: str, warmup_steps: int, **options: float | str) -> list[float]:
     """Returns transformers' rate of steps 1 to 1,200, the peak where it is 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-    scheduler = optimization.get_scheduler(
+    scheduler: Any = optimization.get_scheduler(
         schedule, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=options
     )
     return [PEAK * scheduler.lr_lambdas[0](step) for step in range(1, STEPS + 201)]
