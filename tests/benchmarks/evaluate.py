@@ -47,10 +47,6 @@ class Subject:
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     """Returns items/s of both, and the kit's ratio, for the demo model and for SmolLM2-135M.
 
-    Args:
-        workplace: is not needed.
-        dataset: whose tokenizer the demo model uses.
-
     Raises:
         DataError: the benchmarks or SmolLM2 can neither be found nor downloaded.
         RuntimeError: the two do not agree about an item.

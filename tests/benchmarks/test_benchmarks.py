@@ -86,7 +86,7 @@ def test_an_export_is_measured(llama_spec, tmp_path: Path) -> None:
 
 
 def test_every_case_of_scale_is_measured(tmp_path: Path) -> None:
-    assert set(SIZES) == set(scale.SIZES)
+    assert set(SIZES) == set(scale.CASES)
     rows = assert_documented("scale", scale.measure(tmp_path, SIZES))
     assert len(rows) == 7 and all(each.target and each.value > 0 for each in rows.values())
 
