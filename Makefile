@@ -1,4 +1,4 @@
-# make demo | test | lab | gallery | validate | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
+# make demo | quick | test | lab | gallery | validate | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
 # The first that runs: a name on the PATH may be a shim without an interpreter behind it, `python3` may be of any version.
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source clean
+.PHONY: demo quick quick-models quick-rest test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -27,6 +27,19 @@ VIEWS := tests/browser tests/foreign tests/monitor tests/evaluate tests/papers
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j5 \
 	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-views pytest-launching check
+
+# What only computes, of every room; tests/quick.py leaves the rest out. Two at a time.
+MODELS := tests/parallel tests/engines tests/trainer tests/convert tests/evaluate tests/data tests/model tests/run tests/truth
+quick: .venv/dev-installed  ## in three minutes, while one works: format, lint, and the quick tests of every room
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 quick-models quick-rest
+
+quick-models:
+	$(BIN)/python -m pytest -q --quick --durations=5 $(MODELS)
+
+quick-rest:
+	$(BIN)/python -m pytest -q --quick --durations=5 $(MODELS:%=--ignore=%)
 
 pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)

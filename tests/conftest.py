@@ -18,6 +18,7 @@ from cluster.record import Record
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from tests import quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,10 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", type=int, default=2, help="how often a training run is killed (make faults: 100)"
     )
+    parser.addoption(
+        "--quick", action="store_true", help="only what takes little time (make quick)"
+    )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # nothing of a module is garbage
+    if config.getoption("--quick"):
+        config.pluginmanager.register(quick.Quick())
 
 
 def pytest_collection_finish() -> None:
@@ -48,10 +54,15 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    thorough = [item for item in items if item.get_closest_marker("thorough")]
-    if thorough and not config.getoption("--thorough"):
-        items[:] = [item for item in items if item not in thorough]
-        config.hook.pytest_deselected(items=thorough)
+    is_thorough, is_quick = map(config.getoption, ("--thorough", "--quick"))
+    left_out = {
+        item
+        for item in items
+        if (item.get_closest_marker("thorough") and not is_thorough)
+        or (is_quick and quick.leaves_out(item))
+    }
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
 
 
 @pytest.fixture(autouse=True)

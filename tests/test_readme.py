@@ -16,7 +16,10 @@ from tests.benchmarks.headlines import plan_example
 README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text()
 COMMANDS = re.findall(r"^\| [^|`]+ \| `(kit [^`]+)` \|", TEXT, re.M)
-PYTHON = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+SAID = re.compile(r"^```python\n(.*?)^```|^\$ (kit [^\n]+)$|`(kit [^`\n]+)`", re.M | re.S)
+"""What a reader may type, in its order: Python, a command with its answer, one within a text."""
+ON_A_CLUSTER = ("mine.toml", "runs/web")
+"""Words of commands that need Slurm; `tests/cluster` runs them."""
 LONGEST = 96
 """Characters of a code block that the page shows without cutting them off."""
 
@@ -53,23 +56,25 @@ def test_its_commands_run_in_their_order_for_somebody_who_has_nothing(tmp_path):
         if not name.startswith(("HF_", "XDG_", "KIT_"))
     }
     environment |= {"HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    directories = [command.split()[2] for command in COMMANDS if command.startswith("kit launch ")]
-    assert len(directories) == len(set(directories)) == 1, "each launch has a directory of its own"
-    for command in COMMANDS:
-        words = [sys.executable, "-m", *shlex.split(command)]
+    launched = [command.split()[2] for command in COMMANDS if command.startswith("kit launch ")]
+    assert len(launched) == 1, "each launch has a directory of its own"
+    ran = []
+    for python, *commands in SAID.findall(TEXT):
+        command = "".join(commands).replace("NAME", "frontier-strong-scaling")
+        if any(word in command for word in ON_A_CLUSTER):
+            continue
+        words = ["-c", python] if python else ["-m", *shlex.split(command)]
         done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        print(command, done.stdout, sep="\n")
-    for code in PYTHON:
-        told = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, *words],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
-            check=True,
-        ).stdout
-        assert "loss" in told
+            timeout=280,
+        )
+        assert done.returncode == 0, f"{command or python}\n{done.stdout}\n{done.stderr}"
+        assert "loss" in done.stdout or not python
+        print(command or python, done.stdout, sep="\n")
+        ran.append(command)
+    assert {*COMMANDS, "", "kit --help"} < {*ran}, "and the Python between them"
     assert list(tmp_path.glob("*.png")), "the figure"

@@ -23,6 +23,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
+from tests import quick
 from tests.runs import new_run
 
 
@@ -67,6 +68,7 @@ def run_ranks(
 
     `start` joins the process group.
     """
+    quick.refuse_many(num_ranks)
     import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
 
     context = mp.get_context("fork")

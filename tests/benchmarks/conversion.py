@@ -31,16 +31,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BYTES) -> list[Row]:
-    """Returns peak memory and speed of an export in bf16.
-
-    Args:
-        workplace: an empty folder, on a disk with 25 GB free.
-        spec: of the model.
-        shard_bytes: of one of its weight files.
-
-    Raises:
-        RuntimeError: the process failed; with its last words.
-    """
+    """Returns peak memory and speed of an export in bf16, which needs 25 GB of disk."""
     alone(make_run, workplace / "run", spec)
     (seconds, files), peak_bytes, _ = alone(export, workplace, spec, shard_bytes)
     size = 4e-9 * spec.num_params

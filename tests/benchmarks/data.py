@@ -21,13 +21,7 @@ TEXT_BYTES = 16_000_000
 
 
 def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) -> list[Row]:
-    """Returns tokens per CPU-second of both ways to read, and MB/s of the tokenizer.
-
-    Args:
-        workplace: not used; nothing is written.
-        dataset: the tokens, and the tokenizer with its held-out text.
-        text_bytes: to encode.
-    """
+    """Returns tokens per CPU-second of both ways to read, and MB/s of the tokenizer."""
     length = min(SEQUENCE_LENGTH, dataset.train.num_tokens // 4)
     samples, file = dataset.samples("train", length, seed=1), dataset.train
     starts = np.random.default_rng(1).integers(0, file.num_tokens - length, (10_000, BATCH_SIZE))

@@ -37,14 +37,9 @@ def measure(
     whole: int = WHOLE,
 ) -> list[Row]:
     """Returns what a rank takes, and how the order of the windows compares with NumPy's
-    permutation.
+    permutation: `draws` windows of each of so many epochs, and a `whole` epoch of so many windows.
 
-    Args:
-        workplace: an empty folder; its files are terabytes long and take a few hundred blocks.
-        dataset: whose tokenizer the tokens are taken to be of.
-        draws: windows from the beginning of each order.
-        epochs: orders to compare.
-        whole: windows of an epoch that is drawn to its end.
+    The files are terabytes long and take a few hundred blocks.
     """
     write_sources(workplace)
     took = alone(rank, str(dataset.directory), workplace)

@@ -47,10 +47,6 @@ class Subject:
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     """Returns items/s of both, and the kit's ratio, for the demo model and for SmolLM2-135M.
 
-    Args:
-        workplace: is not needed.
-        dataset: whose tokenizer the demo model uses.
-
     Raises:
         DataError: the benchmarks or SmolLM2 can neither be found nor downloaded.
         RuntimeError: the two do not agree about an item.
@@ -91,7 +87,7 @@ def compare(subject: Subject) -> list[Row]:
         for name in TASKS:
             ways = {"kit": scoring(ours, name), "HFLM": scoring(theirs, name)}
             found = take_turns(ways, subject.rounds)
-            _check_same(found, name)
+            check_same(found, name)
             times[name] = {
                 who: [seconds for seconds, _ in answers] for who, answers in found.items()
             }
@@ -112,7 +108,7 @@ def _score(lm: Any, name: str, task: Any, items: list[int]) -> tuple[float, list
     ]
 
 
-def _check_same(found: dict[str, list[tuple[float, list[float]]]], task: str) -> None:
+def check_same(found: dict[str, list[tuple[float, list[float]]]], task: str) -> None:
     for (_, ours), (_, theirs) in zip(found["kit"], found["HFLM"], strict=True):
         worst = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
         if worst > SAME_NATS:

@@ -96,11 +96,7 @@ STATE_SIZE = (
 
 def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
     """Returns the rows of both dashboards; without a browser those of the kernel's side, which then
-    say so.
-
-    Args:
-        workplace: an empty folder with room for 300 MB.
-        steps: length of the run.
+    say so. The run takes 300 MB.
     """
     run = recorded_run(workplace / "run", steps=0, planned=2 * steps)
     with (run.directory / "metrics.jsonl").open("w") as stream:

@@ -6,8 +6,9 @@ files as a job leaves them; the ranks that would write them are not there.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, write_all_heartbeats
 from cluster.site import Site
@@ -21,14 +22,6 @@ from kit.spec import ModelSpec
 from tests.benchmarks.alone import alone
 from tests.monitor.recorded import recorded_run
 
-SIZES = {
-    "search": 98_304,
-    "rank": 16_384,
-    "heartbeats": 10_000,
-    "monitor": 100_000,
-    "metrics": 10_000_000,
-}
-"""Devices, ranks, ranks, ranks and steps."""
 TRILLION = ModelSpec.preset("gpt-1t")
 LINE = (
     '{{"step": {step}, "attempt": 1, "time": {time:.1f}, "step_time_s": 7.5031, "tokens": 25165824,'
@@ -38,21 +31,19 @@ LINE = (
 Work = Callable[[], object]
 
 
-def measure(workplace: Path, sizes: dict[str, int] = SIZES) -> list[Row]:
-    """Returns seconds and peak memory of each case.
-
-    Args:
-        workplace: an empty folder; ten million steps are 1.9 GB.
-        sizes: of the cases.
+def measure(workplace: Path, sizes: Mapping[str, int] | None = None) -> list[Row]:
+    """Returns seconds and peak memory of each case, at other `sizes` than its own where one is
+    given; ten million steps are 1.9 GB.
     """
     rows, peaks = [], []
-    for case, (work, told, seconds_wanted, gb_wanted) in CASES.items():
-        seconds, peak_bytes, _ = alone(_seconds, work, workplace / case, sizes[case])
-        gb, name = peak_bytes / 1e9, told.format(sizes[case])
+    for name, case in CASES.items():
+        size = (sizes or {}).get(name, case.size)
+        seconds, peak_bytes, _ = alone(_seconds, case.prepare, workplace / name, size)
+        gb = peak_bytes / 1e9
         note = f"{gb:.1f} GB at most in the process"
-        rows.append(row(name, seconds, "s", at_most=seconds_wanted, note=note))
-        if gb_wanted:
-            peaks.append(row(f"peak memory, {case}", gb, "GB", at_most=gb_wanted))
+        rows.append(row(case.name.format(size), seconds, "s", at_most=case.most_s, note=note))
+        if case.most_gb:
+            peaks.append(row(f"peak memory, {name}", gb, "GB", at_most=case.most_gb))
     return rows + peaks
 
 
@@ -121,19 +112,30 @@ def metrics(folder: Path, size: int) -> Work:
     return read
 
 
-CASES: dict[str, tuple[Callable[[Path, int], Work], str, float, float | None]] = {
-    "search": (
+class Case(NamedTuple):
+    """What is done, how it is called, and the most seconds and GB that it may take."""
+
+    prepare: Callable[[Path, int], Work]
+    size: int  # devices, ranks or steps
+    name: str
+    most_s: float
+    most_gb: float | None = None
+
+
+CASES = {
+    "search": Case(
         planner,
+        98_304,
         "plans of a trillion parameters on {:,} devices: search, five explained",
         2.0,
-        None,
     ),
-    "rank": (rank, "one rank of {:,}: check of the plan, mesh, all its shards", 5.0, None),
-    "heartbeats": (heartbeats, "heartbeats of {:,} ranks, read once", 1.0, None),
-    "monitor": (monitor, "monitor of {:,} ranks: one look, slow ranks, picture", 10.0, 1.0),
-    "metrics": (metrics, "metrics of {:,} steps, read with MFU", 60.0, 3.0),
+    "rank": Case(rank, 16_384, "one rank of {:,}: check of the plan, mesh, all its shards", 5.0),
+    "heartbeats": Case(heartbeats, 10_000, "heartbeats of {:,} ranks, read once", 1.0),
+    "monitor": Case(
+        monitor, 100_000, "monitor of {:,} ranks: one look, slow ranks, picture", 10.0, 1.0
+    ),
+    "metrics": Case(metrics, 10_000_000, "metrics of {:,} steps, read with MFU", 60.0, 3.0),
 }
-"""What is done, how it is called, and the most seconds and GB that it may take."""
 
 
 def write_heartbeats(folder: Path, ranks: int) -> None:

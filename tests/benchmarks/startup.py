@@ -42,12 +42,7 @@ about one."""
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns import times, and times from `launch` to the end of the first step.
-
-    Args:
-        workplace: an empty folder.
-        dataset: to train on; its vocabulary must fit the demo model.
-    """
+    """Returns import times, and times from `launch` to the end of the first step."""
     rows = [_import_row(package) for package in ("kit", "cluster")]
     rows.append(row("`import torch`, for comparison", _import_s("torch", repeats=3)[0], "s"))
     for name, plan in LAYOUTS.items():
@@ -121,7 +116,7 @@ def measure_cold(
     """Returns the seconds of each phase, and of all together.
 
     Args:
-        workplace: an empty folder; the clone and its environment lie there, several GB.
+        workplace: gets the clone and its environment, several GB.
         install: False skips what a package index has to answer, and uses the Python that runs this.
         text_bytes: of the data set; default: that of the demo.
 
@@ -171,12 +166,7 @@ def _output(command: list[str], folder: Path) -> str:
 
 
 def measure_overhead(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns, as fractions of the run time, what recording and checkpoints cost the demo model.
-
-    Args:
-        workplace: an empty folder.
-        dataset: to train on; its vocabulary must fit the demo model.
-    """
+    """Returns, as fractions of the run time, what recording and checkpoints cost the demo model."""
     rows, steps = [], CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1
     for name, plan in RECORDED.items():
         run = trained(

@@ -56,16 +56,7 @@ between real checkpoints."""
 
 
 def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_S) -> list[Row]:
-    """Returns MB/s of saving, loading and of a plain write, and the stall.
-
-    Args:
-        workplace: an empty folder.
-        spec: of the model whose checkpoint it is.
-        pause_s: before each write.
-
-    Raises:
-        RuntimeError: the process failed; with its last words.
-    """
+    """Returns MB/s of saving, loading and of a plain write, and the stall."""
     found = alone(times, workplace, spec, pause_s).found
     size = found.pop("bytes") / 1e6
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
@@ -146,9 +137,6 @@ def measure_planning(
 ) -> list[Row]:
     """Returns CPU seconds of a first and a second save of so many stages, 48 ranks each, and of the
     way before.
-
-    Raises:
-        RuntimeError: a process failed; with its last words.
     """
     old, new = (alone(seconds, workplace, stages, way, spec, plan).found for way in (False, True))
     note = f"{new['items']:,} tensors and parts to write, .metadata of {new['bytes'] / 1e6:.1f} MB"

@@ -50,7 +50,7 @@ def _sizeless(name: str) -> str:
     return re.sub(r"\d[\d,]*", "N", name)
 
 
-def check(name: str, rows: list[Row]) -> dict[str, Row]:
+def assert_documented(name: str, rows: list[Row]) -> dict[str, Row]:
     """Returns rows by name, which must be those of the document, each with a number."""
     assert {_sizeless(each.name) for each in rows} == documented(name)
     assert all(np.isfinite(each.value) and each.value >= 0 for each in rows)
@@ -64,13 +64,13 @@ def test_each_table_of_speed_is_of_a_benchmark() -> None:
 
 
 def test_checkpoints_are_saved_and_loaded_beside_a_plain_write(llama_spec, tmp_path: Path) -> None:
-    rows = check("checkpoints", storage.measure(tmp_path, llama_spec, pause_s=0))
+    rows = assert_documented("checkpoints", storage.measure(tmp_path, llama_spec, pause_s=0))
     assert all(each.value > 0 for each in rows.values())
 
 
 def test_a_plan_that_is_kept_costs_less(llama_spec, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(storage, "alone", lambda work, *given: Alone(work(*given), 0, 0))  # quicker
-    before, first, later = check(
+    before, first, later = assert_documented(
         "planning", storage.measure_planning(tmp_path, 2, llama_spec, PLAN)
     ).values()
     assert before.name.endswith("8 ranks") and 0 < later.value < first.value
@@ -79,20 +79,20 @@ def test_a_plan_that_is_kept_costs_less(llama_spec, tmp_path: Path, monkeypatch)
 
 def test_an_export_is_measured(llama_spec, tmp_path: Path) -> None:
     spec = llama_spec.replace(name="hlat-70b")
-    peak, seconds = check(
+    peak, seconds = assert_documented(
         "conversion", conversion.measure(tmp_path, spec, shard_bytes=50_000)
     ).values()
     assert 0.1 < peak.value < 1.0 and "to 1 files" not in peak.note and seconds.value > 0
 
 
 def test_every_case_of_scale_is_measured(tmp_path: Path) -> None:
-    assert set(SIZES) == set(scale.SIZES)
-    rows = check("scale", scale.measure(tmp_path, SIZES))
+    assert set(SIZES) == set(scale.CASES)
+    rows = assert_documented("scale", scale.measure(tmp_path, SIZES))
     assert len(rows) == 7 and all(each.target and each.value > 0 for each in rows.values())
 
 
 def test_groups_are_measured_both_ways(tmp_path: Path) -> None:
-    rows = [*check("groups", groups.measure(tmp_path, 12)).values()]
+    rows = [*assert_documented("groups", groups.measure(tmp_path, 12)).values()]
     before, lazy = rows[:4], rows[4:]
     assert all(each.ok for each in lazy[:2])
     assert lazy[0].value < before[0].value and before[1].value >= 12
@@ -102,14 +102,18 @@ def test_data_is_read_both_ways_and_text_is_encoded(
     tiny_dataset, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(data, "ROUND_S", 0.02)
-    rows = check("data", data.measure(tmp_path, tiny_dataset, text_bytes=50_000))
+    rows = assert_documented("data", data.measure(tmp_path, tiny_dataset, text_bytes=50_000))
     flat, ours, ratio, tokenised = (each.value for each in rows.values())
     assert flat > 0.1 and ours > 0.1 and ratio > 0.05 and tokenised > 0
 
 
 def test_a_rank_has_room_for_any_data_in_an_order_like_numpys(tiny_dataset, tmp_path: Path) -> None:
     small = {"draws": 20_000, "epochs": 20, "whole": 300_000}
-    rows = [*check("data_order", data_order.measure(tmp_path, tiny_dataset, **small)).values()]
+    rows = [
+        *assert_documented(
+            "data_order", data_order.measure(tmp_path, tiny_dataset, **small)
+        ).values()
+    ]
     assert [each.ok for each in (rows[0], *rows[3:])] == [True] * 3, rows
     assert sum(file.stat().st_blocks for file in tmp_path.iterdir()) * 512 < 20e6
 
@@ -164,9 +168,9 @@ def test_scores_are_compared_by_totals_within_a_round(monkeypatch) -> None:
     whole = rows["kit / HFLM, demo, all"]
     assert (whole.value, whole.ok, whole.note) == (2, True, "median of 3 rounds, 1 to 4")
     assert (rows["kit, demo"].value, rows["HFLM, demo"].value) == (5, 2.5)
-    evaluate._check_same({"kit": [(1, [-1.0, -2.0])], "HFLM": [(1, [-1.0, -2.0005])]}, "piqa")
+    evaluate.check_same({"kit": [(1, [-1.0, -2.0])], "HFLM": [(1, [-1.0, -2.0005])]}, "piqa")
     with pytest.raises(RuntimeError, match="differs by 0.002 nats"):
-        evaluate._check_same({"kit": [(1, [-1.0, -2.0])], "HFLM": [(1, [-1.0, -2.002])]}, "piqa")
+        evaluate.check_same({"kit": [(1, [-1.0, -2.0])], "HFLM": [(1, [-1.0, -2.002])]}, "piqa")
 
 
 def answered(
@@ -190,9 +194,9 @@ def test_speeds_are_taken_after_the_warm_up_of_those_that_train_the_same_model(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(train_speed, "take_answers", answered)
-    rows = check("train_speed", train_speed.measure(tmp_path))
+    rows = assert_documented("train_speed", train_speed.measure(tmp_path))
     assert rows["kit, 1 thread"].value == 16 * 256 and rows["kit / Trainer, 1 thread"].value == 1
-    rows = check("engines", train_speed.measure_engines(tmp_path))
+    rows = assert_documented("engines", train_speed.measure_engines(tmp_path))
     assert rows["native engine, 1 thread"].value == 1000
     others = {"losses": {"plain loop": 9.9}, "step_s": {"Trainer": 3.0}, "absent": {"lost": "none"}}
     taken = answered({**train_speed.AS_USED, "lost": None}, **others)
@@ -253,7 +257,7 @@ def test_rows_of_a_cpu_are_those_of_the_document() -> None:
         taken = answered(gpu.ENTRANTS, setup=setup, absent={"torchtitan": "none"})
         rows = [row("matrix product, fp32", 1), *gpu.judged(taken, 1e11, None)]
         if name != "tiny":
-            check(f"compiled_{name.replace('-', '_')}", rows)
+            assert_documented(f"compiled_{name.replace('-', '_')}", rows)
 
 
 def test_latency_is_from_the_line_to_the_first_picture_that_holds_it() -> None:

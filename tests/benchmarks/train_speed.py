@@ -102,14 +102,7 @@ class Answers:
 
 
 def measure(workplace: Path) -> list[Row]:
-    """Returns tokens/s of each loop and the kit's ratio to each, on one thread and on two.
-
-    Args:
-        workplace: an empty folder.
-
-    Raises:
-        RuntimeError: the kit itself failed.
-    """
+    """Returns tokens/s of each loop and the kit's ratio to each, on one thread and on two."""
     both = {**AS_USED, **SAME_ALLOCATOR}
     wanted = dict.fromkeys([*both][1:], 1.0)
     one = take_answers(both, workplace, rounds=6)
@@ -147,19 +140,12 @@ def speeds(
     return rows + answers.missing(where)
 
 
-def measure_engines(workplace: Path, *, rounds: int = 6) -> list[Row]:
+def measure_engines(workplace: Path) -> list[Row]:
     """Returns each engine's step time on one GPU or CPU process, and how much longer than the
     native engine's it is, turn by turn.
-
-    Args:
-        workplace: an empty folder.
-        rounds: in which each engine has its turn.
-
-    Raises:
-        RuntimeError: the native engine failed.
     """
     setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
-    answers = take_answers(ENGINES, workplace, rounds=rounds, setup=setup)
+    answers = take_answers(ENGINES, workplace, rounds=6, setup=setup)
     times, unlike, rows, ratios = answers.times(), answers.unlike("1 thread"), [], []
     native, *others = times
     for name, seconds in times.items():

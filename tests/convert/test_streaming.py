@@ -116,6 +116,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     return queue.get()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["run", "nxd", "megatron", "hugging face"])
 def test_a_model_is_never_whole_in_memory(source, sources, decoder, tmp_path: Path) -> None:
     out = tmp_path / "out"

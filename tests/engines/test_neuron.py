@@ -99,6 +99,7 @@ def test_equals_the_native_engine(case, standin, small_spec, native_run):
     assert max(found.values()) <= TOLERANCE, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(list(LAYOUTS)[2:], list(LAYOUTS)[-1:]))
 def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec, one_process):
     """In fp32 a sum over ranks that is lost where dtypes differ does not show."""

@@ -108,6 +108,7 @@ def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(pan
     assert reserve.out_of_memory_probability(used, found.used_bytes[1])[0] == pytest.approx(0.95)
 
 
+@pytest.mark.slow
 def test_a_move_costs_hardly_more_than_its_picture(panel: Panel) -> None:
     """Both on the same core in turn, so that what runs beside them slows both: 0.2 s alone."""
     moves, pictures, found = [], [], panel.estimate()

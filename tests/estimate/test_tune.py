@@ -262,12 +262,14 @@ def searched(space, grid) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_bayesian_search_is_better_than_random(space, grid):
     (best, failed), (by_chance, failed_by_chance) = searched(space, grid).values()
     assert best > max(0.88, by_chance + 0.04)
     assert failed < failed_by_chance - 0.1  # it learns to stay away
 
 
+@pytest.mark.slow
 def test_search_finds_a_way_where_nearly_everything_fails(estimated):
     large = dataclasses.replace(
         estimated, spec=ModelSpec.preset("gpt-175b"), base=Plan(recompute="full")

@@ -28,6 +28,7 @@ def table():
     return {row.name: row for row in all_rows()}
 
 
+@pytest.mark.slow
 def test_every_published_target_is_met(table):
     # But for speed, which depends on what else the machine does: the README has it.
     assert not [

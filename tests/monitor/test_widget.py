@@ -159,6 +159,7 @@ def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
     until(lambda: not any(thread.is_alive() for thread in before[-2:]))
 
 
+@pytest.mark.slow
 def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch) -> None:
     run, parent = recorded_run(tmp_path / "run"), {}
     kernel = types.SimpleNamespace(get_parent=lambda: parent)

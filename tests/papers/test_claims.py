@@ -18,6 +18,7 @@ def lines(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells for cells in rows if "---" not in cells[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", list(TITLES))
 def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None:
     made, kept = lines(page(paper)), lines((GALLERY / f"claims_{paper}.md").read_text())

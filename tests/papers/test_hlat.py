@@ -210,6 +210,7 @@ def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) ->
         assert all(fits) == (kept is not None)
 
 
+@pytest.mark.slow
 def test_a_spike_is_seen_and_each_answer_does_what_it_says(
     tiny_dataset, small_vocabulary, monkeypatch
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_spike_is_seen_and_each_answer_does_what_it_says(
     assert not hlat_demo.stands_out(9.0, [6.0] * 5)
 
 
+@pytest.mark.slow
 def test_studies_are_made_once_and_kept(
     tiny_dataset, small_vocabulary, tmp_path: Path, monkeypatch
 ) -> None:

@@ -32,6 +32,7 @@ def test_tied_weights_are_gathered_once(gpt_spec):
     assert counts["_reduce_scatter_base_"] == LAYERS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spec):
     """What is recomputed selectively holds no sum over ranks; computed again whole, a block has

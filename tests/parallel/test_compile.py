@@ -23,6 +23,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {"TP2"}))
 def test_compiled_llama_equals_eager(layout, llama_spec, native_run):
     plan = make_plan({**LAYOUTS[layout], "compile": True})

@@ -86,6 +86,7 @@ def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, nat
     assert max(found.values()) <= TOLERANCE, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     some_thorough([name for name in LAYOUTS if "ZeRO 0" not in name], {*LAYOUTS} - {*IN_BF16}),
@@ -167,6 +168,7 @@ MOVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", some_thorough(MOVES, {"native 3D to ZeRO 3"}))
 def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_run, tmp_path):
     before, after = (parity.make_plan(layout, engine) for engine, layout in MOVES[move])
@@ -270,6 +272,7 @@ def test_a_notebook_shows_the_message_alone(capsys):
 # A run --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_as_an_unbroken_native_one(spec, recipe, tmp_path):
     recipe = recipe.replace(num_steps=40, checkpoint_every=10)
     alone = Plan(micro_batch_size=8, global_batch_size=8)

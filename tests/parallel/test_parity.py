@@ -96,6 +96,7 @@ def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, na
     assert max(found.values()) <= TOLERANCE, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*LAYOUTS} - {*IN_BF16}))
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
     check_bf16(LAYOUTS[layout], "native", llama_spec, one_process)

@@ -26,7 +26,7 @@ from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.parallel.groups import raised_on_all
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.checkpoint import Checkpoints, Manifest, checksum
+from kit.run.checkpoint import MANIFEST, Checkpoints, Manifest, checksum
 from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
 from kit.spec import ModelSpec
 from kit.trainer.recovery import PortableCheckpoints
@@ -113,6 +113,32 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
     for a while.
     """
     assert run_ranks(1, flushed_before_deletion, tmp_path / "checkpoints", spec) == [[]]
+
+
+def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
+    """Returns of each of two checkpoints whether it was whole when it got its name, by which
+    readers and a resume know it.
+    """
+    rename, whole = Path.rename, []
+
+    def watched(folder: Path, target: Path) -> Path:
+        if target.parent == directory and not target.suffix:
+            sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+            listed = MANIFEST in sizes and Manifest.read(folder / MANIFEST).files
+            whole.append(listed and listed.items() <= sizes.items())
+        return rename(folder, target)
+
+    Path.rename = watched
+    writer = writer_in(directory)
+    for step in (1, 2):
+        writer.start(mine(step), facts(spec, step))
+        writer.finish()
+    return whole
+
+
+def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, spec: ModelSpec) -> None:
+    """A kill in between would else leave the newest checkpoint without its manifest."""
+    assert run_ranks(1, whole_when_named, tmp_path / "checkpoints", spec) == [[True, True]]
 
 
 def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec, is_replaced: bool) -> str:
@@ -321,6 +347,7 @@ def write_files(run: Run, num_files: int) -> None:
     run.checkpoints.complete(folder, Manifest(**told, attempt=1, time=0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_file_calls_of_a_resume_do_not_grow_with_the_files(
     tmp_path: Path, spec: ModelSpec, recipe
@@ -388,6 +415,7 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
     load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
     whole, reader = io.BytesIO(), object.__new__(TensorsOnlyReader)
     torch.save(torch.arange(8.0), whole)

@@ -33,6 +33,7 @@ def prepared(tmp_path, spec, recipe):
     return get
 
 
+@pytest.mark.slow
 def test_the_steps_are_recorded_and_a_run_that_goes_on_may_name_others(prepared):
     run = prepared(num_steps=8, profile_steps=(3, 5), profile_ranks=(1,))
     assert Attempt(run).wait() == [0, 0]
@@ -52,6 +53,7 @@ def test_the_steps_are_recorded_and_a_run_that_goes_on_may_name_others(prepared)
     assert len([*folder.iterdir()]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_leaves_what_it_has_and_a_failing_disk_ends_nothing(prepared):
     run = prepared(num_steps=5, profile_steps=(4, 90))
     assert Attempt(run).wait() == [0, 0]

@@ -1,0 +1,42 @@
+"""Units of the figures' tables: numbers as printed by others, and as counted here, in the unit of
+the axis.
+"""
+
+import math
+
+import pytest
+
+from kit.papers import paper_figure
+from kit.papers.frontier_memory import frontier_stages, lumi_bytes
+
+LOGGED_MIB = 25_142
+"""Megatron's `allocated` on the first stage after the skipped step, run log 405287."""
+
+
+def column(rows: list[dict], panel: str, series: str) -> list[float]:
+    return [row["y"] for row in rows if (row.get("panel"), row.get("series")) == (panel, series)]
+
+
+def test_memory_of_stages_is_in_gib() -> None:
+    _, rows = paper_figure("frontier-stage-memory").draw()
+    assert column(rows, "a", "log")[0] == pytest.approx(LOGGED_MIB / 1024)
+    peak = [float(each) / 1024**3 for each in frontier_stages()[1].total]
+    assert column(rows, "b", "state and activations") == pytest.approx(peak)
+    assert column(rows, "c", "bf16 Adam, ZeRO 1")[0] == pytest.approx(lumi_bytes(2) / 1024**3)
+
+
+def test_memory_of_models_is_in_terabytes_and_devices_of_64_gib() -> None:
+    _, rows = paper_figure("frontier-memory").draw()
+    rows = [row for row in rows if "bytes" in row]
+    for row in rows:
+        size = row["bytes"] * row["parameters"]
+        assert row["TB"] == pytest.approx(size / 1e12)
+        assert row["GCDs of 64 GiB"] == math.ceil(size / (64 * 1024**3))
+    assert len(rows) >= 9
+
+
+def test_roofs_are_in_teraflops() -> None:
+    _, rows = paper_figure("frontier-roofline").draw()
+    roofs = [row["y"] for row in rows if "a bound" in str(row.get("source"))]
+    assert max(roofs) == pytest.approx(191.5), "the peak of a GCD"
+    assert min(roofs) == pytest.approx(16), "10 FLOP a byte at 1.6 TB/s"
