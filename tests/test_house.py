@@ -156,7 +156,7 @@ STATEMENTS = {
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 231,
     "cluster/slurm": 713,
-    "kit": 877,
+    "kit": 878,
     "kit/commands": 865,
     "kit/convert": 730,
     "kit/data": 1204,
