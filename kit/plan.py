@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, counted, field_doc, from_one, html_table, must
-from kit.rules import MODEL_RULES, RULES, SPLIT_SCHEDULES, refuse
+from kit.rules import MODEL_RULES, RULES, SPLIT_SCHEDULES, Rule
 from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -31,6 +32,15 @@ def logits_at_once(gpu_bytes: float | None) -> int:
     if gpu_bytes is None:
         return 2**25
     return min(2**28, max(2**25, 2 ** int(math.log2(gpu_bytes / 160))))
+
+
+def refuse(rules: Iterable[Rule], engine: str, *asked: Any) -> None:
+    """Raises ConfigError with the sentence of the first rule of an engine that what is asked
+    breaks.
+    """
+    for rule in rules:
+        if engine in rule.engines and rule.breaks(*asked):
+            raise ConfigError(rule.sentence(*asked))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

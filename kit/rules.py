@@ -6,10 +6,10 @@ to comparisons, arithmetic, `&` and `|`, which mean the same for both (`~`, `and
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from cluster.record import ConfigError, counted
+from cluster.record import counted
 
 ENGINES = ("native", "deepspeed", "neuron")
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
@@ -28,15 +28,6 @@ class Rule:
     sentence: Callable[..., str]
     """Of the same: what is wrong, the value, what is allowed, what to do."""
     engines: tuple[str, ...] = ENGINES
-
-
-def refuse(rules: Iterable[Rule], engine: str, *asked: Any) -> None:
-    """Raises ConfigError with the sentence of the first rule of an engine that what is asked
-    breaks.
-    """
-    for rule in rules:
-        if engine in rule.engines and rule.breaks(*asked):
-            raise ConfigError(rule.sentence(*asked))
 
 
 def _with_engine(engine: str, field: str, breaks: Callable[[Any], Any], reason: str) -> Rule:

@@ -18,9 +18,9 @@ import statistics
 from typing import Literal
 
 from kit.errors import RunError
-from kit.plan import Plan
+from kit.plan import Plan, refuse
 from kit.recipe import Recipe
-from kit.rules import Rule, refuse
+from kit.rules import Rule
 from kit.trainer.spikes import WINDOW, stands_out
 
 PATIENCE = 10
