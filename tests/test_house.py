@@ -171,7 +171,7 @@ STATEMENTS = {
     "kit/foreign": 509,
     "kit/measure": 312,
     "kit/model": 273,
-    "kit/monitor": 1880,
+    "kit/monitor": 1881,
     "kit/papers": 1817,
     "kit/parallel": 382,
     "kit/rehearsal": 177,
