@@ -172,7 +172,7 @@ STATEMENTS = {
     "kit/measure": 303,
     "kit/model": 273,
     "kit/monitor": 1891,
-    "kit/papers": 1739,
+    "kit/papers": 1740,
     "kit/parallel": 403,  # agreement of ranks, which stood in kit.run
     "kit/rehearsal": 174,
     "kit/run": 797,  # instead of a run that another process replaced being written to

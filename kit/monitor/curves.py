@@ -186,8 +186,8 @@ class Curves:
         if len(inner) < 2 or (inner % BLOCK_ROWS).any():
             return between(values, values, edges)
         ends = between(values, values, edges[:2]), between(values, values, edges[-2:])
-        low, high = self._extremes_of_blocks(name)
-        middle = between(low, high, inner // BLOCK_ROWS)
+        least, largest = self._extremes_of_blocks(name)
+        middle = between(least, largest, inner // BLOCK_ROWS)
         return np.hstack([ends[0], middle, ends[1]])
 
     def _extremes_of_blocks(self, name: str) -> np.ndarray:
