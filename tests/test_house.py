@@ -157,7 +157,7 @@ STATEMENTS = {
     "cluster/sandbox": 231,
     "cluster/slurm": 713,
     "kit": 882,
-    "kit/commands": 855,
+    "kit/commands": 847,
     "kit/convert": 730,
     "kit/data": 1204,
     "kit/engines": 1310,
@@ -172,7 +172,7 @@ STATEMENTS = {
     "kit/measure": 303,
     "kit/model": 273,
     "kit/monitor": 1884,
-    "kit/papers": 1739,
+    "kit/papers": 1740,
     "kit/parallel": 382,
     "kit/rehearsal": 174,
     "kit/run": 805,  # instead of a run that another process replaced being written to

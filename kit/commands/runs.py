@@ -253,11 +253,13 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
         )
     figure, table = monitor.compare_figure([Run.open(folder / name) for name in names])
     save_figure(figure, [], [file])
-    values = {
-        name: {key: column.tolist() for key, column in columns.items()}
-        for name, columns in table.items()
-    }
-    tell(values, str(file))
+    tell(
+        {
+            name: {key: column.tolist() for key, column in columns.items()}
+            for name, columns in table.items()
+        },
+        str(file),
+    )
 
 
 def _drawn(table: "RunsTable") -> Table | str:
