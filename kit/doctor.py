@@ -97,11 +97,8 @@ def _rates(gpus: int) -> list[Finding]:
     try:
         seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
     except (RuntimeError, JobError) as error:
-        advice = (
-            "see NCCL_DEBUG=INFO kit doctor"
-            if gpus
-            else f"{install_command()} again; no run of several ranks works"
-        )
+        again = f"{install_command()} again; no run of several ranks works"
+        advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else again
         told = f"{ranks} {what} failed: {_last(str(error))}"
         return [Finding("matrix product, all-reduce", told, False, advice)]
     rate, sent = seen["nodes"][0]["matmul_flops_per_s"], seen["all_reduce_bytes_per_s"]

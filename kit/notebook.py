@@ -111,8 +111,8 @@ def at_scale(
             f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and"
             " a plan.json made by `kit plan --out`."
         )
-    changes = {"spec": {}, "plan": {}, "recipe": {}}
-    asked = ask_for(model, recipe, Path(plan) if plan else None, {}, changes)
+    unchanged = {"spec": {}, "plan": {}, "recipe": {}}
+    asked = ask_for(model, recipe, None if plan is None else Path(plan), {}, unchanged)
     asked.plan.check(asked.spec)
     check_engine(asked.plan)
     return Given(

@@ -120,8 +120,13 @@ def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
             f" {', '.join(names())}."
         )
     steps = given.get("num_steps", 100)
-    rates = {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "warmup_steps": steps // 10}
-    return {"data": "data/demo", "num_steps": steps, **rates}
+    return {
+        "data": "data/demo",
+        "num_steps": steps,
+        "learning_rate": 3e-3,
+        "min_learning_rate": 3e-4,
+        "warmup_steps": steps // 10,
+    }
 
 
 def read_fields(file: Path) -> dict[str, Any]:

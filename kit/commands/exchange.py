@@ -293,5 +293,4 @@ def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None
     for text in drawn.left_out:
         note(Text(text, style="yellow"))
     # NaN is no JSON.
-    known = [{key: None if it != it else it for key, it in row.items()} for row in rows]
-    tell(known, str(file))
+    tell([{key: None if it != it else it for key, it in row.items()} for row in rows], str(file))

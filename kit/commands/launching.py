@@ -230,10 +230,9 @@ def _tell_data(asked: Asked, recipe: Recipe) -> None:
     """
     from kit.data import Dataset, located, rounded_weights
 
-    sources = launcher.check_data(asked.spec, asked.plan, recipe)
     told = [
         f"Reads {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {name}"
-        for name, epochs in sources
+        for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe)
     ]
     told += [
         f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536."

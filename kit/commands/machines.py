@@ -126,13 +126,18 @@ def bench(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_toml(site.replace(name=out.stem)))
-    peaks, links = site.device.peak_flops_per_s.items(), site.links.intra_node
-    facts = [
-        *((f"peak {dtype}, FLOP/s", str(fact)) for dtype, fact in peaks),
-        ("memory, bytes/s", str(site.device.memory_bytes_per_s)),
-        *((f"within {it.num_devices} processes, bytes/s", str(it.bytes_per_s)) for it in links),
-    ]
-    tell(site.to_dict(), facts_table(site.description, facts))
+    facts = {
+        **{
+            f"peak {dtype}, FLOP/s": str(fact)
+            for dtype, fact in site.device.peak_flops_per_s.items()
+        },
+        "memory, bytes/s": str(site.device.memory_bytes_per_s),
+        **{
+            f"within {link.num_devices} processes, bytes/s": str(link.bytes_per_s)
+            for link in site.links.intra_node
+        },
+    }
+    tell(site.to_dict(), facts_table(site.description, facts.items()))
 
 
 def _apply_peak(directory: Path) -> None:
@@ -145,9 +150,12 @@ def _apply_peak(directory: Path) -> None:
         for dtype, (old, new) in found.items()
     }
     facts["MFU, last 20 steps"] = f"none: {why or 'no step'}" if mfu is None else f"{mfu:.1%}"
-    peaks = {dtype: new.to_dict() for dtype, (_, new) in found.items()}
     tell(
-        {"peak_flops_per_s": peaks, "mfu": mfu, "why_no_mfu": why},
+        {
+            "peak_flops_per_s": {dtype: new.to_dict() for dtype, (_, new) in found.items()},
+            "mfu": mfu,
+            "why_no_mfu": why,
+        },
         facts_table(str(directory), facts.items()),
     )
 

@@ -82,8 +82,7 @@ def strict_json(value: Any) -> str:
     """Returns plain values as JSON that every parser takes: NaN and infinity, which JSON lacks,
     become their names.
     """
-    named = json.loads(json.dumps(value), parse_constant=str)
-    return json.dumps(named, allow_nan=False)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=str), allow_nan=False)
 
 
 def refuse(given: dict[str, Any], why: str) -> None:

@@ -77,8 +77,8 @@ def logs(
 ) -> None:
     """Print the log of one rank."""
     # A job that scores, or builds data, has no spec.
-    has_spec = not (run / "job.json").exists() or (run / "spec.json").exists()
-    job = Run.open(run).job if has_spec else Job.attach(run)
+    is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
+    job = Job.attach(run) if is_other else Run.open(run).job
     # A file or a pipe gets what was printed.
     shown = plain if sys.stdout.isatty() else str
     if not follow:
@@ -253,11 +253,13 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
         )
     figure, table = monitor.compare_figure([Run.open(folder / name) for name in names])
     save_figure(figure, [], [file])
-    values = {
-        name: {key: column.tolist() for key, column in columns.items()}
-        for name, columns in table.items()
-    }
-    tell(values, str(file))
+    tell(
+        {
+            name: {key: column.tolist() for key, column in columns.items()}
+            for name, columns in table.items()
+        },
+        str(file),
+    )
 
 
 def _drawn(table: "RunsTable") -> Table | str:

