@@ -1,8 +1,8 @@
 """What `make quick` (`pytest --quick`) leaves out, by itself, so that a new test needs no mark.
 
-Whatever needs Slurm, a browser or an environment of its own is left out by its fixtures. A test
-that starts a Python or a job, or more than two ranks, is skipped when it does so. What only
-computes and is long is marked `slow`.
+Whatever needs Slurm, a browser or an environment of its own is left out by its fixtures, and all of
+`tests/faults`, which are real runs. A test that starts a Python or a job, or more than two ranks,
+is skipped when it does so. What only computes and is long is marked `slow`.
 """
 
 import os
@@ -15,6 +15,7 @@ import pytest
 
 FIXTURES = {"browser", "slurm_cluster", "reader_python"}
 MARKS = ("slow", "download", "neuron")
+FOLDERS = ("faults",)
 PROGRAMS = ("python", "setsid", "node")
 """How the names of programs begin that cost seconds; setsid starts the supervisors of jobs."""
 MOST_RANKS = 2
@@ -24,8 +25,9 @@ RUNNING: list[list[str]] = []
 
 def leaves_out(item: pytest.Item) -> bool:
     """Returns whether a test is none of `make quick`, as far as can be told before it runs."""
-    fixtures = getattr(item, "fixturenames", ())
-    return not FIXTURES.isdisjoint(fixtures) or any(map(item.get_closest_marker, MARKS))
+    has_fixture = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+    is_marked = any(item.get_closest_marker(mark) for mark in MARKS)
+    return has_fixture or is_marked or item.path.parent.name in FOLDERS
 
 
 class Quick:

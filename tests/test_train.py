@@ -234,6 +234,7 @@ def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
         assert run.metrics()["validation_loss"][-1] == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
     """A validation gathers the weights; what is saved right after it must still be the
     optimizer's parameters.

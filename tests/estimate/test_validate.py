@@ -36,6 +36,7 @@ def test_every_published_target_is_met(table):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, limit",
     [

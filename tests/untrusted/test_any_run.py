@@ -75,6 +75,7 @@ KINDS = "a pipe", "a link to /dev/zero", "a link to it", "a terabyte of nothing"
 CONTENTS = "no text", "10**5000", "a deep list"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *CONTENTS])
 def test_special_files(template: Path, tmp_path: Path, kind: str) -> None:
     names = (*RECORDS, *planted.OTHERS, *planted.FOLDERS)

@@ -1,0 +1,56 @@
+"""What `make quick` leaves out is left out, whatever a test does about it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SAMPLE = """
+import subprocess, sys, threading
+import pytest
+from tests.workers import run_ranks
+
+def start():
+    subprocess.run([sys.executable, "-c", ""])
+
+def test_computes():
+    subprocess.run(["true"])
+
+def test_starts_a_python():
+    start()
+
+def test_holds_the_refusal_back():
+    try:
+        start()
+    except BaseException:
+        pass
+
+def test_starts_one_in_a_thread():
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+
+def test_starts_three_ranks():
+    run_ranks(3, print)
+
+def test_draws_in_a_browser(browser):
+    pass
+
+@pytest.mark.slow
+def test_is_slow():
+    pass
+"""
+
+
+def test_only_what_computes_is_quick(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    command = [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "tests.conftest"]
+    done = subprocess.run(
+        [*command, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "1 passed, 4 skipped, 2 deselected" in done.stdout, done.stdout
