@@ -171,8 +171,8 @@ STATEMENTS = {
     "kit/foreign": 509,
     "kit/measure": 303,
     "kit/model": 273,
-    "kit/monitor": 1891,
-    "kit/papers": 1740,
+    "kit/monitor": 1892,  # a damaged file of an attempt is named
+    "kit/papers": 1741,
     "kit/parallel": 403,  # agreement of ranks, which stood in kit.run
     "kit/rehearsal": 175,
     "kit/run": 797,  # instead of a run that another process replaced being written to
