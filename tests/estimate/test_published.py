@@ -152,7 +152,12 @@ def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
         "kernel=torch; sequence parallelism; TP overlap; mem 12GB"
     )
     run = published.load(write(dict(overlap="yes", memory_gb="31.5", note=note)))[0]
-    assert (run.flash_attention, run.overlap, run.plan.sequence_parallel, run.fused_softmax) == (
+    assert (
+        run.flash_attention,
+        run.data_overlap,
+        run.plan.sequence_parallel,
+        run.fused_softmax,
+    ) == (
         1,
         True,
         False,

@@ -14,7 +14,7 @@ from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
 from kit.estimate.fit.published import PublishedRun
-from kit.estimate.theory.hardware import NAMES, NARROW, Coefficients, Hardware
+from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, step_time
 
@@ -22,7 +22,7 @@ UNIDENTIFIED = 0.9
 """Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
 RUN_NOISE = 0.05
 """ln-scale of a calibration run's own error when runs are proposed."""
-LOCAL_SPREAD = 1.25
+LOCAL_SPREAD = 1.2
 """How much wider the prior is on a site that is no cluster: the population has none. With
 `Scales.doubt` and Student's tails, intervals are as wide as 2 made them without; they hold all of
 19 runs of the notebooks on two quiet cores."""
@@ -221,8 +221,7 @@ def published_calibration(site: Site) -> Calibration:
 
     A site file laid over a packaged site has that one's runs as its own as long as the device is
     the same: they are fitted with the numbers of the machine that they ran on, and predict with
-    those of `site`. Second-hand numbers, rows that were put right by hand, and formats narrower
-    than bf16 are left out.
+    those of `site`. Second-hand numbers and rows that were put right by hand are left out.
 
     Raises:
         ConfigError: the site lacks a number that step time needs.
@@ -235,11 +234,7 @@ def published_calibration(site: Site) -> Calibration:
     ]
     machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
-        own = [
-            run
-            for run in runs
-            if run.precision not in NARROW and (at := run.site()) and at.name == machine.name
-        ]
+        own = [run for run in runs if (at := run.site()) and at.name == machine.name]
         if own:
             return dataclasses.replace(calibrate(own, machine), hardware=hardware)
         machine = _packaged(machine.base)

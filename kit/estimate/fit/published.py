@@ -44,12 +44,13 @@ NUMBERS = (
     "hfu",
     "memory_gb",
 )
-FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel", "overlap")
+FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel")
 WORDS = {
     "kind": ("measured", "oom"),
     "status": ("read", "mixed", "derived", "recalled", "secondary"),
     "basis": tuple(basis.value for basis in Basis),
     "recompute": RECOMPUTE,
+    "overlap": ("yes", "no", "data", "tensor"),
     **dict.fromkeys(FLAGS, ("yes", "no")),
 }
 MAY_BE_OPEN = {
@@ -219,7 +220,8 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
         flash_attention=int(flash),
         fused_norm=x["fused_norm"] != "no",
         fused_softmax=x["fused_softmax"] != "no",
-        overlap=x["overlap"] == "yes",
+        data_overlap=x["overlap"] in ("yes", "data"),
+        tensor_overlap=x["overlap"] in ("yes", "tensor"),
         # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
         gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )

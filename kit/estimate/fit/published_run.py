@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.record import field_doc
 from cluster.site import Site
-from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.layouts import Layouts, cast_bytes
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
@@ -56,7 +56,12 @@ class PublishedRun:
     fused_softmax: bool = field_doc(
         "mask and softmax in one kernel, where scores are written out", default=True
     )
-    overlap: bool = field_doc("collectives run beside computation", default=False)
+    data_overlap: bool = field_doc(
+        "gradients are reduced and weights gathered beside computation", default=False
+    )
+    tensor_overlap: bool = field_doc(
+        "collectives of tensor parallelism run beside computation", default=False
+    )
     gradient_bytes: float = field_doc("of one reduced gradient", default=2.0)
     step_time_s: float | None = field_doc(
         "seconds per iteration; none for out of memory", default=None
@@ -98,17 +103,26 @@ class PublishedRun:
         return _site(self.source, self.system, self.device)
 
 
-SAID = ("flash_attention", "fused_norm", "fused_softmax", "overlap", "gradient_bytes")
+SAID = (
+    "flash_attention",
+    "fused_norm",
+    "fused_softmax",
+    "data_overlap",
+    "tensor_overlap",
+    "gradient_bytes",
+)
 """Kernels that a row names."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the runs as Layouts, one element per run.
 
-    None is `native`. Those in fp8 ran Transformer Engine, which casts where a number is made: none
-    is `narrow` either.
+    None is `native`. Weights in fp8 are gathered in it (Megatron-Core's `fp8_param_gather`, which
+    recipes in fp8 set); those in blocks are gathered in bf16 and quantised on arrival.
     """
     kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
+    kernels["cast_bytes"] = [cast_bytes(run.precision, is_native=False) for run in runs]
+    kernels["gathered_bytes"] = [1.0 if run.precision == "fp8" else 2.0 for run in runs]
     plans = [run.plan for run in runs]
     return Layouts.of([run.spec for run in runs], plans, native=False, **kernels)
 
@@ -138,13 +152,18 @@ DEVICES = (
     ("Trainium", "trn1.32xlarge"),
     ("H100", "dgx-h100"),
     ("TPUv4", "tpu-v4"),
-    ("H200", "dgx-h100"),
+    ("H200", "hgx-h200"),
     ("H800", "dgx-h100"),
     ("GH200", "dgx-h100"),
     ("GB200", "gb200-nvl72"),
-    ("B200", "gb200-nvl72"),
+    ("B200", "hgx-b200"),
     ("GB300", "gb300-nvl72"),
-    ("B300", "gb300-nvl72"),
+    ("B300", "hgx-b300"),
+    ("MI300X", "mi300x"),
+    ("MI325X", "mi325x"),
+    ("MI350X", "mi350x"),
+    ("MI355X", "mi355x"),
+    ("Gaudi2", "gaudi2"),
 )
 
 
