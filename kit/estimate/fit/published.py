@@ -38,6 +38,7 @@ NUMBERS = (
     "micro_batch",
     "flash_attention",
     "gradient_bytes",
+    "offloaded_layers",
     "seconds_per_iter",
     "tflops_per_gpu",
     "mfu",
@@ -223,6 +224,7 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
         data_overlap=x["overlap"] in ("yes", "data"),
         tensor_overlap=x["overlap"] in ("yes", "tensor"),
         # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
+        offloaded_layers=int(x["offloaded_layers"] or 0),
         gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.record import field_doc
 from cluster.site import Site
-from kit.estimate.theory.layouts import Layouts, cast_bytes
+from kit.estimate.theory.layouts import Layouts, transformer_engine
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
@@ -63,6 +63,9 @@ class PublishedRun:
         "collectives of tensor parallelism run beside computation", default=False
     )
     gradient_bytes: float = field_doc("of one reduced gradient", default=2.0)
+    offloaded_layers: int = field_doc(
+        "layers whose activations wait in the host's memory", default=0
+    )
     step_time_s: float | None = field_doc(
         "seconds per iteration; none for out of memory", default=None
     )
@@ -81,6 +84,12 @@ class PublishedRun:
     def tokens_per_step(self) -> int:
         """Tokens of one global batch."""
         return self.plan.global_batch_size * self.spec.sequence_length
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its device multiplies formats whose blocks share a scale."""
+        site = self.site()
+        return site is not None and "mxfp8" in site.device.peak_flops_per_s
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
         """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory
@@ -110,6 +119,7 @@ SAID = (
     "data_overlap",
     "tensor_overlap",
     "gradient_bytes",
+    "offloaded_layers",
 )
 """Kernels that a row names."""
 
@@ -117,12 +127,11 @@ SAID = (
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the runs as Layouts, one element per run.
 
-    None is `native`. Weights in fp8 are gathered in it (Megatron-Core's `fp8_param_gather`, which
-    recipes in fp8 set); those in blocks are gathered in bf16 and quantised on arrival.
+    None is `native`: what is narrow ran Transformer Engine.
     """
     kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
-    kernels["cast_bytes"] = [cast_bytes(run.precision, is_native=False) for run in runs]
-    kernels["gathered_bytes"] = [1.0 if run.precision == "fp8" else 2.0 for run in runs]
+    narrow = [transformer_engine(run.precision, run.has_blocks) for run in runs]
+    kernels |= {name: [each[name] for each in narrow] for name in narrow[0]}
     plans = [run.plan for run in runs]
     return Layouts.of([run.spec for run in runs], plans, native=False, **kernels)
 

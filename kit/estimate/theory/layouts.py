@@ -95,6 +95,13 @@ class Layouts(Columns):
     cast_bytes: Array
     """Moved to make one operand of a linear layer narrower in a kernel of its own (`cast_bytes`);
     logits stay in bf16."""
+    input_bytes: Array
+    """Kept of one number that a linear layer reads: 2, or fewer where it was made narrower before
+    (Transformer Engine)."""
+    weight_bytes: Array
+    """Of one weight in products: 2, or 1 in fp8 where products need no transposed copy."""
+    offloaded_layers: Array
+    """Of all, whose activations wait in the host's memory, copied in no time here."""
     compiled: Array
     """Blocks are compiled, so that element-wise work runs in fewer kernels."""
     native: Array
@@ -281,9 +288,14 @@ KERNELS: dict[str, Any] = {
     "compiled": False,
     "gathered_bytes": 2.0,
     "cast_bytes": 0.0,
+    "input_bytes": 2.0,
+    "weight_bytes": 2.0,
+    "offloaded_layers": 0.0,
     "native": False,
 }
 CAST_BYTES = {"fp8": 6.0, "mxfp8": 12.0, "nvfp4": 12.0}
+INPUT_BYTES = {"fp8": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
+"""With the scales of blocks of 32, and of 16."""
 
 
 def cast_bytes(precision: str, is_native: bool) -> float:
@@ -296,6 +308,24 @@ def cast_bytes(precision: str, is_native: bool) -> float:
     below the memory's rate: 12, as GB200 and GB300 have it in `published_runs.csv`.
     """
     return 4.0 if precision == "fp8" and is_native else CAST_BYTES.get(precision, 0.0)
+
+
+def transformer_engine(precision: str, has_blocks: bool) -> dict[str, float]:
+    """Returns what a precision means under Transformer Engine in Megatron-Core, as columns of
+    Layouts.
+
+    Weights in fp8 are kept and gathered in it (`fp8_param_gather`, which recipes in fp8 set), with
+    a transposed copy where products of fp8 read along one side only (Hopper; a device with formats
+    of blocks, `has_blocks`, reads along both). Those in blocks are gathered in bf16, and quantised
+    both ways on arrival.
+    """
+    is_fp8 = precision == "fp8"
+    return {
+        "cast_bytes": cast_bytes(precision, is_native=False),
+        "input_bytes": INPUT_BYTES.get(precision, 2.0),
+        "gathered_bytes": 1.0 if is_fp8 else 2.0,
+        "weight_bytes": 1.0 if is_fp8 and has_blocks else 2.0,
+    }
 
 
 def _column(values: list) -> Array:
