@@ -20,8 +20,9 @@ from kit.estimate.theory.step_time import StepTime, step_time
 
 UNIDENTIFIED = 0.9
 """Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
-RUN_NOISE = 0.05
-"""ln-scale of a calibration run's own error when runs are proposed."""
+RUN_NOISE = 0.07
+"""ln-scale of a calibration run's own error when runs are proposed: what the formula gets wrong
+(`Scales.misfit`), and the same run measured twice (`fitting.NOISE`)."""
 LOCAL_SPREAD = 1.2
 """How much wider the prior is on a site that is no cluster: the population has none. With
 `Scales.doubt` and Student's tails, intervals are as wide as 2 made them without; they hold all of
@@ -67,6 +68,8 @@ class Calibration:
     unidentified: tuple[str, ...]
     """Coefficients that the runs could not tell: they are the population's."""
     num_runs: int
+    num_derived: int = 0
+    """Of these, times that follow from a published rate (`PublishedRun.is_derived`)."""
     error: float
     """Mean absolute relative error on the runs themselves; NaN without any."""
     hardware: Hardware
@@ -137,9 +140,9 @@ class Calibration:
     @property
     def label(self) -> str:
         """Whether times are calibrated, in three words."""
-        return (
-            f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
-        )
+        derived = f", {self.num_derived} of them derived" if self.num_derived else ""
+        runs = f"calibrated on {counted(self.num_runs, 'run')}{derived}"
+        return runs if self.num_runs else "not calibrated"
 
     def __str__(self) -> str:
         if not self.num_runs:
@@ -188,11 +191,9 @@ def calibrate(
         rows, found = None, fitting.prior_only(prior)
         hardware = hardware or Hardware.of(site)  # type: ignore[arg-type]
     calibration = from_fit(found, prior, rows, hardware)
-    return (
-        dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT))
-        if is_local
-        else calibration
-    )
+    derived = sum(isinstance(run, PublishedRun) and run.is_derived for run in runs)
+    misfit = max(calibration.misfit, LOCAL_MISFIT) if is_local else calibration.misfit
+    return dataclasses.replace(calibration, num_derived=derived, misfit=misfit)
 
 
 def _local(prior: Prior) -> Prior:
@@ -227,15 +228,9 @@ def published_calibration(site: Site) -> Calibration:
         ConfigError: the site lacks a number that step time needs.
     """
     hardware = Hardware.of(site)
-    runs = [
-        run
-        for run in published.load()
-        if run.kind == "measured" and run.status in ("read", "mixed")
-    ]
     machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
-        own = [run for run in runs if (at := run.site()) and at.name == machine.name]
-        if own:
+        if own := published.of_site(machine.name):
             return dataclasses.replace(calibrate(own, machine), hardware=hardware)
         machine = _packaged(machine.base)
     return calibrate([], site, hardware=hardware)

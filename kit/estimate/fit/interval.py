@@ -39,7 +39,7 @@ class Scales:
     validate`).
     """
 
-    misfit: float = 0.06
+    misfit: float = 0.07
     """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""
     worth: float = 6.0
     """Runs that this belief is worth against the machine's own."""

@@ -92,6 +92,20 @@ def load(
     return tuple(run for run in runs if system is None or run.system == system)
 
 
+def of_site(name: str) -> tuple[PublishedRun, ...]:
+    """Returns the measured runs of a packaged site's machine, without second-hand numbers and rows
+    that were put right by hand.
+    """
+    return tuple(
+        run
+        for run in load()
+        if run.kind == "measured"
+        and run.status in ("read", "mixed")
+        and (at := run.site())
+        and at.name == name
+    )
+
+
 def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
     """Returns (runs, refused, left out): rows that cannot be right, and those that say too little,
     as (line, reason).
@@ -155,10 +169,17 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
         step_time_s=seconds,
         memory_bytes=_times(x["memory_gb"], 1e9),
         note=x.get("note") or "",
+        is_derived=_is_derived(x),
         assumed=tuple(field for column, field in MAY_BE_OPEN.items() if x[column] is None),
     )
     _check(run, x)
     return run
+
+
+def _is_derived(x: dict[str, Any]) -> bool:
+    """Returns whether a row was put together from several statements, and its time computed."""
+    computed = x["seconds_per_iter"] is None or "seconds" in (x.get("derived") or "")
+    return x["status"] == "derived" or (x["status"] == "mixed" and computed)
 
 
 def _plan(x: dict[str, Any]) -> Plan:

@@ -72,6 +72,10 @@ class PublishedRun:
     memory_bytes: float | None = field_doc(
         "most allocated on a device, where the source says", default=None
     )
+    is_derived: bool = field_doc(
+        "its time follows from a rate that was published as a headline, or for another run",
+        default=False,
+    )
     assumed: tuple[str, ...] = field_doc("fields the source leaves open", default=())
     note: str = field_doc("what the source says besides", default="")
 
