@@ -242,9 +242,8 @@ def _told(
     ]
     caption = (
         f"Throughput per GCD at a fixed batch ({STRONG_BATCH:,} sequences), % of one replica.",
-        f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval."
-        f" {inside}".strip(),
-        missed,
+        f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval.",
+        f"{inside} {missed}".strip(),
     )
     return caption, [
         (
