@@ -183,5 +183,8 @@ DEVICES = (
 @functools.cache
 def _site(source: str, system: str, device: str) -> Site | None:
     name = SYSTEMS.get(system) or ("aleph-alpha" if source.startswith("Aleph Alpha") else None)
-    name = name or next((site for prefix, site in DEVICES if device.startswith(prefix)), None)
+    short = device.replace(" ", "").replace("-", "")
+    for vendor in ("NVIDIA", "AMD", "Instinct", "Intel"):
+        short = short.removeprefix(vendor)
+    name = name or next((site for prefix, site in DEVICES if short.startswith(prefix)), None)
     return Site.load(name) if name else None

@@ -18,7 +18,8 @@ K = h k / a the width of keys:
     dropout masks                                   2 h / q
 
 For h = a d, f = 4 h, q = 1 that is Korthikanti's s b h (10 + 24 / t + 5 a s / (h t)); with q = t
-his s b h / t (34 + 5 a s / h). Full recomputation keeps the input, 2 h / q.
+his s b h / t (34 + 5 a s / h). Where linear layers keep their inputs in i bytes (fp8: 1), 2 i h / q
+and i f / t stand for 4 h / q and 2 f / t of these. Full recomputation keeps the input, 2 h / q.
 """
 
 import dataclasses
@@ -93,7 +94,7 @@ MEGATRON = Kernels(
 gradient."""
 MEGATRON_CORE = MEGATRON.replace(dropout=False, logit_bytes=4)
 """Its recipes since 2024: no dropout, and Transformer Engine's cross entropy, whose gradient takes
-the place of bf16 logits; with these its loss sums in fp32 by blocks."""
+the place of the logits."""
 MEGATRON_DEEPSPEED = MEGATRON.replace(tied_positions=True)
 """Its pipeline ties the whole embedding layer (`EmbeddingPipe` as a `TiedLayerSpec`,
 `megatron/model/gpt_model.py`)."""

@@ -113,7 +113,9 @@ class Links:
 
     @cached_property
     def _data_efficiency(self) -> Array:
-        """Of the links, by gradients and weights: what overlaps moves in place."""
+        """Of the links, by gradients and weights: all that the network gives where they overlap,
+        since they move from contiguous buffers then (Megatron-Core's `ParamAndGradBuffer`).
+        """
         x, coefficients = self.layouts, self.coefficients
         return x.where(
             x.data_overlap, coefficients.network_efficiency, coefficients.data_efficiency
