@@ -24,7 +24,7 @@ from cluster.record import (
 from cluster.scheduler import Kubernetes, SchedulerTable, Slurm
 
 SITES = Path(__file__).parent / "sites"
-DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
+DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 MAX_PEAK_FLOPS_PER_S = 1e17
 """Per device; fifty times the fastest accelerator sold, so anything above is a wrong unit."""
 
@@ -120,6 +120,11 @@ class Links(Record):
 
     intra_node: tuple[IntraNodeLink, ...] = field_doc("smallest group first", default=())
     inter_node_bytes_per_s: Fact | None = field_doc("of a whole node, one direction", default=None)
+    topology: Literal["fat_tree", "dragonfly", "torus"] | None = field_doc(
+        "of the network between nodes; fat_tree: a full one, in which each node always has its"
+        " whole bandwidth",
+        default=None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

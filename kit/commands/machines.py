@@ -47,17 +47,20 @@ def validate(
     calibrate: Annotated[
         int | None, typer.Option(help="With --rows: runs of each machine to fit first.")
     ] = None,
+    site: SiteOption = None,
 ) -> None:
     """Print the estimator's error on published runs, whole groups held out, or on those of a
-    CSV.
+    CSV, which all ran on --site if that is given.
     """
     if rows is None and calibrate is not None:
         raise ConfigError(
             f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both."
         )
+    if rows is None and site is not None:
+        raise ConfigError(f"--site {site}: only with --rows FILE, which ran there. Give both.")
     from kit.estimate.validation.validate import validate as validate_runs
 
-    found = validate_runs(rows, calibrate)
+    found = validate_runs(rows, calibrate, site=Site.load(site) if site else None)
     met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
     lines = [
         (r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim"))

@@ -222,9 +222,8 @@ def _told(
     ]
     return (
         f"Throughput per GCD at a fixed batch ({STRONG_BATCH:,} sequences), % of one replica.",
-        f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval."
-        f" {inside}".strip(),
-        missed,
+        f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval.",
+        f"{inside} {missed}".strip(),
     ), [
         (
             "The paper's batch of 8,000 is remembered, not read, as is where its curve starts; here"

@@ -92,6 +92,21 @@ def test_selene_seconds_give_the_published_hardware_flops_back(runs):
     assert run.basis is Basis.HARDWARE and run.num_devices == 3072 and not run.flash_attention
 
 
+@pytest.mark.parametrize(
+    "gpu, site",
+    [
+        ("NVIDIA B200", "hgx-b200"),
+        ("GB200", "gb200-nvl72"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("Intel Gaudi 2", "gaudi2"),
+        ("H200-141GB", "hgx-h200"),
+    ],
+)
+def test_a_device_is_known_by_its_vendors_name_too(write, gpu, site):
+    run = published.load(write(dict(gpu=gpu, system="elsewhere")))[0]
+    assert run.site().name == site
+
+
 def test_layouts_hold_every_run_in_order(runs):
     some = runs[::97]
     layouts = published.layouts(some)
@@ -152,7 +167,12 @@ def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
         "kernel=torch; sequence parallelism; TP overlap; mem 12GB"
     )
     run = published.load(write(dict(overlap="yes", memory_gb="31.5", note=note)))[0]
-    assert (run.flash_attention, run.overlap, run.plan.sequence_parallel, run.fused_softmax) == (
+    assert (
+        run.flash_attention,
+        run.data_overlap,
+        run.plan.sequence_parallel,
+        run.fused_softmax,
+    ) == (
         1,
         True,
         False,

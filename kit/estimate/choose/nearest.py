@@ -31,10 +31,11 @@ class Nearest:
     def __str__(self) -> str:
         run, plan = self.run, self.run.plan
         how = "slower" if self.residual > 0 else "faster"
+        told = "derived" if run.is_derived else "measured"
         return (
             f"{run.spec.name} on {run.num_devices} {run.device} (TP{plan.tensor_parallel}"
             f" PP{plan.pipeline_parallel} DP{plan.data_parallel} micro {plan.micro_batch_size},"
-            f" recompute {plan.recompute}; {run.source}): {run.step_time_s:.4g} s measured, the"
+            f" recompute {plan.recompute}; {run.source}): {run.step_time_s:.4g} s {told}, the"
             f" model is {abs(self.residual):.0%} {how}"
         )
 

@@ -20,7 +20,7 @@ from kit.estimate.choose.candidates import candidates
 from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
-from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
 from kit.plan import EngineName, Plan, Precision
 from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
@@ -177,8 +177,8 @@ def search(
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
             parallelism, which the kit does not train, is offered where it is named:
             `{"context_parallel": [1, 2, 4]}`.
-        layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `overlap` and others, as
-            in `Layouts.of`.
+        layout_kernels: `flash_attention`, `fused_norm`, `data_overlap`, `tensor_overlap` and
+            others, as in `Layouts.of`.
 
     Raises:
         ConfigError: the site lacks a number or the engine's devices, no layout fits devices and
@@ -202,7 +202,7 @@ def search(
             engine=engine,
             only=only,
             node_devices=site.devices_per_node,
-            narrow=precision != "bf16",
+            cast_bytes=cast_bytes(precision, ours),
             native=ours,
             **layout_kernels,
         )

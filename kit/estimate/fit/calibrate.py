@@ -14,15 +14,16 @@ from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
 from kit.estimate.fit.published import PublishedRun
-from kit.estimate.theory.hardware import NAMES, NARROW, Coefficients, Hardware
+from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, step_time
 
 UNIDENTIFIED = 0.9
 """Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
-RUN_NOISE = 0.05
-"""ln-scale of a calibration run's own error when runs are proposed."""
-LOCAL_SPREAD = 1.25
+RUN_NOISE = 0.07
+"""ln-scale of a calibration run's own error when runs are proposed: what the formula gets wrong
+(`Scales.misfit`), and the same run measured twice (`fitting.NOISE`)."""
+LOCAL_SPREAD = 1.2
 """How much wider the prior is on a site that is no cluster: the population has none. With
 `Scales.doubt` and Student's tails, intervals are as wide as 2 made them without; they hold all of
 19 runs of the notebooks on two quiet cores."""
@@ -67,6 +68,8 @@ class Calibration:
     unidentified: tuple[str, ...]
     """Coefficients that the runs could not tell: they are the population's."""
     num_runs: int
+    num_derived: int = 0
+    """Of these, times that follow from a published rate (`PublishedRun.is_derived`)."""
     error: float
     """Mean absolute relative error on the runs themselves; NaN without any."""
     hardware: Hardware
@@ -137,9 +140,9 @@ class Calibration:
     @property
     def label(self) -> str:
         """Whether times are calibrated, in three words."""
-        return (
-            f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
-        )
+        derived = f", {self.num_derived} of them derived" if self.num_derived else ""
+        runs = f"calibrated on {counted(self.num_runs, 'run')}{derived}"
+        return runs if self.num_runs else "not calibrated"
 
     def __str__(self) -> str:
         if not self.num_runs:
@@ -188,11 +191,9 @@ def calibrate(
         rows, found = None, fitting.prior_only(prior)
         hardware = hardware or Hardware.of(site)  # type: ignore[arg-type]
     calibration = from_fit(found, prior, rows, hardware)
-    return (
-        dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT))
-        if is_local
-        else calibration
-    )
+    derived = sum(isinstance(run, PublishedRun) and run.is_derived for run in runs)
+    misfit = max(calibration.misfit, LOCAL_MISFIT) if is_local else calibration.misfit
+    return dataclasses.replace(calibration, num_derived=derived, misfit=misfit)
 
 
 def _local(prior: Prior) -> Prior:
@@ -221,26 +222,15 @@ def published_calibration(site: Site) -> Calibration:
 
     A site file laid over a packaged site has that one's runs as its own as long as the device is
     the same: they are fitted with the numbers of the machine that they ran on, and predict with
-    those of `site`. Second-hand numbers, rows that were put right by hand, and formats narrower
-    than bf16 are left out.
+    those of `site`. Second-hand numbers and rows that were put right by hand are left out.
 
     Raises:
         ConfigError: the site lacks a number that step time needs.
     """
     hardware = Hardware.of(site)
-    runs = [
-        run
-        for run in published.load()
-        if run.kind == "measured" and run.status in ("read", "mixed")
-    ]
     machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
-        own = [
-            run
-            for run in runs
-            if run.precision not in NARROW and (at := run.site()) and at.name == machine.name
-        ]
-        if own:
+        if own := published.of_site(machine.name):
             return dataclasses.replace(calibrate(own, machine), hardware=hardware)
         machine = _packaged(machine.base)
     return calibrate([], site, hardware=hardware)

@@ -30,6 +30,8 @@ STACK_SPREAD = 0.15
 """ln-spread of the factors of software stacks on one machine."""
 MOST_LEVERAGE = 0.98
 """Of one run on its own prediction: a linear left-out error means nothing beyond."""
+FEWEST_READINGS = 3
+"""Of memory, that two numbers of a reserve are fitted to."""
 ROUNDS = 3
 """Of fitting all machines with the population, and the population to them."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])
@@ -256,9 +258,10 @@ def fit_reserve(
     measured, one per run; used bytes are as a monitor or the allocator showed them. The sharpness
     of `start` is kept.
     """
-    if len(used_bytes) < 3:
+    if len(used_bytes) < FEWEST_READINGS:
         raise ConfigError(
-            f"fit_reserve: {len(used_bytes)} measured runs are too few. Give at least 3."
+            f"fit_reserve: {len(used_bytes)} measured runs are too few. Give at least"
+            f" {FEWEST_READINGS}."
         )
 
     def loss(values: Array) -> float:

@@ -19,14 +19,14 @@ from kit.estimate.theory.layouts import Array, Layouts
 
 NORMAL = 1.6449
 """Quantile of a normal distribution: 5 % lie above."""
-UNTRIED = 0.1
-"""ln-scale that each untried thing adds. Left-out machines that had one tell it badly, 0.05 to
-0.15 is as likely."""
+UNTRIED = 0.05
+"""ln-scale that each untried thing adds. Left-out machines that had one tell it badly, 0 to 0.1 is
+as likely."""
 MARGIN = 1.25
 """How far outside the measured values a layout or a device may lie without a warning."""
 BALANCES = {
-    "memory bytes/s": (0.00376, 0.0128),
-    "node link bytes/s": (0.000424, 0.00238),
+    "memory bytes/s": (0.00415, 0.0128),
+    "node link bytes/s": (0.000491, 0.00238),
     "network bytes/s": (2.23e-05, 1e-4),
 }
 """Lowest and highest of the machines in the fit, of one device, for each FLOP/s that its matrix
@@ -39,11 +39,11 @@ class Scales:
     validate`).
     """
 
-    misfit: float = 0.08
+    misfit: float = 0.07
     """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""
-    worth: float = 4.0
+    worth: float = 6.0
     """Runs that this belief is worth against the machine's own."""
-    doubt: float = 1.5
+    doubt: float = 2.0
     """Variance of a coefficient on a machine never met, over what the few machines of the fit
     show."""
 
@@ -128,7 +128,7 @@ def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
         "compiled blocks": x.compiled,
         "context parallelism": x.context_parallel > 1,
         "fewer micro-batches than stages": x.num_microbatches < x.pipeline_parallel,
-        "asynchronous tensor parallelism": x.overlap & (x.tensor_parallel > 1),
+        "asynchronous tensor parallelism": x.tensor_overlap & (x.tensor_parallel > 1),
     }
     return {name: np.broadcast_to(each, x.shape) for name, each in found.items()}
 

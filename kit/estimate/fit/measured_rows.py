@@ -47,36 +47,38 @@ def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | 
     )
 
 
-def rows_of(runs: Sequence[PublishedRun]) -> Rows:
-    """Returns published runs as rows, each with the hardware of its own site or a guess from its
-    peak.
+def rows_of(runs: Sequence[PublishedRun], site: Site | None = None) -> Rows:
+    """Returns published runs as rows, each with the hardware of `site`, else of its own site or a
+    guess from its peak.
 
     Raises:
-        ConfigError: a run was not measured, or neither its site nor its peak is known.
+        ConfigError: as `hardware_of`.
     """
     stacks = sorted({run.stack for run in runs})
     return Rows(
         layouts=published.layouts(runs),
-        hardware=Hardware.joined([hardware_of(run) for run in runs]),
+        hardware=Hardware.joined([hardware_of(run, site) for run in runs]),
         seconds=published.step_times(runs),
         stack=np.array([stacks.index(run.stack) for run in runs]),
     )
 
 
-def hardware_of(run: PublishedRun) -> Hardware:
-    """Returns the numbers of a published run's machine: its site's, else a guess in proportion to
-    its peak.
+def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
+    """Returns the numbers of a published run's machine: those of `site`, else of its own, else a
+    guess in proportion to its peak.
 
     Raises:
-        ConfigError: neither is known.
+        ConfigError: the site lacks a number, or there is none and the peak is not known, or is not
+            that of the run's format.
     """
-    site = run.site()
+    is_narrow, site = run.precision in NARROW, site or run.site()
     if site is not None:
-        return Hardware.of(site, run.precision if run.precision in NARROW else "bf16")
-    if run.peak_flops_per_s is None:
+        return Hardware.of(site, run.precision if is_narrow else "bf16")
+    if run.peak_flops_per_s is None or is_narrow:
         raise ConfigError(
-            f"run of {run.system}: {run.device} has no site file and no peak. Fill"
-            " peak_tflops_bf16."
+            f"run of {run.system} in {run.precision}: {run.device} has no site file"
+            f"{', which would have the peak of that format' if is_narrow else ' and no peak'}."
+            f" Name one that has{'.' if is_narrow else ', or fill peak_tflops_bf16.'}"
         )
     return Hardware.like(run.peak_flops_per_s)
 
@@ -110,6 +112,7 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
         node_bytes_per_s=link,
         full_devices=1.0,
         network_bytes_per_s=link * most,
+        contention=1.0,
         price_per_device_hour=float("nan"),
     )
 
@@ -127,13 +130,8 @@ def site_of(runs: Sequence[AnyRun]) -> Site | None:
 
 def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
     if isinstance(run, PublishedRun):
-        rows = rows_of([run])
-        machine = hardware or (Hardware.of(site) if site is not None else None)
-        return (
-            rows
-            if machine is None
-            else dataclasses.replace(rows, hardware=Hardware.joined([machine]))
-        )
+        rows = rows_of([run], site)
+        return rows if hardware is None else dataclasses.replace(rows, hardware=hardware)
     run = run if isinstance(run, Run) else Run.open(Path(run))
     if site is not None and site.device.name != run.site.device.name:
         raise ConfigError(

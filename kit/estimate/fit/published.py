@@ -38,18 +38,20 @@ NUMBERS = (
     "micro_batch",
     "flash_attention",
     "gradient_bytes",
+    "offloaded_layers",
     "seconds_per_iter",
     "tflops_per_gpu",
     "mfu",
     "hfu",
     "memory_gb",
 )
-FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel", "overlap")
+FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel")
 WORDS = {
     "kind": ("measured", "oom"),
     "status": ("read", "mixed", "derived", "recalled", "secondary"),
     "basis": tuple(basis.value for basis in Basis),
     "recompute": RECOMPUTE,
+    "overlap": ("yes", "no", "data", "tensor"),
     **dict.fromkeys(FLAGS, ("yes", "no")),
 }
 MAY_BE_OPEN = {
@@ -88,6 +90,20 @@ def load(
             f"{file or FILE.name}: {counted(len(refused), 'row')} cannot be right:\n{lines}{more}"
         )
     return tuple(run for run in runs if system is None or run.system == system)
+
+
+def of_site(name: str) -> tuple[PublishedRun, ...]:
+    """Returns the measured runs of a packaged site's machine, without second-hand numbers and rows
+    that were put right by hand.
+    """
+    return tuple(
+        run
+        for run in load()
+        if run.kind == "measured"
+        and run.status in ("read", "mixed")
+        and (at := run.site())
+        and at.name == name
+    )
 
 
 def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
@@ -153,10 +169,17 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
         step_time_s=seconds,
         memory_bytes=_times(x["memory_gb"], 1e9),
         note=x.get("note") or "",
+        is_derived=_is_derived(x),
         assumed=tuple(field for column, field in MAY_BE_OPEN.items() if x[column] is None),
     )
     _check(run, x)
     return run
+
+
+def _is_derived(x: dict[str, Any]) -> bool:
+    """Returns whether a row was put together from several statements, and its time computed."""
+    computed = x["seconds_per_iter"] is None or "seconds" in (x.get("derived") or "")
+    return x["status"] == "derived" or (x["status"] == "mixed" and computed)
 
 
 def _plan(x: dict[str, Any]) -> Plan:
@@ -219,8 +242,10 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
         flash_attention=int(flash),
         fused_norm=x["fused_norm"] != "no",
         fused_softmax=x["fused_softmax"] != "no",
-        overlap=x["overlap"] == "yes",
+        data_overlap=x["overlap"] in ("yes", "data"),
+        tensor_overlap=x["overlap"] in ("yes", "tensor"),
         # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
+        offloaded_layers=int(x["offloaded_layers"] or 0),
         gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.record import field_doc
 from cluster.site import Site
-from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.layouts import Layouts, transformer_engine
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
@@ -56,13 +56,25 @@ class PublishedRun:
     fused_softmax: bool = field_doc(
         "mask and softmax in one kernel, where scores are written out", default=True
     )
-    overlap: bool = field_doc("collectives run beside computation", default=False)
+    data_overlap: bool = field_doc(
+        "gradients are reduced and weights gathered beside computation", default=False
+    )
+    tensor_overlap: bool = field_doc(
+        "collectives of tensor parallelism run beside computation", default=False
+    )
     gradient_bytes: float = field_doc("of one reduced gradient", default=2.0)
+    offloaded_layers: int = field_doc(
+        "layers whose activations wait in the host's memory", default=0
+    )
     step_time_s: float | None = field_doc(
         "seconds per iteration; none for out of memory", default=None
     )
     memory_bytes: float | None = field_doc(
         "most allocated on a device, where the source says", default=None
+    )
+    is_derived: bool = field_doc(
+        "its time follows from a rate that was published as a headline, or for another run",
+        default=False,
     )
     assumed: tuple[str, ...] = field_doc("fields the source leaves open", default=())
     note: str = field_doc("what the source says besides", default="")
@@ -76,6 +88,12 @@ class PublishedRun:
     def tokens_per_step(self) -> int:
         """Tokens of one global batch."""
         return self.plan.global_batch_size * self.spec.sequence_length
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its device multiplies formats whose blocks share a scale."""
+        site = self.site()
+        return site is not None and "mxfp8" in site.device.peak_flops_per_s
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
         """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory
@@ -98,17 +116,26 @@ class PublishedRun:
         return _site(self.source, self.system, self.device)
 
 
-SAID = ("flash_attention", "fused_norm", "fused_softmax", "overlap", "gradient_bytes")
+SAID = (
+    "flash_attention",
+    "fused_norm",
+    "fused_softmax",
+    "data_overlap",
+    "tensor_overlap",
+    "gradient_bytes",
+    "offloaded_layers",
+)
 """Kernels that a row names."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the runs as Layouts, one element per run.
 
-    None is `native`. Those in fp8 ran Transformer Engine, which casts where a number is made: none
-    is `narrow` either.
+    None is `native`: what is narrow ran Transformer Engine.
     """
     kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
+    narrow = [transformer_engine(run.precision, run.has_blocks) for run in runs]
+    kernels |= {name: [each[name] for each in narrow] for name in narrow[0]}
     plans = [run.plan for run in runs]
     return Layouts.of([run.spec for run in runs], plans, native=False, **kernels)
 
@@ -138,18 +165,26 @@ DEVICES = (
     ("Trainium", "trn1.32xlarge"),
     ("H100", "dgx-h100"),
     ("TPUv4", "tpu-v4"),
-    ("H200", "dgx-h100"),
+    ("H200", "hgx-h200"),
     ("H800", "dgx-h100"),
     ("GH200", "dgx-h100"),
     ("GB200", "gb200-nvl72"),
-    ("B200", "gb200-nvl72"),
+    ("B200", "hgx-b200"),
     ("GB300", "gb300-nvl72"),
-    ("B300", "gb300-nvl72"),
+    ("B300", "hgx-b300"),
+    ("MI300X", "mi300x"),
+    ("MI325X", "mi325x"),
+    ("MI350X", "mi350x"),
+    ("MI355X", "mi355x"),
+    ("Gaudi2", "gaudi2"),
 )
 
 
 @functools.cache
 def _site(source: str, system: str, device: str) -> Site | None:
     name = SYSTEMS.get(system) or ("aleph-alpha" if source.startswith("Aleph Alpha") else None)
-    name = name or next((site for prefix, site in DEVICES if device.startswith(prefix)), None)
+    short = device.replace(" ", "").replace("-", "")
+    for vendor in ("NVIDIA", "AMD", "Instinct", "Intel"):
+        short = short.removeprefix(vendor)
+    name = name or next((site for prefix, site in DEVICES if short.startswith(prefix)), None)
     return Site.load(name) if name else None

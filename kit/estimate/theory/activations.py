@@ -18,7 +18,8 @@ K = h k / a the width of keys:
     dropout masks                                   2 h / q
 
 For h = a d, f = 4 h, q = 1 that is Korthikanti's s b h (10 + 24 / t + 5 a s / (h t)); with q = t
-his s b h / t (34 + 5 a s / h). Full recomputation keeps the input, 2 h / q.
+his s b h / t (34 + 5 a s / h). Where linear layers keep their inputs in i bytes (fp8: 1), 2 i h / q
+and i f / t stand for 4 h / q and 2 f / t of these. Full recomputation keeps the input, 2 h / q.
 """
 
 import dataclasses
@@ -91,6 +92,9 @@ MEGATRON = Kernels(
 )
 """Megatron-LM: logits in bf16 and fp32 (whose memory the softmax takes over), and their
 gradient."""
+MEGATRON_CORE = MEGATRON.replace(dropout=False, logit_bytes=4)
+"""Its recipes since 2024: no dropout, and Transformer Engine's cross entropy, whose gradient takes
+the place of the logits."""
 MEGATRON_DEEPSPEED = MEGATRON.replace(tied_positions=True)
 """Its pipeline ties the whole embedding layer (`EmbeddingPipe` as a `TiedLayerSpec`,
 `megatron/model/gpt_model.py`)."""
@@ -109,6 +113,9 @@ KIT = Kernels(
 tensor rank without a pipeline computes its loss in chunks (`kit.model.cross_entropy`): of one,
 logits in bf16 and fp32, and log-softmax."""
 
+TORCHTITAN = KIT.replace(chunk_logits=0, chunk_logit_bytes=0, logit_bytes=10, fused_gate=True)
+"""Compiled blocks keep gate and up, not silu(gate); the loss is computed of all logits at once, in
+one compiled kernel."""
 DEEPSPEED = KIT.replace(
     chunk_logits=0,
     fully_sharded=False,
@@ -151,9 +158,11 @@ class LayerActivations:
 
     @cached_property
     def inputs(self) -> Array:
-        """Of the query and feed-forward matrices: 4 h / q, or whole, 4 h."""
-        is_whole = self.kernels.gathered_inputs
-        return 4 * (self.layouts.hidden_size if is_whole else self.residual)
+        """Of the query and feed-forward matrices, at i bytes (2, fewer in a narrow format): 2 i h /
+        q, or whole, 2 i h.
+        """
+        x, is_whole = self.layouts, self.kernels.gathered_inputs
+        return 2 * x.input_bytes * (x.hidden_size if is_whole else self.residual)
 
     @cached_property
     def norms(self) -> Array:
@@ -194,10 +203,12 @@ class LayerActivations:
 
     @property
     def hidden(self) -> Array:
-        """Of feed-forward: 4 f / t, gated 8 f / t, or 6 f / t where the gate is fused."""
-        gate = 2.0 if self.kernels.fused_gate else 4.0
-        width = self.layouts.ffn_hidden_size / self.layouts.tensor_parallel
-        return (4 + (1 - self.layouts.plain) * gate) * width
+        """Of feed-forward: (2 + i) f / t, gated (6 + i) f / t, or (4 + i) f / t where the gate is
+        fused.
+        """
+        x, gate = self.layouts, 2.0 if self.kernels.fused_gate else 4.0
+        width = x.ffn_hidden_size / x.tensor_parallel
+        return (2 + x.input_bytes + (1 - x.plain) * gate) * width
 
     @cached_property
     def everything(self) -> Array:

@@ -82,7 +82,7 @@ class Links:
         rate = np.where(self._nodes > 1, np.minimum(inside, self._network_share), inside)
         hop = self.layouts.where(self._nodes > 1, coefficients.network_latency_s, 0.0)
         hops = hop * np.log2(2 * np.maximum(1.0, self._nodes))
-        return Link(rate * coefficients.data_efficiency, 2 * (coefficients.node_latency_s + hops))
+        return Link(rate * self._data_efficiency, 2 * (coefficients.node_latency_s + hops))
 
     @cached_property
     def shard(self) -> Link:
@@ -93,7 +93,7 @@ class Links:
             return self.data
         ranks = self.layouts.tensor_parallel * self.layouts.num_shards
         alone = self.layouts.is_hybrid & (ranks <= self.hardware.node_devices)
-        rate = np.maximum(self._inside(ranks) * self.coefficients.data_efficiency, self.data.rate)
+        rate = np.maximum(self._inside(ranks) * self._data_efficiency, self.data.rate)
         return Link(
             np.where(alone, rate, self.data.rate),
             np.where(alone, 2 * self.coefficients.node_latency_s, self.data.latency_s),
@@ -107,9 +107,19 @@ class Links:
         tensor_parallel, node_devices = self.layouts.tensor_parallel, self.hardware.node_devices
         groups = np.minimum(tensor_parallel, node_devices)
         ranks = np.minimum(tensor_parallel * self.layouts.num_shards, node_devices)
-        shared = self._network_share * self.coefficients.data_efficiency * groups / ranks
+        shared = self._network_share * self._data_efficiency * groups / ranks
         crossing = np.minimum(self.data.rate, shared)
         return Link(np.where(self._nodes > 1, crossing, self.data.rate), self.data.latency_s)
+
+    @cached_property
+    def _data_efficiency(self) -> Array:
+        """Of the links, by gradients and weights: all that the network gives where they overlap,
+        since they move from contiguous buffers then (Megatron-Core's `ParamAndGradBuffer`).
+        """
+        x, coefficients = self.layouts, self.coefficients
+        return x.where(
+            x.data_overlap, coefficients.network_efficiency, coefficients.data_efficiency
+        )
 
     @property
     def network_rate(self) -> Array | float:
@@ -133,15 +143,15 @@ class Links:
     def _network_share(self) -> Array:
         """Bytes/s between nodes of one data-parallel group.
 
-        All groups of a node share its network, and the more so the larger the job: no fabric is
-        free of contention.
+        All groups of a node share its network. So do the nodes of a large job its links, but in a
+        full fat tree, whose rails are free of contention.
         """
         node_devices = self.hardware.node_devices
         jobs = np.maximum(1.0, self.layouts.num_devices / (8 * node_devices))
         share = self.hardware.network_bytes_per_s / np.minimum(
             self.layouts.tensor_parallel, node_devices
         )
-        return share * jobs**-self.coefficients.data_contention
+        return share * jobs ** -(self.coefficients.data_contention * self.hardware.contention)
 
     def _inside(self, ranks: Array) -> Array:
         """Returns bytes/s of one device in groups of so many neighbours on a node."""

@@ -17,9 +17,21 @@ FULL_DEVICES = 8
 TYPICAL_CEILING = 0.85
 """Of the peak, by the best matrix product, where a site gives no measured ceiling (A100 0.90,
 H100 0.82)."""
-NARROW = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 4.0}
-"""How much faster than bf16 the matrix unit is at its peak, where a site does not say; attention
-stays in bf16."""
+NARROW = ("fp8", "mxfp8", "nvfp4")
+"""Formats of linear layers alone; attention stays in bf16."""
+NARROW_CEILING = 0.74
+"""As TYPICAL_CEILING, of the peak in one of these: fp8 on H100 0.71, GB200 0.72, H200 0.73, B300
+0.745, B200 0.76 (ml-engineering, maximum achievable matmul FLOPS)."""
+
+JOULES_PER_FLOP = {
+    "bf16": 700 / 794.5e12,
+    "fp16": 700 / 794.5e12,
+    "fp8": 700 / 1402.6e12,
+    "mxfp8": 700 / 1402.6e12,
+    "nvfp4": 350 / 1402.6e12,
+}
+"""Of products on an H100, which run at its 700 W (ibid.); half of fp8's where numbers are half as
+long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,20 +59,25 @@ class Hardware(Columns):
     """A group as large as this has all links of its devices: those of a node, at most
     FULL_DEVICES."""
     network_bytes_per_s: Number
+    contention: Number
+    """1 where large jobs share the links of the network, 0 in a full fat tree."""
     price_per_device_hour: Number
     """NaN where the site has none."""
 
     @classmethod
     def of(cls, site: Site, dtype: str = "bf16") -> Self:
-        """Returns the numbers of a site, for matrix products in a dtype that it has a peak for, or
-        in one of `NARROW`.
+        """Returns the numbers of a site, for linear layers that multiply in a dtype; the rest, peak
+        included, is that of bf16 where it is one of `NARROW`.
 
         Raises:
-            ConfigError: the site lacks a number that step time needs.
+            ConfigError: the site lacks a number that step time needs, the peak of the dtype among
+                them.
         """
-        peak = site.peak_flops_per_s("bf16" if dtype in NARROW else dtype)
+        wide = "bf16" if dtype in NARROW else dtype
+        peak, matmul = site.peak_flops_per_s(wide), sustained(site, dtype)
         needed = {
-            f"device.peak_flops_per_s.{dtype}": peak,
+            f"device.peak_flops_per_s.{dtype}": matmul,
+            f"device.peak_flops_per_s.{wide}": peak,
             "device.memory_bytes": site.device.memory_bytes,
             "device.memory_bytes_per_s": site.device.memory_bytes_per_s,
         }
@@ -69,11 +86,7 @@ class Hardware(Columns):
                 f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site"
                 " file, or measure them (`kit bench --out FILE.toml`)."
             )
-        assert peak and site.device.memory_bytes and site.device.memory_bytes_per_s
-        matmul = site.device.matmul_flops_per_s.get(dtype if dtype not in NARROW else "bf16")
-        ceiling = matmul.value if matmul else peak * TYPICAL_CEILING
-        narrow = site.device.peak_flops_per_s.get(dtype) if dtype in NARROW else None
-        faster = narrow.value / peak if narrow else NARROW.get(dtype, 1.0)
+        assert peak and matmul and site.device.memory_bytes and site.device.memory_bytes_per_s
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
         # Shared memory where no link is given.
@@ -82,8 +95,8 @@ class Hardware(Columns):
         price = site.price_per_node_hour
         return cls(
             peak_flops_per_s=peak,
-            attention_flops_per_s=ceiling,
-            matmul_flops_per_s=ceiling * faster,
+            attention_flops_per_s=sustained(site, wide) or peak,
+            matmul_flops_per_s=matmul,
             memory_bytes=site.device.memory_bytes.value,
             memory_bytes_per_s=memory_rate,
             near_devices=float(tiers[0].num_devices if tiers else site.devices_per_node),
@@ -92,6 +105,7 @@ class Hardware(Columns):
             node_bytes_per_s=tiers[-1].bytes_per_s.value if tiers else near,
             full_devices=float(min(FULL_DEVICES, site.devices_per_node)),
             network_bytes_per_s=_network_per_domain(site, network.value if network else near),
+            contention=0.0 if site.links.topology == "fat_tree" else 1.0,
             price_per_device_hour=price.value / site.devices_per_node if price else float("nan"),
         )
 
@@ -118,12 +132,39 @@ class Hardware(Columns):
             node_bytes_per_s=300e9 * scale,
             full_devices=8.0,
             network_bytes_per_s=200e9 * scale,
+            contention=1.0,
             price_per_device_hour=float("nan"),
         )
 
     def select(self, rows: Any) -> Self:
         """Returns some elements; numbers that are not arrays stay."""
         return self.map(lambda value: value[rows] if isinstance(value, np.ndarray) else value)
+
+
+def ceiling(site: Site, dtype: str) -> float | None:
+    """Returns the highest FLOP/s of a matrix product in a dtype: what one was seen to reach, else
+    TYPICAL_CEILING of the peak, in a narrow format NARROW_CEILING and no more than in bf16; None
+    where the site has neither.
+    """
+    measured, peak = site.device.matmul_flops_per_s.get(dtype), site.peak_flops_per_s(dtype)
+    if measured or peak is None:
+        return measured and measured.value
+    if dtype not in NARROW:
+        return TYPICAL_CEILING * peak
+    wide, reached = site.peak_flops_per_s("bf16"), ceiling(site, "bf16")
+    return peak * (min(NARROW_CEILING, reached / wide) if wide and reached else NARROW_CEILING)
+
+
+def sustained(site: Site, dtype: str) -> float | None:
+    """Returns the FLOP/s of products that go on for hours: `ceiling`, at a lower clock where it
+    would draw more than the device's watts; None where the site has no ceiling.
+
+    Power goes with the cube of the clock, since voltage goes with the clock.
+    """
+    burst, watts = ceiling(site, dtype), site.device.watts
+    if not (burst and watts and dtype in JOULES_PER_FLOP):
+        return burst
+    return burst * min(1.0, watts.value / (burst * JOULES_PER_FLOP[dtype])) ** (1 / 3)
 
 
 def _network_per_domain(site: Site, per_node: float) -> float:
@@ -157,76 +198,79 @@ class Coefficients(Record):
     """
 
     gemm_efficiency: float = coefficient(
-        (0.909, 0.12), (0.80, 0.15), (0.2, 1.0), "of the peak, by very large matrix products"
+        (0.918, 0.11), (0.80, 0.15), (0.2, 1.0), "of the peak, by very large matrix products"
     )
     gemm_edge: float = coefficient(
-        (46.3, 0.41), (44.0, 0.4), (5.0, 400.0), "matrix side at which half the efficiency is lost"
+        (45.9, 0.41), (44.0, 0.4), (5.0, 400.0), "matrix side at which half the efficiency is lost"
     )
     memory_efficiency: float = coefficient(
-        (0.858, 0.29), (0.85, 0.2), (0.3, 1.0), "of the memory bandwidth, by element-wise kernels"
+        (0.866, 0.26), (0.85, 0.2), (0.3, 1.0), "of the memory bandwidth, by element-wise kernels"
     )
     attention_efficiency: float = coefficient(
-        (0.55, 0.33), (0.5, 0.3), (0.1, 1.0), "of the peak, by written-out attention products"
+        (0.561, 0.33), (0.5, 0.3), (0.1, 1.0), "of the peak, by written-out attention products"
     )
     flash_efficiency: float = coefficient(
-        (0.432, 0.48), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention"
+        (0.561, 0.30), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention"
     )
     unfused_traffic: float = coefficient(
-        (3.0, 0.27), (3.0, 0.3), (1.0, 5.0), "memory traffic of unfused over fused norm and rotary"
+        (3.01, 0.27), (3.0, 0.3), (1.0, 5.0), "memory traffic of unfused over fused norm and rotary"
     )
     score_bytes: float = coefficient(
-        (12.9, 0.39), (14.0, 0.25), (6.0, 40.0), "memory traffic per written-out attention score"
+        (12.6, 0.37), (14.0, 0.25), (6.0, 40.0), "memory traffic per written-out attention score"
     )
     launch_s: float = coefficient(
         (1.33e-05, 0.46), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel"
     )
     backward_launches: float = coefficient(
-        (3.36, 0.30), (3.0, 0.3), (1.0, 8.0), "kernels of a backward pass over a forward pass"
+        (3.35, 0.30), (3.0, 0.3), (1.0, 8.0), "kernels of a backward pass over a forward pass"
     )
     collective_launch_s: float = coefficient(
-        (2.12e-05, 0.46), (20e-6, 0.5), (1e-7, 2e-2), "host time per tensor-parallel collective"
+        (2.15e-05, 0.46), (20e-6, 0.5), (1e-7, 2e-2), "host time per tensor-parallel collective"
     )
     node_efficiency: float = coefficient(
-        (0.849, 0.28), (0.75, 0.2), (0.1, 1.0), "of the links inside a node"
+        (0.816, 0.29), (0.75, 0.2), (0.1, 1.0), "of the links inside a node"
     )
     node_sharing: float = coefficient(
-        (0.462, 0.80),
+        (0.307, 0.82),
         (0.2, 0.7),
         (0.01, 1.0),
         "power at which that falls in groups that do not fill a node: 0 on a switch, 1 on a mesh",
     )
     node_latency_s: float = coefficient(
-        (1.83e-05, 0.92), (12e-6, 0.5), (1e-6, 1e-2), "per step of a collective inside a node"
+        (2.13e-05, 0.80), (12e-6, 0.5), (1e-6, 1e-2), "per step of a collective inside a node"
     )
     network_efficiency: float = coefficient(
-        (0.904, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes"
+        (0.874, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes"
     )
     network_latency_s: float = coefficient(
-        (2.44e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3), "per step of a collective between nodes"
+        (2.46e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3), "per step of a collective between nodes"
     )
     pipeline_exposed: float = coefficient(
-        (0.705, 0.47), (0.9, 0.3), (0.05, 1.0), "part of pipeline sends that nothing hides"
+        (0.893, 0.31), (0.9, 0.3), (0.05, 1.0), "part of pipeline sends that nothing hides"
     )
     data_efficiency: float = coefficient(
-        (0.478, 0.44), (0.5, 0.4), (0.02, 1.0), "of the links, by gradient reduction and gathering"
+        (0.451, 0.47), (0.5, 0.4), (0.02, 1.0), "of the links, by gradient reduction and gathering"
     )
     data_contention: float = coefficient(
-        (0.22, 0.46), (0.2, 0.5), (0.01, 0.6), "power at which that falls with the nodes of the job"
+        (0.206, 0.47),
+        (0.2, 0.5),
+        (0.01, 0.6),
+        "power at which that falls with the nodes of the job",
     )
     microbatch_s: float = coefficient(
-        (0.000941, 0.68),
+        (0.000942, 0.68),
         (1e-3, 0.7),
         (1e-6, 5e-2),
         "host time per micro-batch: data, loss, schedule",
     )
     step_s: float = coefficient(
-        (0.0069, 1.16),
+        (0.00686, 1.12),
         (10e-3, 0.7),
         (1e-4, 2.0),
         "host time per step: gradient norm, logging, loader",
     )
     factor: float = coefficient(
-        (1.043, 0.08),
+        (1.04, 0.07),
         (1.1, 0.08),
         (1.0, 2.0),
         "of the whole time: clocks, stragglers, what is not modelled",

@@ -63,8 +63,8 @@ class Layer:
         are left as they are.
         """
         x, hidden_size, parts = self.layouts, self.layouts.hidden_size, 1.0
-        if np.any(x.overlap & x.native):
-            is_cut = x.overlap & x.native & x.sequence_parallel
+        if np.any(x.tensor_overlap & x.native):
+            is_cut = x.tensor_overlap & x.native & x.sequence_parallel
             parts = np.where(is_cut, x.tensor_parallel, 1.0)
         params, rate = layer_params(x) / x.tensor_parallel, self.hardware.matmul_flops_per_s
         part = product_time(
@@ -124,22 +124,22 @@ class Layer:
     def casts(self) -> Both:
         """In which operands of linear layers become narrower.
 
-        Weights and inputs going forward, gradients of outputs going back (torchao's
-        `Float8Linear`). A number takes 2 bytes to read and 2 to write, as it is and transposed,
-        since the products of the backward pass read along the other side (`cast_transpose` of
-        Transformer Engine). Fused norms and activations write both in place of one in bf16; what
-        attention gives and takes, and gradients of the residual stream, are cast by themselves.
+        Inputs, and the kit's weights, going forward, gradients of outputs going back (torchao's
+        `Float8Linear`), `cast_bytes` each; Transformer Engine keeps weights in the narrow format.
+        The kit's fused norms and activations write it in place of bf16; what attention gives and
+        takes, and gradients of the residual stream, are cast by themselves.
         """
         x, hidden_size = self.layouts, self.layouts.hidden_size
-        if not np.any(x.narrow):
+        if not np.any(x.cast_bytes):
             return 0.0, 0.0
-        t, f, unfused = x.tensor_parallel, x.ffn_hidden_size, np.where(x.fused_norm, 0.0, 1.0)
-        inputs = hidden_size / t + unfused * (2 * hidden_size + f / t)
+        t, f = x.tensor_parallel, x.ffn_hidden_size
+        apart = np.where(x.fused_norm & x.native, 0.0, 1.0)
+        inputs = hidden_size / t + apart * (2 * hidden_size + f / t)
         products = 2 * hidden_size + (hidden_size + 2 * x.kv_size) / t
-        outputs = products + unfused * (1.0 + x.gated) * f / t
-        cast = np.where(x.narrow, 4.0, 0.0) / self.memory_rate
-        forward = cast * (x.tokens * inputs + layer_params(x) / t)
-        return forward, cast * x.tokens * outputs
+        outputs = products + apart * (1.0 + x.gated) * f / t
+        weights = np.where(x.native, layer_params(x) / t, 0.0)
+        cast = x.cast_bytes / self.memory_rate
+        return cast * (x.tokens * inputs + weights), cast * x.tokens * outputs
 
     @cached_property
     def sums(self) -> Both:
@@ -152,10 +152,10 @@ class Layer:
         x, ranks = self.layouts, self.layouts.tensor_parallel
         sums = 2 * all_reduce(2 * x.tokens * x.hidden_size, ranks, self.links.tensor)
         backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
-        if not np.any(x.overlap):
+        if not np.any(x.tensor_overlap):
             return sums, backward
         beside = np.where(x.native, (ranks - 1) / ranks * self.gemm_forward, self.gemm_forward)
-        overlap = x.overlap & (x.sequence_parallel | np.logical_not(x.native))
+        overlap = x.tensor_overlap & (x.sequence_parallel | np.logical_not(x.native))
         return (
             np.where(overlap, exposed(sums, beside), sums),
             np.where(overlap, exposed(backward, 2 * beside), backward),

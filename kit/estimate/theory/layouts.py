@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
+from kit.plan import EngineName, Plan, Precision
 from kit.spec import ModelSpec
 
 RECOMPUTE = ("none", "selective", "full")
@@ -83,16 +83,25 @@ class Layouts(Columns):
     """Norm and rotary kernels are fused, so that each reads and writes once."""
     fused_softmax: Array
     """Where scores are written out, mask and softmax are one kernel."""
-    overlap: Array
-    """Collectives of gradients, weights and tensor parallelism run beside computation."""
+    data_overlap: Array
+    """Gradients are reduced, and weights gathered, beside computation."""
+    tensor_overlap: Array
+    """Collectives of tensor parallelism run beside computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
     gathered_bytes: Array
     """Bytes of one weight that ZeRO gathers: 2, or 1 where it is cast to fp8 before (torchao's
     float8 all-gather)."""
-    narrow: Array
-    """Linear layers multiply in a format below bf16: their operands are cast, and logits stay in
-    bf16."""
+    cast_bytes: Array
+    """Moved to make one operand of a linear layer narrower in a kernel of its own (`cast_bytes`);
+    logits stay in bf16."""
+    input_bytes: Array
+    """Kept of one number that a linear layer reads: 2, or fewer where it was made narrower before
+    (Transformer Engine)."""
+    weight_bytes: Array
+    """Of one weight in products: 2, or 1 in fp8 where products need no transposed copy."""
+    offloaded_layers: Array
+    """Of all, whose activations wait in the host's memory, copied in no time here."""
     compiled: Array
     """Blocks are compiled, so that element-wise work runs in fewer kernels."""
     native: Array
@@ -124,9 +133,12 @@ class Layouts(Columns):
         own = {
             "flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans],
             "compiled": [plan.compile for plan in plans],
-            "narrow": [plan.precision in PLANNED_ONLY for plan in plans],
             "native": [plan.engine == "native" and plan.precision != "fp32" for plan in plans],
         }
+        own["cast_bytes"] = [
+            cast_bytes(plan.precision, is_native)
+            for plan, is_native in zip(plans, own["native"], strict=True)
+        ]
         kernels = {name: np.asarray(each) for name, each in (KERNELS | own | kernels).items()}
         return cls(**columns, **kernels)
 
@@ -270,13 +282,50 @@ KERNELS: dict[str, Any] = {
     "flash_attention": 2,
     "fused_norm": True,
     "fused_softmax": True,
-    "overlap": False,
+    "data_overlap": False,
+    "tensor_overlap": False,
     "gradient_bytes": 4.0,
     "compiled": False,
     "gathered_bytes": 2.0,
-    "narrow": False,
+    "cast_bytes": 0.0,
+    "input_bytes": 2.0,
+    "weight_bytes": 2.0,
+    "offloaded_layers": 0.0,
     "native": False,
 }
+CAST_BYTES = {"fp8": 6.0, "mxfp8": 12.0, "nvfp4": 12.0}
+INPUT_BYTES = {"fp8": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
+"""With the scales of blocks of 32, and of 16."""
+
+
+def cast_bytes(precision: str, is_native: bool) -> float:
+    """Returns what is moved to make one operand of a linear layer narrower in a kernel of its own.
+
+    In fp8 2 bytes to read a number and 2 to write it, as it is and transposed, since the products
+    of the backward pass read along the other side (torchao's `Float8Linear`); 2 more where the
+    largest number, which sets the scale, is sought first (Transformer Engine's current scaling).
+    Blocks that share a scale lie along the inner side, so both ways are quantised apart, and far
+    below the memory's rate: 12, as GB200 and GB300 have it in `published_runs.csv`.
+    """
+    return 4.0 if precision == "fp8" and is_native else CAST_BYTES.get(precision, 0.0)
+
+
+def transformer_engine(precision: str, has_blocks: bool) -> dict[str, float]:
+    """Returns what a precision means under Transformer Engine in Megatron-Core, as columns of
+    Layouts.
+
+    Weights in fp8 are kept and gathered in it (`fp8_param_gather`, which recipes in fp8 set), with
+    a transposed copy where products of fp8 read along one side only (Hopper; a device with formats
+    of blocks, `has_blocks`, reads along both). Those in blocks are gathered in bf16, and quantised
+    both ways on arrival.
+    """
+    is_fp8 = precision == "fp8"
+    return {
+        "cast_bytes": cast_bytes(precision, is_native=False),
+        "input_bytes": INPUT_BYTES.get(precision, 2.0),
+        "gathered_bytes": 1.0 if is_fp8 else 2.0,
+        "weight_bytes": 1.0 if is_fp8 and has_blocks else 2.0,
+    }
 
 
 def _column(values: list) -> Array:

@@ -27,20 +27,41 @@ shards; q = t with sequence parallelism, else 1 (other letters: layouts.py).
 import dataclasses
 import functools
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cluster.record import ConfigError
-from kit.estimate.theory.activations import KIT, Kernels, LayerActivations, in_flight
+from kit.estimate.theory.activations import (
+    KIT,
+    MEGATRON_CORE,
+    TORCHTITAN,
+    Kernels,
+    LayerActivations,
+    in_flight,
+)
 from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Array, Layouts
-from kit.estimate.theory.out_of_memory import RESERVE, Reserve
+from kit.estimate.theory.out_of_memory import CORE_RESERVE, RESERVE, Reserve
 from kit.estimate.theory.state import CONVENTIONS, Convention, ModelState
 
 STATE = ("weights", "gradients", "optimizer")
 DYNAMIC = ("activations", "embedding_logits", "workspace", "buffers")
 TERMS = (*STATE, *DYNAMIC)
 _GPIPE, _ZBV = SCHEDULES.index("gpipe"), SCHEDULES.index("zbv")
+
+
+class CodeBase(NamedTuple):
+    """What another trainer than the kit's engines keeps, and what comes on top of it."""
+
+    kernels: Kernels
+    reserve: Reserve
+
+
+CODE_BASES = {
+    "megatron-core": CodeBase(MEGATRON_CORE, CORE_RESERVE),
+    "torchtitan": CodeBase(TORCHTITAN, RESERVE),
+}
+"""By the names of `kit plan --code-base`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +270,8 @@ class _Devices(ModelState):
         flying = in_flight(x, stage)
         # Cut over tensor ranks, as Megatron and DeepSpeed send.
         sent = np.where(self.piped, 2 * x.hidden_size / x.tensor_parallel, 0.0)
-        activations = tokens * flying * (layers * layer.kept + sent)
+        stay = layers * (1 - x.offloaded_layers / x.num_layers)
+        activations = tokens * flying * (stay * layer.kept + sent)
         # In GPipe all forward passes come first, in others one at a time.
         heads = np.where(self.piped & (x.schedule == _GPIPE), x.num_microbatches, 1.0)
         head = np.where(is_last, self.head, 0.0)

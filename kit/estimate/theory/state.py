@@ -141,7 +141,7 @@ class ModelState:
         sums = np.where(self.gradients_late, 0.0, sums)
         copy = self.kernels.gradient_copy_bytes if convention.gradients is None else 0.0
         return {
-            "weights": convention.weights * weights,
+            "weights": convention.weights * weights * self.layouts.weight_bytes / 2,
             "gradients": np.where(zero_stage < 3, sums + copy, sums),
             "optimizer": convention.optimizer * self.shard,
         }

@@ -20,9 +20,9 @@ from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 
 BACKWARD = 2 / 3
 """Of a layer's time, by its backward pass."""
-STAGE_JITTER = 0.005
-"""How much longer a pipeline takes per doubling of its stages, since each waits for whichever is
-late."""
+JITTER = 0.006
+"""How much longer a step takes per doubling of the groups of tensor ranks that wait for each
+other, since some are late."""
 TERMS = (
     "gemm",
     "attention",
@@ -115,9 +115,7 @@ class StepTime:
         """
         x, tokens, hidden_size = self.layouts, self.layouts.tokens, self.layouts.hidden_size
         vocab_size = x.vocab_size / x.tensor_parallel
-        rate = self.hardware.matmul_flops_per_s
-        if np.any(x.narrow):
-            rate = np.where(x.narrow, self.hardware.attention_flops_per_s, rate)
+        rate = self.hardware.attention_flops_per_s
         moved = tokens * (hidden_size + vocab_size) + hidden_size * vocab_size
         product = product_time(tokens, hidden_size, vocab_size, 1.0, rate, self.coefficients)
         product = product + 2 * moved / self.layer.memory_rate
@@ -141,8 +139,14 @@ class StepTime:
 
     @property
     def send(self) -> Array:
-        """What of them nothing hides, per micro-batch."""
-        return np.where(self.few, 0.0, self.coefficients.pipeline_exposed * self.sent)
+        """What of them nothing hides, per micro-batch: a part, or, interleaved and overlapped, what
+        takes longer than the layers (Megatron-Core's `overlap_p2p_comm`).
+        """
+        x, part = self.layouts, self.coefficients.pipeline_exposed * self.sent
+        if np.any(x.data_overlap & (x.virtual_stages > 1)):
+            beside = exposed(self.sent, x.most_layers * self.layer.total)
+            part = np.where(x.data_overlap & (x.virtual_stages > 1), beside, part)
+        return np.where(self.few, 0.0, part)
 
     @cached_property
     def each(self) -> Array:
@@ -174,8 +178,8 @@ class StepTime:
 
     @cached_property
     def jitter(self) -> Array:
-        """1 + STAGE_JITTER log2 p."""
-        return 1 + STAGE_JITTER * np.log2(self.layouts.pipeline_parallel)
+        """1 + JITTER log2(p c r)."""
+        return 1 + JITTER * np.log2(self.layouts.num_devices / self.layouts.tensor_parallel)
 
     @cached_property
     def slowest(self) -> Array:
@@ -257,17 +261,30 @@ class StepTime:
         return all_gather(size, ranks, self.links.shard, steps=self.layouts.most_layers)
 
     @property
+    def window(self) -> Array:
+        """What overlapped gradients and weights move beside: (1 + (v - 1) min(p, m)) / v
+        micro-batches.
+
+        A stage's gradients are complete with its last backward pass, and its weights are needed by
+        its first forward pass. A device goes through its v stages in rounds of p micro-batches, so
+        that v - 1 of them have a round, and the last one its own micro-batch.
+        """
+        x, v = self.layouts, self.layouts.virtual_stages
+        rounds = np.minimum(x.pipeline_parallel, x.num_microbatches)
+        return self.middle * (1 + (v - 1) * rounds) / v
+
+    @property
     def data_parallel(self) -> Array:
         """Reducing gradients and gathering weights, as far as no micro-batch hides it.
 
         Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward
         pass; plain data parallelism of Megatron-LM waits for its end. With overlap weights are
-        gathered beside the first forward pass too. ZeRO 3 gathers weights in both passes of each
-        micro-batch, and scatters gradients in each.
+        gathered beside forward passes too, and both have a `window`. ZeRO 3 gathers weights in both
+        passes of each micro-batch, and scatters gradients in each.
         """
         x, m, middle = self.layouts, self.layouts.num_microbatches, self.middle
         waits = (x.pipeline_parallel > 1) | (x.zero_stage < 1)
-        beside = np.where(x.overlap, middle, np.where(waits, 0.0, BACKWARD * middle))
+        beside = np.where(x.data_overlap, self.window, np.where(waits, 0.0, BACKWARD * middle))
         data = exposed(self.reduction + self.once, beside)
         is_third = x.zero_stage >= 3
         if not np.any(is_third):

@@ -12,13 +12,14 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.measured_rows import rows_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NAMES
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.validate_rows import validate_rows
+from kit.estimate.validation.validate_rows import derived, validate_rows
 from kit.show.results import Row, row
 
 SMALL = 120
@@ -148,7 +149,10 @@ def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[A
 
 
 def validate(
-    rows_csv: str | os.PathLike[str] | None = None, calibrate: int | None = None, seed: int = 0
+    rows_csv: str | os.PathLike[str] | None = None,
+    calibrate: int | None = None,
+    seed: int = 0,
+    site: Site | None = None,
 ) -> tuple[Row, ...]:
     """Returns the table of errors on published runs, groups held out, or on a CSV with their
     columns (`validate_rows`).
@@ -157,7 +161,7 @@ def validate(
         ConfigError: the CSV cannot be read or holds no measured run.
     """
     if rows_csv is not None:
-        return validate_rows(rows_csv, calibrate or 0, seed)
+        return validate_rows(rows_csv, calibrate or 0, seed, site)
     found = _all_held_out()
     table = [row for each in found for row in _rows_of_machine(*each)]
     return (*table, _row_of_all([error for _, error, _ in found]))
@@ -205,8 +209,8 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
     elif machine.name == "MI250X":
         numbers += f", and {len({run.stack for run in machine.runs})} factors of software stacks"
     note = (
-        f"{len(off)} rows, {len(set(machine.groups))} groups; median {np.median(off):.1%}, worst"
-        f" {off.max():.0%}; {numbers}"
+        f"{len(off)} rows{derived(machine.runs)}, {len(set(machine.groups))} groups; median"
+        f" {np.median(off):.1%}, worst {off.max():.0%}; {numbers}"
     )
     rows = [row(f"{title}: mean error", float(off.mean()), "fraction", at_most=limit, note=note)]
     if machine.name == "Selene":

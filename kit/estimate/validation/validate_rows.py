@@ -5,35 +5,38 @@ included, and bytes that somebody read from a monitor. No torch.
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from cluster.record import ConfigError
+from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
-from kit.estimate.fit.fitting import Prior, fit_reserve
+from kit.estimate.fit.fitting import FEWEST_READINGS, Prior, fit_reserve
 from kit.estimate.fit.measured_rows import rows_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import MEGATRON
+from kit.estimate.theory.hardware import NARROW
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.theory.memory import DYNAMIC, STATE, memory
+from kit.estimate.theory.memory import CODE_BASES, DYNAMIC, STATE, CodeBase, memory
 from kit.estimate.theory.out_of_memory import MONITOR_RESERVE
 from kit.show.results import Row, row
 
 
 def validate_rows(
-    file: str | os.PathLike[str], calibrate: int = 0, seed: int = 0
+    file: str | os.PathLike[str], calibrate: int = 0, seed: int = 0, site: Site | None = None
 ) -> tuple[Row, ...]:
     """Returns errors on the rows of a CSV: of each machine, and of all together.
 
-    A machine that has published rows of its own in the kit starts from these (less those that are
-    in the CSV too: no row is scored by a fit that has seen it), others from the population.
-    `calibrate` runs of each machine (never all), chosen by the kit out of a random half of its rows
-    (`seed`), are fitted and not scored.
+    All ran on `site`, if it is given. A machine whose site has published rows in the kit starts
+    from these (less those that are in the CSV too: no row is scored by a fit that has seen it),
+    others from the population. `calibrate` runs of each machine (never all), chosen by the kit out
+    of a random half of its rows (`seed`), are fitted and not scored.
 
     Raises:
-        ConfigError: the CSV cannot be read, or holds no run whose layout is known.
+        ConfigError: the CSV cannot be read, or holds no run whose layout is known, or one whose
+            machine is not (`hardware_of`).
     """
     if calibrate < 0:
         raise ConfigError(
@@ -49,7 +52,7 @@ def validate_rows(
     table, errors, inside = [], [], []
     for system in dict.fromkeys(run.system for run in measured):
         own = [run for run in measured if run.system == system]
-        error, covered, note = _score(own, calibrate, seed)
+        error, covered, note = _score(own, calibrate, seed, site)
         errors, inside = [*errors, error], [*inside, covered]
         table.append(
             row(f"{system}: mean error", float(np.abs(error).mean()), "fraction", note=note)
@@ -82,16 +85,22 @@ def _reasons(lines: published.Lines) -> str:
     return "; ".join(f"line {first[reason]}{rest}: {reason}" for reason, rest in more.items())
 
 
-def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, Array, str]:
+def _score(
+    runs: list[PublishedRun], calibrate: int, seed: int, site: Site | None
+) -> tuple[Array, Array, str]:
     """Returns (relative errors, whether each interval holds, what was fitted) for one machine."""
-    rows = rows_of(runs)
-    given = set(runs)
-    known = [
-        run for run in published.load() if run.kind == "measured" and _same_machine(run, runs[0])
+    rows, at = rows_of(runs, site), site or runs[0].site()
+    same = [
+        run
+        for run in published.load()
+        if run.kind == "measured" and site is None and _same_machine(run, runs[0])
     ]
-    known = [run for run in known if run not in given]
+    if not same and at is not None:
+        same = published.of_site(at.base or at.name)
+    given = {(run.spec, run.plan, run.step_time_s) for run in runs}
+    known = [run for run in same if (run.spec, run.plan, run.step_time_s) not in given]
     prior = Prior.default()
-    start = fitting.fit(rows_of(known), prior) if known else fitting.prior_only(prior)
+    start = fitting.fit(rows_of(known, site), prior) if known else fitting.prior_only(prior)
     count = min(calibrate, len(runs) - 1)
     pool = np.arange(len(runs))
     if 0 < 3 * count < len(runs):  # a few rows are all candidates, many are halved at random
@@ -104,15 +113,28 @@ def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, 
     rest = ~np.isin(np.arange(len(runs)), chosen)
     found, fitted = start, [*known, *(runs[i] for i in chosen)]
     if count:
-        found = fitting.fit(rows_of(fitted), prior, start=start.values)
-    error, covered = interval.errors(rows.select(rest), found, rows_of(fitted) if fitted else None)
+        found = fitting.fit(rows_of(fitted, site), prior, start=start.values)
+    seen = rows_of(fitted, site) if fitted else None
+    error, covered = interval.errors(rows.select(rest), found, seen)
     basis = (
-        f"{len(known)} published rows of this machine" if known else "average of published machines"
+        f"{len(known)} published rows of this machine{derived(known)}"
+        if known
+        else "average of published machines"
     )
     assumed = sorted({name for run in runs for name in run.assumed})
     doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
     spread = f"median {np.median(np.abs(error)):.1%}, worst {np.abs(error).max():.0%}"
-    return error, covered, f"{int(rest.sum())} rows; {spread}; {basis}, {count} runs fitted{doubt}"
+    return (
+        error,
+        covered,
+        f"{int(rest.sum())} rows{derived(runs)}; {spread}; {basis}, {count} runs fitted{doubt}",
+    )
+
+
+def derived(runs: Iterable[PublishedRun]) -> str:
+    """Returns `, 4 of them derived`, or nothing."""
+    count = sum(run.is_derived for run in runs)
+    return f", {count} of them derived" if count else ""
 
 
 def _same_machine(published_run: PublishedRun, run: PublishedRun) -> bool:
@@ -125,14 +147,18 @@ def _same_machine(published_run: PublishedRun, run: PublishedRun) -> bool:
 
 def readings(runs: Sequence[PublishedRun]) -> list[Row]:
     """Returns the error on measured bytes per device, two numbers fitted, a model shape held
-    out.
+    out; by the reserve as shipped where few are left without a shape.
     """
-    if len(runs) < 3:
+    if not runs:
         return []
-    layouts, measured = memory_layouts(runs), np.array([run.memory_bytes for run in runs])
-    terms = memory(layouts, kernels=MEGATRON, reserve=MONITOR_RESERVE).terms()
-    state, dynamic = (np.sum([terms[name] for name in names], axis=0) for names in (STATE, DYNAMIC))
+    measured = np.array([run.memory_bytes for run in runs])
+    state, dynamic, shipped = np.array([_modelled(run) for run in runs]).T
     shape = np.array([f"{run.spec.num_layers} x {run.spec.hidden_size}" for run in runs])
+    if len(runs) - max(Counter(shape.tolist()).values()) < FEWEST_READINGS:
+        error = np.abs(shipped / measured - 1)
+        note = f"worst {error.max():.0%}; too few to fit with a shape left out"
+        name = f"Memory: readings, nothing fitted ({len(runs)})"
+        return [row(name, float(error.mean()), "fraction", note=note)]
 
     def used(train: Array) -> Array:
         fitted = fit_reserve(
@@ -151,6 +177,18 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
             "Memory: readings, fitted on all", everywhere, "fraction", note="floor of the 2 numbers"
         ),
     ]
+
+
+def _modelled(run: PublishedRun) -> tuple[float, float, float]:
+    """Returns (state, the rest, with the reserve as shipped) in bytes: by Megatron-Core's kernels
+    where a run has what came with it, overlap or a format below bf16.
+    """
+    is_core = run.data_overlap or run.precision in NARROW
+    base = CODE_BASES["megatron-core"] if is_core else CodeBase(MEGATRON, MONITOR_RESERVE)
+    found = memory(memory_layouts([run]), kernels=base.kernels, reserve=base.reserve)
+    terms = found.terms()
+    state, dynamic = (sum(terms[name].item() for name in names) for names in (STATE, DYNAMIC))
+    return state, dynamic, found.used_bytes.item()
 
 
 def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
