@@ -78,7 +78,9 @@ def test_activations_of_a_tensor_parallel_rank(
     family, sequence_parallel, recompute, two_tensor_ranks
 ):
     spec, batch = TINY[family], 2
-    middle = Decoder(spec, layers=range(1, 2), recompute=recompute).to(torch.bfloat16)
+    middle = Decoder(
+        spec, layers=range(1, 2), is_first=False, is_last=False, recompute=recompute
+    ).to(torch.bfloat16)
     apply_tensor_parallel(middle, two_tensor_ranks, sequence_parallel=sequence_parallel)
     middle.rotary(spec.sequence_length, torch.device("cpu"))
     length = spec.sequence_length // 2 if sequence_parallel else spec.sequence_length
@@ -133,6 +135,14 @@ def test_weights_of_each_pipeline_device_are_those_of_the_engine(family, schedul
     )
     modelled = memory_by_stage(Layouts.of(spec, [plan])).params
     assert modelled.tolist() == [view_rank(spec, plan, rank).num_params for rank in (0, 2)]
+
+
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_weights_of_uneven_stages_are_those_of_the_engine(schedule, stages):
+    spec = TINY["llama"].replace(num_layers=6)
+    plan = Plan(pipeline_parallel=4, virtual_stages=stages, schedule=schedule, global_batch_size=8)
+    modelled = memory_by_stage(Layouts.of(spec, [plan])).params
+    assert modelled.tolist() == [view_rank(spec, plan, rank).num_params for rank in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,18 @@ def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
     assert allowed(layouts, SMALL, engine).tolist() == accepted and 20 < sum(accepted) < 750
 
 
+def test_126_layers_are_offered_in_128_places():
+    """Llama 3 405B (arXiv 2407.21783, section 3.3.2): embedding and loss stand for a layer each."""
+    spec = ModelSpec.preset("llama3.1-405b")
+    layouts = candidates(spec, 8192, 2048)
+    uneven = layouts.select(layouts.num_stages == 128)
+    plan = uneven.plan(0)
+    plan.check(spec, 8192)
+    assert [len(plan.stage_layers(spec, stage)) for stage in range(128)] == [0, *[1] * 126, 0]
+    equal = candidates(spec, 8192, 2048, engine="deepspeed")
+    assert (126 % equal.num_stages == 0).all(), "which deals equal shares of the blocks"
+
+
 @pytest.mark.parametrize(
     "model, devices, batch, engine",
     [
@@ -100,6 +112,7 @@ def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
         ("gpt-175b", 1024, 10240, "deepspeed"),
         ("hlat-70b", 8192, 1024, "neuron"),
         ("demo", 8, 16, "native"),
+        ("llama3.1-405b", 2048, 2048, "native"),
     ],
 )
 def test_candidates_pass_every_check_and_are_there_once(model, devices, batch, engine):

@@ -144,9 +144,9 @@ def _shapes(
         for c in _choice(limits, "context_parallel", inner):
             for p in _choice(limits, "pipeline_parallel", divisors(num_devices // (t * c))):
                 replicas = num_devices // (t * c * p)
-                if batch % replicas or spec.num_layers % p:
+                stages = _stages_of_one(spec, p, engine)
+                if batch % replicas or not stages:
                     continue
-                stages = divisors(spec.num_layers // p) if p > 1 else [1]
                 sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
                 rows += [
                     (t, c, p, v, replicas, b)
@@ -163,6 +163,15 @@ def _shapes(
         "micro_batch_size",
     )
     return dict(zip(names, table, strict=True))
+
+
+def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[int]:
+    """Returns how many stages a device of so long a pipeline may hold: `Plan.stage_layers`."""
+    if devices == 1:
+        return [1]
+    places = (spec.num_layers, spec.num_layers + 2)[: 1 + (engine == "native")]
+    found = [divisors(count // devices) for count in places if count % devices == 0]
+    return sorted({stages for each in found for stages in each})
 
 
 def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
@@ -235,13 +244,14 @@ def _why_none(
     replicas = {
         num_devices // (t * p)
         for t in _tensor_degrees(spec, num_devices, engine)
-        for p in divisors(int(np.gcd(num_devices // t, spec.num_layers)))
+        for p in divisors(num_devices // t)
+        if _stages_of_one(spec, p, engine)
     }
     fewest = min(replicas)
     return (
         f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')}"
         f" is not allowed for {spec.name}: any layout has at least {counted(fewest, 'replica')} (TP"
-        " divides heads, feed-forward and vocabulary, PP divides"
+        " divides heads, feed-forward and vocabulary, pipeline stages the"
         f" {counted(spec.num_layers, 'layer')}), and replicas must divide the batch. Use a multiple"
         f" of one of {sorted(replicas)[:6]} as batch, or another number of devices."
     )

@@ -94,7 +94,7 @@ class Answer:
         plan, terms = self.plan, self.time_terms_s
         outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
         m, p = plan.num_microbatches, plan.pipeline_parallel
-        times = self.search.machine.stage_times(plan, terms)
+        times = self.search.machine.stage_times(self.search.spec, plan, terms)
         # Per stage and micro-batch.
         whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
         simulated = min(m, SIMULATED_ROUNDS * p)

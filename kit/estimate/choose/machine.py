@@ -17,6 +17,7 @@ from kit.estimate.theory.memory import Memory, memory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
+from kit.spec import ModelSpec
 
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
@@ -69,7 +70,9 @@ class Machine:
         odds = max_risk / (1 - max_risk)
         return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
 
-    def stage_times(self, plan: Plan, terms: Mapping[str, float]) -> dict[str, Any]:
+    def stage_times(
+        self, spec: ModelSpec, plan: Plan, terms: Mapping[str, float]
+    ) -> dict[str, Any]:
         """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it,
         from a step's terms.
 
@@ -78,9 +81,9 @@ class Machine:
         stage, the heavier of the two by far.
         """
         m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
-        share = {
-            name: value / (m * v) for name, value in terms.items()
-        }  # of one stage and micro-batch
+        held = np.array([len(plan.stage_layers(spec, stage)) for stage in range(p * v)])
+        part = held * p / (m * spec.num_layers)
+        share = {name: value * part for name, value in terms.items()}  # stage and micro-batch
         weight = share["gemm"] / 3
         forward = (
             weight

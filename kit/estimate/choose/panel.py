@@ -86,7 +86,7 @@ class Estimate:
             stages=memory_by_stage(layouts, kernels=machine.kernels),
             risk=float(machine.risk(memory.used_bytes)[0]),
             timeline=simulate_plan(
-                plan, num_microbatches=shown, **machine.stage_times(plan, terms)
+                plan, num_microbatches=shown, **machine.stage_times(spec, plan, terms)
             ),
         )
 

@@ -164,12 +164,15 @@ class StepTime:
     @cached_property
     def _ideal(self) -> Array:
         """The slowest stage if none is late: the first with the embedding, or the last with the
-        logits, which has a layer less where stages are uneven, as frameworks place the logits.
+        logits, which has a layer less where stages are uneven, as frameworks place the logits. The
+        first has one less too where embedding and loss stand for a layer each (Llama 3); both are
+        on one device under zbv.
         """
-        p = self.layouts.pipeline_parallel
-        lighter = p * self.layouts.most_layers > self.layouts.num_layers
-        last = self.middle - lighter * self.layer.total + self.logits
-        ends = np.where(p > 1, np.maximum(self.middle + self.embedding, last), 0.0)
+        x, p = self.layouts, self.layouts.pipeline_parallel
+        missing = p * x.most_layers - x.num_layers
+        last = self.middle - (missing > 0) * self.layer.total + self.logits
+        first = self.middle - (missing == 2) * self.layer.total + self.embedding
+        ends = np.where(p > 1, np.maximum(np.maximum(first, last), self.middle * (p > 2)), 0.0)
         return np.maximum(ends, self.mean)
 
     @cached_property
