@@ -10,7 +10,7 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import single_precision
 from kit.estimate.fit.calibrate import Calibration, calibrate
-from kit.estimate.theory.activations import Kernels, engine_kernels
+from kit.estimate.theory.activations import KIT, MEGATRON, Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 from kit.estimate.theory.memory import Memory, memory
@@ -19,6 +19,14 @@ from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
 from kit.spec import ModelSpec
 
+CODE_BASES: dict[str, Kernels | None] = {
+    "kit": None,
+    "megatron-core": MEGATRON,
+    "torchtitan": KIT.replace(chunk_logits=0),
+}
+"""Whose kernels the memory of a layout is estimated of, by name; the kit's own are its engine's.
+torchtitan is torch's DTensor, fully_shard and checkpoints too, but has all logits at once
+(torchtitan v0.1.0, `components/loss.py`)."""
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
 cache."""
@@ -33,6 +41,11 @@ class Machine:
     calibration: Calibration
     kernels: Kernels
     reserve: Reserve
+
+    @property
+    def code_base(self) -> str | None:
+        """Its name, if the kernels are those of another one than the kit."""
+        return next((name for name, each in CODE_BASES.items() if each == self.kernels), None)
 
     @property
     def coefficients(self) -> Coefficients:
@@ -90,8 +103,9 @@ class Machine:
             + share["attention"] / 3.5
             + share["elementwise"] / 2.6
             + share["tensor_parallel"] / 2
+            + share["context_parallel"] / 3
+            + share["host_launch"] / 3
         )
-        forward += share["context_parallel"] / 3 + share["host_launch"] / 3
         layers = (
             "gemm",
             "attention",

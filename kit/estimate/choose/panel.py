@@ -289,8 +289,10 @@ class Panel:
 
         display(self.box)
         if self.plan is not None:
-            address = f"data:image/png;base64,{self._picture}"
-            image = f"<img class='{self._still}' alt='the panel' width='{WIDTH}' src='{address}'>"
+            image = (
+                f"<img class='{self._still}' alt='the panel' width='{WIDTH}'"
+                f" src='data:image/png;base64,{self._picture}'>"
+            )
             display(
                 {"image/png": self._picture, "text/html": image, "text/plain": str(self.plan)},
                 raw=True,

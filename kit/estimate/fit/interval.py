@@ -125,6 +125,7 @@ def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     found = {
         "number format below bf16": hardware.is_narrow,
         "ZeRO 3 (FSDP2)": x.zero_stage >= 3,
+        "tensor parallelism across nodes": x.tensor_parallel > hardware.node_devices,
         "compiled blocks": x.compiled,
         "context parallelism": x.context_parallel > 1,
         "fewer micro-batches than stages": x.num_microbatches < x.pipeline_parallel,
@@ -156,6 +157,10 @@ def untried(
             axis=0,
         )
         found["device unlike those of the fit"] = alien
+    else:
+        _, widest = measured.bounds["tensor_parallel"]
+        name = f"tensor_parallel above the {widest:.0f} of its runs"
+        found[name] = np.broadcast_to(layouts.tensor_parallel > widest, layouts.shape)
     return found
 
 
@@ -198,7 +203,7 @@ class MeasuredRange:
         )
 
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
-        """Returns a sentence for each feature of which some layout lies outside the measured
+        """Returns a sentence that names each feature of which some layout lies outside the measured
         range by `MARGIN`.
         """
         found = []
@@ -206,9 +211,5 @@ class MeasuredRange:
             (low, high), values = self.bounds[name], np.broadcast_to(column, layouts.shape)
             off = (values < low / MARGIN) | (values > high * MARGIN)
             if off.any():
-                found.append(
-                    f"{name} {float(values[off][0]):.4g} is outside the measured range {low:.4g} to"
-                    f" {high:.4g} ({int(off.sum())} of {off.size} layouts): the prediction is an"
-                    " extrapolation."
-                )
-        return tuple(found)
+                found.append(f"{name} {values[off][0]:,.6g} ({low:,.6g} to {high:,.6g})")
+        return (f"{', '.join(found)}: an extrapolation from the measured range.",) * bool(found)
