@@ -271,7 +271,8 @@ def _divided(
 
     def breaks(plan: Any, spec: Any) -> Any:
         value, parts = number(plan, spec), degree(plan)
-        return (value % parts != 0) & ((value + more) % parts != 0)
+        left = value % parts != 0
+        return left & ((value + more) % parts != 0) if more else left
 
     return Rule(breaks=breaks, sentence=sentence, **kwargs)
 

@@ -113,10 +113,14 @@ def plan(
         fields = {"data": EDIT, "num_steps": STEPS, **changes["recipe"]}
         _rehearse(report.search.spec, chosen, fields, Site.load(site))
         return
-    layouts = Table(*report.header, title=report.search.title, rows=report.rows)
-    length = f" Launch it with --set spec.sequence_length={seq}." if seq else ""
-    kept = [Text(f"Layout {choose} is in {out}.{length}")] if out is not None else []
-    tell(report.to_dict(), layouts, facts_table("", report.chosen.facts()), *kept)
+    launched = "" if seq is None else f" Launch it with --set spec.sequence_length={seq}."
+    kept = [Text(f"Layout {choose} is in {out}.{launched}")] if out is not None else []
+    tell(
+        report.to_dict(),
+        Table(*report.header, title=report.search.title, rows=report.rows),
+        facts_table("", report.chosen.facts()),
+        *kept,
+    )
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:

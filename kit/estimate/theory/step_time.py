@@ -169,10 +169,12 @@ class StepTime:
         on one device under zbv.
         """
         x, p = self.layouts, self.layouts.pipeline_parallel
-        missing = p * x.most_layers - x.num_layers
+        missing, first = p * x.most_layers - x.num_layers, self.middle + self.embedding
         last = self.middle - (missing > 0) * self.layer.total + self.logits
-        first = self.middle - (missing == 2) * self.layer.total + self.embedding
-        ends = np.where(p > 1, np.maximum(np.maximum(first, last), self.middle * (p > 2)), 0.0)
+        if np.any(missing == 2):
+            lighter = np.maximum(first - self.layer.total, self.middle)
+            first = np.where(missing == 2, lighter, first)
+        ends = np.where(p > 1, np.maximum(first, last), 0.0)
         return np.maximum(ends, self.mean)
 
     @cached_property
