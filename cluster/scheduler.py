@@ -181,7 +181,28 @@ class Compilation(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slurm(Record):
+class SchedulerTable(Record):
+    """What the tables of all schedulers say alike."""
+
+    environment: dict[str, str] = field_doc(
+        "of every rank", check_environment, default_factory=dict
+    )
+    profiles: dict[str, dict[str, str]] = field_doc(
+        "named sets of variables that a job may add", check_profiles, default_factory=dict
+    )
+    stop_before_end_s: int = field_doc(
+        "the ranks are told to save and stop so long before they are ended: at the time limit of"
+        " Slurm, or when a pod is: longer than a step and a checkpoint",
+        from_one,
+        default=300,
+    )
+    compilation: Compilation | None = field_doc(
+        "ahead of the run; under Kubernetes node_cache is a directory of the host", default=None
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slurm(SchedulerTable):
     """The `[slurm]` table: how jobs are asked for and how ranks are started."""
 
     account: str | None = field_doc(
@@ -217,17 +238,11 @@ class Slurm(Record):
     task_setup: tuple[str, ...] = field_doc(
         "shell lines, run by each task of the launcher", check_lines, default=()
     )
-    environment: dict[str, str] = field_doc(
-        "of every rank", check_environment, default_factory=dict
-    )
     environment_one_node: dict[str, str] = field_doc(
         "added in jobs of one node", check_environment, default_factory=dict
     )
     environment_several_nodes: dict[str, str] = field_doc(
         "added in larger jobs", check_environment, default_factory=dict
-    )
-    profiles: dict[str, dict[str, str]] = field_doc(
-        "named sets of variables that a job may add", check_profiles, default_factory=dict
     )
     network_interfaces: tuple[str, ...] = field_doc(
         "of the fast network, for the collectives' sockets", a_word, default=()
@@ -237,14 +252,7 @@ class Slurm(Record):
     )
     max_nodes: int | None = field_doc("largest job of the partition", from_one, default=None)
     walltime: tuple[Walltime, ...] = field_doc("smallest jobs first", check_sizes, default=())
-    stop_before_end_s: int = field_doc(
-        "the job is told to save and stop so long before its time limit: longer than "
-        "a step and a checkpoint",
-        from_one,
-        default=300,
-    )
     broadcast: Broadcast | None = field_doc("of the Python environment", default=None)
-    compilation: Compilation | None = field_doc("ahead of the run", default=None)
 
     def max_seconds(self, num_nodes: int) -> float | None:
         """Returns how long a job of so many nodes may run, or None where the site does not say."""
@@ -274,7 +282,7 @@ class Slurm(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kubernetes(Record):
+class Kubernetes(SchedulerTable):
     """The `[kubernetes]` table: what a pod, which is one node of a job, is given."""
 
     namespace: str = field_doc("where jobs are made", a_label, default="default")
@@ -301,22 +309,10 @@ class Kubernetes(Record):
     setup: tuple[str, ...] = field_doc(
         "shell lines, run by each pod before the command", check_lines, default=()
     )
-    environment: dict[str, str] = field_doc(
-        "of every rank", check_environment, default_factory=dict
-    )
-    profiles: dict[str, dict[str, str]] = field_doc(
-        "named sets of variables that a job may add", check_profiles, default_factory=dict
-    )
     secrets: dict[str, str] = field_doc(
         "variable: 'name/key' of the Secret that holds its value",
         check_references,
         default_factory=dict,
-    )
-    stop_before_end_s: int = field_doc(
-        "from asking a pod to end to killing it", from_one, default=300
-    )
-    compilation: Compilation | None = field_doc(
-        "ahead of the run; node_cache is a directory of the host", default=None
     )
 
 

@@ -196,9 +196,11 @@ class Decoder(nn.Module):
 
     Args:
         spec: the whole model.
-        layers: which blocks to hold (default all). They keep their global number as name, so that
-            weights are named alike however the model is cut.
-        is_first, is_last: whether it holds the embedding; the final norm and output projection.
+        layers: which blocks to hold (default all). The embedding comes with the first block, the
+            final norm and the output projection with the last. Blocks keep their global number as
+            name, so weights are named alike however the model is cut.
+        is_first, is_last: whether it has these, where the blocks do not tell: an uneven stage may
+            hold an end and no block.
         recompute: which activations are computed again in the backward pass.
 
     The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or
@@ -211,12 +213,14 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         *,
         layers: range | None = None,
-        is_first: bool = True,
-        is_last: bool = True,
+        is_first: bool | None = None,
+        is_last: bool | None = None,
         recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
+        is_first = layers.start == 0 if is_first is None else is_first
+        is_last = layers.stop == spec.num_layers if is_last is None else is_last
         self.spec = spec
         self.embedding = Embedding(spec) if is_first else None
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})

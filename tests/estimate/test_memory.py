@@ -78,9 +78,7 @@ def test_activations_of_a_tensor_parallel_rank(
     family, sequence_parallel, recompute, two_tensor_ranks
 ):
     spec, batch = TINY[family], 2
-    middle = Decoder(
-        spec, layers=range(1, 2), is_first=False, is_last=False, recompute=recompute
-    ).to(torch.bfloat16)
+    middle = Decoder(spec, layers=range(1, 2), recompute=recompute).to(torch.bfloat16)
     apply_tensor_parallel(middle, two_tensor_ranks, sequence_parallel=sequence_parallel)
     middle.rotary(spec.sequence_length, torch.device("cpu"))
     length = spec.sequence_length // 2 if sequence_parallel else spec.sequence_length

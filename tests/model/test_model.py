@@ -78,8 +78,8 @@ def test_one_trillion_parameters_on_the_meta_device():
 def test_parts_of_a_model_name_weights_alike(llama_spec):
     whole = set(dict(Decoder(llama_spec).named_parameters()))
     parts = [
-        set(dict(Decoder(llama_spec, layers=layers, **ends).named_parameters()))
-        for layers, ends in ((range(0, 2), {"is_last": False}), (range(2, 4), {"is_first": False}))
+        set(dict(Decoder(llama_spec, layers=layers).named_parameters()))
+        for layers in (range(0, 2), range(2, 4))
     ]
     assert parts[0] | parts[1] == whole
     assert not parts[0] & parts[1]

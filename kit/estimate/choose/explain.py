@@ -189,10 +189,10 @@ class Answer:
         beside = dataclasses.replace(self._layout, overlap=np.array(True))
         gain = float(self.search.machine.step_time(beside).total_s[0]) / self.row["step_time_s"] - 1
         return (
-            "context parallelism: --set 'plan.context_parallel=[1, 2, 4, 8]' searches it",
-            f"overlap of collectives with computation: {gain:+.1%} time",
-            f"offload of optimizer states: {self.memory_terms_bytes['optimizer'] / 1e9:.1f} GB less"
-            " a device; its time is not modelled",
+            "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
+            f"overlap of collectives with computation ({gain:+.1%} time)",
+            "offload of optimizer states"
+            f" ({self.memory_terms_bytes['optimizer'] / 1e9:.1f} GB less a device)",
         )
 
     @cached_property
@@ -255,10 +255,12 @@ class Answer:
             ("limited by", self.binding),
             ("nearest measured run", str(self.nearest)),
         ]
-        facts += [("other choice", text) for text in self.changes]
-        facts += [("not by the kit's engines", text) for text in self.elsewhere]
-        facts += [("warning", text) for text in self.warnings]
-        return facts
+        more = {
+            "other choice": self.changes,
+            "other engines": [f"not by the kit's engines: {'; '.join(self.elsewhere)}"],
+            "warning": self.warnings,
+        }
+        return facts + [(label, text) for label, texts in more.items() for text in texts]
 
     def _repr_html_(self) -> str:
         return html_table(

@@ -27,6 +27,7 @@ from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
+NOT_OURS = " (not by the kit's engines)"
 NOTABLE = 1.1
 """How many times as fast another batch must train to be named."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
@@ -72,10 +73,10 @@ class Search:
         least_before = np.minimum.accumulate(np.concatenate(([np.inf], used[:-1])))
         return rows[used < least_before]
 
-    def elsewhere(self, **changed: Any) -> "Search | None":
+    def changed(self, **fields: Any) -> "Search | None":
         """Returns this search with other `devices`, `batch` or `only`, if a layout fits there."""
         try:
-            found = self.on(**changed)
+            found = self.on(**fields)
         except ConfigError:
             return None
         return found if found.feasible.any() else None
@@ -87,7 +88,7 @@ class Search:
         batches = nearby_batches(self.global_batch_size, self.num_devices)
         if self.best.data_parallel < most:
             return None
-        found = [other for batch in batches if (other := self.elsewhere(batch=batch))]
+        found = [other for batch in batches if (other := self.changed(batch=batch))]
         best = max([self, *found], key=lambda search: search.sequences_per_s)
         faster = best.sequences_per_s / self.sequences_per_s
         if faster < NOTABLE:
@@ -280,33 +281,36 @@ def _none_fits(found: Search) -> str:
     """Returns how far the leanest layout is from fitting, and with which nearest devices, batch and
     options one fits.
     """
-    least, machine = int(found.used_bytes.argmin()), found.machine
+    leanest = found.row(int(found.used_bytes.argmin()))
     changes = (
-        [{"devices": n} for n in nearby_devices(found.num_devices, machine.site.devices_per_node)],
+        [
+            {"devices": n}
+            for n in nearby_devices(found.num_devices, found.machine.site.devices_per_node)
+        ],
         [{"batch": n} for n in nearby_batches(found.global_batch_size, found.num_devices)],
         [{"only": {}}] if found.only else [],
         [{"only": {**found.only, "context_parallel": [n]}} for n in (2, 4, 8)],
     )
     texts = []
     for each in changes:
-        other = next(filter(None, (found.elsewhere(**change) for change in each)), None)
+        other = next(filter(None, (found.changed(**change) for change in each)), None)
         if other is not None:
-            best, of_others = other.row(int(other.order[0])), other.best.context_parallel > 1
+            note = NOT_OURS if other.best.context_parallel > 1 else ""
             texts.append(
                 f"{counted(other.num_devices, 'device')} with"
-                f" {counted(other.global_batch_size, 'sequence')}: {describe(best)}"
-                f"{', not by the engines of the kit' * of_others}"
+                f" {counted(other.global_batch_size, 'sequence')}:"
+                f" {describe(other.row(int(other.order[0])))}{note}"
             )
-    optimizer = machine.memory(found.layouts).terms()["optimizer"]
-    if (found.used_bytes - optimizer).min() <= machine.most_bytes(found.max_risk):
-        texts.append("optimizer states in host memory, not by the engines of the kit")
+    optimizer = found.machine.memory(found.layouts).terms()["optimizer"]
+    if (found.used_bytes - optimizer).min() <= found.machine.most_bytes(found.max_risk):
+        texts.append(f"optimizer states in host memory{NOT_OURS}")
     return (
         f"plan: no layout of {found.spec.name} on {counted(found.num_devices, 'device')} of"
-        f" {machine.site.name} fits in memory with a risk of at most {found.max_risk:.0%}. The"
-        f" leanest needs {found.used_bytes[least] / 1e9:.1f} GB of"
-        f" {float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device"
-        f" ({describe(found.row(least))}). What fits: {'; '.join(texts) or 'nothing nearby'}. Else"
-        " use a smaller model or sequence length, or accept more risk."
+        f" {found.machine.site.name} fits in memory with a risk of at most {found.max_risk:.0%}."
+        f" The leanest needs {leanest['used_bytes'] / 1e9:.1f} GB of"
+        f" {float(found.machine.hardware.memory_bytes) / 1e9:.1f} GB per device"
+        f" ({describe(leanest)}). What fits: {'; '.join(texts) or 'nothing nearby'}. Else use a"
+        " smaller model or sequence length, or accept more risk."
     )
 
 

@@ -165,8 +165,7 @@ class StepTime:
     def _ideal(self) -> Array:
         """The slowest stage if none is late: the first with the embedding, or the last with the
         logits, which has a layer less where stages are uneven, as frameworks place the logits. The
-        first has one less too where embedding and loss stand for a layer each (Llama 3); both are
-        on one device under zbv.
+        first has one less too where embedding and loss stand for a layer each (Llama 3).
         """
         x, p = self.layouts, self.layouts.pipeline_parallel
         missing, first = p * x.most_layers - x.num_layers, self.middle + self.embedding
