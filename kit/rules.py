@@ -271,8 +271,7 @@ def _divided(
 
     def breaks(plan: Any, spec: Any) -> Any:
         value, parts = number(plan, spec), degree(plan)
-        left = value % parts != 0
-        return left & ((value + more) % parts != 0) if more else left
+        return (value % parts != 0) & ((value + more) % parts != 0 if more else True)
 
     return Rule(breaks=breaks, sentence=sentence, **kwargs)
 
