@@ -162,7 +162,7 @@ STATEMENTS = {
     "kit/data": 1204,
     "kit/engines": 1310,
     "kit/estimate": 8,
-    "kit/estimate/choose": 854,  # near misses, instead of powers of two; uneven stages
+    "kit/estimate/choose": 852,  # near misses, instead of powers of two; uneven stages
     "kit/estimate/fit": 600,  # wide tensor parallelism, instead of an interval that no run supports
     "kit/estimate/theory": 1064,  # one function a term, instead of eight that return several
     "kit/estimate/tuning": 248,  # imports of figures.py, instead of a tune.py of 373 lines

@@ -150,7 +150,7 @@ class Answer:
                 " and ".join(f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained)
                 + ": the kit plans this, it does not train it; `kit launch` refuses it."
             )
-        if self.search.machine.code_base:
+        if self.search.machine.code_base != "kit":
             texts.append(
                 f"memory is that of {self.search.machine.code_base}'s kernels, which the kit's"
                 " engines do not run."

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import suggestion
 from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import single_precision
@@ -25,8 +26,8 @@ CODE_BASES: dict[str, Kernels | None] = {
     "torchtitan": KIT.replace(chunk_logits=0),
 }
 """Whose kernels the memory of a layout is estimated of, by name; the kit's own are its engine's.
-torchtitan is torch's DTensor, fully_shard and checkpoints too, but has all logits at once
-(torchtitan v0.1.0, `components/loss.py`)."""
+torchtitan is torch's DTensor, fully_shard and checkpoints too, but by default makes all logits at
+once (`cross_entropy_loss` in torchtitan/components/loss.py)."""
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
 cache."""
@@ -41,11 +42,8 @@ class Machine:
     calibration: Calibration
     kernels: Kernels
     reserve: Reserve
-
-    @property
-    def code_base(self) -> str | None:
-        """Its name, if the kernels are those of another one than the kit."""
-        return next((name for name, each in CODE_BASES.items() if each == self.kernels), None)
+    code_base: str = "kit"
+    """Whose kernels these are, of `CODE_BASES`."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -137,12 +135,17 @@ def machine_of(
     engine: EngineName | None = None,
     kernels: Kernels | None = None,
     precision: Precision = "bf16",
+    code_base: str = "kit",
 ) -> Machine:
     """Returns what layouts are evaluated on; the arguments are as in `search`.
 
     Raises:
-        ConfigError: the site lacks a number.
+        ConfigError: the site lacks a number, or the code base is unknown.
     """
+    if code_base not in CODE_BASES:
+        raise ConfigError(
+            f"--code-base: {code_base!r} is unknown. {suggestion(code_base, CODE_BASES)}"
+        )
     if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(
         precision, precision == "bf16"
     ):
@@ -151,8 +154,12 @@ def machine_of(
             f" has no device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
         )
     hardware = Hardware.of(site, precision)
-    calibration = calibration or calibrate([], site, hardware=hardware)
-    kernels = kernels or engine_kernels(engine or site.engine, site.device)
+    own = engine_kernels(engine or site.engine, site.device)
     return Machine(
-        site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE
+        site=site,
+        hardware=hardware,
+        calibration=calibration or calibrate([], site, hardware=hardware),
+        kernels=kernels or CODE_BASES[code_base] or own,
+        reserve=RESERVE,
+        code_base=code_base,
     )

@@ -81,9 +81,9 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
         "shard_size": [None] if plan.shard_size else [],
         "zero_stage": range(plan.zero_stage + 1, 4) if plan.data_parallel > 1 else [],
     }
-    names = [name for count in (1, 2, 3) for name in itertools.combinations(values, count)]
+    together = [each for count in (1, 2, 3) for each in itertools.combinations(values, count)]
     found = []
-    for fields in names:
+    for fields in together:
         for chosen in itertools.product(*(values[name] for name in fields)):
             change = dict(zip(fields, chosen, strict=True))
             with contextlib.suppress(ConfigError):

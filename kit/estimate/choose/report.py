@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster.record import suggestion
 from cluster.site import Site
 from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
-from kit.estimate.choose.machine import CODE_BASES
 from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
 from kit.estimate.fit.calibrate import published_calibration
 from kit.plan import EngineName, Precision
@@ -81,21 +79,16 @@ def plan_report(
     about it.
 
     Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which
-    layout to explain and keep, from 1. `sequence_length` is the model's unless it is given, and
-    `code_base` says whose kernels the memory is estimated of (`CODE_BASES`). The rest is as in
-    `search`.
+    layout to explain and keep, from 1. `sequence_length` is the model's unless it is given; the
+    rest is as in `search`.
 
     Raises:
-        ConfigError: as `search`, or model, site or code base are unknown, or there is no such
-            layout to choose.
+        ConfigError: as `search`, or model or site are unknown, or there is no such layout to
+            choose.
     """
     spec = load_spec(model)
     if sequence_length is not None:
         spec = spec.replace(sequence_length=sequence_length)
-    if code_base not in CODE_BASES:
-        raise ConfigError(
-            f"--code-base: {code_base!r} is unknown. {suggestion(code_base, CODE_BASES)}"
-        )
     if tokens is not None and tokens < batch * spec.sequence_length:
         raise ConfigError(
             f"tokens: {tokens:.4g} is less than one step, which takes"
@@ -111,7 +104,7 @@ def plan_report(
         engine=engine,
         precision=precision,
         calibration=published_calibration(place),
-        kernels=CODE_BASES[code_base],
+        code_base=code_base,
         only=only,
     )
     shown = answers(found, count, tokens=tokens)

@@ -197,6 +197,7 @@ def search(
     precision: Precision = "bf16",
     calibration: Calibration | None = None,
     kernels: Kernels | None = None,
+    code_base: str = "kit",
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
@@ -214,6 +215,7 @@ def search(
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the
             average of published machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
+        code_base: whose kernels they are, by the names of `machine.CODE_BASES`.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
             parallelism, which the kit does not train, is offered where it is named:
             `{"context_parallel": [1, 2, 4]}`.
@@ -229,10 +231,18 @@ def search(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1,"
             " e.g. 0.05."
         )
-    machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
+    machine = machine_of(
+        site,
+        calibration,
+        engine=engine,
+        kernels=kernels,
+        precision=precision,
+        code_base=code_base,
+    )
     engine = engine or site.engine
     check_site(spec, Plan(engine=engine), site)
-    ours = kernels is None and engine == "native" and site.device.is_gpu  # not another code base
+    is_own = kernels is None and code_base == "kit"
+    ours = is_own and engine == "native" and site.device.is_gpu
 
     def on(
         devices: int = num_devices,
