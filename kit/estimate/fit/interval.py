@@ -125,7 +125,6 @@ def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     found = {
         "number format below bf16": hardware.is_narrow,
         "ZeRO 3 (FSDP2)": x.zero_stage >= 3,
-        "tensor parallelism across nodes": x.tensor_parallel > hardware.node_devices,
         "compiled blocks": x.compiled,
         "context parallelism": x.context_parallel > 1,
         "fewer micro-batches than stages": x.num_microbatches < x.pipeline_parallel,
@@ -157,10 +156,9 @@ def untried(
             axis=0,
         )
         found["device unlike those of the fit"] = alien
-    else:
-        _, widest = measured.bounds["tensor_parallel"]
-        name = f"tensor_parallel above the {widest:.0f} of its runs"
-        found[name] = np.broadcast_to(layouts.tensor_parallel > widest, layouts.shape)
+    widest = measured.bounds["tensor_parallel"][1] if measured else 1.0
+    wide = layouts.tensor_parallel > np.maximum(hardware.node_devices, widest)
+    found["tensor parallelism across nodes"] = np.broadcast_to(wide, layouts.shape)
     return found
 
 

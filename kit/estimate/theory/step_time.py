@@ -164,16 +164,12 @@ class StepTime:
     @cached_property
     def _ideal(self) -> Array:
         """The slowest stage if none is late: the first with the embedding, or the last with the
-        logits, which has a layer less where stages are uneven, as frameworks place the logits. The
-        first has one less too where embedding and loss stand for a layer each (Llama 3).
+        logits, which has a layer less where stages are uneven, as frameworks place the logits.
         """
-        x, p = self.layouts, self.layouts.pipeline_parallel
-        missing, first = p * x.most_layers - x.num_layers, self.middle + self.embedding
-        last = self.middle - (missing > 0) * self.layer.total + self.logits
-        if np.any(missing == 2):
-            lighter = np.maximum(first - self.layer.total, self.middle)
-            first = np.where(missing == 2, lighter, first)
-        ends = np.where(p > 1, np.maximum(first, last), 0.0)
+        p = self.layouts.pipeline_parallel
+        lighter = p * self.layouts.most_layers > self.layouts.num_layers
+        last = self.middle - lighter * self.layer.total + self.logits
+        ends = np.where(p > 1, np.maximum(self.middle + self.embedding, last), 0.0)
         return np.maximum(ends, self.mean)
 
     @cached_property
