@@ -27,6 +27,8 @@ SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 MAX_PEAK_FLOPS_PER_S = 1e17
 """Per device; fifty times the fastest accelerator sold, so anything above is a wrong unit."""
+LEAST_PEAK_FLOPS_PER_S = 1e12
+"""Per accelerator; a number below is in TFLOP/s. So is one below 1e6 of a CPU core."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,18 @@ class Device(Record):
         check_rates,
         default_factory=dict,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = LEAST_PEAK_FLOPS_PER_S if self.is_gpu or self.trainium else 1e6
+        for field in ("peak_flops_per_s", "matmul_flops_per_s"):
+            for dtype, fact in getattr(self, field).items():
+                if fact.value < least:
+                    raise ConfigError(
+                        f"device.{field}.{dtype}: {fact.value:g} FLOP/s is not believable for"
+                        f" {self.name}. Give FLOP/s, not TFLOP/s: {fact.value:g} TFLOP/s are"
+                        f" {fact.value * 1e12:g}."
+                    )
 
     @property
     def is_gpu(self) -> bool:

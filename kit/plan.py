@@ -159,6 +159,17 @@ class Plan(Record):
         """Pipeline stages in all: pipeline_parallel x virtual_stages."""
         return self.pipeline_parallel * self.virtual_stages
 
+    def stage_layers(self, spec: ModelSpec, stage: int) -> range:
+        """Returns the blocks of one pipeline stage: an equal share of consecutive layers.
+
+        Where the layers do not divide, the embedding and the loss stand for a layer each, so that
+        the first and the last stage have a block less, or none (Llama 3, arXiv 2407.21783, section
+        3.3.2: 126 layers in 128 places).
+        """
+        share = math.ceil(spec.num_layers / self.num_stages)
+        first = stage * share - (share * self.num_stages > spec.num_layers)
+        return range(max(0, first), min(spec.num_layers, first + share))
+
     @property
     def is_hybrid(self) -> bool:
         """Whether ZeRO shards over groups of `shard_size` replicas, with copies across them."""

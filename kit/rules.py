@@ -30,25 +30,17 @@ class Rule:
     engines: tuple[str, ...] = ENGINES
 
 
-def _with_engine(engine: str, field: str, breaks: Callable[[Any], Any], reason: str) -> Rule:
-    """Returns a rule of one engine; the sentence names it, the field and its value."""
+def _with_engine(
+    engines: tuple[str, ...], field: str, breaks: Callable[[Any], Any], reason: str
+) -> Rule:
+    """Returns a rule of some engines; the sentence names the plan's, the field and its value."""
     return Rule(
-        engines=(engine,),
+        engines=engines,
         breaks=breaks,
         sentence=lambda plan: (
             f"plan.{field}: {getattr(plan, field)!r} is not allowed with engine"
             f" {plan.engine!r}: {reason}."
         ),
-    )
-
-
-def _no_fp16(engine: str) -> Rule:
-    return _with_engine(
-        engine,
-        "precision",
-        lambda plan: plan.is_one_of("precision", "fp16"),
-        "only DeepSpeed scales the loss, without which small gradients are lost; use 'bf16', or"
-        " engine 'deepspeed'",
     )
 
 
@@ -190,25 +182,30 @@ RULES = (
             " least 2, got 1."
         ),
     ),
-    _no_fp16("native"),
-    _no_fp16("neuron"),
     _with_engine(
-        "deepspeed",
+        ("native", "neuron"),
+        "precision",
+        lambda plan: plan.is_one_of("precision", "fp16"),
+        "only DeepSpeed scales the loss, without which small gradients are lost; use 'bf16', or"
+        " engine 'deepspeed'",
+    ),
+    _with_engine(
+        ("deepspeed",),
         "zero_stage",
         lambda plan: (plan.pipeline_parallel > 1) & (plan.zero_stage > 1),
         "its pipeline sums gradients whole; use 0 or 1",
     ),
     _with_engine(
-        "deepspeed",
+        ("deepspeed", "neuron"),
         "schedule",
         lambda plan: (
             (plan.pipeline_parallel > 1)
             & plan.is_one_of("schedule", "gpipe", *MULTI_STAGE_SCHEDULES)
         ),
-        "its pipeline runs 1F1B only; use '1f1b'",
+        "its pipeline runs 1F1B only here; use '1f1b'",
     ),
     _with_engine(
-        "deepspeed",
+        ("deepspeed",),
         "sequence_parallel",
         lambda plan: plan.sequence_parallel,
         "its Frontier recipe has none; turn it off",
@@ -216,13 +213,13 @@ RULES = (
     # torch keeps and recomputes operations by their order, which gathering and dropping weights
     # upsets.
     _with_engine(
-        "deepspeed",
+        ("deepspeed",),
         "recompute",
         lambda plan: (plan.zero_stage == 3) & plan.is_one_of("recompute", "selective"),
         "not with zero_stage 3; use 'full'",
     ),
     _with_engine(
-        "deepspeed",
+        ("deepspeed",),
         "compile",
         lambda plan: plan.compile,
         "compiled blocks were not tried under it; turn it off",
@@ -230,7 +227,7 @@ RULES = (
     # Measured with DeepSpeed 0.19.8: bf16 at stage 0 keeps no fp32 sum of gradients and strays by
     # 8e-3.
     _with_engine(
-        "deepspeed",
+        ("deepspeed",),
         "precision",
         lambda plan: (
             plan.is_one_of("precision", "bf16", "fp16", "fp8", "mxfp8") & (plan.zero_stage == 0)
@@ -238,22 +235,13 @@ RULES = (
         "stage 0 keeps sums of gradients no wider; use zero_stage 1, also with one replica",
     ),
     _with_engine(
-        "neuron",
+        ("neuron",),
         "zero_stage",
         lambda plan: plan.zero_stage > 1,
         "NxD shards the optimizer only; use 0 or 1",
     ),
     _with_engine(
-        "neuron",
-        "schedule",
-        lambda plan: (
-            (plan.pipeline_parallel > 1)
-            & plan.is_one_of("schedule", "gpipe", *MULTI_STAGE_SCHEDULES)
-        ),
-        "HLAT ran 1F1B; use '1f1b'",
-    ),
-    _with_engine(
-        "neuron",
+        ("neuron",),
         "compile",
         lambda plan: plan.compile,
         "its graphs are compiled by neuronx-cc; turn it off",
@@ -267,19 +255,25 @@ def _divided(
     degree: Callable[[Any], Any],
     name: Callable[[Any], str],
     count: Callable[[Any, Any], Any] | None = None,
+    more: int = 0,
+    **kwargs: Any,
 ) -> Rule:
-    """Returns the rule that a degree of the plan divides a number of the model."""
+    """Returns the rule that a degree of the plan divides a number of the model, or `more`."""
     number = count or (lambda plan, spec: getattr(spec, what))
 
     def sentence(plan: Any, spec: Any) -> str:
         value = number(plan, spec)
-        allowed = ", ".join(str(i) for i in range(1, 129) if value % i == 0)
+        allowed = [i for i in range(1, 129) if 0 in (value % i, (value + more) % i)]
         return (
             f"spec.{what}: {value} is not divisible by {name(plan)} = {degree(plan)}. Allowed for"
-            f" this model: {allowed}."
+            f" this model: {', '.join(map(str, allowed))}."
         )
 
-    return Rule(breaks=lambda plan, spec: number(plan, spec) % degree(plan) != 0, sentence=sentence)
+    def breaks(plan: Any, spec: Any) -> Any:
+        value, parts = number(plan, spec), degree(plan)
+        return (value % parts != 0) & ((value + more) % parts != 0 if more else True)
+
+    return Rule(breaks=breaks, sentence=sentence, **kwargs)
 
 
 def _over_heads(plan: Any) -> Any:
@@ -352,14 +346,19 @@ MODEL_RULES = (
             f" multiple of {TRN1_CORES // 4}, pipeline_parallel 1, or another tensor_parallel."
         ),
     ),
-    Rule(
-        breaks=lambda plan, spec: spec.num_layers < plan.num_stages,
-        sentence=lambda plan, spec: (
-            f"plan.pipeline_parallel: {plan.num_stages} stages but the model has"
-            f" {counted(spec.num_layers, 'layer')}. Lower pipeline_parallel or virtual_stages."
-        ),
+    _divided(
+        "num_layers",
+        lambda plan: plan.num_stages,
+        lambda _: "the number of pipeline stages, nor with embedding and loss as a layer each,",
+        more=2,  # `Plan.stage_layers`
+        engines=("native",),
     ),
-    _divided("num_layers", lambda plan: plan.num_stages, lambda _: "the number of pipeline stages"),
+    _divided(
+        "num_layers",
+        lambda plan: plan.num_stages,
+        lambda plan: f"the number of pipeline stages, equal ones with engine {plan.engine!r},",
+        engines=("deepspeed", "neuron"),
+    ),
     _divided("num_heads", _over_heads, _head_degrees),
     _divided(
         "num_kv_heads",

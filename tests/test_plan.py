@@ -142,10 +142,16 @@ def test_impossible_plans_are_refused(plan, message):
         ({"tensor_parallel": 4}, "spec.num_kv_heads: 2 is not divisible by tensor_parallel = 4"),
         ({"tensor_parallel": 3}, "spec.num_heads: 4 is not divisible by tensor_parallel = 3"),
         (
-            {"pipeline_parallel": 3},
-            "spec.num_layers: 4 is not divisible by the number of pipeline stages = 3",
+            {"pipeline_parallel": 5},
+            "spec.num_layers: 4 is not divisible by the number of pipeline stages, nor with"
+            " embedding and loss as a layer each, = 5. Allowed for this model: 1, 2, 3, 4, 6.",
         ),
-        ({"pipeline_parallel": 8}, "8 stages but the model has 4 layers"),
+        (
+            {"pipeline_parallel": 3, "engine": "deepspeed"},
+            "4 is not divisible by the number of pipeline stages, equal ones with engine"
+            " 'deepspeed', = 3",
+        ),
+        ({"pipeline_parallel": 8}, "Allowed for this model: 1, 2, 3, 4, 6."),
     ],
 )
 def test_plans_that_do_not_fit_the_model_are_refused(plan, message):

@@ -130,9 +130,10 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
     [
         {"data_parallel": 1, "zero_stage": 0, "tensor_parallel": 2, "sequence_parallel": True},
         {"data_parallel": 1, "zero_stage": 0, "pipeline_parallel": 2},
+        {"data_parallel": 1, "zero_stage": 0, "pipeline_parallel": 3},
         {"data_parallel": 2, "zero_stage": 3},
     ],
-    ids=["TP2", "PP2", "ZeRO3"],
+    ids=["TP2", "PP2", "PP3 of 4 layers", "ZeRO3"],
 )
 def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, forked, tmp_path):
     """Goes back to the checkpoint of step 100 and does the last 20 steps again on another
@@ -146,6 +147,9 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, for
     assert ours.plans[1] == DP2 and ours.plans[2] != DP2
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
     np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
+    moved, stayed = (load_model(each, STEPS).state_dict() for each in (run, unbroken))
+    assert moved.keys() == stayed.keys()
+    assert all(torch.allclose(moved[name], stayed[name], atol=1e-4) for name in moved)
 
 
 def test_resumes_between_shard_sizes_and_phases_of_a_mix(

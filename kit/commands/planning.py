@@ -39,9 +39,18 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Global batch: sequences in one optimizer step.")
     ] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Sequence length, in tokens. Default: the model's.")
+    ] = None,
     tokens: Annotated[
         float | None, typer.Option(help="Training budget, for days and price, e.g. 1.8e12.")
     ] = None,
+    code_base: Annotated[
+        str,
+        typer.Option(
+            help="Whose kernels the memory estimate assumes: kit, megatron-core or torchtitan."
+        ),
+    ] = "kit",
     choose: Annotated[int, typer.Option(help="Layout to explain and keep, by its row.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="File to keep it in, NAME.json, for `kit launch --plan`.")
@@ -72,7 +81,7 @@ def plan(
     sizes = {"--site": site, "--devices": devices, "--batch": batch}
     if rehearse and (known := _known(name, site, changes)):
         refuse(
-            {"--devices": devices, "--batch": batch},
+            {"--devices": devices, "--batch": batch, "--seq": seq},
             f"{name} has a layout of its own. Change it by --set plan.KEY=VALUE.",
         )
         _rehearse(*known)
@@ -90,6 +99,8 @@ def plan(
         devices=devices,
         batch=batch,
         tokens=tokens,
+        sequence_length=seq,
+        code_base=code_base,
         count=max(SHOWN, choose),
         choose=choose,
         **_kept(changes["plan"]),
@@ -102,9 +113,14 @@ def plan(
         fields = {"data": EDIT, "num_steps": STEPS, **changes["recipe"]}
         _rehearse(report.search.spec, chosen, fields, Site.load(site))
         return
-    layouts = Table(*report.header, title=report.search.title, rows=report.rows)
-    kept = [Text(f"Layout {choose} is in {out}.")] if out is not None else []
-    tell(report.to_dict(), layouts, facts_table("", report.chosen.facts()), *kept)
+    launched = "" if seq is None else f" Launch it with --set spec.sequence_length={seq}."
+    kept = [Text(f"Layout {choose} is in {out}.{launched}")] if out is not None else []
+    tell(
+        report.to_dict(),
+        Table(*report.header, title=report.search.title, rows=report.rows),
+        facts_table("", report.chosen.facts()),
+        *kept,
+    )
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:

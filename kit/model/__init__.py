@@ -199,6 +199,8 @@ class Decoder(nn.Module):
         layers: which blocks to hold (default all). The embedding comes with the first block, the
             final norm and the output projection with the last. Blocks keep their global number as
             name, so weights are named alike however the model is cut.
+        is_first, is_last: whether it has these, where the blocks do not tell: an uneven stage may
+            hold an end and no block.
         recompute: which activations are computed again in the backward pass.
 
     The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or
@@ -207,16 +209,23 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, *, layers: range | None = None, recompute: Recompute = "none"
+        self,
+        spec: ModelSpec,
+        *,
+        layers: range | None = None,
+        is_first: bool | None = None,
+        is_last: bool | None = None,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
-        first, last = layers.start == 0, layers.stop == spec.num_layers
+        is_first = layers.start == 0 if is_first is None else is_first
+        is_last = layers.stop == spec.num_layers if is_last is None else is_last
         self.spec = spec
-        self.embedding = Embedding(spec) if first else None
+        self.embedding = Embedding(spec) if is_first else None
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
-        self.norm = make_norm(spec) if last else None
-        self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if last else None
+        self.norm = make_norm(spec) if is_last else None
+        self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if is_last else None
         self.within_documents: Callable[[Tensor], Past] | None = (
             None  # what tokens see that see no other document
         )

@@ -9,7 +9,7 @@ from kit.model import Decoder, initial_weight
 from kit.parallel.data import needs_sharding, shard, shard_ends
 from kit.parallel.gradients import local
 from kit.parallel.groups import pipeline_rank
-from kit.parallel.pipeline import stage_indices, stage_layers
+from kit.parallel.pipeline import stage_indices
 from kit.parallel.tensor import apply_tensor_parallel
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -29,7 +29,11 @@ def build_decoders(
     for stage in stage_indices(plan, pipeline_rank(mesh)):
         with torch.device("meta"):
             decoder = Decoder(
-                spec, layers=stage_layers(spec, plan, stage), recompute=plan.recompute
+                spec,
+                layers=plan.stage_layers(spec, stage),
+                is_first=stage == 0,
+                is_last=stage == plan.num_stages - 1,
+                recompute=plan.recompute,
             )
         if plan.tensor_parallel > 1:
             apply_tensor_parallel(decoder, mesh["tensor"], sequence_parallel=plan.sequence_parallel)

@@ -37,12 +37,6 @@ def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
     return list(range(pipeline_rank, plan.num_stages, plan.pipeline_parallel))
 
 
-def stage_layers(spec: ModelSpec, plan: Plan, stage: int) -> range:
-    """Returns the blocks of one stage: an equal share of consecutive layers."""
-    share = spec.num_layers // plan.num_stages
-    return range(stage * share, (stage + 1) * share)
-
-
 def build_schedule(
     decoders: list[Decoder],
     *,

@@ -12,7 +12,7 @@ from kit.errors import RunError
 from kit.parallel.apply import build_decoders
 from kit.parallel.gradients import local
 from kit.parallel.groups import build_mesh, pipeline_rank
-from kit.parallel.pipeline import stage_indices, stage_layers
+from kit.parallel.pipeline import stage_indices
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from kit.torch_private import fake_store
@@ -66,7 +66,7 @@ def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
             rank=rank,
             coordinates={name: mesh[name].get_local_rank() for name in mesh.mesh_dim_names or ()},
             stages=stages,
-            layers=[stage_layers(spec, plan, stage) for stage in stages],
+            layers=[plan.stage_layers(spec, stage) for stage in stages],
             parameters=[
                 ShardedParameter(
                     name=name,

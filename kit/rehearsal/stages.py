@@ -16,7 +16,7 @@ from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.fit.calibrate import Prediction, published_calibration
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, memory
-from kit.parallel.pipeline import stage_indices, stage_layers
+from kit.parallel.pipeline import stage_indices
 from kit.parallel.simulate import view_rank
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -342,5 +342,7 @@ def _kind(spec: ModelSpec, plan: Plan, place: int) -> tuple:
     """Returns what makes a place in the pipeline differ from others: how many layers, and which
     ends.
     """
-    parts = (stage_layers(spec, plan, stage) for stage in stage_indices(plan, place))
-    return tuple((len(part), 0 in part, spec.num_layers - 1 in part) for part in parts)
+    return tuple(
+        (len(plan.stage_layers(spec, stage)), stage == 0, stage == plan.num_stages - 1)
+        for stage in stage_indices(plan, place)
+    )

@@ -36,7 +36,6 @@ from kit.engines.engine import PortableEngine
 from kit.engines.process_group import keep_freed_memory
 from kit.parallel.apply import build_decoders
 from kit.parallel.groups import build_mesh
-from kit.parallel.pipeline import stage_layers
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
@@ -174,7 +173,7 @@ def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
 
 def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[Any]:
     """Returns copies of the plans of the second stage for another."""
-    layers = zip(stage_layers(spec, plan, 1), stage_layers(spec, plan, stage), strict=True)
+    layers = zip(plan.stage_layers(spec, 1), plan.stage_layers(spec, stage), strict=True)
     names = {f".layers.{a}.": f".layers.{b}." for a, b in layers}
 
     def renamed(name: str) -> str:

@@ -98,6 +98,16 @@ def test_impossible_number_is_refused_and_located(tmp_path, value, error, messag
         Site.load(write_site(tmp_path, SMALL.format(value=value, error=error)))
 
 
+@pytest.mark.parametrize("name", ["NVIDIA B200", "AMD Instinct MI300X", "Trainium2 NeuronCore"])
+def test_a_peak_in_teraflops_is_refused_with_what_is_meant(name):
+    device = Site.load("frontier").device
+    for field in ("peak_flops_per_s", "matmul_flops_per_s"):
+        with pytest.raises(ConfigError, match=rf"{field}\.bf16: 2250 .* are 2.25e\+15"):
+            device.replace(name=name, **{field: {"bf16": Fact(value=2250, source="a slip")}})
+    with pytest.raises(ConfigError, match="Give FLOP/s, not TFLOP/s"):
+        Site.load("laptop").with_measured_peak("fp32", 0.14, "a slip")
+
+
 def test_impossible_measured_peak_and_a_fact_without_a_source_are_refused():
     for value in (0.0, -1.0, float("nan"), 1e18):
         with pytest.raises(ConfigError):

@@ -132,6 +132,17 @@ def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[
     )
 
 
+def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None:
+    words = (
+        "plan llama3.1-405b --site dgx-h100 --devices 2048 --batch 2048 --seq 4096 --out plan.json"
+    )
+    app([*words.split(), "--code-base", "megatron-core"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "2,048 sequences of 4,096 tokens" in said and "megatron-core's kernels" in said
+    assert "Layout 1 is in plan.json. Launch it with --set spec.sequence_length=4096." in said
+    Plan.read(Path("plan.json")).check(ModelSpec.preset("llama3.1-405b"))
+
+
 def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     shown = "--recipe hlat-70b --set plan.data_parallel=8 --show --site"
     launch(f"{shown} trn1.32xlarge")

@@ -135,6 +135,14 @@ def test_weights_of_each_pipeline_device_are_those_of_the_engine(family, schedul
     assert modelled.tolist() == [view_rank(spec, plan, rank).num_params for rank in (0, 2)]
 
 
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_weights_of_uneven_stages_are_those_of_the_engine(schedule, stages):
+    spec = TINY["llama"].replace(num_layers=6)
+    plan = Plan(pipeline_parallel=4, virtual_stages=stages, schedule=schedule, global_batch_size=8)
+    modelled = memory_by_stage(Layouts.of(spec, [plan])).params
+    assert modelled.tolist() == [view_rank(spec, plan, rank).num_params for rank in range(4)]
+
+
 @pytest.mark.parametrize(
     ("stages", "shard_size", "over", "weights", "gradients", "optimizer"),
     [

@@ -5,6 +5,7 @@ themselves.
 import contextlib
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, interval, search
+from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import (
@@ -34,7 +36,7 @@ from kit.plan import Plan
 from kit.rules import ENGINES
 from kit.spec import ModelSpec
 
-FRONTIER = Site.load("frontier")
+FRONTIER, H100 = Site.load("frontier"), Site.load("dgx-h100")
 SMALL = ModelSpec.llama(
     name="small",
     num_layers=8,
@@ -93,6 +95,18 @@ def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
     assert allowed(layouts, SMALL, engine).tolist() == accepted and 20 < sum(accepted) < 750
 
 
+def test_126_layers_are_offered_in_128_places():
+    """Llama 3 405B (arXiv 2407.21783, section 3.3.2): embedding and loss stand for a layer each."""
+    spec = ModelSpec.preset("llama3.1-405b")
+    layouts = candidates(spec, 8192, 2048)
+    uneven = layouts.select(layouts.num_stages == 128)
+    plan = uneven.plan(0)
+    plan.check(spec, 8192)
+    assert [len(plan.stage_layers(spec, stage)) for stage in range(128)] == [0, *[1] * 126, 0]
+    equal = candidates(spec, 8192, 2048, engine="deepspeed")
+    assert (126 % equal.num_stages == 0).all(), "which deals equal shares of the blocks"
+
+
 @pytest.mark.parametrize(
     "model, devices, batch, engine",
     [
@@ -100,6 +114,7 @@ def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
         ("gpt-175b", 1024, 10240, "deepspeed"),
         ("hlat-70b", 8192, 1024, "neuron"),
         ("demo", 8, 16, "native"),
+        ("llama3.1-405b", 2048, 2048, "native"),
     ],
 )
 def test_candidates_pass_every_check_and_are_there_once(model, devices, batch, engine):
@@ -188,7 +203,7 @@ def test_an_answer_explains_itself():
     found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640)
     assert found.title.endswith("not calibrated")
     alone = search(ModelSpec.preset("demo"), FRONTIER, 1, 1).title
-    assert "on 1 device of frontier with" in alone and ", 1 sequence: " in alone
+    assert "on 1 device of frontier with" in alone and ", 1 sequence of 256 tokens: " in alone
     first, *others = answers(found, 4, tokens=3e11)
     assert all(first.simulated_s <= other.simulated_s for other in others)
     assert first.simulated_s == pytest.approx(first.row["step_time_s"], rel=0.15)
@@ -286,10 +301,98 @@ def test_how_many_devices_would_do_is_said():
         with contextlib.suppress(ConfigError):
             fits += [size] if search(spec, FRONTIER, size, 640).feasible.any() else []
     assert sizes[0] < fits[0] < sizes[-1]
-    with pytest.raises(ConfigError, match=rf"Use {fits[0]:,} devices, a smaller model"):
+    with pytest.raises(ConfigError, match=r"What fits: (\d+) devices with 640 seq") as refused:
         search(spec, FRONTIER, sizes[0], 640)
-    with pytest.raises(ConfigError, match="Use more devices, a smaller model"):
+    found = re.search(r"What fits: (\d+) devices", str(refused.value))
+    assert found and sizes[0] < int(found[1]) <= fits[0]
+    assert search(spec, FRONTIER, int(found[1]), 640).feasible.any()
+    with pytest.raises(ConfigError, match="What fits: nothing nearby"):
         search(spec, FRONTIER, 16, 1, only={"tensor_parallel": [2], "pipeline_parallel": [8]})
+
+
+@pytest.mark.parametrize(
+    "devices, only, message",
+    [
+        (64, {}, r"What fits: \d+ devices with 64 seq.*; optimizer states in host memory .not by"),
+        (512, {"pipeline_parallel": [1], "zero_stage": [0]}, "512 devices with 64 sequences: TP"),
+    ],
+)
+def test_what_lies_nearby_and_fits_is_named(devices, only, message):
+    with pytest.raises(ConfigError, match=message):
+        search(ModelSpec.preset("llama3.1-405b"), H100, devices, 64, only=only)
+
+
+def test_no_layout_of_these_numbers_names_the_nearest_that_are_allowed():
+    with pytest.raises(ConfigError, match="allowed: 2,042 sequences, or 1,024 devices"):
+        search(ModelSpec.preset("llama3.1-405b"), H100, 1021, 2048)
+
+
+def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():
+    found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 512, 7)
+    assert found.best.data_parallel == 1
+    assert "7 sequences on 512 devices leave at most 1 replica" in str(found.batch_limit)
+    assert found.batch_limit in answers(found, 1)[0].warnings
+    assert search(ModelSpec.preset("gpt-175b"), FRONTIER, 512, 1024).batch_limit is None
+
+
+def test_tensor_parallelism_that_no_run_had_widens_the_interval_and_is_named():
+    calibration = published_calibration(FRONTIER)
+
+    def width(degree: int) -> float:
+        found = search(
+            ModelSpec.preset("gpt-175b"),
+            FRONTIER,
+            512,
+            512,
+            calibration=calibration,
+            only={"tensor_parallel": [degree], "schedule": ["1f1b"]},
+        )
+        best = int(found.order[0])
+        named = "tensor parallelism across nodes" in found.prediction(best).untried
+        assert named == (degree > 16), "the most that a run of Frontier had"
+        return float(found.row(best)["step_time_high_s"] / found.row(best)["step_time_low_s"])
+
+    assert width(32) > width(8)
+    blind = search(SMALL, Site.load("perlmutter"), 8, 8, only={"tensor_parallel": [4]})
+    wide = search(
+        SMALL.replace(num_kv_heads=8), Site.load("perlmutter"), 8, 8, only={"tensor_parallel": [8]}
+    )
+    assert "tensor parallelism across nodes" in wide.prediction(0).untried
+    assert "tensor parallelism across nodes" not in blind.prediction(0).untried
+
+
+def test_what_no_engine_of_the_kit_does_is_offered_by_name():
+    first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
+    context, overlap, offload = first.elsewhere
+    assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
+    assert "GB less a device" in offload
+    told = dict(first.facts())["other engines"]
+    assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
+
+
+def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word():
+    first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
+    near = dataclasses.replace(first.nearest, distance=1.0, residual=0.01)
+    far_off = dataclasses.replace(near, residual=2.0)
+    for nearest, is_told in ((near, False), (far_off, True)):
+        answer = dataclasses.replace(first)
+        answer.__dict__["nearest"] = nearest
+        assert any("missed by more than" in text for text in answer.warnings) == is_told
+
+
+def test_sequence_length_and_code_base_can_be_asked_for():
+    asked = dict(site="dgx-h100", devices=64, batch=64, count=1)
+    own, long, megatron = (
+        plan_report("llama3-8b", **asked, **changes)
+        for changes in ({}, {"sequence_length": 16384}, {"code_base": "megatron-core"})
+    )
+    assert "64 sequences of 8,192 tokens" in own.search.title
+    assert "64 sequences of 16,384 tokens" in long.search.title
+    assert (megatron.to_dict()["code_base"], own.to_dict()["code_base"]) == ("megatron-core", "kit")
+    assert megatron.search.used_bytes.min() != own.search.used_bytes.min()
+    assert any("megatron-core's kernels" in text for text in megatron.chosen.warnings)
+    with pytest.raises(ConfigError, match="Did you mean 'torchtitan'"):
+        plan_report("llama3-8b", **asked, code_base="torchtitn")
 
 
 def test_a_site_without_a_number_is_named():

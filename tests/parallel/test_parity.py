@@ -16,8 +16,10 @@ from tests.parity import (
     batches,
     check_bf16,
     compare,
+    differences,
     make_plan,
     some_thorough,
+    train,
 )
 from tests.workers import run_ranks
 
@@ -81,6 +83,35 @@ IN_BF16 = (
     "PP2 x DP2, ZeRO 3",
 )
 """What `make test` trains of the layouts of eight ranks, and in bf16; `make faults` trains all."""
+
+
+UNEVEN = {
+    "6 layers, PP4 x 2, interleaved": (6, {**INTERLEAVED, "pipeline_parallel": 4}),
+    "6 layers, PP4, 1F1B, recompute full": (6, {"pipeline_parallel": 4, "recompute": "full"}),
+    "6 layers, PP4 x 2, zero bubble": (6, {**ZERO_BUBBLE, "pipeline_parallel": 4}),
+    "6 layers, PP2 x 2, ZBV": (6, ZBV),
+    "2 layers, PP2 x DP2, ZeRO 3, interleaved": (
+        2,
+        {**INTERLEAVED, "data_parallel": 2, "zero_stage": 3},
+    ),
+    "2 layers, TP2 x PP4, SP": (2, {**SP, "pipeline_parallel": 4}),
+}
+"""Layers, and stages that they do not divide over: embedding and loss stand for a layer each."""
+
+
+@pytest.mark.parametrize(
+    "layout", some_thorough(UNEVEN, [name for name in UNEVEN if "TP2" in name])
+)
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_uneven_stages_equal_one_process(family, layout, llama_spec, gpt_spec, native_run):
+    layers, changes = UNEVEN[layout]
+    spec, plan = {"llama": llama_spec, "gpt": gpt_spec}[family], make_plan(changes)
+    spec = spec.replace(num_layers=layers)
+    parts = [len(plan.stage_layers(spec, stage)) for stage in range(plan.num_stages)]
+    assert parts[0] == parts[-1] == parts[1] - 1 and sum(parts) == layers
+    found = run_ranks(plan.num_devices, train, spec, plan)
+    found = differences(found, native_run(spec))
+    assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*EIGHT} - {*IN_FP32}))

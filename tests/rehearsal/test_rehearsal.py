@@ -117,8 +117,9 @@ def test_a_plan_that_cannot_run_is_refused(packed):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_cuts_lose_no_weight(tied):
-    spec = ModelSpec.preset("demo").replace(num_layers=6, tied_embeddings=tied)
+@pytest.mark.parametrize("layers", [6, 4, 1])
+def test_cuts_lose_no_weight(layers, tied):
+    spec = ModelSpec.preset("demo").replace(num_layers=layers, tied_embeddings=tied)
     found = cut(
         spec,
         Plan(

@@ -3,6 +3,7 @@ one Layouts.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -144,15 +145,17 @@ def _shapes(
         for c in _choice(limits, "context_parallel", inner):
             for p in _choice(limits, "pipeline_parallel", divisors(num_devices // (t * c))):
                 replicas = num_devices // (t * c * p)
-                if batch % replicas or spec.num_layers % p:
+                stages = _stages_of_one(spec, p, engine)
+                if batch % replicas or not stages:
                     continue
-                stages = divisors(spec.num_layers // p) if p > 1 else [1]
                 sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
                 rows += [
                     (t, c, p, v, replicas, b)
                     for v in _choice(limits, "virtual_stages", stages)
                     for b in sizes
                 ]
+    # Uneven ones last, since those that are evaluated beside them take longer.
+    rows.sort(key=lambda row: spec.num_layers % (row[2] * row[3]) != 0)
     table = np.array(rows, dtype=float).reshape(-1, 6).T
     names = (
         "tensor_parallel",
@@ -163,6 +166,16 @@ def _shapes(
         "micro_batch_size",
     )
     return dict(zip(names, table, strict=True))
+
+
+def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[int]:
+    """Returns how many stages a device of so long a pipeline may hold: `Plan.stage_layers`."""
+    if devices == 1:
+        return [1]
+    places = {spec.num_layers, spec.num_layers + 2 * (engine == "native")}
+    return sorted(
+        {v for count in places if count % devices == 0 for v in divisors(count // devices)}
+    )
 
 
 def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
@@ -213,6 +226,25 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // i for i in small)})
 
 
+def nearby_devices(num_devices: int, node_devices: int) -> list[int]:
+    """Returns other numbers of devices, nearest first: up to 8 whole nodes more or fewer, then by
+    quarters up to 256 times as many.
+    """
+    nodes = [num_devices + sign * i * node_devices for i in range(1, 9) for sign in (-1, 1)]
+    grown = [num_devices * quarters * 2**i // 4 for i in range(8) for quarters in range(5, 9)]
+    return [number for number in nodes + grown if number > 0]
+
+
+def nearby_batches(batch: int, num_devices: int) -> list[int]:
+    """Returns at most four batches that share more divisors with the devices, nearest first:
+    replicas divide both.
+    """
+    rounded = {max(1, round(batch / part)) * part for part in divisors(num_devices)}
+    shared = math.gcd(batch, num_devices)
+    better = [other for other in rounded if math.gcd(other, num_devices) > shared]
+    return sorted(better, key=lambda other: (abs(other - batch), other))[:4]
+
+
 def _choice(limits: dict[str, tuple], name: str, values: Iterable[Any]) -> list[Any]:
     return [value for value in values if name not in limits or value in limits[name]]
 
@@ -235,13 +267,21 @@ def _why_none(
     replicas = {
         num_devices // (t * p)
         for t in _tensor_degrees(spec, num_devices, engine)
-        for p in divisors(int(np.gcd(num_devices // t, spec.num_layers)))
+        for p in divisors(num_devices // t)
+        if _stages_of_one(spec, p, engine)
     }
-    fewest = min(replicas)
+    nearest = min((max(1, round(batch / r)) * r for r in replicas), key=lambda b: abs(b - batch))
+    devices = next(
+        number
+        for step in range(1, num_devices)
+        for number in (num_devices - step, num_devices + step)
+        if len(_shapes(spec, number, batch, {}, engine)["virtual_stages"])
+    )
     return (
         f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')}"
-        f" is not allowed for {spec.name}: any layout has at least {counted(fewest, 'replica')} (TP"
-        " divides heads, feed-forward and vocabulary, PP divides"
-        f" {counted(spec.num_layers, 'layer')}), and replicas must divide the batch. Use a multiple"
-        f" of one of {sorted(replicas)[:6]} as batch, or another number of devices."
+        f" is not allowed for {spec.name}: any layout has at least"
+        f" {counted(min(replicas), 'replica')} (TP divides heads, feed-forward and"
+        f" vocabulary, pipeline stages the {counted(spec.num_layers, 'layer')}), and"
+        " replicas must divide the batch. The nearest that are allowed:"
+        f" {counted(nearest, 'sequence')}, or {counted(devices, 'device')}."
     )

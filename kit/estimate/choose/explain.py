@@ -94,7 +94,7 @@ class Answer:
         plan, terms = self.plan, self.time_terms_s
         outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
         m, p = plan.num_microbatches, plan.pipeline_parallel
-        times = self.search.machine.stage_times(plan, terms)
+        times = self.search.machine.stage_times(self.search.spec, plan, terms)
         # Per stage and micro-batch.
         whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
         simulated = min(m, SIMULATED_ROUNDS * p)
@@ -120,22 +120,21 @@ class Answer:
         name, loss = next(
             item for item in self.time_terms_s.items() if item[0] not in ("gemm", "attention")
         )
-        lost = f"{name.replace('_', ' ')}, {loss / total:.0%}"
-        return f"computation: {useful / total:.0%} of the step; most is lost to {lost}"
+        return (
+            f"computation: {useful / total:.0%} of the step; most is lost to"
+            f" {name.replace('_', ' ')}, {loss / total:.0%}"
+        )
 
     @cached_property
     def changes(self) -> tuple[str, ...]:
         """What would change the choice: other machines on which another layout wins, and the
         runner-up here.
         """
-        texts = [
-            text for name, factors in CHANGES.items() if (text := _changed(self, name, factors))
-        ]
-        runner_up = _runner_up(self)
-        return (*texts, runner_up) if runner_up else tuple(texts)
+        texts = [_changed(self, name, factors) for name, factors in CHANGES.items()]
+        return tuple(text for text in (*texts, _runner_up(self)) if text)
 
     @cached_property
-    def nearest(self) -> Nearest | None:
+    def nearest(self) -> Nearest:
         """The published run most like this layout."""
         machine = self.search.machine
         return nearest_run(self.search.spec, self.plan, machine.hardware, machine.coefficients)
@@ -143,16 +142,18 @@ class Answer:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Where the prediction should not be trusted as it stands."""
-        site, texts = self.search.machine.site, []
+        site, hardware, texts = self.search.machine.site, self.search.machine.hardware, []
         ceiling = site.device.matmul_flops_per_s.get("bf16")
-        rate = self._hfu * float(self.search.machine.hardware.peak_flops_per_s)
-        hardware = self.search.machine.hardware
+        rate = self._hfu * float(hardware.peak_flops_per_s)
         if self.plan.untrained:
-            asked = " and ".join(
-                f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained
-            )
             texts.append(
-                f"{asked}: the kit plans this, it does not train it; `kit launch` refuses it."
+                " and ".join(f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained)
+                + ": the kit plans this, it does not train it; `kit launch` refuses it."
+            )
+        if self.search.machine.code_base != "kit":
+            texts.append(
+                f"memory is that of {self.search.machine.code_base}'s kernels, which the kit's"
+                " engines do not run."
             )
         if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
             texts.append(
@@ -166,14 +167,33 @@ class Answer:
                 f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this"
                 " device reach."
             )
-        if untried := self.search.prediction(self.index).untried:
-            texts.append(
-                "outside the experience of the fit, so the interval is wider:"
-                f" {', '.join(untried)}."
-            )
-        if self.nearest is None or self.nearest.distance > FAR:
+        texts += self.search.prediction(self.index).warnings
+        if self.search.batch_limit:
+            texts.append(self.search.batch_limit)
+        measured_s = self.row["step_time_s"] / (1 + self.nearest.residual)
+        if self.nearest.distance > FAR:
             texts.append("no published run is near: a prediction outside the measured range.")
+        elif not self.row["step_time_low_s"] <= measured_s <= self.row["step_time_high_s"]:
+            texts.append(
+                "the nearest measured run is missed by more than the interval allows. Its machine"
+                f" is predicted with the efficiencies of {site.name}: trust the interval only as"
+                " far as these hold."
+            )
         return tuple(texts)
+
+    @cached_property
+    def elsewhere(self) -> tuple[str, ...]:
+        """What other code bases would gain and no engine of the kit does: context parallelism,
+        overlap, offload.
+        """
+        beside = dataclasses.replace(self._layout, overlap=np.array(True))
+        gain = float(self.search.machine.step_time(beside).total_s[0]) / self.row["step_time_s"] - 1
+        return (
+            "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
+            f"overlap of collectives with computation ({gain:+.1%} time)",
+            "offload of optimizer states"
+            f" ({self.memory_terms_bytes['optimizer'] / 1e9:.1f} GB less a device)",
+        )
 
     @cached_property
     def _layout(self):
@@ -185,11 +205,9 @@ class Answer:
 
     @property
     def _hfu(self) -> float:
-        flops = self.search.spec.hardware_flops_per_token(
-            self.plan.recompute, whole=self.plan.recomputes_whole
-        )
-        peak = self.plan.num_devices * float(self.search.machine.hardware.peak_flops_per_s)
-        return float(self._time.tokens_per_s[0]) * flops / peak
+        spec, plan = self.search.spec, self.plan
+        flops = spec.hardware_flops_per_token(plan.recompute, whole=plan.recomputes_whole)
+        return self.search.mfu(self.index) * flops / spec.flops_per_token()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
@@ -198,9 +216,10 @@ class Answer:
             "time_terms_s": self.time_terms_s,
             "memory_terms_bytes": self.memory_terms_bytes,
             "binding": self.binding,
-            "nearest": str(self.nearest) if self.nearest else None,
-            "nearest_residual": self.nearest.residual if self.nearest else None,
+            "nearest": str(self.nearest),
+            "nearest_residual": self.nearest.residual,
             "changes": list(self.changes),
+            "elsewhere": list(self.elsewhere),
             "warnings": list(self.warnings),
         }
 
@@ -234,12 +253,14 @@ class Answer:
             facts.append((f"{self.tokens:.3g} tokens", f"{row['days']:,.1f} days{price}"))
         facts += [
             ("limited by", self.binding),
-            ("nearest measured run", str(self.nearest or "none")),
+            ("nearest measured run", str(self.nearest)),
         ]
-        facts += [("other choice", text) for text in self.changes] + [
-            ("warning", text) for text in self.warnings
-        ]
-        return facts
+        more = {
+            "other choice": self.changes,
+            "other engines": [f"not by the kit's engines: {'; '.join(self.elsewhere)}"],
+            "warning": self.warnings,
+        }
+        return facts + [(label, text) for label, texts in more.items() for text in texts]
 
     def _repr_html_(self) -> str:
         return html_table(
@@ -259,10 +280,10 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
         raise ConfigError(
             f"search.answers: count {count}, tokens {tokens} are not allowed. Give numbers from 1."
         )
-    found = [
-        Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)
-    ]
-    return sorted(found, key=lambda answer: (answer.simulated_s, answer.row["used_bytes"]))
+    return sorted(
+        (Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)),
+        key=lambda answer: (answer.simulated_s, answer.row["used_bytes"]),
+    )
 
 
 def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
@@ -299,8 +320,7 @@ def _runner_up(answer: Answer) -> str | None:
     rows = search.order[other[search.order]]
     if not len(rows):
         return None
-    slower = search.step_time_s[rows[0]] / search.step_time_s[answer.index] - 1
     return (
-        f"with other degrees, the fastest is {describe(search.row(int(rows[0])))}: {slower:+.1%}"
-        " time"
+        f"with other degrees, the fastest is {describe(search.row(int(rows[0])))}:"
+        f" {search.step_time_s[rows[0]] / search.step_time_s[answer.index] - 1:+.1%} time"
     )

@@ -211,8 +211,14 @@ def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -
             low, middle, high = np.quantile(percent, (0.05, 0.5, 0.95))
             heights = place + jitter.uniform(-0.28, 0.28, len(percent))
             axis.plot(percent, heights, ".", color=BLUE, alpha=0.3, markersize=3)
-            bar = {"linewidth": 5, "alpha": 0.45, "solid_capstyle": "butt"}
-            axis.plot([low, high], [place, place], color=BLUE, **bar)
+            axis.plot(
+                [low, high],
+                [place, place],
+                color=BLUE,
+                linewidth=5,
+                alpha=0.45,
+                solid_capstyle="butt",
+            )
             axis.plot(middle, place, "o", color="white", markeredgecolor=BLUE, markersize=6)
             off = np.abs(percent) / 100
             errors = {"mean error": off.mean(), "median error": np.median(off), "worst": off.max()}

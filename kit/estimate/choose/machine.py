@@ -6,18 +6,28 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import suggestion
 from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import single_precision
 from kit.estimate.fit.calibrate import Calibration, calibrate
-from kit.estimate.theory.activations import Kernels, engine_kernels
+from kit.estimate.theory.activations import KIT, MEGATRON, Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 from kit.estimate.theory.memory import Memory, memory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
+from kit.spec import ModelSpec
 
+CODE_BASES: dict[str, Kernels | None] = {
+    "kit": None,
+    "megatron-core": MEGATRON,
+    "torchtitan": KIT.replace(chunk_logits=0),
+}
+"""Whose kernels the memory of a layout is estimated of, by name; the kit's own are its engine's.
+torchtitan is torch's DTensor, fully_shard and checkpoints too, but by default makes all logits at
+once (`cross_entropy_loss` in torchtitan/components/loss.py)."""
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
 cache."""
@@ -32,6 +42,8 @@ class Machine:
     calibration: Calibration
     kernels: Kernels
     reserve: Reserve
+    code_base: str = "kit"
+    """Whose kernels these are, of `CODE_BASES`."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -69,7 +81,9 @@ class Machine:
         odds = max_risk / (1 - max_risk)
         return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
 
-    def stage_times(self, plan: Plan, terms: Mapping[str, float]) -> dict[str, Any]:
+    def stage_times(
+        self, spec: ModelSpec, plan: Plan, terms: Mapping[str, float]
+    ) -> dict[str, Any]:
         """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it,
         from a step's terms.
 
@@ -78,17 +92,18 @@ class Machine:
         stage, the heavier of the two by far.
         """
         m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
-        share = {
-            name: value / (m * v) for name, value in terms.items()
-        }  # of one stage and micro-batch
+        held = np.array([len(plan.stage_layers(spec, stage)) for stage in range(p * v)])
+        part = held * p / (m * spec.num_layers)
+        share = {name: value * part for name, value in terms.items()}  # stage and micro-batch
         weight = share["gemm"] / 3
         forward = (
             weight
             + share["attention"] / 3.5
             + share["elementwise"] / 2.6
             + share["tensor_parallel"] / 2
+            + share["context_parallel"] / 3
+            + share["host_launch"] / 3
         )
-        forward += share["context_parallel"] / 3 + share["host_launch"] / 3
         layers = (
             "gemm",
             "attention",
@@ -120,12 +135,17 @@ def machine_of(
     engine: EngineName | None = None,
     kernels: Kernels | None = None,
     precision: Precision = "bf16",
+    code_base: str = "kit",
 ) -> Machine:
     """Returns what layouts are evaluated on; the arguments are as in `search`.
 
     Raises:
-        ConfigError: the site lacks a number.
+        ConfigError: the site lacks a number, or the code base is unknown.
     """
+    if code_base not in CODE_BASES:
+        raise ConfigError(
+            f"--code-base: {code_base!r} is unknown. {suggestion(code_base, CODE_BASES)}"
+        )
     if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(
         precision, precision == "bf16"
     ):
@@ -134,8 +154,12 @@ def machine_of(
             f" has no device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
         )
     hardware = Hardware.of(site, precision)
-    calibration = calibration or calibrate([], site, hardware=hardware)
-    kernels = kernels or engine_kernels(engine or site.engine, site.device)
+    own = engine_kernels(engine or site.engine, site.device)
     return Machine(
-        site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE
+        site=site,
+        hardware=hardware,
+        calibration=calibration or calibrate([], site, hardware=hardware),
+        kernels=kernels or CODE_BASES[code_base] or own,
+        reserve=RESERVE,
+        code_base=code_base,
     )

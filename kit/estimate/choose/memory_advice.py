@@ -3,6 +3,7 @@
 `python -m kit.estimate.choose.memory_advice RUN` prints it, for a rank that has no memory left.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -73,29 +74,20 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     """Returns changes that need less memory on as many devices, the smallest first: one setting,
     then two and three.
     """
-    single: list[list[dict[str, Any]]] = [
-        [
-            {"micro_batch_size": size}
-            for size in (2**power for power in range(15, -1, -1))
-            if size < plan.micro_batch_size and plan.micro_batch_size % size == 0
-        ],
-        [{"recompute": mode} for mode in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]],
-        [{"shard_size": None}] if plan.shard_size else [],
-        [
-            {"zero_stage": stage}
-            for stage in range(plan.zero_stage + 1, 4)
-            if plan.data_parallel > 1
-        ],
-    ]
+    smaller = [2**power for power in range(15, -1, -1) if 2**power < plan.micro_batch_size]
+    values = {
+        "micro_batch_size": [size for size in smaller if plan.micro_batch_size % size == 0],
+        "recompute": RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :],
+        "shard_size": [None] if plan.shard_size else [],
+        "zero_stage": range(plan.zero_stage + 1, 4) if plan.data_parallel > 1 else [],
+    }
+    together = [each for count in (1, 2, 3) for each in itertools.combinations(values, count)]
     found = []
-    for count in (1, 2, 3):
-        for kinds in itertools.combinations(single, count):
-            for parts in itertools.product(*kinds):
-                change = {name: value for part in parts for name, value in part.items()}
-                try:
-                    plan.replace(**change).check(spec)
-                except ConfigError:
-                    continue
+    for fields in together:
+        for chosen in itertools.product(*(values[name] for name in fields)):
+            change = dict(zip(fields, chosen, strict=True))
+            with contextlib.suppress(ConfigError):
+                plan.replace(**change).check(spec)
                 found.append(change)
     return found
 

@@ -42,18 +42,15 @@ class Nearest:
 
 def nearest_run(
     spec: ModelSpec, plan: Plan, hardware: Hardware, coefficients: Coefficients
-) -> Nearest | None:
+) -> Nearest:
     """Returns the measured run most like a layout, with the residual of the same coefficients on
     it.
     """
-    runs = _measured()
-    if not runs:
-        return None
     distances = np.abs(_positions() - _position(spec, plan, float(hardware.peak_flops_per_s))).sum(
         axis=1
     )
     best = int(distances.argmin())
-    run = runs[best]
+    run = _measured()[best]
     site = run.site()
     there = Hardware.of(site) if site else Hardware.like(run.peak_flops_per_s or A100_PEAK)
     predicted = float(

@@ -86,7 +86,7 @@ class Estimate:
             stages=memory_by_stage(layouts, kernels=machine.kernels),
             risk=float(machine.risk(memory.used_bytes)[0]),
             timeline=simulate_plan(
-                plan, num_microbatches=shown, **machine.stage_times(plan, terms)
+                plan, num_microbatches=shown, **machine.stage_times(spec, plan, terms)
             ),
         )
 
@@ -289,8 +289,10 @@ class Panel:
 
         display(self.box)
         if self.plan is not None:
-            address = f"data:image/png;base64,{self._picture}"
-            image = f"<img class='{self._still}' alt='the panel' width='{WIDTH}' src='{address}'>"
+            image = (
+                f"<img class='{self._still}' alt='the panel' width='{WIDTH}'"
+                f" src='data:image/png;base64,{self._picture}'>"
+            )
             display(
                 {"image/png": self._picture, "text/html": image, "text/plain": str(self.plan)},
                 raw=True,

@@ -46,6 +46,8 @@ class PlanReport:
             "num_devices": found.num_devices,
             "global_batch_size": found.global_batch_size,
             "engine": found.engine,
+            "sequence_length": found.spec.sequence_length,
+            "code_base": found.machine.code_base,
             "precision": found.precision,
             "max_risk": found.max_risk,
             "calibration_runs": found.machine.calibration.num_runs,
@@ -70,26 +72,29 @@ def plan_report(
     engine: EngineName | None = None,
     precision: Precision = "bf16",
     only: Mapping[str, Iterable[Any]] | None = None,
+    sequence_length: int | None = None,
+    code_base: str = "kit",
 ) -> PlanReport:
     """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell
     about it.
 
     Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which
-    layout to explain and keep, from 1, and the rest is as in `search`.
+    layout to explain and keep, from 1. `sequence_length` is the model's unless it is given; the
+    rest is as in `search`.
 
     Raises:
         ConfigError: as `search`, or model or site are unknown, or there is no such layout to
             choose.
     """
     spec = load_spec(model)
+    if sequence_length is not None:
+        spec = spec.replace(sequence_length=sequence_length)
     if tokens is not None and tokens < batch * spec.sequence_length:
-        one = f"{batch * spec.sequence_length:,}"
         raise ConfigError(
-            f"tokens: {tokens:.4g} is less than one step, which takes {one}. Give more, e.g."
-            " 1.8e12."
+            f"tokens: {tokens:.4g} is less than one step, which takes"
+            f" {batch * spec.sequence_length:,}. Give more, e.g. 1.8e12."
         )
     place = Site.load(site)
-    calibration = published_calibration(place)
     found = search(
         spec,
         place,
@@ -98,7 +103,8 @@ def plan_report(
         max_risk=max_risk,
         engine=engine,
         precision=precision,
-        calibration=calibration,
+        calibration=published_calibration(place),
+        code_base=code_base,
         only=only,
     )
     shown = answers(found, count, tokens=tokens)

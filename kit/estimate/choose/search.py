@@ -6,6 +6,7 @@ answer, and what would change it, is in `explain.py`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from cluster.record import counted
 from cluster.site import Site
 from kit.engines import check_site
 from kit.errors import ConfigError
-from kit.estimate.choose.candidates import candidates
+from kit.estimate.choose.candidates import candidates, nearby_batches, nearby_devices
 from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
@@ -26,6 +27,9 @@ from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
+NOT_OURS = " (not by the kit's engines)"
+NOTABLE = 1.1
+"""How many times as fast another batch must train to be named."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
 """Short names of what `cells` returns."""
 
@@ -41,9 +45,12 @@ class Search:
     max_risk: float
     engine: EngineName
     precision: Precision
+    only: Mapping[str, Iterable[Any]]
     layouts: Layouts
     step_time_s: Array
     used_bytes: Array
+    on: Callable[..., "Search"] = dataclasses.field(repr=False, compare=False)
+    """Returns this search with other `devices`, `batch` or `only`."""
 
     @cached_property
     def feasible(self) -> Array:
@@ -65,6 +72,38 @@ class Search:
         used = self.used_bytes[rows]
         least_before = np.minimum.accumulate(np.concatenate(([np.inf], used[:-1])))
         return rows[used < least_before]
+
+    def changed(self, **fields: Any) -> "Search | None":
+        """Returns this search with other `devices`, `batch` or `only`, if a layout fits there."""
+        try:
+            found = self.on(**fields)
+        except ConfigError:
+            return None
+        return found if found.feasible.any() else None
+
+    @cached_property
+    def batch_limit(self) -> str | None:
+        """What another batch would do, where replicas, which divide batch and devices, are few."""
+        most = math.gcd(self.num_devices, self.global_batch_size)
+        batches = nearby_batches(self.global_batch_size, self.num_devices)
+        if self.best.data_parallel < most:
+            return None
+        found = [other for batch in batches if (other := self.changed(batch=batch))]
+        best = max([self, *found], key=lambda search: search.sequences_per_s)
+        faster = best.sequences_per_s / self.sequences_per_s
+        if faster < NOTABLE:
+            return None
+        return (
+            f"{counted(self.global_batch_size, 'sequence')} on {self.num_devices:,} devices leave"
+            f" at most {counted(most, 'replica')}, which must divide both. With"
+            f" {best.global_batch_size:,} sequences {describe(best.row(int(best.order[0])))} trains"
+            f" {faster:.1f} times as many tokens/s."
+        )
+
+    @property
+    def sequences_per_s(self) -> float:
+        """Of the fastest feasible layout."""
+        return self.global_batch_size / float(self.step_time_s[self.order[0]])
 
     @property
     def best(self) -> Plan:
@@ -133,9 +172,10 @@ class Search:
         precision = "" if self.precision == "bf16" else f" in {self.precision}"
         return (
             f"{self.spec.name} on {counted(self.num_devices, 'device')} of {self.machine.site.name}"
-            f" with engine {self.engine}{precision}, {counted(self.global_batch_size, 'sequence')}:"
-            f" {len(self.order):,} of {len(self.layouts):,} layouts within risk"
-            f" {self.max_risk:.0%}; {self.machine.calibration.label}"
+            f" with engine {self.engine}{precision}, {counted(self.global_batch_size, 'sequence')}"
+            f" of {self.spec.sequence_length:,} tokens: {len(self.order):,} of"
+            f" {len(self.layouts):,} layouts within risk {self.max_risk:.0%};"
+            f" {self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
@@ -157,6 +197,7 @@ def search(
     precision: Precision = "bf16",
     calibration: Calibration | None = None,
     kernels: Kernels | None = None,
+    code_base: str = "kit",
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
@@ -174,6 +215,7 @@ def search(
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the
             average of published machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
+        code_base: whose kernels they are, by the names of `machine.CODE_BASES`.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
             parallelism, which the kit does not train, is offered where it is named:
             `{"context_parallel": [1, 2, 4]}`.
@@ -189,16 +231,28 @@ def search(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1,"
             " e.g. 0.05."
         )
-    machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
+    machine = machine_of(
+        site,
+        calibration,
+        engine=engine,
+        kernels=kernels,
+        precision=precision,
+        code_base=code_base,
+    )
     engine = engine or site.engine
     check_site(spec, Plan(engine=engine), site)
-    ours = kernels is None and engine == "native" and site.device.is_gpu  # not another code base
+    is_own = kernels is None and code_base == "kit"
+    ours = is_own and engine == "native" and site.device.is_gpu
 
-    def on(devices: int) -> Search:
+    def on(
+        devices: int = num_devices,
+        batch: int = global_batch_size,
+        only: Mapping[str, Iterable[Any]] = only or {},
+    ) -> Search:
         layouts = candidates(
             spec,
             devices,
-            global_batch_size,
+            batch,
             engine=engine,
             only=only,
             node_devices=site.devices_per_node,
@@ -216,39 +270,58 @@ def search(
             spec=spec,
             machine=machine,
             num_devices=devices,
-            global_batch_size=global_batch_size,
+            global_batch_size=batch,
             max_risk=max_risk,
             engine=engine,
             precision=precision,
+            only=only,
             layouts=layouts,
             step_time_s=time_s,
             used_bytes=used_bytes,
+            on=on,
         )
 
-    found = on(num_devices)
+    found = on()
     if not found.feasible.any():
-        least = int(found.used_bytes.argmin())
-        raise ConfigError(
-            f"plan: no layout of {spec.name} on {counted(num_devices, 'device')} of {site.name}"
-            f" fits in memory with a risk of at most {max_risk:.0%}. The leanest needs"
-            f" {found.used_bytes[least] / 1e9:.1f} GB of"
-            f" {float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device"
-            f" ({describe(found.row(least))}). Use {_enough(on, num_devices)}, a smaller model or"
-            " sequence length, or accept more risk."
-        )
+        raise ConfigError(_none_fits(found))
     return found
 
 
-def _enough(on: Callable[[int], Search], num_devices: int) -> str:
-    """Returns `128 devices`: the first of 2, 4, 8 ... times as many on which a layout fits,
-    where there are such.
+def _none_fits(found: Search) -> str:
+    """Returns how far the leanest layout is from fitting, and with which nearest devices, batch and
+    options one fits.
     """
-    try:
-        while not on(num_devices := 2 * num_devices).feasible.any():
-            pass
-    except ConfigError:  # the batch does not divide over so many
-        return "more devices"
-    return f"{num_devices:,} devices"
+    leanest = found.row(int(found.used_bytes.argmin()))
+    changes = (
+        [
+            {"devices": n}
+            for n in nearby_devices(found.num_devices, found.machine.site.devices_per_node)
+        ],
+        [{"batch": n} for n in nearby_batches(found.global_batch_size, found.num_devices)],
+        [{"only": {}}] if found.only else [],
+        [{"only": {**found.only, "context_parallel": [n]}} for n in (2, 4, 8)],
+    )
+    texts = []
+    for each in changes:
+        other = next(filter(None, (found.changed(**change) for change in each)), None)
+        if other is not None:
+            note = NOT_OURS if other.best.context_parallel > 1 else ""
+            texts.append(
+                f"{counted(other.num_devices, 'device')} with"
+                f" {counted(other.global_batch_size, 'sequence')}:"
+                f" {describe(other.row(int(other.order[0])))}{note}"
+            )
+    optimizer = found.machine.memory(found.layouts).terms()["optimizer"]
+    if (found.used_bytes - optimizer).min() <= found.machine.most_bytes(found.max_risk):
+        texts.append(f"optimizer states in host memory{NOT_OURS}")
+    return (
+        f"plan: no layout of {found.spec.name} on {counted(found.num_devices, 'device')} of"
+        f" {found.machine.site.name} fits in memory with a risk of at most {found.max_risk:.0%}."
+        f" The leanest needs {leanest['used_bytes'] / 1e9:.1f} GB of"
+        f" {float(found.machine.hardware.memory_bytes) / 1e9:.1f} GB per device"
+        f" ({describe(leanest)}). What fits: {'; '.join(texts) or 'nothing nearby'}. Else use a"
+        " smaller model or sequence length, or accept more risk."
+    )
 
 
 def describe(row: Mapping[str, Any]) -> str:

@@ -156,6 +156,9 @@ def untried(
             axis=0,
         )
         found["device unlike those of the fit"] = alien
+    widest = measured.bounds["tensor_parallel"][1] if measured else 1.0
+    wide = layouts.tensor_parallel > np.maximum(hardware.node_devices, widest)
+    found["tensor parallelism across nodes"] = np.broadcast_to(wide, layouts.shape)
     return found
 
 
@@ -198,7 +201,7 @@ class MeasuredRange:
         )
 
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
-        """Returns a sentence for each feature of which some layout lies outside the measured
+        """Returns a sentence that names each feature of which some layout lies outside the measured
         range by `MARGIN`.
         """
         found = []
@@ -206,9 +209,5 @@ class MeasuredRange:
             (low, high), values = self.bounds[name], np.broadcast_to(column, layouts.shape)
             off = (values < low / MARGIN) | (values > high * MARGIN)
             if off.any():
-                found.append(
-                    f"{name} {float(values[off][0]):.4g} is outside the measured range {low:.4g} to"
-                    f" {high:.4g} ({int(off.sum())} of {off.size} layouts): the prediction is an"
-                    " extrapolation."
-                )
-        return tuple(found)
+                found.append(f"{name} {values[off][0]:,.6g} ({low:,.6g} to {high:,.6g})")
+        return (f"{', '.join(found)}: an extrapolation from the measured range.",) * bool(found)
