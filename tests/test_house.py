@@ -156,14 +156,14 @@ STATEMENTS = {
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 218,
     "cluster/slurm": 706,
-    "kit": 887,  # uneven stages: 405B on a power of two, instead of "no layout fits"
+    "kit": 888,  # uneven stages: 405B on a power of two, instead of "no layout fits"
     "kit/commands": 849,
     "kit/convert": 715,
     "kit/data": 1181,
     "kit/engines": 1305,
     "kit/estimate": 8,
-    "kit/estimate/choose": 852,  # near misses, instead of powers of two; uneven stages
-    "kit/estimate/fit": 616,  # derived times, rows of a site, formats of a run
+    "kit/estimate/choose": 853,  # near misses, instead of powers of two; uneven stages
+    "kit/estimate/fit": 619,  # derived times, rows of a site, formats of a run
     "kit/estimate/theory": 1104,  # one function a term; narrow formats, power, overlap
     "kit/estimate/tuning": 248,  # imports of figures.py, instead of a tune.py of 373 lines
     "kit/estimate/validation": 214,  # few readings, --site

@@ -4,8 +4,8 @@ what torch's own clipping and AdamW make of it.
 
 import pytest
 import torch
-from kit.convert.weights import from_theirs
 
+from kit.convert.weights import from_theirs
 from kit.engines import build_engine
 from kit.plan import Plan
 from kit.recipe import Recipe
