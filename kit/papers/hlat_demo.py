@@ -252,9 +252,9 @@ def _answered(training: SmallTraining, steps: range, answer: str, losses: list[f
         if step in GARBLED and answer != "no spike":
             tokens = torch.randint(0, SPEC.vocab_size, tokens.shape, generator=noise)
         rate = factor * recipe.learning_rate_at(step)
-        loss, norm = engine.train_step(
+        loss, norm = engine.begin_step(
             tokens, rate, lambda loss, _: not (answer == "skip" and is_bad(loss))
-        )
+        ).read()
         training.round()
         bad = is_bad(loss)
         spikes, before = (spikes + 1 if bad else 0), [*before, loss][-WINDOW:]
