@@ -7,7 +7,6 @@ is skipped when it does so. What only computes and is long is marked `slow`.
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ FOLDERS = ("faults",)
 PROGRAMS = ("python", "setsid", "node")
 """How the names of programs begin that cost seconds; setsid starts the supervisors of jobs."""
 MOST_RANKS = 2
+THREAD = "pytest.PytestUnhandledThreadExceptionWarning"
 RUNNING: list[list[str]] = []
 """Of the test that runs with --quick: what it was refused, as reasons to skip it."""
 
@@ -36,6 +36,10 @@ class Quick:
     def __init__(self) -> None:
         sys.addaudithook(_refuse_programs)
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:  # a thread that was refused a program ends by an exception
+            item.add_marker(pytest.mark.filterwarnings(f"ignore::{THREAD}"))
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
         return (yield from _skipped_if_refused())
@@ -50,8 +54,6 @@ def refuse(reason: str) -> None:
     the exception back.
     """
     RUNNING[-1].append(reason)
-    if threading.current_thread() is not threading.main_thread():
-        sys.exit()  # the thread, without a noise
     pytest.skip(reason)
 
 

@@ -53,4 +53,4 @@ def test_only_what_computes_is_quick(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert "1 passed, 4 skipped, 2 deselected" in done.stdout, done.stdout
+    assert done.returncode == 0 and "1 passed, 4 skipped, 2 deselected" in done.stdout, done.stdout

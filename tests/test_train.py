@@ -209,6 +209,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
     place, spec, recipe, forked, tmp_path

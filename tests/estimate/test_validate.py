@@ -57,6 +57,7 @@ def test_errors_do_not_grow(table, name, limit):
     assert table[name].value <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 5, 10])
 def test_intervals_hold_on_machines_and_code_bases_never_met(table, count):
     held = table[f"never met, {count} runs: coverage of the 90 % interval"]
@@ -65,6 +66,7 @@ def test_intervals_hold_on_machines_and_code_bases_never_met(table, count):
     assert width.value < {0: 0.7, 1: 0.35, 5: 0.26, 10: 0.2}[count] and "conformal" in width.note
 
 
+@pytest.mark.slow
 def test_five_proposed_runs_beat_random_ones(table):
     assert table["five proposed runs: error over that of five random"].value < 0.9
     assert table["five proposed runs: better than random draws"].value > 0.55
@@ -123,6 +125,7 @@ def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(
     assert np.mean(errors) <= limit
 
 
+@pytest.mark.slow
 def test_table_says_how_many_rows_and_numbers(table):
     assert "24 rows" in table["Selene, each row held out: mean error"].note
     assert "1 number fitted" in table["Selene, each row held out: mean error"].note
