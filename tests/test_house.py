@@ -163,7 +163,7 @@ STATEMENTS = {
     "kit/engines": 1310,
     "kit/estimate": 8,
     "kit/estimate/choose": 800,  # imports of machine.py, instead of a search.py of 381 lines
-    "kit/estimate/fit": 616,  # derived times, rows of a site, formats of a run
+    "kit/estimate/fit": 615,  # derived times, rows of a site, formats of a run
     "kit/estimate/theory": 1104,  # one function a term; narrow formats, power, overlap
     "kit/estimate/tuning": 248,  # imports of figures.py, instead of a tune.py of 373 lines
     "kit/estimate/validation": 214,  # few readings, --site
