@@ -140,14 +140,15 @@ class Calibration:
     @property
     def label(self) -> str:
         """Whether times are calibrated, in three words."""
-        derived = f", {self.num_derived} of them derived" if self.num_derived else ""
-        runs = f"calibrated on {counted(self.num_runs, 'run')}{derived}"
-        return runs if self.num_runs else "not calibrated"
+        return (
+            f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
+        )
 
     def __str__(self) -> str:
         if not self.num_runs:
             return f"{self.label}: efficiencies are the average of published machines"
-        return f"{self.label}, {self.error:.1%} mean error on them"
+        derived = f", {self.num_derived} of them derived" if self.num_derived else ""
+        return f"{self.label}{derived}, {self.error:.1%} mean error on them"
 
     @property
     def _values(self) -> Array:
