@@ -202,7 +202,7 @@ RANK_ROOMS = {
     "kit.trainer",
 }
 """Of the kit, what `import kit.train` loads: modules, and the rooms that they are in."""
-COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 81, 10
+COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 83, 11
 """Of the command line; `--json`, which all take, counts once."""
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),

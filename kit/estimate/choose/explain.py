@@ -186,7 +186,8 @@ class Answer:
         """What other code bases would gain and no engine of the kit does: context parallelism,
         overlap, offload.
         """
-        beside = dataclasses.replace(self._layout, overlap=np.array(True))
+        both = {"data_overlap": np.array(True), "tensor_overlap": np.array(True)}
+        beside = dataclasses.replace(self._layout, **both)
         gain = float(self.search.machine.step_time(beside).total_s[0]) / self.row["step_time_s"] - 1
         return (
             "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",

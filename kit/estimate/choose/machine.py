@@ -11,23 +11,15 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import single_precision
 from kit.estimate.fit.calibrate import Calibration, calibrate
-from kit.estimate.theory.activations import KIT, MEGATRON, Kernels, engine_kernels
+from kit.estimate.theory.activations import Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
-from kit.estimate.theory.memory import Memory, memory
+from kit.estimate.theory.memory import CODE_BASES, CodeBase, Memory, memory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
 from kit.spec import ModelSpec
 
-CODE_BASES: dict[str, Kernels | None] = {
-    "kit": None,
-    "megatron-core": MEGATRON,
-    "torchtitan": KIT.replace(chunk_logits=0),
-}
-"""Whose kernels the memory of a layout is estimated of, by name; the kit's own are its engine's.
-torchtitan is torch's DTensor, fully_shard and checkpoints too, but by default makes all logits at
-once (`cross_entropy_loss` in torchtitan/components/loss.py)."""
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
 cache."""
@@ -43,7 +35,7 @@ class Machine:
     kernels: Kernels
     reserve: Reserve
     code_base: str = "kit"
-    """Whose kernels these are, of `CODE_BASES`."""
+    """Whose kernels and reserve these are: the kit's own engine's, or of `memory.CODE_BASES`."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -142,10 +134,8 @@ def machine_of(
     Raises:
         ConfigError: the site lacks a number, or the code base is unknown.
     """
-    if code_base not in CODE_BASES:
-        raise ConfigError(
-            f"--code-base: {code_base!r} is unknown. {suggestion(code_base, CODE_BASES)}"
-        )
+    if code_base not in (names := ("kit", *CODE_BASES)):
+        raise ConfigError(f"--code-base: {code_base!r} is unknown. {suggestion(code_base, names)}")
     if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(
         precision, precision == "bf16"
     ):
@@ -154,12 +144,13 @@ def machine_of(
             f" has no device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
         )
     hardware = Hardware.of(site, precision)
-    own = engine_kernels(engine or site.engine, site.device)
+    own = CodeBase(engine_kernels(engine or site.engine, site.device), RESERVE)
+    base = CODE_BASES.get(code_base, own)
     return Machine(
         site=site,
         hardware=hardware,
         calibration=calibration or calibrate([], site, hardware=hardware),
-        kernels=kernels or CODE_BASES[code_base] or own,
-        reserve=RESERVE,
+        kernels=kernels or base.kernels,
+        reserve=base.reserve,
         code_base=code_base,
     )

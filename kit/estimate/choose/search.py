@@ -215,7 +215,7 @@ def search(
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the
             average of published machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
-        code_base: whose kernels they are, by the names of `machine.CODE_BASES`.
+        code_base: whose kernels they are, `kit` or a name of `theory.memory.CODE_BASES`.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
             parallelism, which the kit does not train, is offered where it is named:
             `{"context_parallel": [1, 2, 4]}`.
