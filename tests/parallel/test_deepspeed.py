@@ -74,12 +74,14 @@ def make_plan(changes: dict) -> Plan:
     return parity.make_plan(changes, "deepspeed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_llama_equals_the_native_engine(layout, llama_spec, native_run):
     found = compare(LAYOUTS[layout], "deepspeed", llama_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(GPT_LAYOUTS, GPT_LAYOUTS[-1:]))
 def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, native_run):
     found = compare(LAYOUTS[layout], "deepspeed", gpt_spec, native_run)
@@ -95,6 +97,7 @@ def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_proce
     check_bf16({"zero_stage": 1, **LAYOUTS[layout]}, "deepspeed", llama_spec, one_process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUTS["DP2, ZeRO 2"], LAYOUTS["DP2, ZeRO 3"], ALL])
 def test_fp16_with_a_scaled_loss_follows_fp32(layout, llama_spec, native_run):
     found = compare({**layout, "precision": "fp16"}, "deepspeed", llama_spec, native_run)
