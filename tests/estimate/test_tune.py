@@ -317,9 +317,9 @@ def test_sensitivity_and_figures(space, grid):
     check_figure(figure)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == [row["parameter"].replace("_", " ") for row in rows]
-    assert [bar.get_width() / 100 for bar in figure.axes[0].patches] == [
-        row["share of the variance"] for row in rows
-    ]
+    assert [bar.get_width() / 100 for bar in figure.axes[0].patches] == pytest.approx(
+        [row["share of the variance"] for row in rows]
+    )
     figure, rows = trials_figure(trials, unit="tokens/s")
     check_figure(figure)
     assert (
