@@ -186,7 +186,8 @@ def _cost_texts() -> tuple[tuple[str, str, str], list[str]]:
     for relation in failed:
         missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
     told = "; ".join(
-        f"{claim} {found[0].value:.2f} to {found[-1].value:.2f}" for claim, found in missed.items()
+        f"{claim} {' to '.join(dict.fromkeys(f'{r.value:.2f}' for r in (found[0], found[-1])))}"
+        for claim, found in missed.items()
     )
     intervals = "; ".join(
         f"{relation.claim} {relation.value:.2g} ({relation.low:.2g} to {relation.high:.2g})"
