@@ -162,7 +162,7 @@ STATEMENTS = {
     "kit/data": 1181,
     "kit/engines": 1305,
     "kit/estimate": 8,
-    "kit/estimate/choose": 854,  # near misses, instead of powers of two; uneven stages
+    "kit/estimate/choose": 855,  # near misses, instead of powers of two; uneven stages
     "kit/estimate/fit": 619,  # derived times, rows of a site, formats of a run
     "kit/estimate/theory": 1104,  # one function a term; narrow formats, power, overlap
     "kit/estimate/tuning": 248,  # imports of figures.py, instead of a tune.py of 373 lines

@@ -175,7 +175,7 @@ def test_bad_values_are_named_by_their_dotted_path(change, message):
     ("name", "advice"),
     [
         ("gpt-175", "'gpt-175' is unknown. Did you mean 'gpt-175b'?"),
-        ("llama3-70b", "Did you mean 'hlat-70b'?"),
+        ("llama3-70b", "Did you mean 'hlat-70b' or 'llama3.1-70b'?"),
         ("llama2-7b", "Did you mean 'hlat-7b'?"),
         ("gpt3-175B", "Did you mean 'gpt-175b'?"),
         ("dmeo", "Did you mean 'demo'?"),

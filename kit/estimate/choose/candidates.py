@@ -271,12 +271,14 @@ def _why_none(
         if _stages_of_one(spec, p, engine)
     }
     nearest = min((max(1, round(batch / r)) * r for r in replicas), key=lambda b: abs(b - batch))
-    devices = next(
-        number
-        for step in range(1, num_devices)
-        for number in (num_devices - step, num_devices + step)
-        if len(_shapes(spec, number, batch, {}, engine)["virtual_stages"])
-    )
+    allowed = {
+        t * p * r
+        for t in _tensor_degrees(spec, 0, engine)  # 0 is a multiple of each
+        for p in range(1, spec.num_layers + 3)
+        if _stages_of_one(spec, p, engine)
+        for r in divisors(batch)
+    }
+    devices = min(allowed, key=lambda number: (abs(number - num_devices), number))
     return (
         f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')}"
         f" is not allowed for {spec.name}: any layout has at least"
