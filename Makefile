@@ -29,7 +29,7 @@ test: system .venv/dev-installed  ## everything that CI runs: format, lint, type
 	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-views pytest-launching check
 
 # What only computes, of every room; tests/quick.py leaves the rest out. Two at a time.
-MODELS := tests/parallel tests/engines tests/trainer tests/convert tests/evaluate tests/data tests/model tests/run tests/truth
+MODELS := tests/cluster tests/parallel tests/engines tests/trainer tests/convert tests/evaluate tests/data tests/model tests/run tests/truth
 quick: .venv/dev-installed  ## in three minutes, while one works: format, lint, and the quick tests of every room
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -19,6 +19,8 @@ from tests.estimate.exams import new_machine
 from tests.estimate.exams.everything import everything as all_rows
 from tests.estimate.exams.everything import regret
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def everything():

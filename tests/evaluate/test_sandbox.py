@@ -16,6 +16,8 @@ import pytest
 from kit.errors import ConfigError
 from kit.evaluate.sandbox import Limits, ProgramOutcome, ProgramSandbox, pass_at_k
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(cpu_s=1, wall_s=4.0, memory_bytes=256 * 2**20)
 
 

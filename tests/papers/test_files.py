@@ -23,6 +23,8 @@ from kit.show.style import new_figure, save_figure
 from kit.show.themed_figure import ThemedFigure
 from tests.pictures import check_figure
 
+pytestmark = pytest.mark.slow
+
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
 
 

@@ -17,6 +17,8 @@ from tests.untrusted import planted
 from tests.untrusted.hostile import in_a_child
 from tests.untrusted.planted import RECORDS, SLOW, VIEWS
 
+pytestmark = pytest.mark.slow
+
 MUTATIONS, ALL_MUTATIONS = 300, 5000
 
 
