@@ -12,6 +12,9 @@ from kit.show.theme import GREY
 
 COLUMNS = ("series", "x", "y", "source")
 DIGITISED = "digitised by the reader"
+BEYOND = 1.0
+"""Lengths of an axis that a point may lie outside of what is drawn; further out its unit is
+another."""
 TEMPLATE = """\
 # {name}: fill in points as you read them, any number of lines a series; delete the series you have not.
 {units}
@@ -107,7 +110,22 @@ def _place(axis: Any, text: str, where: str) -> float:
         number = f"Give a number alone, in the unit of: {_unit(axis)}."
         allowed = f"Allowed: {', '.join(names)}." if by_name else number
         raise ConfigError(f"{where}: {axis.axis_name}: {text!r} is not allowed. {allowed}")
+    _check_unit(axis, value, f"{where}: {axis.axis_name}: {text}")
     return value
+
+
+def _check_unit(axis: Any, value: float, what: str) -> None:
+    """Raises ConfigError where a number must be in another unit than its axis: it is far from what
+    is drawn, or a fraction of a per cent.
+    """
+    first, last = sorted(axis.get_view_interval())
+    scale = math.log if axis.get_scale() == "log" else float
+    low, high, place = scale(first), scale(last), scale(value)
+    advice = f"Give a number in the unit of: {_unit(axis)}."
+    if not low - BEYOND * (high - low) <= place <= high + BEYOND * (high - low):
+        raise ConfigError(f"{what} is far from what is drawn ({first:.3g} to {last:.3g}). {advice}")
+    if axis.axis_name == "y" and "%" in _unit(axis) and 0 < value <= 1 < last / 10:
+        raise ConfigError(f"{what} of an axis in per cent looks like a fraction. {advice}")
 
 
 def add_points(figure: Any, rows: Rows, file: Path) -> Rows:

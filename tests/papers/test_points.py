@@ -39,12 +39,12 @@ def test_points_are_drawn_hollow_named_in_the_legend_and_kept_in_the_table(tmp_p
 @pytest.mark.parametrize(
     ("name", "unit", "point"),
     [
-        ("frontier-throughput", "# x: 22B, 175B, 1T; y: % of the peak of a GCD", "1T,1"),
+        ("frontier-throughput", "# x: 22B, 175B, 1T; y: % of the peak of a GCD", "1T,30"),
         ("frontier-sensitivity", "y: 1.4B: % of the variance", "5,tensor parallel"),
         ("hlat-scores-70b", "# x: tokens, billions; y: (a) MMLU, %", "50,MMLU"),
         ("hlat-loss", "# x: tokens, billions; y: HLAT: training loss, nats per token", "900,1"),
-        ("hlat-learning-rate", "# x: tokens, billions; y: 7B: learning rate", "900,1"),
-        ("hlat-cost", "# x: nodes; y: (a) cost per 4M tokens, %", "8,1"),
+        ("hlat-learning-rate", "# x: tokens, billions; y: 7B: learning rate", "900,1e-4"),
+        ("hlat-cost", "# x: nodes; y: (a) cost per 4M tokens, %", "8,60"),
     ],
 )
 def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in(
@@ -67,6 +67,8 @@ def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in
     [
         (WEAK, HEAD + "175B,128,89 %,f", "175B,128,89 %: y: '89 %' is not allowed. Give a number"),
         (WEAK, HEAD + "175B,128,89 %,f", "alone, in the unit of: Weak scaling"),
+        (WEAK, HEAD + "175B,1024,0.89,f", "y: 0.89 of an axis in per cent looks like a fraction"),
+        (WEAK, HEAD + "175B,1e9,89,f", "x: 1e9 is far from what is drawn"),
         (WEAK, HEAD + "175B,0,89,f", "x: '0' is not allowed"),
         (WEAK, HEAD + "175B,nan,89,f", "x: 'nan' is not allowed"),
         (WEAK, HEAD + "175C,64,89,f", "series '175C' is unknown. Did you mean '175B'"),
