@@ -230,8 +230,8 @@ def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
     since = max(0, start - 1)
     bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
     if name == "grad_norm":
-        known = np.flatnonzero(np.isfinite(columns[name][:end]))
-        bad[: max(0, known[0] - since) if len(known) else None] = False
+        known = np.isfinite(columns[name][:end])
+        bad[: max(0, int(known.argmax()) - since) if known.any() else None] = False
     skipped = (
         np.diff(
             np.nan_to_num(columns["skipped_steps"][since:end]), prepend=0 if start == 0 else np.inf

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+from bisect import bisect_left, insort
+from collections import defaultdict
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +21,8 @@ SAME_WITHIN_STEPS = {
     "rise": 5000,
     "loss_scale": 5000,
 }
+ONCE = ("job", "peak", "record")
+"""An attempt fails once, however often and late it is looked at; a file is damaged once."""
 
 Level = Literal["warning", "error"]
 
@@ -38,16 +42,22 @@ class Alert(Record):
     step: int = field_doc("where to look")
     time: float = field_doc("unix time: of the step where one is to blame, else of the look")
 
-    def is_same(self, other: "Alert") -> bool:
-        """Whether both tell of the same event, so that one of them is enough."""
-        if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
-            return False
-        # An attempt fails once, however often and late it is looked at; a file is damaged once.
-        if self.kind in ("job", "peak", "record"):
-            return self.message.partition(":")[0] == other.message.partition(":")[0]
-        if (steps := SAME_WITHIN_STEPS.get(self.kind)) is not None:
-            return abs(self.step - other.step) <= steps
-        return abs(self.time - other.time) <= SAME_WITHIN_S
+    @property
+    def event(self) -> tuple[str, int, str, str]:
+        """What it tells of: of two alerts of the same event in the same place, one is enough."""
+        once = self.message.partition(":")[0] if self.kind in ONCE else ""
+        return self.kind, self.attempt, self.level, once
+
+    @property
+    def place(self) -> tuple[float, float]:
+        """Where it happened, in steps or in seconds, and how far from there the place is the
+        same.
+        """
+        if self.kind in ONCE:
+            return 0.0, 0.0
+        if self.kind in SAME_WITHIN_STEPS:
+            return self.step, SAME_WITHIN_STEPS[self.kind]
+        return self.time, SAME_WITHIN_S
 
 
 class AlertLog(Tail):
@@ -55,7 +65,7 @@ class AlertLog(Tail):
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
-        self.alerts: list[Alert] = []
+        self.restart()
         self.read()
 
     def read(self) -> list[Alert]:
@@ -75,7 +85,8 @@ class AlertLog(Tail):
 
     def restart(self) -> None:
         super().restart()
-        self.alerts = []
+        self.alerts: list[Alert] = []
+        self._places: dict[tuple, list[float]] = defaultdict(list)
 
     def add(self, alerts: list[Alert]) -> list[Alert]:
         """Writes those that are new, and returns them; of somebody else's run they are only kept in
@@ -92,7 +103,11 @@ class AlertLog(Tail):
         return new
 
     def _take(self, alert: Alert) -> bool:
-        if any(alert.is_same(known) for known in self.alerts):
+        place, within = alert.place
+        known = self._places[alert.event]
+        first = bisect_left(known, place - within)
+        if first < len(known) and known[first] <= place + within:
             return False
+        insort(known, place)
         self.alerts.append(alert)
         return True

@@ -223,12 +223,12 @@ def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
     """
     if not len(steps):
         return None
-    attempt = steps["attempt"] == steps["attempt"][-1]
-    known = attempt & np.isfinite(steps["time"])
-    done, times = steps["step"][known], steps["time"][known]
+    first = int(np.argmax(steps["attempt"] == steps["attempt"][-1]))
+    known = first + np.flatnonzero(np.isfinite(steps["time"][first:]))
     each = [median(steps["step_time_s"][-20:]) or 0.0]
-    if len(done) > 1:
-        each.append(float((times[-1] - times[0]) / (done[-1] - done[0])))
+    if len(known) > 1:
+        ends = known[[0, -1]]
+        each.append(float(np.diff(steps["time"][ends])[0] / np.diff(steps["step"][ends])[0]))
     return max(0, num_steps - int(steps["step"][-1])) * max(each) if max(each) > 0 else None
 
 

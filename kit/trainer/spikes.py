@@ -42,7 +42,10 @@ def spikes(losses: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
     """Returns (row, median before) of the losses from row `start` on that stand out; infinite
     ones are none.
     """
-    rows = lines(losses)
+    since = start
+    while since and len(lines(losses[since:start])) < WINDOW:
+        since = max(0, 2 * since - start - WINDOW)  # twice as far back, and a little
+    rows = since + lines(losses[since:])
     first = max(WINDOW, int(np.searchsorted(rows, start)))
     if first >= len(rows):
         return []
@@ -71,7 +74,10 @@ def bad_start(losses: np.ndarray, guess: float) -> int | None:
     30 on it is at the latest 1.5 times `guess`: weights may begin worse than that (60.7 of LUMI's
     175B), but 20 steps take them there (10.8).
     """
-    rows = lines(losses[: WINDOW * 10_000])[:WINDOW]  # of lines for 10,000 steps at most
+    for steps_a_line in (10, 10_000):
+        rows = lines(losses[: WINDOW * steps_a_line])[:WINDOW]
+        if len(rows) == WINDOW:
+            break
     if len(rows) < START_LINES:
         return None
     first = losses[rows[0]]

@@ -199,11 +199,21 @@ def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) 
     assert found == [alert.to_dict() for alert in told]
 
 
-def test_a_job_fails_once_however_late_one_looks() -> None:
+def test_a_job_fails_once_however_late_one_looks(tmp_path: Path) -> None:
+    log = AlertLog(tmp_path / "alerts.jsonl")
     first = alert("job lost: gone", 4, "job", level="error", time=0.0)
-    assert first.is_same(first.replace(time=1e6, message="job lost: gone for 9 days"))
-    assert not first.is_same(first.replace(message="job failed: code 1"))
-    assert not first.is_same(first.replace(attempt=2))
+    others = [first.replace(message="job failed: code 1"), first.replace(attempt=2)]
+    again = first.replace(time=1e6, message="job lost: gone for 9 days")
+    assert log.add([first, again, *others]) == [first, *others]
+
+
+def test_one_event_is_told_once_and_the_same_elsewhere_again(tmp_path: Path) -> None:
+    log = AlertLog(tmp_path / "alerts.jsonl")
+    spikes = [alert("jump", step) for step in (1000, 1050, 949, 1051, 1101, 50)]
+    assert [each.step for each in log.add(spikes)] == [1000, 949, 1051, 50]
+    stalls = [alert("no step", 1, "stall", time=when) for when in (0.0, 599.0, 1201.0, 700.0)]
+    assert [each.time for each in log.add(stalls)] == [0.0, 1201.0]
+    assert AlertLog(log.file).add([*spikes, *stalls]) == []
 
 
 def test_buttons_as_commands(tmp_path: Path) -> None:
