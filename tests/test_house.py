@@ -171,7 +171,7 @@ STATEMENTS = {
     "kit/foreign": 509,
     "kit/measure": 303,
     "kit/model": 274,  # a stage without blocks
-    "kit/monitor": 1892,  # a damaged file of an attempt is named
+    "kit/monitor": 1893,  # a damaged file of an attempt is named
     "kit/papers": 1752,
     "kit/parallel": 400,  # agreement of ranks, which stood in kit.run
     "kit/rehearsal": 174,

@@ -130,13 +130,16 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
         else published_calibration(site)
     )
     prediction = calibration.predict(layouts, hardware)
-    low_s, high_s = np.asarray(prediction.low_s).item(), np.asarray(prediction.high_s).item()
     terms = prediction.step_time.terms_s.items()
     terms_s = {name: np.asarray(value).item() for name, value in terms}
     took_s, parts_s = _took(run.metrics(), attempt)
     tokens = plan.global_batch_size * run.spec.sequence_length
-    slow, fast = tokens / high_s, tokens / low_s
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
+    at_peak_s = tokens * rates[0] if rates else 0.0  # nothing is faster, however wide the interval
+    low_s, high_s = (
+        max(at_peak_s, np.asarray(end).item()) for end in (prediction.low_s, prediction.high_s)
+    )
+    slow, fast = tokens / high_s, tokens / low_s
     return Pace(
         expected_s=np.asarray(prediction.total_s).item(),
         low_s=low_s,

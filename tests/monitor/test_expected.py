@@ -67,6 +67,15 @@ def test_as_expected(tmp_path, plan):
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
 
 
+def test_no_run_is_expected_above_the_peak_of_a_machine_that_no_fit_knows(tmp_path: Path) -> None:
+    plan = Plan(global_batch_size=32, micro_batch_size=8)
+    rows = [row(step, step_time_s=1.0) for step in range(1, 31)]
+    found = pace(made(tmp_path / "run", rows, plan, peak=1e11))
+    slow, fast = found.band["mfu"]
+    assert slow < 0.9 and fast == pytest.approx(1), "the interval would reach beyond it"
+    assert found.low_s == found.band["step_time_s"][0] < found.expected_s < found.high_s
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_slow_run_is_told_with_the_part_of_a_step_that_is_slow(tmp_path, layout):
     plan = LAYOUTS[layout]
