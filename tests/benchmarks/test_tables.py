@@ -1,5 +1,6 @@
 """Results in files, and the tables of a document."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from kit.errors import ConfigError
 from kit.show.results import row
 from tests.benchmarks.results import Results, write_results
 from tests.benchmarks.tables import table, write_tables
+from tests.environments import ROOT
 
 
 def _write(folder: Path) -> None:
@@ -65,3 +67,12 @@ def test_results_round_trip(tmp_path: Path) -> None:
     _write(tmp_path)
     results = Results.read(tmp_path / "speed.json")
     assert [item.ok for item in results.rows] == [True, False, None]
+
+
+def test_the_first_lines_of_the_benchmarks_are_rows_of_its_tables_and_name_all_that_is_missed():
+    lead, _, tables = (ROOT / "BENCHMARKS.md").read_text().partition("\n## ")
+    rows = [line for line in lead.splitlines() if re.search(r" \| [\d,.]+ .* \|$", line)]
+    assert len(rows) >= 8 and [row for row in rows if row not in tables] == []
+    missed = re.findall(r"^\| ([^|]+) \| .*\*\*no\*\*", tables, re.MULTILINE)
+    assert [name for name in missed if f"- {name}: " not in lead] == []
+    assert lead.count("\n- ") - lead.count("\n- [") == len(missed), "only what is missed is said so"
