@@ -26,7 +26,7 @@ from kit.show.terminal import number
 from kit.show.theme import HUES
 
 MAX_COMPARED = 8
-TAIL_BYTES = 64 << 10
+TAIL_BYTES = 16 << 10
 LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
 DASHES = ("solid", (0, (5, 2)))
 """Each of the four hues, twice: runs are told apart by colour and dash, and named at their end."""
