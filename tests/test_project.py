@@ -102,6 +102,32 @@ def test_importing_a_package_loads_nothing_heavy(package):
     assert (done.stdout, done.stderr) == ("\n", "")
 
 
+def test_the_search_needs_numpy_and_rich_alone(tmp_path: Path):
+    """So it runs where torch does not, as in a browser's Python."""
+    allowed = {"numpy", "rich", "pygments", "markdown_it", "mdurl", "kit", "cluster"}
+    program = tmp_path / "alone.py"
+    program.write_text(
+        f"""
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in sys.stdlib_module_names | {allowed!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refused())
+sys.path.insert(0, {str(ROOT)!r})
+import kit
+from kit.estimate import search
+
+found = search(kit.ModelSpec.preset("gpt-1t"), kit.Site.load("frontier"), 3072, 9600)
+print(len(found.order), found)
+"""
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout.split()[0]) > 0, done.stderr
+
+
 def test_packages_come_from_this_checkout():
     """Both names exist on the public index, so an installed stranger would be imported silently."""
     import cluster
