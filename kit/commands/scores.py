@@ -216,7 +216,7 @@ def generate(
         )
     # As it was typed, whatever the locale makes of it.
     prompt = os.fsencode(prompt).decode(errors="replace")
-    print(plain(prompt), end="", flush=True)
+    before = iter([plain(prompt)])  # of the first piece: the model is there by then
     continue_text(
         model,
         prompt,
@@ -225,6 +225,6 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        tell=lambda text: print(plain(text), end="", flush=True),
+        tell=lambda text: print(next(before, "") + plain(text), end="", flush=True),
     )
-    print()
+    print(next(before, ""))

@@ -222,6 +222,13 @@ def test_an_answer_explains_itself():
     assert "<table>" in first._repr_html_() and len(first._repr_html_()) < 4000
 
 
+def test_answers_of_one_degree_explain_themselves_too():
+    report = plan_report("llama3-8b", site="dgx-h100", devices=63, batch=63)
+    assert {answer.plan.tensor_parallel for answer in report.answers} == {1}
+    told = [text for answer in report.answers for text in answer.to_dict()["changes"]]
+    assert told and not any("with other degrees" in text for text in told)
+
+
 def test_an_interval_is_written_as_people_read_it():
     assert interval({"step_time_low_s": 8.6149, "step_time_high_s": 11.46}) == "8.61 to 11.5"
     assert interval({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"

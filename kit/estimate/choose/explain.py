@@ -316,9 +316,10 @@ def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None
 def _runner_up(answer: Answer) -> str | None:
     """Returns the fastest feasible layout with other tensor or pipeline degrees."""
     search, layouts = answer.search, answer.search.layouts
-    t, p = layouts.tensor_parallel[answer.index], layouts.pipeline_parallel[answer.index]
+    t, p = answer.plan.tensor_parallel, answer.plan.pipeline_parallel
     other = (layouts.tensor_parallel != t) | (layouts.pipeline_parallel != p)
-    rows = search.order[other[search.order]]
+    # Of one element where all layouts have the same degrees.
+    rows = search.order[np.broadcast_to(other, search.step_time_s.shape)[search.order]]
     if not len(rows):
         return None
     return (
