@@ -4,7 +4,8 @@ FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
     $$name -c '$(FITS)' 2>/dev/null && { command -v $$name; break; }; done)
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Of 24,000 modules a tenth is ever imported, and compiled then: all of them would be 50 of 130 s.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server

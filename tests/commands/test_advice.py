@@ -4,6 +4,7 @@ modules, extras, fields.
 
 import ast
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -37,8 +38,13 @@ EXTRAS = {"MissingPackageError": 1, "install_command": 0}
 """What takes the name of an extra, and as which argument."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yields every text that a user may read, with the place where it is."""
+@functools.cache
+def texts() -> list[tuple[str, str]]:
+    """Returns every text that a user may read, with the place where it is."""
+    return [*_texts()]
+
+
+def _texts() -> Iterator[tuple[str, str]]:
     for file in SOURCES:
         parts: set[int] = set()
         for node in ast.walk(ast.parse(file.read_text())):
