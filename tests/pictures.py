@@ -26,17 +26,18 @@ def check_figure(figure: Any) -> None:
     small = [text.get_text() for text in texts if text.get_fontsize() < TEXT]
     assert not small, f"smaller than the page's text: {small}"
     inside = figure.bbox.padded(2)
-    for text in texts:
-        box = text.get_window_extent(renderer)
+    boxes = {text: text.get_window_extent(renderer) for text in texts}
+    for text, box in boxes.items():
         assert inside.containsx(box.x0) and inside.containsx(box.x1), (
             f"cut at the side: {text.get_text()!r}"
         )
         assert inside.containsy(box.y0) and inside.containsy(box.y1), f"cut: {text.get_text()!r}"
-    for one, other in combinations([text for text in texts if text.get_text() != WATERMARK], 2):
-        boxes = [text.get_window_extent(renderer).padded(-1) for text in (one, other)]
-        assert not boxes[0].overlaps(boxes[1]), (
+    cores = [(text, box.padded(-1)) for text, box in boxes.items() if text.get_text() != WATERMARK]
+    for (one, here), (other, there) in combinations(cores, 2):
+        assert not here.overlaps(there), (
             f"one on the other: {one.get_text()!r}, {other.get_text()!r}"
         )
+    figure.set_layout_engine("none")  # it has done its work; colours need no second layout
     for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", figure.to_svg())) - set(DARK):
         assert min(_contrast(colour, ground) for ground in INKS) >= 3, (
             f"{colour} has no twin for a dark page"

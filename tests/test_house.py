@@ -15,8 +15,8 @@ import pytest
 import typer.main
 
 from kit.commands.app import app
+from tests.sources import ROOT, nodes
 
-ROOT = Path(__file__).parent.parent
 LONGEST_FILE, LONGEST_FUNCTION = 379, 120
 """Lines: what the house has now. They may fall; a higher one is argued for in LOG.md."""
 LARGEST_FILE, LARGEST_FUNCTION = 251, 42
@@ -42,13 +42,12 @@ def imports() -> dict[str, set[str]]:
     """
     files = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-        for package in ("kit", "cluster")
-        for file in (ROOT / package).rglob("*.py")
+        for file in nodes()
     }
     found = {}
     for module, file in files.items():
         names = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes()[file]:
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -139,10 +138,10 @@ def test_a_rank_imports_what_it_trains_with():
 
 
 def test_files_and_functions_stay_short():
-    for file, tree in sources().items():
+    for file, (tree, *parts) in nodes().items():
         lines = len(file.read_text().splitlines())
         assert lines <= LONGEST_FILE and statements(tree) <= LARGEST_FILE, file
-        for node in ast.walk(tree):
+        for node in parts:
             if isinstance(node, ast.FunctionDef):
                 lines = node.end_lineno - node.lineno + 1
                 small = statements(node) - 1 <= LARGEST_FUNCTION
@@ -231,14 +230,9 @@ def statements(tree: ast.AST) -> int:
     return len(nodes) - sum(isinstance(node.value.value, str) for node in texts)
 
 
-def sources() -> dict[Path, ast.AST]:
-    files = [file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py")]
-    return {file: ast.parse(file.read_text()) for file in files}
-
-
 def test_each_folder_keeps_to_its_statements():
     found = collections.Counter()
-    for file, tree in sources().items():
+    for file, (tree, *_) in nodes().items():
         found[folder_of(file)] += statements(tree)
     assert not {
         folder: count for folder, count in found.items() if count > STATEMENTS.get(folder, 0)
@@ -270,13 +264,13 @@ def leaves(command, name: str = ""):
 
 def test_what_is_started_by_name_is_known():
     files = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): tree
-        for file, tree in sources().items()
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): parts
+        for file, parts in nodes().items()
     }
     found = set()
-    for module, tree in files.items():
+    for module, parts in files.items():
         known = rooms(module.split(".")[0])
-        for node in ast.walk(tree):
+        for node in parts:
             words = [
                 each.value for each in getattr(node, "elts", ()) if isinstance(each, ast.Constant)
             ]
@@ -302,8 +296,8 @@ def test_what_is_started_by_name_is_known():
 def test_private_names_of_torch_are_in_one_file():
     private = re.compile(r"(torch|dist)(\.\w+)*\._[a-z]\w*(\.\w+)*")
     found = set()
-    for file, tree in sources().items():
-        for node in ast.walk(tree):
+    for file, parts in nodes().items():
+        for node in parts:
             names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{each.name}" for each in node.names]

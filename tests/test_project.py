@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.environments import closure
+from tests.sources import ROOT, nodes
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMED = {"jupyterlab", "torch", "deepspeed", "ipywidgets", "wandb", "lm-eval"}
 HEAVY = {
@@ -77,7 +77,7 @@ def test_one_environment_for_the_notebooks_holds_what_the_project_is_named_after
 
 def imports_of(file: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes()[file]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -86,10 +86,10 @@ def imports_of(file: Path) -> set[str]:
 
 
 def test_imports_go_one_way():
-    for file in (ROOT / "cluster").rglob("*.py"):
+    for file in (file for file in nodes() if file.is_relative_to(ROOT / "cluster")):
         top = {name.split(".")[0] for name in imports_of(file)}
         assert not top - set(sys.stdlib_module_names) - {"cluster"}, f"{file}: {top}"
-    for file in (ROOT / "kit").rglob("*.py"):
+    for file in nodes():
         assert "tests" not in {name.split(".")[0] for name in imports_of(file)}
     model = imports_of(ROOT / "kit" / "model" / "__init__.py")
     assert not any(name.startswith(("torch.distributed", "kit.parallel")) for name in model)
@@ -138,11 +138,8 @@ def test_packages_come_from_this_checkout():
 
 
 def test_files_say_what_they_are_for():
-    for package in ("kit", "cluster"):
-        for file in (ROOT / package).rglob("*.py"):
-            assert ast.get_docstring(ast.parse(file.read_text())), (
-                f"{file}: say what it is for in a first docstring"
-            )
+    for file, (tree, *_) in nodes().items():
+        assert ast.get_docstring(tree), f"{file}: say what it is for in a first docstring"
 
 
 def test_what_the_command_line_may_print_speaks_its_language():
@@ -150,9 +147,9 @@ def test_what_the_command_line_may_print_speaks_its_language():
     option as well.
     """
     python = re.compile(r"[ (`]\.[a-z]+\(|\b[A-Z]\w+\.[a-z_]+\b[ ,(]|\b[a-z_]+=(True|False|None)\b")
-    for file in [file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py")]:
+    for file, parts in nodes().items():
         told = []
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in parts:
             if (
                 isinstance(node, ast.Raise)
                 and node.exc

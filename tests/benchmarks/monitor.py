@@ -112,7 +112,7 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
     server = Lab(Path(sys.executable), workplace, files, PYTHONPATH=str(ROOT))
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
-        browser = stack.enter_context(lab.browser())
+        browser = stack.enter_context(lab.headless())
         kit = _live(browser, server, run, steps, KIT)
         plotly = _live(browser, server, run, run.metrics().summary()["step"], PLOTLY)
     return [*kernel, *side_by_side(kit, plotly)]

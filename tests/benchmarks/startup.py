@@ -132,8 +132,10 @@ def measure_cold(
     if install:
         python = str(clone / ".venv/bin/python")
         phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
-        pip = f"{python} -m pip install --quiet --disable-pip-version-check -c constraints.txt"
-        phases["packages, by pip"] = _timed([*pip.split(), "-e", ".[notebooks]"], clone)
+        pip = f"{python} -m pip install --quiet --disable-pip-version-check --no-compile"
+        phases["packages, by pip"] = _timed(
+            [*pip.split(), "-c", "constraints.txt", "-e", ".[notebooks]"], clone
+        )
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
     phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
     torch_s = _timed([python, "-c", "import torch"], clone)

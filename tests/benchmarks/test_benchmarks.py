@@ -3,8 +3,13 @@ compared with like, and costs are read from records correctly.
 """
 
 import importlib.util
+import multiprocessing
 import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,21 +62,35 @@ def assert_documented(name: str, rows: list[Row]) -> dict[str, Row]:
     return {each.name: each for each in rows}
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a benchmark does alone is done in a fork of this process, which imports nothing anew;
+    its memory is not measured. `data_order` keeps a process of its own.
+    """
+
+    def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
+        context, quiet = multiprocessing.get_context("fork"), warnings.simplefilter
+        with ProcessPoolExecutor(1, context, initializer=quiet, initargs=("ignore",)) as pool:
+            return Alone(pool.submit(function, *arguments).result(), 500_000_000, 0)
+
+    for module in (conversion, scale, storage):
+        monkeypatch.setattr(module, "alone", alone)
+
+
 def test_each_table_of_speed_is_of_a_benchmark() -> None:
     first, after = DOCUMENT.split("## How far estimates")[:2]
     names = set(re.findall(r"<!-- bench:(\w+) -->", first)) - {"compiled_demo"}
     assert names - {"compiled_llama_100m"} | {"gpu"} == set(BENCHMARKS)
 
 
-def test_checkpoints_are_saved_and_loaded_beside_a_plain_write(llama_spec, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_and_loaded_beside_a_plain_write(
+    llama_spec, tmp_path: Path, forked
+) -> None:
     rows = assert_documented("checkpoints", storage.measure(tmp_path, llama_spec, pause_s=0))
     assert all(each.value > 0 for each in rows.values())
 
 
-def test_first_and_later_saves_are_planned_and_timed(
-    llama_spec, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(storage, "alone", lambda work, *given: Alone(work(*given), 0, 0))  # quicker
+def test_first_and_later_saves_are_planned_and_timed(llama_spec, tmp_path: Path, forked) -> None:
     before, first, later = assert_documented(
         "planning", storage.measure_planning(tmp_path, 2, llama_spec, PLAN)
     ).values()
@@ -79,15 +98,15 @@ def test_first_and_later_saves_are_planned_and_timed(
     assert int(first.note.split()[0]) > 8 * 3
 
 
-def test_an_export_is_measured(llama_spec, tmp_path: Path) -> None:
+def test_an_export_is_measured(llama_spec, tmp_path: Path, forked) -> None:
     spec = llama_spec.replace(name="hlat-70b")
     peak, seconds = assert_documented(
         "conversion", conversion.measure(tmp_path, spec, shard_bytes=50_000)
     ).values()
-    assert 0.1 < peak.value < 1.0 and "to 1 files" not in peak.note and seconds.value > 0
+    assert peak.value == 0.5 and "to 1 files" not in peak.note and seconds.value > 0
 
 
-def test_every_case_of_scale_is_measured(tmp_path: Path) -> None:
+def test_every_case_of_scale_is_measured(tmp_path: Path, forked) -> None:
     assert set(SIZES) == set(scale.CASES)
     rows = assert_documented("scale", scale.measure(tmp_path, SIZES))
     assert len(rows) == 7 and all(each.target and each.value > 0 for each in rows.values())

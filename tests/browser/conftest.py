@@ -12,7 +12,7 @@ import pytest
 from kit.monitor.curves import View
 from kit.monitor.widget import Monitor
 from kit.run import Run
-from tests.browser import lab
+from tests.browser.lab import Lab, headless, why_not
 
 PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
 <body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
@@ -47,10 +47,20 @@ SENT = ("frame", "window", "facts", "alerts", "heat", "log")
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
     """A headless Chromium of this machine."""
-    if missing := lab.why_not():
+    if missing := why_not():
         pytest.skip(missing)
-    with lab.browser() as started:
+    with headless() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def lab(browser, reader_python, tmp_path_factory) -> Iterator[Lab]:
+    """A server where a reader has installed the wheel, with a folder of its own."""
+    server = Lab(
+        reader_python(), tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("served")
+    )
+    yield server
+    server.stop()
 
 
 class Quiet(Monitor):
@@ -64,12 +74,13 @@ class Quiet(Monitor):
 class Screen:
     """A page that shows a run: what the page asks is answered by the widget."""
 
-    def __init__(self, page, run: Run, **options) -> None:
-        self.page, self.widget, self.busy = page, Quiet(run, **options), False
-        self.dashboard = self.widget.dashboard
+    def __init__(self, window: "Window", run: Run, *, dark: bool = False, **options) -> None:
+        self.page, self.widget, self.busy = window.page, Quiet(run, **options), False
+        self.dashboard, window.screen, page = self.widget.dashboard, self, window.page
         page.set_content(PAGE % (Monitor._css, base64.b64encode(Monitor._esm.encode()).decode()))
         page.wait_for_function("window.ready")
-        page.expose_function("kernel", self.answer)
+        if dark:
+            page.evaluate(f"() => {{ {DARK} }}")
         self.tick()
         page.evaluate("start()")
         page.wait_for_selector(".kit-monitor[data-points]")
@@ -139,36 +150,49 @@ class Screen:
             )
 
 
+class Window:
+    """A browser's window, which keeps what its pages throw and ask the network for."""
+
+    def __init__(self, browser) -> None:
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.screen: Screen | None = None
+        self.page = browser.new_context().new_page()
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", self._asked)
+        self.page.expose_function("kernel", self._answer)
+
+    def open(self, run: Run, *, width: int = 1180, height: int = 900, **options) -> Screen:
+        """Shows a run in a page in which nothing is left of the one before."""
+        self.page.goto("about:blank")
+        self.page.set_viewport_size({"width": width, "height": height})
+        return Screen(self, run, **options)
+
+    def _answer(self, message: dict) -> None:
+        if self.screen:
+            self.screen.answer(message)
+
+    def _asked(self, request) -> None:
+        if request.url.startswith("http"):
+            self.requests.append(request.url)
+
+
+@pytest.fixture(scope="session")
+def window(browser) -> Iterator[Window]:
+    """The window in which all screens are opened, one after the other."""
+    opened = Window(browser)
+    yield opened
+    opened.page.context.close()
+
+
 @pytest.fixture
-def open_screen(browser) -> Iterator:
-    """Opens runs in pages of their own; fails the test if a page threw an error or asked the
-    network for anything.
+def open_screen(window) -> Iterator:
+    """Opens a run in an empty page; fails the test if the page threw an error or asked the network
+    for anything.
     """
-    contexts, errors, requests = [], [], []
-
-    def open_page(
-        run: Run, *, width: int = 1180, height: int = 900, dark: bool = False, **options
-    ) -> Screen:
-        context = browser.new_context(viewport={"width": width, "height": height})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on(
-            "request",
-            lambda request: (
-                requests.append(request.url) if request.url.startswith("http") else None
-            ),
-        )
-        if dark:
-            page.add_init_script(f"addEventListener('DOMContentLoaded', () => {{ {DARK} }})")
-        screen = Screen(page, run, **options)
-        if dark:
-            page.evaluate(f"() => {{ {DARK} }}")
-            screen.settle()
-        return screen
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not errors, errors
-    assert not requests, f"the page asked the network: {requests}"
+    window.errors.clear()
+    window.requests.clear()
+    yield window.open
+    window.page.goto("about:blank")
+    assert not window.errors, window.errors
+    assert not window.requests, f"the page asked the network: {window.requests}"

@@ -68,7 +68,7 @@ def chromium() -> str | None:
 
 
 @contextlib.contextmanager
-def browser() -> Iterator[Any]:
+def headless() -> Iterator[Any]:
     """A headless Chromium of this machine; nothing is downloaded."""
     from playwright.sync_api import sync_playwright
 
@@ -167,8 +167,8 @@ class Notebook:
         received: bytes that came through its web sockets.
     """
 
-    def __init__(self, browser: Any, lab: Lab, cells: list[str]) -> None:
-        self.browser, self.lab, self.file = browser, lab, lab.folder / "watch.ipynb"
+    def __init__(self, browser: Any, lab: Lab, cells: list[str], name: str = "watch.ipynb") -> None:
+        self.browser, self.lab, self.file = browser, lab, lab.folder / name
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         book.metadata["kernelspec"] = {
             "name": "python3",

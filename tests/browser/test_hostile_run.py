@@ -42,10 +42,10 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
 
 
 def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path) -> None:
+    page = browser.new_page()
     for name, html in pages(hostile_run(tmp_path)).items():
-        page = browser.new_page()
         page.set_content(html)
         page.wait_for_timeout(100)
         assert page.evaluate(OWNED) == ["", 0, 0], name
         assert "owned" in page.locator("body").inner_text() or name in ("plan", "job spec"), name
-        page.close()
+    page.close()

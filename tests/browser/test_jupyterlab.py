@@ -18,7 +18,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.browser.lab import KERNEL, Lab, Notebook, wait_until
+from tests.browser.lab import KERNEL, Notebook, wait_until
 from tests.environments import ROOT
 
 pytestmark = pytest.mark.slow
@@ -42,14 +42,6 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
     yield run
     run.job.cancel()
     run.job.wait(timeout_s=60)
-
-
-@pytest.fixture(scope="module")
-def lab(run, reader_python, tmp_path_factory) -> Iterator[Lab]:
-    """A server in the run's folder."""
-    server = Lab(reader_python(), tmp_path_factory.mktemp("home"), run.directory.parent)
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

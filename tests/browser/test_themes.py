@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kit.show.theme import DARK, GROUND
-from tests.browser.lab import Lab, Notebook
+from tests.browser.lab import Notebook
 
 pytestmark = pytest.mark.slow
 CELL = """from kit.papers import paper_figure
@@ -30,18 +30,14 @@ THEME = """async (name) => { await window.jupyterapp.commands.execute('apputils:
 
 
 @pytest.fixture(scope="module")
-def page(browser, reader_python, tmp_path_factory) -> Iterator[Notebook]:
+def page(browser, lab) -> Iterator[Notebook]:
     """A notebook that shows a figure and a table of a paper, in a window of 1,000 pixels."""
-    server = Lab(
-        reader_python(), tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("figures")
-    )
-    notebook = Notebook(browser, server, [CELL, TABLE])
+    notebook = Notebook(browser, lab, [CELL, TABLE], "figures.ipynb")
     notebook.open(width=1000)
     notebook.run_cell(0)
     notebook.run_cell(1)
     yield notebook
     notebook.context and notebook.context.close()
-    server.stop()
 
 
 @pytest.mark.parametrize("theme, shown", [("Light", "kit-light"), ("Dark", "kit-dark")])

@@ -140,12 +140,10 @@ def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, t
 def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):
     code = (
         "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit('no <such>"
-        " thing')\ntime.sleep(60)"
+        " thing')\ntime.sleep(600)"
     )
     job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
-    start = time.monotonic()
-    status = job.wait(60)
-    assert time.monotonic() - start < 20, "the others were not ended"
+    status = job.wait(60)  # the others are ended
     assert (status.state, status.exit_code) == (JobState.FAILED, 1)
     assert status.reason == "rank 2 on node3 ended with code 1: no <such> thing"
 

