@@ -303,7 +303,7 @@ class Site(Record):
             ("device", self.device.name),
             *((name, fact or "unknown") for name, fact in facts.items()),
         ]
-        return html_table(f"Site {self.name}: {self.description}", rows)
+        return html_table(f"Site {self.name}: {self.description}", rows, Site)
 
 
 def _with_this_machine(data: dict) -> dict:
