@@ -157,7 +157,7 @@ STATEMENTS = {
     "cluster/sandbox": 218,
     "cluster/slurm": 706,
     "kit": 888,  # uneven stages: 405B on a power of two, instead of "no layout fits"
-    "kit/commands": 849,
+    "kit/commands": 934,  # panels, --version, the next step after each command
     "kit/convert": 715,
     "kit/data": 1181,
     "kit/engines": 1305,
@@ -202,7 +202,7 @@ RANK_ROOMS = {
     "kit.trainer",
 }
 """Of the kit, what `import kit.train` loads: modules, and the rooms that they are in."""
-COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 83, 11
+COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 84, 11
 """Of the command line; `--json`, which all take, counts once."""
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
