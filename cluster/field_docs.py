@@ -22,7 +22,7 @@ class WithFields:
         if "__match_args__" not in vars(cls):  # @dataclass, which is at work, looks for a docstring
             return self.text
         told = (_told(field) for field in dataclasses.fields(cls))
-        return "\n".join([self.text.rstrip(), "", "Fields:", *told])
+        return "\n".join([inspect.cleandoc(self.text), "", "Fields:", *told])
 
 
 def _told(field: dataclasses.Field) -> str:
