@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import enum
 import functools
-import html
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import typing
 from pathlib import Path
 from typing import Any, Self
 
+from cluster.field_docs import WithFields, html_table
 from cluster.files import read_small, write_atomic
 
 LARGEST_FLOAT = 2**1023
@@ -36,8 +36,8 @@ class ConfigError(ValueError):
 class MissingError(ConfigError):
     """Fields without a default are not given; `names` are their dotted paths."""
 
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(f"{', '.join(names)}: missing. Add a value; there is no default.")
+    def __init__(self, names: list[str], advice: str = "") -> None:
+        super().__init__(f"{', '.join(names)}: missing. Add a value; there is no default.{advice}")
         self.names = names
 
 
@@ -64,7 +64,9 @@ have."""
 
 
 def field_doc(text: str, *checks: Check, **kwargs: Any) -> Any:
-    """Returns a dataclass field that carries its one-line meaning, and what its values must be."""
+    """Returns a dataclass field that carries its one-line meaning, which `help` of its record and a
+    notebook's table show, and what its values must be.
+    """
     return dataclasses.field(metadata={"doc": text, "checks": checks}, **kwargs)
 
 
@@ -88,6 +90,22 @@ one_line = must(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """Base of all frozen, keyword-only, JSON-round-trip records."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__doc__ = WithFields(cls.__dict__.get("__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __new__(cls, **given: Any) -> Self:
+        """Refuses unknown and missing fields by an error that names them."""
+        _check_known(cls, given, path_name(cls))
+        if missing := [name for name in _required(cls) if name not in given]:
+            advice = f" Write {missing[0]}=...; help({cls.__name__}) says what each field means."
+            raise MissingError([f"{path_name(cls)}.{name}" for name in missing], advice)
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        """Returns what `__new__` is given when a record is copied or unpickled."""
+        return (), vars(self)
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))
@@ -129,22 +147,16 @@ class Record:
                 f"{path}: expected a table of keys, got {type(data).__name__}"
                 f" {cut(repr(data), 200)}."
             )
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key in data:
-            if key not in fields:
-                raise ConfigError(f"{path}.{key}: unknown key. {suggestion(str(key), fields)}")
-        hints = _hints(cls)
+        _check_known(cls, data, path)
+        hints, required = _hints(cls), _required(cls)
         values, missing = {}, []
-        for name, field in fields.items():
+        for name in hints:
             try:
                 if name in data:
                     values[name] = _convert(data[name], hints[name], f"{path}.{name}")
-                elif (
-                    field.default is dataclasses.MISSING
-                    and field.default_factory is dataclasses.MISSING
-                ):
-                    raise MissingError([f"{path}.{name}"])
-            except MissingError as error:  # of this record, or of one inside it
+                elif name in required:
+                    missing.append(f"{path}.{name}")
+            except MissingError as error:  # of a record inside this one
                 missing += error.names
         if missing:
             raise MissingError(missing)
@@ -210,13 +222,32 @@ class Record:
 
     def _repr_html_(self) -> str:
         rows = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return html_table(type(self).__name__, rows)
+        return html_table(type(self).__name__, rows, type(self))
+
+
+def _check_known(cls: type[Record], given: dict[str, Any], path: str) -> None:
+    """Raises ConfigError for a key that is no field of a record."""
+    hints = _hints(cls)
+    for key in given:
+        if key not in hints:
+            raise ConfigError(f"{path}.{key}: unknown key. {suggestion(str(key), hints)}")
+
+
+@functools.cache
+def _required(cls: type[Record]) -> list[str]:
+    """Returns the names of the fields of a record that have no default."""
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
 
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     # Looked up once: a heartbeat is a record too, and a job writes one a second.
-    return typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
@@ -263,19 +294,6 @@ def check_file_below(name: str, path: str) -> None:
     """
     for part in name.split("/"):
         check_file_name(part, path)
-
-
-def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
-    """Returns a small two-column HTML table; all text is escaped."""
-    body = "".join(
-        f"<tr><td>{html.escape(str(key))}</td><td"
-        f" style='text-align:right'>{html.escape(str(value))}</td></tr>"
-        for key, value in rows
-    )
-    return (
-        "<table><thead><tr><th"
-        f" colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -181,7 +181,21 @@ class There(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site(Record):
-    """A machine: its devices, links, scheduler and price."""
+    """A machine: its devices, links, scheduler and price, each number with its source.
+
+    Example:
+
+        >>> from cluster.site import Site
+        >>> site = Site.load("frontier")
+        >>> site.devices_per_node, site.device.name
+        (8, 'AMD Instinct MI250X, one GCD')
+        >>> print(site.device.peak_flops_per_s["bf16"].value)
+        191500000000000.0
+
+    `Site.names()` lists the packaged sites. For a cluster of your own write a .toml file with
+    `base = "frontier"` and what differs; `kit site init mine.toml` writes it from what Slurm says.
+    Next: `kit.launch(..., site="mine.toml")`, or `kit plan MODEL --site mine.toml`.
+    """
 
     name: str = field_doc("as in Site.load(name)", one_line)
     description: str = field_doc("one line")
@@ -303,7 +317,7 @@ class Site(Record):
             ("device", self.device.name),
             *((name, fact or "unknown") for name, fact in facts.items()),
         ]
-        return html_table(f"Site {self.name}: {self.description}", rows)
+        return html_table(f"Site {self.name}: {self.description}", rows, Site)
 
 
 def _with_this_machine(data: dict) -> dict:

@@ -40,14 +40,37 @@ def launch(
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
 ) -> Run:
-    """Returns a run whose job has started, or waits in its site's queue; it goes on when this
-    process ends.
+    """Starts a training job and returns its run. The job goes on when this process ends.
 
-    The directory is a new one, or that of a run of the same model and recipe, which continues from
-    its last checkpoint, if need be with another plan. `device` is where the ranks of this machine
-    compute, as `on_device` says; the site of the run keeps it. `time_limit_s` is that of one job,
-    by default as long as the site gives; a longer run comes back until it is done. `measured` is
-    asked for the site with its peak of a dtype, once there is nothing left to refuse.
+    Example, with token files made by `kit data build data/demo`:
+
+        >>> import kit
+        >>> run = kit.launch(
+        ...     "runs/first",
+        ...     spec=kit.ModelSpec.preset("demo"),
+        ...     plan=kit.Plan(global_batch_size=8, micro_batch_size=4),
+        ...     recipe=kit.Recipe(data="data/demo", num_steps=5),
+        ... )
+        >>> print(run.job.wait().state)
+        done
+
+    Next: `kit.Run` says how to look at it; in a notebook `kit.monitor.Monitor(run)` shows it live.
+    `kit.resume` continues it. The fields of `kit.Plan`, `kit.Recipe` and `kit.Site` are explained
+    by `help`.
+
+    Args:
+        directory: a new run directory, or that of a run of the same model and recipe, which
+            continues from its last checkpoint, if need be with another plan.
+        spec: shapes of the model: a preset, or `ModelSpec.llama(...)`.
+        plan: how it is split over devices, as `kit plan` or `kit.estimate.search` chooses it.
+        recipe: data, number of steps, learning rate and checkpoints.
+        site: the machine: a name out of `Site.names()`, a .toml file, or a `Site`.
+        device: where ranks of this machine compute, `cpu` or `cuda`. Default: on its GPUs if
+            there is one for each rank. The site of the run keeps it.
+        time_limit_s: limit of one job. Default: that of the site. A longer run is resubmitted until
+            it is done.
+        measured: called with site and dtype when nothing is left to refuse; returns the site with
+            its measured peak, for MFU.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does

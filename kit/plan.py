@@ -253,4 +253,4 @@ class Plan(Record):
             ),
             ("engine", "none: planned, not trained" if self.untrained else self.engine),
         ]
-        return html_table("Plan", rows)
+        return html_table("Plan", rows, Plan)

@@ -43,7 +43,19 @@ class DataPhase(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(Record):
-    """Optimizer, learning-rate schedule, data and checkpoint cadence of one run."""
+    """Optimizer, learning-rate schedule, data and checkpoint cadence of one run.
+
+    Example:
+
+        >>> import kit
+        >>> recipe = kit.Recipe(data="data/demo", num_steps=100, warmup_steps=10)
+        >>> [recipe.learning_rate_at(step) for step in (5, 10, 100)]
+        [0.00015, 0.0003, 3e-05]
+        >>> longer = recipe.replace(num_steps=200, checkpoint_every=50)
+
+    Next: `kit.launch` trains by it. `kit.papers.recipes.published_recipe("hlat-7b")` has what a
+    paper states.
+    """
 
     data: str = field_doc(
         "folder made by `kit data build`: tokenizer, held-out text and, without sources, training"

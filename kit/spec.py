@@ -115,7 +115,10 @@ class ModelSpec(Record):
     @classmethod
     def gpt(cls, **shapes) -> Self:
         """Returns a GPT-family spec (LayerNorm, learned positions, GELU, biases, tied) of the
-        given shapes.
+        given shapes, which are the fields of ModelSpec.
+
+        Raises:
+            ConfigError: a shape is missing, unknown, or does not fit the others.
         """
         defaults: dict[str, Any] = dict(
             norm="layernorm",
@@ -123,15 +126,18 @@ class ModelSpec(Record):
             activation="gelu",
             bias=True,
             tied_embeddings=True,
-            num_kv_heads=shapes["num_heads"],
-            ffn_hidden_size=4 * shapes["hidden_size"],
+            num_kv_heads=shapes.get("num_heads"),
+            ffn_hidden_size=4 * shapes.get("hidden_size", 0),
         )
         return cls(**defaults | shapes)
 
     @classmethod
     def llama(cls, **shapes) -> Self:
         """Returns a Llama-family spec (RMSNorm, rotary, SwiGLU, no bias, untied) of the given
-        shapes.
+        shapes, which are the fields of ModelSpec.
+
+        Raises:
+            ConfigError: a shape is missing, unknown, or does not fit the others.
         """
         defaults: dict[str, Any] = dict(
             norm="rmsnorm",
@@ -139,7 +145,7 @@ class ModelSpec(Record):
             activation="swiglu",
             bias=False,
             tied_embeddings=False,
-            num_kv_heads=shapes["num_heads"],
+            num_kv_heads=shapes.get("num_heads"),
         )
         return cls(**defaults | shapes)
 
@@ -276,7 +282,7 @@ class ModelSpec(Record):
             ("parameters", f"{self.num_params:,}"),
             ("model FLOPs per token", f"{self.flops_per_token():.4g}"),
         ]
-        return html_table(f"ModelSpec {self.name}", rows)
+        return html_table(f"ModelSpec {self.name}", rows, ModelSpec)
 
 
 def _divisors(number: int) -> str:

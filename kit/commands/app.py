@@ -1,6 +1,7 @@
 """Everything that the notebooks do, from the terminal. COMMAND --help explains one command."""
 
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -22,6 +23,24 @@ from kit.commands.options import AS_JSON
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
 from kit.show.terminal import PlainConsole
 
+PANELS = {
+    "Start": ("doctor", "bench", "site", "data"),
+    "Train": ("launch", "resume", "checkpoint", "stop"),
+    "Look": ("status", "watch", "logs", "runs", "figure"),
+    "Plan": ("plan", "validate", "calibrate"),
+    "Score": ("eval-data", "eval", "generate"),
+    "Convert": ("export", "import"),
+}
+"""The commands in the order of `kit --help`, under its headings."""
+EXAMPLES = """\
+Build token files, train the demo model on them, choose a layout:
+
+kit data build data/demo
+
+kit launch runs/first --data data/demo --steps 60
+
+kit plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
+"""
 LONG = 200
 PATHLIB = ("Symlink loop from", "Could not determine home directory")
 """How the standard library tells of two kinds of wrong paths, as errors without a type of their
@@ -56,7 +75,15 @@ GONE = {
 
 
 class Commands(TyperGroup):
-    """The commands; one that went is answered with what does its work now."""
+    """The commands, in panels; one that went is answered with what does its work now."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {name: self.commands[name] for names in PANELS.values() for name in names}
+        for panel, names in PANELS.items():
+            for name in names:
+                self.commands[name].rich_help_panel = panel  # pyright: ignore[reportAttributeAccessIssue]
+                _join_lines(self.commands[name])
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Takes `--json` wherever it stands."""
@@ -71,12 +98,31 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+def _join_lines(command: Any) -> None:
+    """Makes a line of each paragraph of a command's help, for the terminal to fold."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help)
+    for inner in getattr(command, "commands", {}).values():
+        _join_lines(inner)
+
+
+def _tell_version(asked: bool) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    if asked:
+        try:
+            print(f"kit {version('pretraining-notebook-kit')}")
+        except PackageNotFoundError:
+            print("kit, a checkout that is not installed: `git describe` tells its version")
+        raise typer.Exit
+
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help=__doc__,
+    epilog=EXAMPLES,
 )
 
 
@@ -89,6 +135,10 @@ def everything(
             help="Print JSON instead of tables. It may stand anywhere, as in `kit status RUN"
             " --json`; watch, logs and generate print text all the same.",
         ),
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True),
     ] = False,
 ) -> None:
     """Keeps what every command is asked."""

@@ -11,10 +11,19 @@ from cluster.job import JobSpec
 from cluster.record import counted
 from cluster.site import Site
 from cluster.slurm import submit_array
-from kit.commands.options import AS_JSON, OverwriteOption, SiteOption, facts_table, tell
+from kit.commands.options import (
+    AS_JSON,
+    OverwriteOption,
+    SiteOption,
+    facts_table,
+    next_step,
+    tell,
+)
 from kit.errors import ConfigError
+from kit.spec import ModelSpec
 
 app = typer.Typer()
+ALL_PARTS = "When all parts are built, train on them:"
 data_app = typer.Typer(no_args_is_help=True)
 app.add_typer(data_app, name="data", help="Build token files: data build.")
 
@@ -86,6 +95,10 @@ def data_build(
         each = (number, count) if part else None
         dataset = build_dataset(out, progress=not AS_JSON.get(), part=each, **asked)
         tell(dataset.info.to_dict(), facts_table(str(dataset.directory), dataset.facts()))
+        text, built = (ALL_PARTS, out / "part_*") if part else ("Train the demo model on it:", out)
+        is_larger = dataset.vocab_size > ModelSpec.preset("demo").vocab_size
+        wider = ("--set", f"spec.vocab_size={dataset.vocab_size}") if is_larger else ()
+        next_step(text, "launch", "runs/first", "--data", built, *wider)
         return
     given["max_megabytes"] = max_megabytes
     words = [f"--source={file}" for file in source or ()]
@@ -93,6 +106,7 @@ def data_build(
     words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
     told = _submit(out, count, site, words, unbuilt_parts(out, count, **asked))
     tell({"told": told}, told)
+    next_step(ALL_PARTS, "launch", "runs/first", "--data", out / "part_*")
 
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:

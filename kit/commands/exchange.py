@@ -22,6 +22,7 @@ from kit.commands.options import (
     StepOption,
     advice,
     check_not_in_a_strangers_run,
+    next_step,
     note,
     parse_settings,
     refuse,
@@ -39,6 +40,7 @@ from kit.show.terminal import Table
 
 app = typer.Typer()
 TABLES, SINKS, FOLDERS = ("csv", "parquet"), ("wandb", "tensorboard"), ("hf",)
+DRAW = "Draw the same steps:"
 FORMATS = (*TABLES, *SINKS, *FOLDERS)
 TAKEN_BY = {
     "--out": TABLES + FOLDERS,
@@ -89,12 +91,14 @@ def export(
     if format in SINKS:
         copied = monitor.copy_metrics(opened, format, follow=follow)
         tell_record(f"Sink {format}", copied.to_dict())
+        next_step(DRAW, "figure", run)
     elif format in TABLES:
         from kit.monitor.export import export as write
 
         file = check_not_in_a_strangers_run(out or opened.directory / f"export.{format}")
         rows = write(opened, file, format=format, overwrite=overwrite)
         tell_record(f"Export of {opened.name}", {"file": str(file), "rows": rows})
+        next_step(DRAW, "figure", run)
     else:
         from kit.convert.hugging_face import export_run
 
@@ -196,6 +200,7 @@ def _reader(folder: Path, format: str | None) -> Any:
 def _tell_folder(folder: Path) -> None:
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     tell_record("Written", {"folder": str(folder), "bytes": size})
+    next_step("Score it:", "eval", folder)
 
 
 @app.command()
@@ -229,6 +234,8 @@ def figure(
         _all(out, own or ())
     elif name in FIGURES and points_template:
         print(FIGURES[name].points_template(name, own or ()), end="")
+        words = (name, "--points", "points.csv")
+        next_step("Fill it in, as points.csv, and draw it:", "figure", *words)
     elif name in FIGURES:
         _draw(name, out, own or (), points)
     elif not Path(name).exists():
@@ -248,6 +255,7 @@ def _draw_run(run: Run, out: Path | None) -> None:
     drawn, table = monitor.run_figure(run)
     save_figure(drawn, [], [file])
     tell({name: column.tolist() for name, column in table.items()}, str(file))
+    next_step("List the runs beside it:", "runs", run.directory.parent)
 
 
 def _all(out: Path | None, runs: Sequence[Path]) -> None:
@@ -262,6 +270,7 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
             {name: title for name, _, title in rows},
             Table("name", "in the paper", "what it shows", title="kit figure NAME", rows=rows),
         )
+        next_step("Draw one, for example:", "figure", "frontier-strong-scaling")
         return
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file. Give a folder; it is made if it is not there.")
@@ -273,6 +282,7 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
             for name, problem in problems.items()
         ),
     )
+    next_step("Add runs of your own:", "figure", "--out", out, "--run", "runs/first")
 
 
 def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None) -> None:
@@ -294,3 +304,4 @@ def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None
         note(Text(text, style="yellow"))
     # NaN is no JSON.
     tell([{key: None if it != it else it for key, it in row.items()} for row in rows], str(file))
+    next_step("Add a run of your own:", "figure", name, "--run", "runs/first")

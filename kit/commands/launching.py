@@ -65,8 +65,9 @@ def launch(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder made by `kit data build`. Default of demo: data/demo. A mix of folders is"
-            " [[sources]] of the recipe file, and other weights from a token on its [[phases]]."
+            help="Folder of token files, made by `kit data build`. Default of the demo model:"
+            r" data/demo. To mix several, give [\[sources]] in the recipe file, and [\[phases]] to"
+            " change their weights on the way."
         ),
     ] = None,
     steps: StepsOption = None,

@@ -20,7 +20,15 @@ from cluster.site import Site
 from cluster.slurm import inventory
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
-from kit.commands.options import SiteOption, advice, facts_table, note, refuse, tell
+from kit.commands.options import (
+    SiteOption,
+    advice,
+    facts_table,
+    next_step,
+    note,
+    refuse,
+    tell,
+)
 from kit.doctor import examine
 from kit.measure.device import on_device
 from kit.measure.gemm import measured_site
@@ -71,6 +79,7 @@ def validate(
         [item.to_dict() for item in found],
         Table("", "found", "target", "met", "", title=title, rows=lines),
     )
+    next_step("Fit the estimates to a run of your own:", "calibrate", "runs/first")
 
 
 @app.command()
@@ -98,6 +107,7 @@ def calibrate(
     ]
     title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
     tell(record, Table("coefficient", "value", "told by the runs", title=title, rows=rows))
+    next_step("Compare a run with the estimate:", "status", runs[0], "--why")
 
 
 @app.command()
@@ -120,6 +130,7 @@ def bench(
             {f"--out {out}": out}, "not with --apply, which writes into the run. Give one of them."
         )
         _apply_peak(apply)
+        next_step("Compare the run with the estimate:", "status", apply, "--why")
         return
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
@@ -141,6 +152,16 @@ def bench(
         },
     }
     tell(site.to_dict(), facts_table(site.description, facts.items()))
+    if out is None:
+        next_step("Keep it as a site file:", "bench", "--out", "mine.toml")
+    else:
+        sizes = (
+            "--devices",
+            str(site.devices_per_node),
+            "--batch",
+            str(16 * site.devices_per_node),
+        )
+        next_step("Choose a layout for this machine:", "plan", "demo", "--site", out, *sizes)
 
 
 def _apply_peak(directory: Path) -> None:
@@ -177,6 +198,7 @@ def doctor(
         [dataclasses.asdict(finding) for finding in findings],
         Table("", "", "found", "advice", title="This machine", rows=rows),
     )
+    next_step("Build token files to train on:", "data", "build", "data/demo")
     raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
 
 

@@ -131,6 +131,14 @@ def hint(text: str, *words: str | Path) -> None:
     tell({"said": text, "command": kit_command(*words)}, advice(text, *words))
 
 
+def next_step(text: str, *words: str | Path) -> None:
+    """Says on standard error what to do next, a command of the kit; nothing where JSON was asked
+    for.
+    """
+    if not AS_JSON.get():
+        note(advice(text, *words))
+
+
 def note(text: str | Text) -> None:
     """Prints a text to standard error."""
     PlainConsole(stderr=True, soft_wrap=True).print(text)

@@ -1,5 +1,6 @@
 """The command that chooses a layout, lists what can be chosen, and dry-runs a job: plan."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,16 @@ from rich.text import Text
 from cluster.record import ConfigError
 from cluster.scheduler import EDIT
 from cluster.site import Site
-from kit.commands.asked import ask_for
-from kit.commands.options import SetOption, SiteOption, facts_table, parse_settings, refuse, tell
+from kit.commands.asked import DEMO, ask_for
+from kit.commands.options import (
+    SetOption,
+    SiteOption,
+    facts_table,
+    next_step,
+    parse_settings,
+    refuse,
+    tell,
+)
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -85,6 +94,9 @@ def plan(
             f"{name} has a layout of its own. Change it by --set plan.KEY=VALUE.",
         )
         _rehearse(*known)
+        if not (Path(name) / "recipe.json").exists():
+            words = ("launch", "runs/first", "--recipe", name, "--site", str(site), "--show")
+            next_step("See the job's script, and what is still to fill in:", *words)
         return
     if site is None or devices is None or batch is None:
         lacking = next(flag for flag, value in sizes.items() if value is None)
@@ -113,14 +125,30 @@ def plan(
         fields = {"data": EDIT, "num_steps": STEPS, **changes["recipe"]}
         _rehearse(report.search.spec, chosen, fields, Site.load(site))
         return
-    launched = "" if seq is None else f" Launch it with --set spec.sequence_length={seq}."
-    kept = [Text(f"Layout {choose} is in {out}.{launched}")] if out is not None else []
+    kept = [Text(f"Layout {choose} is in {out}.")] if out is not None else []
     tell(
         report.to_dict(),
         Table(*report.header, title=report.search.title, rows=report.rows),
         facts_table("", report.chosen.facts()),
         *kept,
     )
+    if out is None:
+        next_step("Keep this layout in a file:", "plan", "--out", "plan.json", *sys.argv[2:])
+    else:
+        _tell_launch(name, out, site, seq)
+
+
+def _tell_launch(name: str, out: Path, site: str, seq: int | None) -> None:
+    """Says how a layout is launched: with its model's published recipe, or one to be written."""
+    from kit.papers.recipes import names, published_recipe
+
+    known = (each for each in names() if published_recipe(each).model == name)
+    recipe = next(known, "recipe.toml")
+    words = ["--model", name, "--plan", out, "--site", site]
+    words += ["--recipe", recipe] * (name != DEMO)
+    words += ["--set", f"spec.sequence_length={seq}"] * (seq is not None)
+    mine = ", with the fields of kit.Recipe in recipe.toml" if "recipe.toml" in words else ""
+    next_step(f"Launch it{mine}:", "launch", "runs/first", *words)
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +206,8 @@ def _list() -> None:
     }
     rows = [(kind, name, text) for kind, texts in found.items() for name, text in texts.items()]
     tell(found, Table("", "name", "what it is", rows=rows))
+    example = "llama3-8b --site dgx-h100 --devices 64 --batch 1024"
+    next_step("Choose a layout, for example:", "plan", *example.split())
 
 
 def _check_out(out: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from cluster.job import Job
-from cluster.state import refuse_other_owner
+from cluster.state import JobState, refuse_other_owner
 from kit import monitor
 from kit.commands.options import (
     AS_JSON,
@@ -19,6 +19,7 @@ from kit.commands.options import (
     check_not_in_a_strangers_run,
     facts_table,
     hint,
+    next_step,
     tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from kit.monitor.runs import RunsTable
 
 app = typer.Typer()
+NEXT = {
+    JobState.DONE: ("Score its last checkpoint:", "eval"),
+    JobState.FAILED: ("Read the log of its rank 0:", "logs"),
+    JobState.LOST: ("Continue from its last checkpoint:", "resume"),
+    JobState.IMPORTED: ("Draw its loss:", "figure"),
+}
+"""What to do with a run in its final state."""
 
 
 @app.command()
@@ -56,6 +64,7 @@ def status(
         tell(monitor.status_row(opened) | {"alerts": alerts})
     else:
         tell(None, monitor.status_table(opened, PlainConsole().picture_width))
+    _tell_next(run, opened)
 
 
 @app.command()
@@ -66,7 +75,9 @@ def watch(run: RunArgument) -> None:
     with the alert in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night:
     nohup kit watch RUN >/dev/null &
     """
-    monitor.watch(Run.open(run))
+    opened = Run.open(run)
+    monitor.watch(opened)
+    _tell_next(run, opened)
 
 
 @app.command()
@@ -81,11 +92,19 @@ def logs(
     job = Job.attach(run) if is_other else Run.open(run).job
     # A file or a pipe gets what was printed.
     shown = plain if sys.stdout.isatty() else str
-    if not follow:
+    if follow:
+        for line in job.follow(rank):
+            print(shown(line), flush=True)
+    else:
         print(shown(job.logs(rank)), end="")
-        return
-    for line in job.follow(rank):
-        print(shown(line), flush=True)
+    if not is_other:
+        next_step("See its state and alerts:", "status", run)
+
+
+def _tell_next(directory: Path, run: Run) -> None:
+    """Says what to do with a run in the state that it is in."""
+    text, command = NEXT.get(run.job.status().state, ("Follow it:", "watch"))
+    next_step(text, command, directory)
 
 
 @app.command()
@@ -137,6 +156,10 @@ def runs(
         _compare(table.folder, compare, out)
     else:
         tell(table.to_dicts(), _drawn(table), *table.notes)
+        names = [row["run"] for row in table.rows if row["state"] != "unreadable"]
+        words = [word for name in names[:2] for word in ("--compare", name)]
+        if words:
+            next_step("Draw their curves in one figure:", "runs", folder, *words)
 
 
 def _tell_why(run: Run) -> None:

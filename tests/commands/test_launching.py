@@ -137,9 +137,10 @@ def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None
         "plan llama3.1-405b --site dgx-h100 --devices 2048 --batch 2048 --seq 4096 --out plan.json"
     )
     app([*words.split(), "--code-base", "megatron-core"], standalone_mode=False)
-    said = capsys.readouterr().out
-    assert "2,048 sequences of 4,096 tokens" in said and "megatron-core's kernels" in said
-    assert "Layout 1 is in plan.json. Launch it with --set spec.sequence_length=4096." in said
+    told = capsys.readouterr()
+    assert "2,048 sequences of 4,096 tokens" in told.out and "megatron-core's kernels" in told.out
+    assert "Layout 1 is in plan.json." in told.out
+    assert told.err.startswith("Launch it") and "--set spec.sequence_length=4096" in told.err
     Plan.read(Path("plan.json")).check(ModelSpec.preset("llama3.1-405b"))
 
 

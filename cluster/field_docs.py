@@ -1,0 +1,61 @@
+"""What a reader sees of a record's fields: their meanings in `help`, and in a notebook's table."""
+
+import dataclasses
+import html
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+
+class WithFields:
+    """The docstring of a record: its own text, then type, default and meaning of each field.
+
+    It is put together when somebody reads it: half a millisecond a record, which no import spends.
+    """
+
+    def __init__(self, text: str | None) -> None:
+        self.text = text or ""
+
+    def __get__(self, record: object, cls: type) -> str:
+        if "__match_args__" not in vars(cls):  # @dataclass, which is at work, looks for a docstring
+            return self.text
+        told = (_told(field) for field in dataclasses.fields(cls))
+        return "\n".join([inspect.cleandoc(self.text), "", "Fields:", *told])
+
+
+def _told(field: dataclasses.Field) -> str:
+    """Returns a line of a docstring on a field, or several."""
+    kind = re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(field.type))
+    default = "required"
+    if field.default is not dataclasses.MISSING:
+        default = f"default {field.default!r}"
+    elif field.default_factory is not dataclasses.MISSING:
+        default = f"default {getattr(field.default_factory, '__name__', '')}()"
+    return textwrap.fill(
+        f"{field.name} ({kind}, {default}): {field.metadata.get('doc', '')}",
+        width=88,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 8,
+        break_on_hyphens=False,
+    )
+
+
+def html_table(title: str, rows: Iterable[tuple[Any, Any]], record: type | None = None) -> str:
+    """Returns a small two-column HTML table; all text is escaped. A row named as a field of
+    `record` says what it means to who points at it.
+    """
+    meanings = {
+        field.name: f" title='{html.escape(field.metadata.get('doc', ''))}'"
+        for field in (dataclasses.fields(record) if record else ())
+    }
+    body = "".join(
+        f"<tr{meanings.get(str(key).replace(' ', '_'), '')}><td>{html.escape(str(key))}</td><td"
+        f" style='text-align:right'>{html.escape(str(value))}</td></tr>"
+        for key, value in rows
+    )
+    return (
+        "<table><thead><tr><th"
+        f" colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
+    )
