@@ -136,6 +136,15 @@ class Relation:
             return "holds"
         return "holds within the interval" if low <= most and least <= high else "fails"
 
+    @property
+    def width(self) -> float:
+        """Half the range of stated numbers that would have passed, as a share of the value;
+        infinite where one end is open.
+        """
+        least, most = self.within
+        interval = 0.0 if math.isnan(self.low) else self.high - self.low
+        return (most - least + interval) / 2 / abs(self.value)
+
 
 def plain(value: float) -> str:
     """Returns a number as a caption or a page has it."""

@@ -46,6 +46,8 @@ RATIOS = {
     "70B over 7B": {short: ((machine, "70B"), (machine, "7B")) for machine, short in SHORT.items()},
 }
 """What the paper states in words: ratios of cost between machines and models, on the same nodes."""
+ABOUT = 0.05
+"""Share by which a number that the paper gives as "about" may be off."""
 TOKENS = 4e6
 """That a cost is of: about one step."""
 
@@ -162,8 +164,8 @@ def relations() -> list[Relation]:
             value=float(layer.y[i]),
             low=float(layer.low[i]),
             high=float(layer.high[i]),
-            expected=f"about {fact.number:g}: its last digit",
-            within=(fact.number * 0.95, fact.number * 1.05),
+            expected=f"about {fact.number:g}: within {ABOUT:.0%}",
+            within=(fact.number * (1 - ABOUT), fact.number * (1 + ABOUT)),
         )
         for name, fact in _stated().items()
         for layer in ratio_layers(name)
