@@ -104,6 +104,14 @@ class Facts:
         names = [field.name for field in dataclasses.fields(record)]
         return {name: stated[name] for name in names if name in stated}
 
+    def known(self, prefix: str, x: str) -> dict[str, Known]:
+        """Returns how what is stated of a model is known, by the series without their prefix."""
+        return {
+            fact.series.removeprefix(prefix): fact.known
+            for fact in self.facts
+            if fact.x == x and fact.series.startswith(prefix)
+        }
+
     def text(self, series: str, x: str) -> str:
         """Returns one fact as a table has it: a long number with separators."""
         value = self.only(series, x).value

@@ -115,14 +115,8 @@ def efficiency_layer(model: str, kind: str) -> Layer:
 
     It is the authors' layout, with their batch per replica (`weak`) or one batch (`strong`).
     """
-    script = recipe_plan(model)
-    share = script.global_batch_size // script.data_parallel
-    plans = [
-        recipe_plan(
-            model, data_parallel=n, global_batch_size=n * share if kind == "weak" else STRONG_BATCH
-        )
-        for n in REPLICAS[model]
-    ]
+    batch = {} if kind == "weak" else {"global_batch_size": STRONG_BATCH}
+    plans = [recipe_plan(model, replicas, **batch) for replicas in REPLICAS[model]]
     layouts = layouts_of(ModelSpec.preset(MODELS[model]), plans)
     return Layer.modelled(model, layouts.num_devices, *_efficiency(layouts), error=model_error())
 
@@ -154,7 +148,7 @@ def batch_layer(model: str) -> Layer:
     batches = [batch for batch in BATCHES if batch % most == 0]
     ends = []
     for batch in batches:
-        plans = [recipe_plan(model, data_parallel=n, global_batch_size=batch) for n in (1, most)]
+        plans = [recipe_plan(model, n, global_batch_size=batch) for n in (1, most)]
         ends.append([column[1] for column in _efficiency(layouts_of(spec, plans))])
     label = f"{model}, {most} replicas"
     return Layer.modelled(label, batches, *np.transpose(ends), error=model_error())
@@ -276,9 +270,7 @@ def days_layer() -> Layer:
     """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
     batch.
     """
-    plans = [
-        recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS
-    ]
+    plans = [recipe_plan("1T", n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
     layouts = layouts_of(SPEC_1T, plans)
     found = calibration().predict(layouts)
     steps = TOKENS / (STRONG_BATCH * SPEC_1T.sequence_length)

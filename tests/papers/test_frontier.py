@@ -24,6 +24,7 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers
 from kit.papers.frontier_throughput import measured_relations, modelled_relations
+from kit.papers.recipes import published_recipe
 from kit.spec import ModelSpec
 from tests.papers.recorded import (
     cluster_run,
@@ -195,6 +196,25 @@ def test_recipes_are_those_of_the_scripts_and_own_runs_are_further_columns(front
     assert [bubble[name] for name in MODELS] == ["2.1%", "4.5%", "11.0%"]
     [stages] = values(rows, **{"": "pipeline parallel"})
     assert stages["imported"] == stages["cluster"] == "16"
+
+
+def test_one_function_gives_what_was_published_of_a_training() -> None:
+    small = published_recipe("frontier-22b")
+    assert (small.plan.tensor_parallel, small.plan.pipeline_parallel) == (1, 8)
+    assert (small.plan.num_devices, small.plan.global_batch_size) == (16, 640)
+    assert small.spec == ModelSpec.preset("gpt-22b") and small.site == "frontier"
+    assert small.known["tensor_parallel"] == small.known["global_batch_size"] == "read"
+    assert small.known["data_parallel"] == "derived", "from the script's GCDs"
+    large = published_recipe("frontier-1t", replicas=6)
+    assert (large.plan.num_devices, large.plan.global_batch_size) == (3072, 3072)
+    assert large.known["global_batch_size"] == "derived", "the script's share of each replica"
+    for name in MODELS:
+        layout = published_recipe(f"frontier-{name.lower()}").plan
+        own = recipe_plan(name, engine=layout.engine, precision=layout.precision)
+        assert own == layout, "the figures draw the same"
+    llama = published_recipe("hlat-70b", replicas=32)
+    assert (llama.site, llama.plan.num_devices) == ("trn1.32xlarge", 8192)
+    assert llama.plan.global_batch_size == 1024 and llama.known["global_batch_size"] == "read"
 
 
 def test_cost_of_a_trillion_parameters() -> None:
