@@ -6,7 +6,9 @@ import re
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.path import Path
 from matplotlib.text import Text
 
 from kit.show.theme import DARK, TEXT, WIDTH
@@ -42,6 +44,43 @@ def check_figure(figure: Any) -> None:
         assert min(_contrast(colour, ground) for ground in INKS) >= 3, (
             f"{colour} has no twin for a dark page"
         )
+
+
+def check_panels(figure: Any) -> None:
+    """Asserts that no text and no end of an interval leaves its panel, and that no legend or text
+    stands on data.
+    """
+    figure.draw_without_rendering()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for axis in figure.axes:
+        inside, title = axis.bbox.padded(2), axis.get_title(loc="left")
+        for text in [text for text in axis.texts if text.get_text() != WATERMARK]:
+            box = text.get_window_extent(renderer)
+            assert inside.x0 <= box.x0 and inside.y0 <= box.y0, f"{title}: {text.get_text()!r}"
+            assert box.y1 <= inside.y1, f"{title}: {text.get_text()!r} leaves its panel"
+            assert box.x1 <= inside.x1, f"{title}: {text.get_text()!r} leaves its panel"
+        paths = _data_paths(axis)
+        for path in paths:
+            ends = path.vertices[np.isfinite(path.vertices).all(axis=1)]
+            shown = [end for end in ends if inside.containsx(end[0])]  # a panel may be a part of x
+            out = [end for end in shown if not inside.containsy(end[1])]
+            assert not out, f"{title}: a limit of the axis cuts data at {out}"
+        if legend := axis.get_legend():
+            box = legend.get_window_extent(renderer).padded(-2)
+            hidden = [path for path in paths if path.intersects_bbox(box, filled=False)]
+            assert not hidden, f"{title}: the legend stands on data"
+
+
+def _data_paths(axis: Any) -> list[Path]:
+    """Returns the lines, points, error bars and bands of a panel, in pixels; a level and what a
+    panel is marked with are no data.
+    """
+    lines = [line for line in axis.get_lines() if line.get_transform() == axis.transData]
+    paths = [axis.transData.transform_path(line.get_path()) for line in lines]
+    for collection in axis.collections:
+        if collection.get_transform() == axis.transData:
+            paths += [axis.transData.transform_path(path) for path in collection.get_paths()]
+    return paths
 
 
 def _drawn(figure: Any) -> list[Text]:

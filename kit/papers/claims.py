@@ -7,8 +7,9 @@ is one in words.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc
@@ -21,10 +22,14 @@ from kit.papers.recipes import PAPERS
 Paper = Literal["frontier", "hlat"]
 HEAD = """# Claims of {title}
 
-What the paper claims, and what a fresh clone finds, made by `make gallery`:
-**{holds} hold, {missed} are missed, {untried} cannot be tried here.**
+What the paper claims, and what a fresh clone finds, made by `make gallery`.
+**{predicted} of {total} claims are predicted:** the kit had said the paper's number without it, closely enough to be wrong.
+
+{counts}
+
 Found: the kit's model with its 90 % interval in brackets, or a run of this machine at demo scale where that is said;
-no number in that column is typed. A claim holds where the interval meets what is expected.
+no number in that column is typed. Tolerance: what counts as the paper's number, its last printed digit where nothing else is said.
+Width: half the range of published numbers that would have passed, interval and tolerance together, as a share of what is found.
 
 How well known: *read* in the paper or in its authors' code and logs; *quoted* in somebody's account of it; *derived*
 from numbers that were read; *remembered*, so only a trend is checked.
@@ -39,6 +44,14 @@ TITLES = {
     "hlat": "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
 }
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
+WEAK = 0.2
+"""A prediction that would have passed a wider range of numbers, as a share, says little."""
+HELD = {
+    "arithmetic": "arithmetic as printed",
+    "trend": "trend in the model",
+    "demo": "trend at demo scale",
+}
+"""Verdicts on what holds and is no prediction, by the kind of the claim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,11 @@ class Claim(Record):
 
     paper: Paper = field_doc("whose claim it is")
     claim: str = field_doc("in our words")
+    kind: Literal["prediction", "arithmetic", "trend", "demo"] = field_doc(
+        "a number that the model says without it, one that follows from others of the paper, a"
+        " direction, or what a small run of this machine shows",
+        default="prediction",
+    )
     where: str = field_doc("section, table or figure of the paper")
     fact: tuple[str, ...] = field_doc("series and x in the facts of the paper", default=())
     known: Known = field_doc("how, where no fact says it", default="read")
@@ -63,6 +81,7 @@ class Claim(Record):
     within: tuple[float, ...] = field_doc(
         "both ends of what is expected, where it is not the fact's last digit", default=()
     )
+    about: float = field_doc("share by which the fact's number may be off, if so", default=0.0)
     expected: str = field_doc("in words, where it is not the fact's number", default="")
     minutes: float = field_doc("that the command takes; 0: less than one", default=0.0)
     command: str = field_doc("that tries it, where it is not the figure's", default="")
@@ -70,9 +89,17 @@ class Claim(Record):
 
 
 def claims(paper: Paper) -> list[Claim]:
-    """Returns the claims of a paper, in the order of the page."""
-    tables = read_toml("claims")["claim"]
-    return [Claim.from_dict(table, "claims.toml") for table in tables if table["paper"] == paper]
+    """Returns the claims of a paper, in the order of the page; one that is made of each of some
+    rows (`each`) is as many claims.
+    """
+    found = []
+    for table in read_toml("claims")["claim"]:
+        own = {name: value for name, value in table.items() if name != "each"}
+        for values in itertools.product(*table.get("each", {}).values()):
+            case = dict(zip(table.get("each", {}), values, strict=True))
+            cells = {"claim": table["claim"].format(**case), "at": table.get("at", {}) | case}
+            found.append(Claim.from_dict(own | cells, "claims.toml"))
+    return [claim for claim in found if claim.paper == paper]
 
 
 def checked(claim: Claim, rows: Rows | None) -> Relation | None:
@@ -92,19 +119,23 @@ def checked(claim: Claim, rows: Rows | None) -> Relation | None:
         ends = {end: claim.times * float(own.get(end, math.nan)) for end in ("low", "high")}
     return Relation(
         claim=claim.claim,
-        layer="modelled",
+        layer="measured" if claim.kind == "demo" else "modelled",
         value=_number_of(claim, own) - less,
         expected=claim.expected,
-        within=claim.within or _last_digit(claim),
+        within=claim.within or _tolerance(claim),
         **ends,
     )
 
 
-def verdict(found: Relation | None) -> str:
-    """Returns what the page says of a claim."""
+def verdict(claim: Claim, found: Relation | None) -> str:
+    """Returns what the page says of a claim: one of the verdicts in `claims.toml`."""
     if found is None:
-        return "cannot be tried here"
-    return "missed" if found.verdict == "fails" else "holds"
+        return "not tried"
+    if found.verdict == "fails":
+        return "not testable here" if claim.kind == "demo" else "missed"
+    if claim.kind == "prediction":
+        return "weak" if found.width > WEAK else "predicted"
+    return HELD[claim.kind]
 
 
 def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
@@ -126,22 +157,28 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     """
     drawn = drawn_rows(paper, runs)
     found = [(claim, checked(claim, drawn[claim.figure])) for claim in claims(paper)]
-    rows = [_row(claim, relation) for claim, relation in found]
-    verdicts = [verdict(relation) for _, relation in found]
-    lines = [
-        " | ".join(rows[0]),
-        "|".join(["---"] * len(rows[0])),
-        *(" | ".join(text.strip().replace("|", "\\|") for text in row.values()) for row in rows),
-    ]
+    said = [verdict(claim, relation) for claim, relation in found]
+    meanings = read_toml("claims")["verdicts"]
     return HEAD.format(
         title=TITLES[paper],
         notebook=NOTEBOOKS[paper],
         model=PAPERS[paper].model_error(),
-        holds=verdicts.count("holds"),
-        missed=verdicts.count("missed"),
-        untried=verdicts.count("cannot be tried here"),
-        lines="\n".join(f"| {line} |" for line in lines),
+        predicted=said.count("predicted"),
+        total=len(said),
+        counts=_lines(
+            {"verdict": word, "claims": str(said.count(word)), "it says": meaning}
+            for word, meaning in meanings.items()
+        ),
+        lines=_lines(_row(claim, relation) for claim, relation in found),
     )
+
+
+def _lines(rows: Iterable[Mapping[str, str]]) -> str:
+    """Returns rows as a table of Markdown."""
+    rows = [*rows]
+    cells = [[*rows[0]], ["---"] * len(rows[0])]
+    cells += [[text.strip().replace("|", "\\|") for text in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _row_with(
@@ -168,11 +205,22 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
     return claim.times * float(str(row[claim.column]).split(" ±")[0].replace(",", ""))
 
 
-def _last_digit(claim: Claim) -> tuple[float, float]:
-    """Returns the range of numbers that round to the fact's last printed digit."""
+def _tolerance(claim: Claim) -> tuple[float, float]:
+    """Returns the range of numbers that are about the fact's, or round to its last printed
+    digit.
+    """
     fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
     digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
-    return fact.number - digit, fact.number + digit
+    off = claim.about * fact.number or digit
+    return fact.number - off, fact.number + off
+
+
+def _range(ends: Sequence[float]) -> str:
+    """Returns a range in words, which may have one end only."""
+    least, most = (f"{end:,.6g}" for end in ends)
+    if math.isinf(ends[0]):
+        return f"at most {most}"
+    return f"at least {least}" if math.isinf(ends[1]) else f"{least} to {most}"
 
 
 def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
@@ -181,16 +229,18 @@ def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
     told = "" if found is None else f"{plain(found.value)} {claim.unit}".strip()
     if found is not None and not math.isnan(found.low):
         told += f" ({plain(found.low)} to {plain(found.high)})"
-    minutes = f"{claim.minutes:g}" if claim.minutes else "< 1"
+    width = math.inf if found is None else found.width
     return {
         "claim": claim.claim,
         "where": claim.where,
         "how well known": fact.known if fact else claim.known,
         "expected": claim.expected or (f"{fact.number:,.6g} {claim.unit}" if fact else ""),
+        "tolerance": _range(found.within) if found else "",
         "found": told,
-        "verdict": f"**{verdict(found)}**",
+        "width": f"± {width:.0%}" if claim.kind == "prediction" and width < math.inf else "",
+        "verdict": f"**{verdict(claim, found)}**",
         "note": claim.note,
         "command": f"`{claim.command or kit_command('figure', claim.figure)}`",
-        "minutes": minutes if claim.figure else "",
+        "minutes": (f"{claim.minutes:g}" if claim.minutes else "< 1") if claim.figure else "",
         "source": fact.source if fact else claim.source,
     }

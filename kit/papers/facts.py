@@ -104,6 +104,14 @@ class Facts:
         names = [field.name for field in dataclasses.fields(record)]
         return {name: stated[name] for name in names if name in stated}
 
+    def known(self, prefix: str, x: str) -> dict[str, Known]:
+        """Returns how what is stated of a model is known, by the series without their prefix."""
+        return {
+            fact.series.removeprefix(prefix): fact.known
+            for fact in self.facts
+            if fact.x == x and fact.series.startswith(prefix)
+        }
+
     def text(self, series: str, x: str) -> str:
         """Returns one fact as a table has it: a long number with separators."""
         value = self.only(series, x).value
@@ -135,6 +143,15 @@ class Relation:
         if least <= low and high <= most:
             return "holds"
         return "holds within the interval" if low <= most and least <= high else "fails"
+
+    @property
+    def width(self) -> float:
+        """Half the range of stated numbers that would have passed, as a share of the value;
+        infinite where one end is open.
+        """
+        least, most = self.within
+        interval = 0.0 if math.isnan(self.low) else self.high - self.low
+        return (most - least + interval) / 2 / abs(self.value)
 
 
 def plain(value: float) -> str:

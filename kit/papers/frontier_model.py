@@ -131,16 +131,19 @@ def lumi_plan(replicas: int) -> Plan:
     )
 
 
-def recipe_plan(model: str, **changes: Any) -> Plan:
+def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
     """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
     changes.
 
-    Without `data_parallel` among them, it follows from the script's number of GCDs.
+    On another number of `replicas` than the script's, each keeps its share of the batch.
     """
     fields = FACTS.fields(Plan, model)
     held = fields["tensor_parallel"] * fields["pipeline_parallel"]
-    replicas = int(FACTS.value("recipe_devices", model)) // held
-    return paper_plan(**fields | {"precision": "bf16", "data_parallel": replicas} | changes)
+    of_script = int(FACTS.value("recipe_devices", model)) // held
+    number = replicas or of_script
+    batch = fields["global_batch_size"] * number // of_script
+    own = {"precision": "bf16", "data_parallel": number, "global_batch_size": batch}
+    return paper_plan(**fields | own | changes)
 
 
 def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:

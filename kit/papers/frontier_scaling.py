@@ -36,7 +36,7 @@ STRONG_BATCH = 8064
 replicas divide."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
 SPEC_1T = ModelSpec.preset(MODELS["1T"])
-TOKENS, DAY = 20e12, 86_400.0
+TOKENS, YEAR = 20e12, 365.25 * 86_400
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -50,30 +50,40 @@ def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) ->
         (spec, layouts_of(spec, [recipe_plan(name)]))
         for spec, name in zip(specs, names, strict=True)
     ]
-    published = Layer.published(FACTS["throughput_percent"], label="paper's headline")
-    hfu = throughput_layer("HFU", range(3), cases, names=names)
     sizes = np.log([spec.num_params for spec in specs])
-    layers = [
-        published,
-        Layer.published(FACTS["throughput_mfu_percent"], label="paper, as MFU (derived)"),
-        hfu,
-        throughput_layer("MFU", range(3), cases, basis=FlopBasis.MODEL, names=names),
-        *on_clusters(
-            runs,  # between the three sizes, by the logarithm of their parameters
-            x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
-            y=run_hfu_percent,
-        ),
-    ]
+    panels = {
+        basis: [
+            Layer.published(FACTS[series], label="paper"),
+            throughput_layer("modelled", range(3), cases, basis=counted, names=names),
+        ]
+        for basis, series, counted in (
+            ("HFU", "throughput_percent", FlopBasis.MEGATRON_RECOMPUTE),
+            ("MFU", "throughput_mfu_percent", FlopBasis.MODEL),
+        )
+    }
+    told = compared(*panels["HFU"])
+    panels["HFU"] += on_clusters(
+        runs,  # between the three sizes, by the logarithm of their parameters
+        x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
+        y=run_hfu_percent,
+    )
     return picture(
-        layers,
-        [{"ticks": dict(enumerate(names)), **dress[0]}],
+        panels,
+        [{"ticks": dict(enumerate(names)), **style} for style in dress],
         "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
-        *compared(published, hfu),
+        *told,
         notes=[
-            "The headline is taken as HFU, since the authors' code prints that.",
-            "Layouts and batches of the authors' launch scripts. Your runs: HFU.",
+            (
+                "The headline is taken as HFU, since the authors' code prints that; as MFU it is"
+                " derived."
+            ),
+            (
+                "Layouts and batches of the authors' launch scripts; the peak of a GCD is 191.5"
+                " TFLOP/s; bars are 90 % intervals. Your runs: HFU."
+            ),
         ],
-        height=4.6,
+        also=lambda figure: legend_above(figure, 3),
+        height=4.4,
     )
 
 
@@ -84,7 +94,7 @@ def scaling_figure(runs: Runs = (), *, kind: str, dress: Mapping[str, Mapping[st
     `dress` is that of each panel, as `picture` takes it, without what own runs decide.
     """
     known = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
-    published = Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
+    published = Layer.published(known, label="paper")
     lines = [efficiency_layer(model, kind) for model in REPLICAS]
     panels = {"paper": [published, *lines]}
     if kind == "strong":
@@ -95,16 +105,18 @@ def scaling_figure(runs: Runs = (), *, kind: str, dress: Mapping[str, Mapping[st
         panels["batch"] = [*levels, *map(batch_layer, REPLICAS)]
     own = _own_panels(runs, kind)
     panels |= own
-    mosaic = pairs(len(panels) - 1, under_one=True)
+    beside = kind == "weak" and len(panels) == 2
+    mosaic = "aab" if beside else pairs(len(panels) - 1, under_one=True)
     heights = [4, *[3] * mosaic.count(";")]
     caption, notes = _told(kind, published, lines)
     return picture(
         panels,
-        [{**dress[name], **(_ends(own[name]) if name in own else {})} for name in panels],
+        [dress[name] if name not in own else _ends(own[name], **dress[name]) for name in panels],
         *caption,
         notes=notes,
+        also=lambda figure: legend_above(figure, 3),
         mosaic=mosaic,
-        height=0.9 * sum(heights) + 0.8,
+        height=0.9 * sum(heights) + 1.0,
         height_ratios=heights,
     )
 
@@ -115,14 +127,8 @@ def efficiency_layer(model: str, kind: str) -> Layer:
 
     It is the authors' layout, with their batch per replica (`weak`) or one batch (`strong`).
     """
-    script = recipe_plan(model)
-    share = script.global_batch_size // script.data_parallel
-    plans = [
-        recipe_plan(
-            model, data_parallel=n, global_batch_size=n * share if kind == "weak" else STRONG_BATCH
-        )
-        for n in REPLICAS[model]
-    ]
+    batch = {} if kind == "weak" else {"global_batch_size": STRONG_BATCH}
+    plans = [recipe_plan(model, replicas, **batch) for replicas in REPLICAS[model]]
     layouts = layouts_of(ModelSpec.preset(MODELS[model]), plans)
     return Layer.modelled(model, layouts.num_devices, *_efficiency(layouts), error=model_error())
 
@@ -154,7 +160,7 @@ def batch_layer(model: str) -> Layer:
     batches = [batch for batch in BATCHES if batch % most == 0]
     ends = []
     for batch in batches:
-        plans = [recipe_plan(model, data_parallel=n, global_batch_size=batch) for n in (1, most)]
+        plans = [recipe_plan(model, n, global_batch_size=batch) for n in (1, most)]
         ends.append([column[1] for column in _efficiency(layouts_of(spec, plans))])
     label = f"{model}, {most} replicas"
     return Layer.modelled(label, batches, *np.transpose(ends), error=model_error())
@@ -171,7 +177,7 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
 
 def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
     """Returns a panel for this machine and one for clusters: a line for runs that differ in
-    nothing but their size.
+    nothing but their size, tokens/s and device in % of the smallest.
     """
     weak = kind == "weak"
     fields = {"num_microbatches" if weak else "global_batch_size": MICROBATCHES}
@@ -190,16 +196,21 @@ def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
             line=True,
             label=f"{size:.3g}B, batch {batch:,.0f}{each}",
         )
-        if lines := [line for line in lines if len(set(line.x)) > 1]:
-            panels.setdefault(scale, []).extend(lines)
+        found = [line.times(100 / line.y[0]) for line in lines if len(set(line.x)) > 1]
+        if found:
+            panels.setdefault(scale, []).extend(found)
     return panels
 
 
-def _ends(layers: list[Layer]) -> dict[str, Any]:
-    """Returns the ends of y and the ticks of x of a panel of own runs."""
+def _ends(layers: list[Layer], title: str, **shown: Any) -> dict[str, Any]:
+    """Returns how a panel of own runs is dressed: its title has the last line's last point."""
+    places = sorted({int(x) for layer in layers for x in layer.x})
     return {
-        "ylim": (0, 1.25 * max(float(layer.high.max()) for layer in layers)),
-        "ticks": sorted({int(x) for layer in layers for x in layer.x}),
+        **shown,
+        "title": f"{title}: {layers[-1].y[-1]:.0f} %",
+        "ylim": (0, 1.1 * max(float(layer.high.max()) for layer in layers)),
+        "xlim": (places[0] / 1.3, places[-1] * 1.3),
+        "ticks": places,
     }
 
 
@@ -240,53 +251,43 @@ def _told(
 # 1T parameters on 20T tokens ----------------------------------------------------------------------
 
 
-def cost_figure(runs: Runs = ()) -> Drawn:
-    """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs,
-    and the table.
+def cost_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
+    """Returns years and device-hours of 1T parameters on 20T tokens against the number of GCDs,
+    and the table; `dress` as `picture` takes it, without the ends of y.
     """
-    days, read = days_layer(), Layer.published([_published_days()], label="from the paper's rate")
-    spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (read, days))
-    log = {"xscale": "log", "xlabel": "GCDs", "ticks": (512, 3072, 24576)}
-    at = int(np.flatnonzero(days.x == 3072)[0])
-    taken = days.y[at]
+    years, read = (
+        years_layer(),
+        Layer.published([_published_years()], label="from the paper's rate"),
+    )
+    spent, hours = (layer.times(layer.x * YEAR / 3600e6) for layer in (read, years))
+    at = int(np.flatnonzero(years.x == 3072)[0])
+    own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_years_of_run)
     return picture(
-        {
-            "days": [
-                read,
-                days,
-                *on_clusters(runs, x=lambda run: run.plan.num_devices, y=_days_of_run),
-            ],
-            "million GCD-hours": [spent, hours],
-        },
-        [
-            log | {"yscale": "log", "title": "(a) days for 20T tokens"},
-            log | {"title": "(b) million GCD-hours", "ylim": (0, 1.35 * float(hours.high.max()))},
-        ],
+        {"years": [read, years, *own], "million GCD-hours": [spent, hours]},
+        [dress[0], {**dress[1], "ylim": (0, 1.1 * float(hours.high.max()))}],
         f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
-        f"On 3,072 GCDs {taken:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
-        f"{taken * 3072 * 24 / 8e6:.1f} million node-hours.",
-        " ".join(filter(None, compared(read, days))),
-        notes=_cost_notes(days, taken),
+        f"On 3,072 GCDs {years.y[at]:.0f} years ({years.low[at]:.0f} to {years.high[at]:.0f}),"
+        f" {hours.y[at]:,.0f} million GCD-hours.",
+        " ".join(filter(None, compared(read, years))),
+        notes=_cost_notes(years, float(years.y[at])),
         also=lambda figure: legend_above(figure, 3),
         height=4.2,
     )
 
 
-def days_layer() -> Layer:
-    """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
+def years_layer() -> Layer:
+    """Returns modelled years of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
     batch.
     """
-    plans = [
-        recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS
-    ]
+    plans = [recipe_plan("1T", n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
     layouts = layouts_of(SPEC_1T, plans)
     found = calibration().predict(layouts)
     steps = TOKENS / (STRONG_BATCH * SPEC_1T.sequence_length)
-    days = [steps * seconds / DAY for seconds in (found.total_s, found.low_s, found.high_s)]
-    return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *days, error=model_error())
+    years = [steps * seconds / YEAR for seconds in (found.total_s, found.low_s, found.high_s)]
+    return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *years, error=model_error())
 
 
-def _cost_notes(days: Layer, on_3072: float) -> list[str]:
+def _cost_notes(years: Layer, on_3072: float) -> list[str]:
     """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
     count of FLOPs.
     """
@@ -294,9 +295,9 @@ def _cost_notes(days: Layer, on_3072: float) -> list[str]:
     own = SPEC_1T.flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
     return [
         (
-            f"Within a year, {on_3072 * 3072 / 365:,.0f} GCDs would have to work at that rate; at"
-            f" this batch {int(days.x[-1]):,} of them, most of Frontier, take"
-            f" {days.y[-1]:,.0f} days."
+            f"Within a year, {on_3072 * 3072:,.0f} GCDs would have to work at that rate; at"
+            f" this batch {int(years.x[-1]):,} of them, most of Frontier, take"
+            f" {years.y[-1]:.1f} years. A node has 8 GCDs."
         ),
         "Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list price.",
         (
@@ -307,15 +308,17 @@ def _cost_notes(days: Layer, on_3072: float) -> list[str]:
     ]
 
 
-def _published_days() -> Fact:
-    """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
+def _published_years() -> Fact:
+    """Returns years on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count
+    recomputation.
+    """
     rate = FACTS.only("throughput_tflops", "1T")
     flops = SPEC_1T.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     tokens_per_s = rate.number * 1e12 * 3072 / flops
-    return rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")
+    return rate.replace(x="3072", value=str(TOKENS / tokens_per_s / YEAR), unit="years")
 
 
-def _days_of_run(run: Run) -> np.ndarray:
-    """Returns days that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
+def _years_of_run(run: Run) -> np.ndarray:
+    """Returns years that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
     rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
-    return SPEC_1T.flops_per_token() * TOKENS / rate / DAY
+    return SPEC_1T.flops_per_token() * TOKENS / rate / YEAR

@@ -33,11 +33,11 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Drawn, Layer, Runs, on_clusters
-from kit.papers.panels import picture
+from kit.papers.layers import Drawn, Layer, Runs, on_clusters, opened
+from kit.papers.panels import legend_above, name_lines, picture
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.theme import VERMILION
+from kit.show.theme import GRID
 from kit.spec import ModelSpec
 
 SHORT = {TRN1: "trn1", P4D: "p4d"}
@@ -46,31 +46,44 @@ RATIOS = {
     "70B over 7B": {short: ((machine, "70B"), (machine, "7B")) for machine, short in SHORT.items()},
 }
 """What the paper states in words: ratios of cost between machines and models, on the same nodes."""
+LARGE = 20e9
+"""Parameters from which a run of the reader's stands beside the 70B, not the 7B."""
+ABOUT = 0.05
+"""Share by which a number that the paper gives as "about" may be off."""
 TOKENS = 4e6
 """That a cost is of: about one step."""
 
 
 def cost_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
     """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the
-    paper states; the table. `dress` as `picture` takes it, without the ticks.
+    paper states; the table. `dress` as `picture` takes it, without what all panels share.
     """
-    lines = [cost_layer(machine, model) for machine in SHORT for model in MODELS]
-    panels = {"cost": [*lines, *on_clusters(runs, x=_nodes, y=cost_percent)]}
+    panels = {model: [cost_layer(machine, model) for machine in SHORT] for model in MODELS}
+    for run in opened(runs):
+        panels["7B" if run.spec.num_params < LARGE else "70B"] += on_clusters(
+            [run], x=_nodes, y=cost_percent
+        )
     for name, fact in _stated().items():
         about = Layer.published([fact], label=f"paper: about {fact.value}", level=True)
         panels[name] = [about, *ratio_layers(name)]
     panels["70B over 7B"].insert(1, _benchmark_ratio())
     caption, notes = _cost_texts()
+    common = {"xscale": "log", "xlim": (3, 135), "ticks": NODES}
+    ends = [1.05 * max(_top(layer) for layer in layers) for layers in panels.values()]
     return picture(
         panels,
-        [{"ticks": NODES, "ylim": (0, None), **style} for style in dress],
+        [{**common, "ylim": (0, end), **style} for end, style in zip(ends, dress, strict=True)],
         *caption,
         notes=notes,
-        also=lambda figure: _mark_out_of_memory(figure.axes[0]),
-        mosaic="aa;bc",
-        height=7.2,
-        height_ratios=(4, 3),
+        also=_name_lines_and_gaps,
+        mosaic="ab;cd",
+        height=7.0,
     )
+
+
+def _top(layer: Layer) -> float:
+    """Returns the highest number that a layer needs room for."""
+    return float(np.nanmax([layer.y, layer.high]))
 
 
 def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
@@ -104,6 +117,7 @@ def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) ->
         "Modelled: each is predicted from the others, with a 90 % interval.",
         "MISSED: the same layout differs by a sixth between versions of the SDK.",
         notes=["The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."],
+        also=lambda figure: legend_above(figure, 3),
         height=4.6,
     )
 
@@ -114,7 +128,7 @@ def cost_layer(machine: str, model: str) -> Layer:
     """
     nodes, draws = cost_draws(machine, model)
     percent = interval(100 * draws / _reference())
-    return Layer.modelled(f"{SHORT[machine]}, {model}", nodes, *percent, error=model_error())
+    return Layer.modelled(SHORT[machine], nodes, *percent, error=model_error())
 
 
 def ratio_layers(name: str) -> list[Layer]:
@@ -162,8 +176,8 @@ def relations() -> list[Relation]:
             value=float(layer.y[i]),
             low=float(layer.low[i]),
             high=float(layer.high[i]),
-            expected=f"about {fact.number:g}: its last digit",
-            within=(fact.number * 0.95, fact.number * 1.05),
+            expected=f"about {fact.number:g}: within {ABOUT:.0%}",
+            within=(fact.number * (1 - ABOUT), fact.number * (1 + ABOUT)),
         )
         for name, fact in _stated().items()
         for layer in ratio_layers(name)
@@ -196,7 +210,7 @@ def _cost_texts() -> tuple[tuple[str, str, str], list[str]]:
     plan = trn1_plan("70B", 4)
     used, risk = trn1_risk("70B", plan)
     return (
-        "Cost of 4M tokens; 100 % is 7B on 4 nodes of p4d. Crosses: no memory.",
+        "Modelled cost of 4M tokens; 100 %: 7B on 4 nodes of p4d. Dashed: paper.",
         f"{len(checked) - len(failed)} of {len(checked)} modelled ratios have the paper's in their"
         " interval.",
         f"MISSED: {told}." if told else "",
@@ -273,14 +287,20 @@ def _benchmark_ratio() -> Layer:
         for name, small in rates.items()
         if name.startswith("7B") and f"70B{name[2:]}" in rates
     ]
-    return Layer.published(ratios, label="AWS (7B on 16)")
+    return Layer.published(ratios, label="AWS")
 
 
-def _mark_out_of_memory(axis: Any) -> None:
-    """Marks where 70B fits on no layout, at the top of its panel."""
-    place = axis.get_xaxis_transform()
-    for beside, machine, side in ((0.94, TRN1, "right"), (1.06, P4D, "left")):
-        for x in [n * beside for n in NODES if plan_of(machine, "70B", n) is None]:
-            axis.plot(x, 0.97, "x", color=VERMILION, transform=place)
-            style = {"xycoords": place, "ha": side, "va": "top", "color": VERMILION}
-            axis.annotate(SHORT[machine], (x, 0.95), **style)
+def _name_lines_and_gaps(figure: Any) -> None:
+    """Names the lines of all panels, and hatches the nodes on which 70B fits on no layout of some
+    machine.
+    """
+    for axis in figure.axes:
+        name_lines(axis)
+    axis = figure.axes[1]
+    for nodes in NODES:
+        full = [short for machine, short in SHORT.items() if plan_of(machine, "70B", nodes) is None]
+        if full:
+            axis.axvspan(nodes / 1.3, nodes * 1.3, hatch="///", facecolor="none", edgecolor=GRID)
+            style = {"rotation": 90, "ha": "center", "va": "center"}
+            place = axis.get_xaxis_transform()
+            axis.text(nodes, 0.5, f"{' and '.join(full)}: does not fit", transform=place, **style)

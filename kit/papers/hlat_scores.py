@@ -3,6 +3,7 @@ points, and its tables of quality as printed, with your own scores above them.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
 from kit.papers.facts import Fact
 from kit.papers.hlat_model import FACTS
-from kit.papers.layers import Drawn, Layer, Runs, opened, own_points, scale_of
+from kit.papers.layers import Drawn, Layer, Runs, by_scale, opened, own_points, scale_of
 from kit.papers.panels import HOLLOW, finish, pairs, panel, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
-from kit.show.theme import GREY
+from kit.show.theme import GREY, INK
 
 COLUMNS = {
     (task.task, task.num_fewshot): (task.column or "").split("_pass")[0] for task in SUITES["hlat"]
@@ -65,16 +66,15 @@ def scores_figure(
     `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
     """
     panels = {name: end_points(model, name) for name in PANELS}
-    demo: dict[str, list[Layer]] = {}
     chances: dict[str, float] = {}
-    for run in opened(runs):
+    for run in by_scale(runs)["cluster"]:
         for curve in eval_curve(run):
             name, layer = _curve_layer(run, curve)
-            (demo if layer.scale == "demo" else panels).setdefault(name, []).append(layer)
-            chances[_title(curve)] = 100 * curve.chance
+            panels.setdefault(name, []).append(layer)
+            chances[name] = 100 * curve.chance
     curves = {
         name: layers
-        for name, layers in (panels | demo).items()
+        for name, layers in panels.items()
         if (paper_panels and name in PANELS) or any(layer.joined for layer in layers)
     }
     mosaic = pairs(len(curves), under_one=True)
@@ -89,15 +89,14 @@ def scores_figure(
                 _draw_as_published(axis, name, model, layers)
             else:
                 named = [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers]
-                panel(axis, named, title=f"here: {name}", xlabel="tokens, millions")
-            if np.isfinite(chances.get(name, np.nan)):
-                axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
+                panel(axis, named, title=f"yours: {name}", xlabel="tokens, billions")
+            axis.axhline(chances.get(name, math.nan), color=GREY, linewidth=1, linestyle=":")
             if len(layers) > 1:
                 axis.legend(loc="best")
         return finish(
             figure,
-            panels | {f"here: {name}": layers for name, layers in demo.items()},
-            f"Scores of the {model}: its last checkpoints"
+            panels,
+            f"Scores of the {model}, %: its last checkpoints"
             + (", and those of runs by tokens." if curves else "."),
             words[0],
             "The points of the paper's curves could not be read.",
@@ -106,10 +105,10 @@ def scores_figure(
                 *words[1:],
                 *(
                     [
-                        "Runs of this machine are scored by the same harness; bars are 95 %"
-                        " intervals, dotted is guessing. Bits per byte: less is better."
+                        "Your runs are scored by the same harness; bars are 95 % intervals, dotted"
+                        " is guessing. Bits per byte: less is better."
                     ]
-                    if demo
+                    if chances
                     else []
                 ),
             ],
@@ -143,13 +142,11 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> tuple[str, Layer]:
     """Returns the panel of one curve of a run, the paper's or one of its own, and the scores of
     the checkpoints there with their 95 % intervals.
     """
-    asked, is_demo = curve.asked, scale_of(run) == "demo"
+    asked = curve.asked
     panel = COLUMNS.get((asked.task, asked.num_fewshot), "")
-    if is_demo or panel not in PANELS:
-        panel = _title(curve)
     layer = own_points(
         [run],
-        curve["tokens"] / (1e6 if is_demo else 1e9),
+        curve["tokens"] / 1e9,
         curve["score"],
         low=np.where(np.isnan(curve["low"]), curve["score"], curve["low"]),
         high=np.where(np.isnan(curve["high"]), curve["score"], curve["high"]),
@@ -158,7 +155,7 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> tuple[str, Layer]:
     ).times(1.0 if curve.metric == "bits_per_byte" else 100.0)
     if curve["partial"].any():
         layer = dataclasses.replace(layer, source=f"{layer.source}; a part of the items")
-    return panel, layer
+    return panel if panel in PANELS else _title(curve), layer
 
 
 def _title(curve: ScoreCurve) -> str:
@@ -166,14 +163,23 @@ def _title(curve: ScoreCurve) -> str:
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
-    """Draws what is published of all panels, a line each: the scores of the last checkpoints."""
+    """Draws what is published of all panels, a line each: the scores of the last checkpoints,
+    joined, with their numbers.
+    """
     published = {
         PANELS[name] + (f" {layer.label.removeprefix('pass')}" if name == "code" else ""): layer
         for name in PANELS
         for layer in panels[name]
         if layer.kind == "published"
     }
-    for marker, tokens in (("o", 1800), ("s", 1740)):
+    for place, layer in enumerate(published.values()):
+        axis.plot(layer.y, [place] * len(layer.y), color=GREY, linewidth=4, alpha=0.5)
+        told = " → ".join(f"{y:g}" for y in layer.y)
+        before = max(layer.y) > 70  # there is no room behind it
+        at, offset, side = (min, -10, "right") if before else (max, 10, "left")
+        style = {"textcoords": "offset points", "va": "center", "ha": side, "color": INK}
+        axis.annotate(told, (at(layer.y), place), xytext=(offset, 0), **style)
+    for marker, tokens in (("|", 1740), ("o", 1800)):
         points = [
             (y, place)
             for place, layer in enumerate(published.values())
@@ -181,10 +187,9 @@ def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
         ]
         if points:
             label = f"at {tokens:,} billion tokens"
-            axis.plot(*zip(*points, strict=True), marker=marker, label=label, **HOLLOW)
+            axis.plot(*zip(*points, strict=True), label=label, **HOLLOW | {"marker": marker})
     axis.set_yticks(range(len(published)), [*published])
-    axis.set(xlim=(0, 100), title="published, %")
-    axis.invert_yaxis()
+    axis.set(xlim=(0, 100), ylim=(len(published) - 0.5, -0.5), title="published, %")
     axis.grid(visible=True, axis="both")
     axis.figure.legend(loc="outside upper left", ncols=2)
 

@@ -34,9 +34,10 @@ def learning_rate_figure(runs: Runs = ()) -> Drawn:
     """Returns the learning-rate schedules of both models against tokens, clamped and rescaled;
     and the table.
     """
-    panels = {model: _schedules(model) for model in MODELS} | curves(runs, "learning_rate")
+    own, tokens = curves(runs, "learning_rate")
+    panels = {model: _schedules(model) for model in MODELS} | own
     paper = {"xlabel": "tokens, billions", "ylim": (0, None)}
-    yours = {"title": "your runs: learning rate", "xlabel": "tokens, millions"}
+    yours = {"title": "your runs: learning rate", "legend": {"loc": "upper right"}}
 
     def mark_ends(figure: Any) -> None:
         for axis in figure.axes[: len(MODELS)]:
@@ -52,7 +53,7 @@ def learning_rate_figure(runs: Runs = ()) -> Drawn:
         [
             paper | {"title": f"{name}: learning rate"}
             if name in MODELS
-            else yours | {"legend": {"loc": "upper right"}}
+            else yours | {"xlabel": tokens[name]}
             for name in panels
         ],
         "Warm-up, then a cosine over 500,000 steps; dotted: 1.8 trillion tokens.",
@@ -139,7 +140,7 @@ def loss_figure(
     Raises:
         ConfigError: none of the runs has a step, and there is no such panel.
     """
-    own = curves(runs, "loss")
+    own, tokens = curves(runs, "loss")
     if not own and not paper_panels:
         raise ConfigError(
             f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run"
@@ -156,7 +157,10 @@ def loss_figure(
     count = sum(len(spikes(layer.y)) for layers in panels.values() for layer in layers)
     return picture(
         panels,
-        [dress.get(name, dress["yours"]) for name in panels],
+        [
+            {**dress["yours"], "xlabel": tokens[name]} if name in tokens else dress[name]
+            for name in panels
+        ],
         "Training loss of your runs; crosses: what the kit's alerts call a spike.",
         f"Spikes: {count}. The paper's own curve could not be read.",
         also=mark_spikes,
@@ -250,7 +254,7 @@ def precision_figure(runs: Runs = ()) -> Drawn:
         ],
         "A small model with the same weights and data in each precision.",
         f"At the end, over fp32: master {master}, pure {pure}, stochastic {stochastic}.",
-        "MISSED: rounding is once a step here, at every result on Trainium.",
+        "Here a number is rounded once a step, on Trainium at every result.",
         notes=[
             f"Learning rates of HLAT's 7B. (a) is an average of about {EMA_STEPS} steps.",
             f"Held-out loss at the end: {ends}.",

@@ -46,6 +46,12 @@ WARM_UP = 2
 LOAD = "load.json"
 """Beside demo-scale runs: how busy the machine was before the first of them."""
 YOURS = "your runs"
+TOKEN_UNITS = {
+    "tokens, billions": 1e9,
+    "tokens, millions": 1e6,
+    "tokens, thousands": 1e3,
+    "tokens": 1,
+}
 QUIET_LOAD = 1.5
 """Processes at work besides; with more, measured times mean little."""
 
@@ -311,16 +317,20 @@ def on_clusters(
     return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
-def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
-    """Returns one column of the metrics of each run that has a step against millions of tokens,
-    by scale.
+def curves(runs: Runs, column: str) -> tuple[dict[str, list[Layer]], dict[str, str]]:
+    """Returns one column of the metrics of each run that has a step against its tokens, by scale;
+    and what an axis of these tokens is called, in a unit that suits the longest run.
     """
-    found = {
-        scale: [
-            own_points([run], steps.total_tokens / 1e6, steps[column], joined=True)
-            for run in group
-            if len(steps := run.metrics())
+    found, labels = {}, {}
+    for scale, group in by_scale(runs).items():
+        steps = {run: run.metrics() for run in group}
+        longest = max((each.total_tokens[-1] for each in steps.values() if len(each)), default=0)
+        unit = next((unit for unit in TOKEN_UNITS if longest >= TOKEN_UNITS[unit]), "tokens")
+        layers = [
+            own_points([run], each.total_tokens / TOKEN_UNITS[unit], each[column], joined=True)
+            for run, each in steps.items()
+            if len(each)
         ]
-        for scale, group in by_scale(runs).items()
-    }
-    return {scale: layers for scale, layers in found.items() if layers}
+        if layers:
+            found[scale], labels[scale] = layers, unit
+    return found, labels

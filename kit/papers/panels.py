@@ -135,15 +135,21 @@ def panel(
     *,
     ticks: Mapping[Any, str] | Iterable[float] = (),
     legend: Mapping[str, Any] | None = None,
+    broken: bool = False,
     **shown: Any,
 ) -> None:
     """Draws the layers of one panel (`draw`) and dresses it.
 
     `ticks` of x are numbers, or texts by their places; `legend` is given to `axis.legend`, and
-    the rest to `axis.set`. A logarithmic y has plain numbers.
+    the rest to `axis.set`. A logarithmic y has plain numbers; one that is `broken` has a mark
+    where it leaves out what is below.
     """
     draw(axis, layers)
     axis.set(**shown)
+    if broken:
+        slash: Any = [(-1, -0.5), (1, 0.5)]
+        place = {"transform": axis.transAxes, "clip_on": False, "linestyle": "none"}
+        axis.plot([0, 0], [0.03, 0.07], marker=slash, markersize=10, color=SLATE, **place)
     if axis.get_yscale() == "log":
         plain_ticks(axis)
     texts = ticks if isinstance(ticks, Mapping) else {tick: f"{tick:,}" for tick in ticks}
@@ -161,6 +167,18 @@ def legend_above(figure: Any, ncols: int) -> None:
     )
 
 
+def name_lines(axis: Any) -> None:
+    """Writes the name of each line, or of points above each other, at its right end in its colour,
+    in place of a legend; a level has none.
+    """
+    for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+        line = getattr(handle, "lines", [handle])[0]
+        style = {"textcoords": "offset points", "va": "center", "color": line.get_color()}
+        x, y = line.get_data()
+        if list(x) != [0, 1]:
+            axis.annotate(label, (x[-1], y[-1]), xytext=(7, 0), **style)
+
+
 def mark_demo_scale(axis: Any) -> None:
     """Writes `demo scale` across a panel whose numbers were measured on this machine."""
     axis.text(
@@ -171,7 +189,7 @@ def mark_demo_scale(axis: Any) -> None:
         ha="center",
         va="center",
         rotation=18,
-        fontsize=22,
+        fontsize=18,
         color=DEMO_COLOURS[0],
         alpha=0.15,
         zorder=0,

@@ -13,6 +13,7 @@ from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers import frontier_model, hlat_model
+from kit.papers.facts import Known
 from kit.papers.frontier_demo import run_hfu_percent
 from kit.papers.layers import Drawn, Layer, Runs, by_scale, on_clusters, opened
 from kit.papers.panels import facts_table
@@ -35,17 +36,25 @@ FRONTIER, HLAT = frontier_model.FACTS, hlat_model.FACTS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
-    """A model, its layout and fields of a `Recipe` as published; the data is always the reader's
-    own.
+    """A model, its layout and fields of a `Recipe` as published, and where it ran; the data is
+    always the reader's own.
     """
 
     name: str
     model: str
+    site: str
     plan: Plan
     stated: dict[str, Any]
     not_stated: dict[str, str]
     """Fields that are to be filled in, and why they are not stated."""
+    known: dict[str, Known]
+    """How each field of the plan and the recipe is known that is not a default of the kit."""
     source: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape."""
+        return ModelSpec.preset(self.model)
 
 
 def names() -> tuple[str, ...]:
@@ -55,8 +64,12 @@ def names() -> tuple[str, ...]:
     )
 
 
-def published_recipe(name: str) -> PublishedRecipe:
-    """Returns a recipe by the name of its paper and model: `frontier-175b`, `hlat-7b`.
+def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
+    """Returns what was published of a training by the name of its paper and model, such as
+    `frontier-175b` or `hlat-7b`: model, layout, recipe and site, each field with how it is known.
+
+    On another number of `replicas` than the released script's, Frontier's keep their share of the
+    batch, and HLAT's divide the same batch.
 
     Raises:
         ConfigError: there is none of that name.
@@ -70,18 +83,22 @@ def published_recipe(name: str) -> PublishedRecipe:
     model, facts = size.upper(), PAPERS[paper].FACTS
     stated = facts.fields(Recipe, model)
     if paper == "frontier":
-        plan = frontier_model.recipe_plan(model, engine="deepspeed", precision="fp16")
+        plan = frontier_model.recipe_plan(model, replicas, engine="deepspeed", precision="fp16")
     else:
         stated["num_steps"] = last_step(model)
         nodes = int(facts.value("recipe_nodes_of_script", model))
         zero = int(facts.value("recipe_zero_stage", model))
         plan = hlat_model.trn1_plan(model, nodes, zero_stage=zero, engine="neuron")
+        plan = plan.replace(data_parallel=replicas or plan.data_parallel)
+    follows = ["data_parallel", "global_batch_size"][: 1 + (replicas > 0 and paper == "frontier")]
     return PublishedRecipe(
         name=name,
         model=PAPERS[paper].MODELS[model],
+        site="frontier" if paper == "frontier" else hlat_model.TRN1,
         plan=plan,
         stated=stated,
         not_stated=NOT_STATED[paper],
+        known=facts.known("recipe_", model) | dict.fromkeys(follows, "derived"),
         source=facts.only("recipe_learning_rate", model).source,
     )
 

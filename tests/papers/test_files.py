@@ -21,7 +21,7 @@ from kit.papers import (
 )
 from kit.show.style import new_figure, save_figure
 from kit.show.themed_figure import ThemedFigure
-from tests.pictures import check_figure
+from tests.pictures import check_figure, check_panels
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +59,26 @@ def test_every_figure_says_where_its_layers_come_from(
         assert not any(row.get("low", 0) > row.get("high", 0) for row in rows)
         if isinstance(drawn, ThemedFigure):
             check_figure(drawn)
+            check_panels(drawn)
             texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
             assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts)
+
+
+def test_a_cut_interval_a_text_outside_and_a_legend_on_data_are_found() -> None:
+    [figure, _] = FIGURES["frontier-throughput"].draw()
+    left, _ = figure.axes
+    check_panels(figure)
+    left.set_ylim(0, 50)
+    with pytest.raises(AssertionError, match=r"\(a\) HFU.*cuts data"):
+        check_panels(figure)
+    left.set_ylim(0, 60)
+    left.legend(loc="upper left")
+    with pytest.raises(AssertionError, match="the legend stands on data"):
+        check_panels(figure)
+    left.get_legend().remove()
+    left.text(2.5, 30, "a text that is too long")
+    with pytest.raises(AssertionError, match="leaves its panel"):
+        check_panels(figure)
 
 
 def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path: Path) -> None:

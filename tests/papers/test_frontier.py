@@ -24,6 +24,7 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers
 from kit.papers.frontier_throughput import measured_relations, modelled_relations
+from kit.papers.recipes import published_recipe
 from kit.spec import ModelSpec
 from tests.papers.recorded import (
     cluster_run,
@@ -76,7 +77,10 @@ def test_runs_that_do_not_scale_are_told_and_those_that_do_have_a_panel_with_the
     drawn = values(rows, layer="measured", scale="cluster")
     assert [(row["run"], row["x"]) for row in drawn] == [("cluster", 128), ("twice", 256)]
     panels = {axis.get_title(loc="left"): axis for axis in figure.axes}
-    legend = panels["your runs: tokens/s per device"].get_legend()
+    [title] = [title for title in panels if title.startswith("your runs: ")]
+    share = 100 * (0.3 / 0.35)
+    assert title == f"your runs: {share:.0f} %" and drawn[-1]["y"] == pytest.approx(share, rel=0.01)
+    legend = panels[title].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["175B, batch 640"]
     assert [text.split(" is not")[0] for text in figure.left_out] == [str(frontier_runs[1])]
     check_figure(figure)
@@ -97,8 +101,8 @@ def test_the_sentence_on_logs() -> None:
 def test_headline_lies_inside_the_interval() -> None:
     _, rows = paper_figure("frontier-throughput").draw()
     for name, published in (("22B", 38.38), ("175B", 36.14), ("1T", 31.96)):
-        [paper] = values(rows, series="paper's headline", x=name)
-        [hfu], [mfu] = values(rows, series="HFU", x=name), values(rows, series="MFU", x=name)
+        paper, hfu = values(rows, panel="HFU", x=name)
+        _, mfu = values(rows, panel="MFU", x=name)
         assert paper["y"] == published and hfu["low"] < published < hfu["high"]
         assert hfu["y"] == pytest.approx(published, rel=0.1)
         assert mfu["y"] / hfu["y"] == pytest.approx(0.75, abs=0.01), "three passes of four"
@@ -197,11 +201,34 @@ def test_recipes_are_those_of_the_scripts_and_own_runs_are_further_columns(front
     assert stages["imported"] == stages["cluster"] == "16"
 
 
+def test_one_function_gives_what_was_published_of_a_training() -> None:
+    small = published_recipe("frontier-22b")
+    assert (small.plan.tensor_parallel, small.plan.pipeline_parallel) == (1, 8)
+    assert (small.plan.num_devices, small.plan.global_batch_size) == (16, 640)
+    assert small.spec == ModelSpec.preset("gpt-22b") and small.site == "frontier"
+    assert small.known["tensor_parallel"] == small.known["global_batch_size"] == "read"
+    assert small.known["data_parallel"] == "derived", "from the script's GCDs"
+    large = published_recipe("frontier-1t", replicas=6)
+    assert (large.plan.num_devices, large.plan.global_batch_size) == (3072, 3072)
+    assert large.known["global_batch_size"] == "derived", "the script's share of each replica"
+    for name in MODELS:
+        layout = published_recipe(f"frontier-{name.lower()}").plan
+        own = recipe_plan(name, engine=layout.engine, precision=layout.precision)
+        assert own == layout, "the figures draw the same"
+    llama = published_recipe("hlat-70b", replicas=32)
+    assert (llama.site, llama.plan.num_devices) == ("trn1.32xlarge", 8192)
+    assert llama.plan.global_batch_size == 1024 and llama.known["global_batch_size"] == "read"
+
+
 def test_cost_of_a_trillion_parameters() -> None:
     figure, rows = paper_figure("frontier-cost").draw()
-    [published] = values(rows, panel="days", layer="published")
-    [modelled] = values(rows, panel="days", layer="modelled", x=3072.0)
-    assert published["y"] == pytest.approx(10_057, rel=0.001), "at 61.2 TFLOP/s with recomputation"
+    [published] = values(rows, panel="years", layer="published")
+    [modelled] = values(rows, panel="years", layer="modelled", x=3072.0)
+    days = 365.25 * published["y"]
+    assert days == pytest.approx(10_057, rel=0.001), "at 61.2 TFLOP/s with recomputation"
+    [spent] = values(rows, panel="million GCD-hours", layer="modelled", x=3072.0)
+    assert spent["y"] == pytest.approx(modelled["y"] * 365.25 * 24 * 3072 / 1e6)
+    assert f"{modelled['y']:.0f} years" in figure.caption and "GCD-hours" in figure.caption
     assert ("MISSED: 3,072" in figure.caption) == (
         not modelled["low"] <= published["y"] <= modelled["high"]
     )

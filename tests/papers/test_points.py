@@ -13,6 +13,7 @@ from kit.papers import FIGURES
 from kit.papers.points import DIGITISED
 
 WEAK, NAMED = "frontier-weak-scaling", "frontier-throughput"
+HFU = '"(a) HFU, % of peak: modelled"'
 HEAD = "series,x,y,source\n"
 
 
@@ -39,12 +40,12 @@ def test_points_are_drawn_hollow_named_in_the_legend_and_kept_in_the_table(tmp_p
 @pytest.mark.parametrize(
     ("name", "unit", "point"),
     [
-        ("frontier-throughput", "# x: 22B, 175B, 1T; y: % of the peak of a GCD", "1T,30"),
+        ("frontier-throughput", "# x: 22B, 175B, 1T; y: (a) HFU, % of peak", "1T,30"),
         ("frontier-sensitivity", "y: 1.4B: % of the variance", "5,tensor parallel"),
         ("hlat-scores-70b", "# x: tokens, billions; y: (a) MMLU, %", "50,MMLU"),
         ("hlat-loss", "# x: tokens, billions; y: HLAT: training loss, nats per token", "900,1"),
         ("hlat-learning-rate", "# x: tokens, billions; y: 7B: learning rate", "900,1e-4"),
-        ("hlat-cost", "# x: nodes; y: (a) cost per 4M tokens, %", "8,60"),
+        ("hlat-cost", "# x: nodes; y: (a) 7B: % of p4d's on 4 nodes", "8,60"),
     ],
 )
 def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in(
@@ -66,8 +67,9 @@ def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in
     ("name", "text", "complaint"),
     [
         (WEAK, HEAD + "175B,128,89 %,f", "175B,128,89 %: y: '89 %' is not allowed. Give a number"),
-        (WEAK, HEAD + "175B,128,89 %,f", "alone, in the unit of: Weak scaling"),
-        (WEAK, HEAD + "175B,1024,0.89,f", "y: 0.89 of an axis in per cent looks like a fraction"),
+        (WEAK, HEAD + "175B,128,89 %,f", "alone, in the unit of: weak, % of one"),
+        (WEAK, HEAD + "175B,1024,0.89,f", "y: 0.89 is far from what is drawn (80 to 110)"),
+        (NAMED, HEAD + HFU + ",1T,0.32,f", "y: 0.32 of an axis in per cent looks like a fraction"),
         (WEAK, HEAD + "175B,1e9,89,f", "x: 1e9 is far from what is drawn"),
         (WEAK, HEAD + "175B,0,89,f", "x: '0' is not allowed"),
         (WEAK, HEAD + "175B,nan,89,f", "x: 'nan' is not allowed"),
@@ -76,7 +78,7 @@ def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in
         (WEAK, HEAD, "no points"),
         (WEAK, "series;x;y", "Expected: series,x,y,source"),
         (WEAK, None, "cannot be read"),
-        (NAMED, HEAD + "HFU,2,32,f", "x: '2' is not allowed. Allowed: 22B, 175B, 1T"),
+        (NAMED, HEAD + HFU + ",2,32,f", "x: '2' is not allowed. Allowed: 22B, 175B, 1T"),
         ("hlat-quality", HEAD, "Table II is drawn as a table"),
     ],
 )
@@ -90,7 +92,7 @@ def test_a_file_that_cannot_be_used_is_told(
 
 
 def test_names_at_an_axis_are_the_places_on_it(tmp_path: Path) -> None:
-    _, rows = FIGURES[NAMED].draw(points=written(tmp_path, "HFU,1T,32,f"))
+    _, rows = FIGURES[NAMED].draw(points=written(tmp_path, HFU + ",1T,32,f"))
     assert rows[-1]["x"] == 2.0
 
 
