@@ -6,6 +6,7 @@ import re
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
@@ -41,6 +42,29 @@ def check_figure(figure: Any) -> None:
         assert min(_contrast(colour, ground) for ground in INKS) >= 3, (
             f"{colour} has no twin for a dark page"
         )
+
+
+def check_data(figure: Any) -> None:
+    """Asserts that a figure can be read and that its data are seen: no legend covers a line or a
+    point, and no limit of a panel cuts an interval. What lies behind all (zorder 0) may be cut.
+    """
+    check_figure(figure)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for panel in figure.axes:
+        legend = panel.get_legend()
+        for line in panel.get_lines() if legend else ():
+            box, path = legend.get_window_extent(renderer).padded(-2), line.get_path()
+            place = line.get_transform().transform_path(path).cleaned(remove_nans=True)
+            is_line = line.get_linestyle() != "None"
+            assert not any(box.contains(*point) for point in place.vertices[:-1]) and not (
+                is_line and place.intersects_bbox(box, filled=False)
+            ), f"under the legend: {line.get_label()!r}"
+        drawn = [each for each in panel.collections if each.get_zorder() and each.get_paths()]
+        ends = [path.vertices for each in drawn for path in each.get_paths()]
+        heights = np.concatenate(ends)[:, 1] if ends else np.zeros(0)
+        low, high = sorted(panel.get_ylim())
+        cut = heights[(heights < low) | (heights > high)]
+        assert not len(cut), f"an interval that is cut: {cut}, {panel.get_title(loc='left')!r}"
 
 
 def _drawn(figure: Any) -> list[Text]:
