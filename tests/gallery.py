@@ -57,9 +57,7 @@ def write_page(name: str, executed: Path) -> None:
     document = nbformat.read(executed, as_version=4)
     for cell in document.cells:
         if cell.cell_type == "markdown":
-            told = re.sub(r"\]\((\w+)\.ipynb", r"](\1.md", cell.source).replace("](../", "](../../")
-            told = told.replace(INVITATION.format(name=name), MADE.format(name=name))
-            cell.source = told.replace("](gallery/", "](")
+            cell.source = as_on_the_page(name, cell.source)
         if "outputs" in cell:  # a live view has its still beside it
             cell.outputs = [
                 each
@@ -79,6 +77,13 @@ def write_page(name: str, executed: Path) -> None:
     text = re.sub(r"!\[png\]\(\w+?--([\w-]+)\.png\)", _with_words, text)
     lines = (line.rstrip() for line in text.strip().splitlines())
     (GALLERY / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def as_on_the_page(name: str, text: str) -> str:
+    """Returns the text of a notebook's Markdown cell with the links of its page."""
+    text = re.sub(r"\]\((\w+)\.ipynb", r"](\1.md", text).replace("](../", "](../../")
+    text = text.replace(INVITATION.format(name=name), MADE.format(name=name))
+    return text.replace("](gallery/", "](")
 
 
 def _with_words(picture: re.Match[str]) -> str:

@@ -71,14 +71,20 @@ def check_panels(figure: Any) -> None:
             assert not hidden, f"{title}: the legend stands on data"
 
 
+def check_data(figure: Any) -> None:
+    """Asserts that a figure can be read and that its data are seen."""
+    check_figure(figure)
+    check_panels(figure)
+
+
 def _data_paths(axis: Any) -> list[Path]:
-    """Returns the lines, points, error bars and bands of a panel, in pixels; a level and what a
-    panel is marked with are no data.
+    """Returns the lines, points, error bars and bands of a panel, in pixels; a level, what a panel
+    is marked with and what lies behind all are no data.
     """
     lines = [line for line in axis.get_lines() if line.get_transform() == axis.transData]
     paths = [axis.transData.transform_path(line.get_path()) for line in lines]
     for collection in axis.collections:
-        if collection.get_transform() == axis.transData:
+        if collection.get_zorder() and collection.get_transform() == axis.transData:
             paths += [axis.transData.transform_path(path) for path in collection.get_paths()]
     return paths
 

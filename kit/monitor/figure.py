@@ -15,8 +15,9 @@ from kit.monitor.expected import BAND, Band, compare
 from kit.monitor.scores import draw_scores, eval_curve
 from kit.plan import Plan
 from kit.run import Run
+from kit.run.columns import Columns
 from kit.run.metrics import Metrics, median
-from kit.show.style import new_figure, short
+from kit.show.style import legend_above, new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
@@ -29,6 +30,8 @@ FAR = 4
 """Times the speeds that a chart shows anyway, up to which it is made higher for the band: the
 curve must stay one."""
 OFFSET = {"textcoords": "offset points", "color": GREY}
+WIDE = 100
+"""Times the least loss, from which on a chart of losses is logarithmic."""
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
@@ -49,7 +52,7 @@ def run_figure(
     with new_figure(mosaic, height=height) as (figure, (left, right, *below)):
         for axis in below:
             draw_scores(axis, accuracies)
-        _draw_loss(left, table, baselines or {})
+        _draw_loss(left, table, _lost(metrics), baselines or {})
         _draw_speed(right, table, run, metrics)
         outlook = compare(run)
         notes = [outlook["verdict"]]
@@ -70,8 +73,8 @@ def loss_figure(
     """
     table = _table(metrics)
     with new_figure(height=2.4) as (figure, axis):
-        _draw_loss(axis, table, baselines or {})
-        axis.set_xlim(0, num_steps)
+        _draw_loss(axis, table, _lost(metrics), baselines or {})
+        axis.set_xlim(0, 1.01 * num_steps)  # the last held-out loss is a whole circle
     return figure
 
 
@@ -89,12 +92,14 @@ def snapshot(dashboard: Dashboard) -> Any:
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_pane(left, TITLES["loss"], x, rows[:3], BLUE)
+    _log_if_wide(left, rows[2])
     _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
     if len(x):
         band, firsts = dashboard.outlook.facts["band"], dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
     draw_levels(left, dashboard.levels)
+    _mark_lost(left, dashboard.columns["step"][_lost(dashboard.columns)])
     title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
     figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
     return figure
@@ -153,32 +158,45 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
     }
 
 
-def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
+def _draw_loss(
+    axis: Any, table: dict[str, np.ndarray], lost: np.ndarray, baselines: dict[str, float]
+) -> None:
     axis.set_title(TITLES["loss"])
-    loss = drawable(table["loss"])
-    finite = np.isfinite(loss)
-    axis.plot(table["step"], loss, color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(
-        table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps"
-    )
-    if not finite.all():
-        lost = table["step"][~finite]
-        axis.plot(
-            lost,
-            np.ones(len(lost)),
-            "x",
-            color=VERMILION,
-            label=f"not finite ({len(lost):,})",
-            transform=axis.get_xaxis_transform(),  # at the top: it has no height
-            clip_on=False,
-        )
+    step, loss = table["step"], drawable(table["loss"])
+    axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
+    axis.plot(step, table["loss_ema"], color=BLUE, label=f"{EMA_STEPS}-step mean")
+    _mark_lost(axis, step[lost])
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
-        x, y = table["step"][held_out], table["validation_loss"][held_out]
-        axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held-out text")
+        x, y = step[held_out], table["validation_loss"][held_out]
+        axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held out")
+    _log_if_wide(axis, loss)
     draw_levels(axis, baselines)
-    axis.legend(loc="upper right", frameon=True)
+    legend_above(axis)
     _draw_attempts(axis, table)
+
+
+def _lost(columns: Columns | Metrics) -> np.ndarray:
+    """Returns which steps had a loss that cannot be drawn, or a gradient that was not finite; a
+    gradient before the first finite one was not logged.
+    """
+    known = np.isfinite(columns["grad_norm"])
+    return ~np.isfinite(drawable(columns["loss"])) | np.maximum.accumulate(known) & ~known
+
+
+def _mark_lost(axis: Any, steps: np.ndarray) -> None:
+    """Marks steps at the top of the chart of losses: what they had has no height."""
+    if len(steps):
+        place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+        words = f"not finite ({len(steps):,})"
+        axis.plot(steps, np.ones(len(steps)), "x", color=VERMILION, label=words, **place)
+
+
+def _log_if_wide(axis: Any, losses: np.ndarray) -> None:
+    """A loss that has jumped to a multiple hides, on a linear axis, all that was before."""
+    known = losses[np.isfinite(losses)]
+    if len(known) and 0 < WIDE * known.min() < known.max():
+        axis.set_yscale("log")
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:
@@ -196,7 +214,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
-    title, top = f"Tokens/s\n(no MFU: {metrics.why_no_mfu})", 1.25 * np.nanmax(values, initial=1)
+    title, top = f"Tokens/s\nno MFU: {metrics.why_no_mfu}", 1.25 * np.nanmax(values, initial=1)
     if name == "mfu":
         title, top = f"MFU, % of peak ({run.plan.precision})", 10 * math.ceil(top / 10)
     axis.set(title=title, ylim=(0, top))
@@ -222,7 +240,9 @@ def _draw_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
     axis.set_xlabel("optimizer step")
     for attempt, first in list(_first_steps(table).items())[1:]:
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
-        axis.annotate(f"attempt {attempt}", (first - 0.5, 0), xytext=(3, 4), **AT_STEP, **OFFSET)
+        side, away = ("left", 3) if 2 * first < table["step"][-1] else ("right", -3)
+        place = {"xytext": (away, 4), "ha": side, **AT_STEP, **OFFSET}
+        axis.annotate(f"attempt {attempt}", (first - 0.5, 0), **place)
 
 
 def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, colour: str) -> None:

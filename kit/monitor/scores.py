@@ -11,7 +11,7 @@ import numpy as np
 from kit.errors import ConfigError, RunError, kit_command
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.run import Run
-from kit.show.style import new_figure
+from kit.show.style import legend_above, new_figure
 from kit.show.theme import HUES, SLATE
 
 COLOURS = (*HUES, SLATE)
@@ -153,8 +153,8 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it
     shows.
 
-    Accuracies, bits per byte of right answers and those of texts have a panel each. A bar is the 95
-    % interval; a hollow marker is a score of a part of the items; a dotted line is guessing. The
+    Accuracies, bits per byte of right answers and those of texts have a panel each. Shaded is the
+    95 % interval; a hollow marker is a score of a part of the items; a dotted line is guessing. The
     table has the rows of all curves.
 
     Raises:
@@ -169,9 +169,12 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     accuracies = [curve for curve in curves if curve.is_accuracy]
     others = [curve for curve in curves if not curve.is_accuracy]
     panels = [group for group in (accuracies, answers, others) if group]
-    with new_figure(len(panels), height=3.0 * len(panels), squeeze=False) as (figure, axes):
+    heights = [3.0 if group is not others else 2.4 for group in panels]
+    layout = {"height_ratios": heights, "sharex": True, "squeeze": False}
+    with new_figure(len(panels), height=sum(heights), **layout) as (figure, axes):
         for axis, group in zip(axes[:, 0], panels, strict=True):
             draw_scores(axis, group)
+            axis.label_outer()
     return figure, [row for curve in (*curves, *answers) for row in curve.rows]
 
 
@@ -186,14 +189,16 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         x, y, partial = curve["tokens"], scale * curve["score"], curve["partial"]
         label = curve.name if curve.metric == ANSWER_BITS else f"{curve.name} ({curve.metric})"
-        errors = np.nan_to_num([y - scale * curve["low"], scale * curve["high"] - y])
-        axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
+        axis.plot(x, y, color=colour, linewidth=1.2, marker=marker, label=label)
+        low, high = scale * curve["low"], scale * curve["high"]
+        axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+        axis.vlines(x, low, high, color=colour, alpha=0.6, linewidth=1)
         for here, face in ((~partial, colour), (partial, "white")):
             axis.plot(x[here], y[here], marker, color=colour, markerfacecolor=face, markersize=5)
         if accuracy and np.isfinite(curve.chance):
             axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
     if accuracy:
-        title = "Score, %; bars: 95 % interval; dotted: guessing"
+        title = "Score, %; shaded: 95 % interval; dotted: guessing"
     elif of_answers:
         title = "Bits per byte of the right answer: less is better"
     else:
@@ -205,4 +210,4 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     axis.set(title=title + hollow, xlabel="training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy or of_answers:
-        axis.legend(frameon=True)
+        legend_above(axis)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import ConfigError
-from kit.show.theme import WIDTH
+from kit.show.theme import TEXT, WIDTH
 
 STYLE = str(files("kit.show") / "kit.mplstyle")
 PICTURES = (".png", ".svg", ".pdf")
@@ -40,6 +40,14 @@ def new_figure(
             yield figure, list(figure.subplot_mosaic(rows, **layout).values())
         else:
             yield figure, figure.subplots(rows, columns, **layout)
+
+
+def legend_above(axis: Any, columns: int = 2) -> None:
+    """Puts the legend of a panel between its title and the panel, where it covers no data."""
+    names = axis.get_legend_handles_labels()[1]
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "borderpad": 0.2}
+    axis.legend(ncols=columns, **place)
+    axis.set_title(axis.get_title(loc="left"), pad=8 + 1.5 * TEXT * math.ceil(len(names) / columns))
 
 
 def short(name: str, room: int = 30) -> str:

@@ -32,7 +32,7 @@ from kit.estimate.tuning.tune import (
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.pictures import check_figure
+from tests.pictures import check_data
 
 SPACE = {"tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "zero_stage": (0, 1)}
 
@@ -314,14 +314,14 @@ def test_sensitivity_and_figures(space, grid):
     result = sensitivity(trials)
     assert set(result) == set(space) and result["num_nodes"] == 0, "it has one choice"
     figure, rows = sensitivity_figure(result)
-    check_figure(figure)
+    check_data(figure)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == [row["parameter"].replace("_", " ") for row in rows]
     assert [bar.get_width() / 100 for bar in figure.axes[0].patches] == pytest.approx(
         [row["share of the variance"] for row in rows]
     )
     figure, rows = trials_figure(trials, unit="tokens/s")
-    check_figure(figure)
+    check_data(figure)
     assert (
         len(rows) == 60
         and sum(row["failure"] is not None for row in rows) == np.isnan(trials.values).sum()

@@ -24,7 +24,7 @@ from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.evaluate.conftest import task_score
-from tests.pictures import check_figure
+from tests.pictures import check_data
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -230,7 +230,7 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     assert np.isnan(bits.chance)
 
     figure, table = eval_figure(run)
-    check_figure(figure)
+    check_data(figure)
     # accuracy, bits per byte of its answers, and of the text.
     assert len(figure.axes) == 3 and len(table) == 6
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
@@ -239,7 +239,7 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     assert last["score"] == report["piqa"].metric(of_answers).value and last["low"] > 0
     with_scores, _ = run_figure(run)
     assert len(with_scores.axes) == 3
-    check_figure(with_scores)
+    check_data(with_scores)
     (run.directory / "eval" / "step_00000006.json").write_text("{")
     assert eval_curve(run)[1]["step"].tolist() == [3], "a damaged file is left out"
     shutil.rmtree(run.directory / "eval")

@@ -18,7 +18,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 from tests.monitor.recorded import lines, made, row
-from tests.pictures import check_figure
+from tests.pictures import check_data
 
 
 def make(
@@ -140,7 +140,7 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
     file = runs[0].directory / "metrics.jsonl"
     file.write_text(file.read_text().replace('"loss": 7.75', '"loss": NaN'))
     figure, table = compare_figure(runs)
-    check_figure(figure)
+    check_data(figure)
     left, right = figure.axes
     assert len(left.lines) == len(right.lines) == len(table) == 8
     looks = {(line.get_color(), str(line.get_linestyle())) for line in left.lines}

@@ -24,7 +24,7 @@ from kit.monitor.text import status_row
 from kit.plan import Plan
 from kit.run import Run, columns
 from tests.monitor.recorded import lines, made, row, spoil
-from tests.pictures import check_figure
+from tests.pictures import check_data
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run: Run) -> No
     assert "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
     figure = loss_figure(run.metrics(), 80, baselines={"unigram <i>": 6.62})
     [axis] = figure.axes
-    assert axis.get_xlim() == (0, 80), "the whole planned length"
+    assert axis.get_xlim() == pytest.approx((0, 80.8)), "the planned length, and a whole last mark"
     assert [len(line.get_xdata()) for line in axis.get_lines()[:2]] == [40, 40]
     assert "unigram <i> 6.62" in [text.get_text() for text in axis.texts]
-    check_figure(figure)
+    check_data(figure)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_following_draws_at_the_end_and_not_at_every_look(
 
 def test_figure_and_its_table(run: Run) -> None:
     figure, table = run_figure(run, baselines={"unigram": 6.62})
-    check_figure(figure)
+    check_data(figure)
     assert len(table["step"]) == 40 and np.isfinite(table["validation_loss"]).sum() == 1
     speed = figure.axes[1]
     labels = [text.get_text() for text in speed.texts]

@@ -17,7 +17,7 @@ from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
 from kit.spec import ModelSpec
 from tests.evaluate.conftest import task_score
-from tests.pictures import check_figure
+from tests.pictures import check_data, check_figure
 
 SPECS = ("demo", "gpt-1.4b", "gpt-22b", "gpt-175b", "gpt-1t", "hlat-7b", "hlat-70b", "llama3-8b")
 
@@ -71,7 +71,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_fits_a_page_in_both_themes(name: str) -> None:
-    check_figure(DRAWN[name]())
+    check_data(DRAWN[name]())
 
 
 def test_the_check_sees_what_a_reader_would() -> None:
@@ -96,6 +96,22 @@ def test_the_check_sees_what_a_reader_would() -> None:
     for fault in ("small", "cut", "one on the other", "three lines", "twin"):
         with pytest.raises(AssertionError, match=fault):
             check_figure(drawn(fault))
+
+
+def test_the_check_sees_data_under_a_legend_and_intervals_that_are_cut() -> None:
+    def drawn(fault: str):
+        with new_figure(height=2) as (figure, axis):
+            axis.plot([0, 1], [0, 1], label="rises")
+            axis.errorbar(0.5, 0.2, 0.1)
+            if fault == "cuts data":
+                axis.set_ylim(0.15, 1)
+            axis.legend(loc="upper right" if fault == "legend" else "upper left")
+        return figure
+
+    check_data(drawn(""))
+    for fault in ("cuts data", "legend"):
+        with pytest.raises(AssertionError, match=fault):
+            check_data(drawn(fault))
 
 
 def test_a_page_gets_a_drawing_for_each_theme_and_one_picture_for_the_rest() -> None:

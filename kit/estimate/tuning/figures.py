@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.tuning.tune import Trials
-from kit.show.style import Rows, new_figure
+from kit.show.style import Rows, legend_above, new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
 
 
@@ -50,7 +50,7 @@ def trials_figure(
             )
         axis.set_title(f"{unit}, by trial ({trials.sampler})")
         axis.set_ylim(min(0.0, np.nanmin(values)), 1.12 * top)
-        axis.legend(loc="lower right", frameon=True)
+        legend_above(axis, columns=3)
         axis.tick_params(axis="x", length=0)
         below.vlines(number[failed], 0, 1, color=VERMILION, linewidth=1.4)
         below.set(yticks=[0.5], ylim=(0, 1), xlabel="trial", xlim=(0, len(values) + 1))
