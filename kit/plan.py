@@ -11,12 +11,12 @@ from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ContextExchange = Literal["ring", "all_to_all"]
 EngineName = Literal["native", "deepspeed", "neuron"]
 
 MOST_DEVICES = 2**22  # more than any machine has; a view of a run takes memory in proportion
-PLANNED_ONLY = ("fp8", "mxfp8")
+PLANNED_ONLY = ("fp8", "mxfp8", "nvfp4")
 """Precisions that the kit estimates and no engine of it trains."""
 
 
@@ -92,7 +92,7 @@ class Plan(Record):
     precision: Precision = field_doc(
         "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron with"
         " zero_stage 0: none of them, but stochastic rounding); fp16 scales the loss too (engine"
-        " deepspeed); fp8, mxfp8: of linear layers' products, planned and not trained",
+        " deepspeed); fp8, mxfp8, nvfp4: of linear layers' products, planned and not trained",
         default="fp32",
     )
     compile: bool = field_doc("torch.compile each block", default=False)

@@ -230,7 +230,8 @@ RULES = (
         ("deepspeed",),
         "precision",
         lambda plan: (
-            plan.is_one_of("precision", "bf16", "fp16", "fp8", "mxfp8") & (plan.zero_stage == 0)
+            plan.is_one_of("precision", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+            & (plan.zero_stage == 0)
         ),
         "stage 0 keeps sums of gradients no wider; use zero_stage 1, also with one replica",
     ),

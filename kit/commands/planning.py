@@ -57,7 +57,8 @@ def plan(
     code_base: Annotated[
         str,
         typer.Option(
-            help="Whose kernels the memory estimate assumes: kit, megatron-core or torchtitan."
+            help="Whose kernels, schedules and overlap are assumed: kit, megatron-core or"
+            " torchtitan."
         ),
     ] = "kit",
     choose: Annotated[int, typer.Option(help="Layout to explain and keep, by its row.")] = 1,

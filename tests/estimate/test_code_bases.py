@@ -3,12 +3,16 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
+from cluster.site import Site
+from kit.estimate.choose.search import search
 from kit.estimate.fit import published
+from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import KIT, MEGATRON_CORE
-from kit.estimate.theory.layouts import Layouts, transformer_engine
+from kit.estimate.theory.layouts import SCHEDULES, Layouts, transformer_engine
 from kit.estimate.theory.memory import CODE_BASES, memory, memory_by_stage
-from kit.plan import Plan
+from kit.plan import Plan, Precision
 from kit.spec import ModelSpec
 
 GPT = ModelSpec.preset("gpt-22b")
@@ -61,3 +65,51 @@ def test_fp8_keeps_narrow_inputs_and_on_some_devices_one_copy_of_a_weight():
     half = memory_by_stage(Layouts.of(GPT, [plan], offloaded_layers=GPT.num_layers / 2))
     whole = memory_by_stage(Layouts.of(GPT, [plan]))
     assert half.activations == whole.activations / 2
+
+
+def test_a_code_base_brings_its_schedules_its_overlap_and_its_kernels():
+    """Megatron-LM's examples/llama set --overlap-grad-reduce and --overlap-param-gather, and
+    megatron/core/pipeline_parallel has 1F1B and its interleaved form alone."""
+    site = Site.load("dgx-h100")
+    spec = ModelSpec.preset("llama3-8b")
+    pairs: tuple[tuple[str, Precision], ...] = (
+        ("megatron-core", "bf16"),
+        ("megatron-core", "fp8"),
+        ("torchtitan", "fp8"),
+    )
+    core, fp8, titan = (
+        search(spec, site, 16, 64, code_base=name, precision=precision).layouts
+        for name, precision in pairs
+    )
+    assert set(np.unique(core.schedule)) == {SCHEDULES.index(n) for n in ("1f1b", "interleaved")}
+    assert np.all(core.data_overlap) and not np.any(core.tensor_overlap | core.native)
+    assert np.all(fp8.gathered_bytes == 1) and np.all(fp8.input_bytes == 1)
+    assert np.all(titan.native & titan.compiled) and np.all(titan.cast_bytes == 4)
+    assert len(np.unique(titan.schedule)) == len(SCHEDULES)
+    asked = search(spec, site, 16, 64, code_base="megatron-core", only={"schedule": ["zbv"]})
+    assert asked.best.schedule == "zbv", "who names a schedule gets it"
+
+
+@pytest.mark.parametrize(("replicas", "teraflops"), [(64, 430), (128, 400)])
+def test_the_speed_of_llama_3_405b_as_it_was_trained_lies_in_the_interval(replicas, teraflops):
+    """Llama 3, arXiv 2407.21783, table 4: TP8 PP16 in bf16, 16M tokens of sequences of 8,192; a
+    check, fitted by nothing. How many stages a device had is not said."""
+    spec, site = ModelSpec.preset("llama3.1-405b").replace(sequence_length=8192), "dgx-h100"
+    plans = [
+        Plan(
+            tensor_parallel=8,
+            sequence_parallel=True,
+            pipeline_parallel=16,
+            virtual_stages=stages,
+            schedule="interleaved",
+            data_parallel=replicas,
+            zero_stage=1,
+            global_batch_size=2048,
+        )
+        for stages in (2, 4, 8)
+    ]
+    columns = CODE_BASES["megatron-core"].columns("bf16", has_blocks=False)
+    found = published_calibration(Site.load(site)).predict(Layouts.of(spec, plans, **columns))
+    tokens = 2048 * spec.sequence_length
+    measured = tokens * spec.flops_per_token() / (128 * replicas * teraflops * 1e12)
+    assert np.all((found.low_s <= measured) & (measured <= found.high_s)), (found, measured)

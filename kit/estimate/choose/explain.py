@@ -152,8 +152,8 @@ class Answer:
             )
         if self.search.machine.code_base != "kit":
             texts.append(
-                f"memory is that of {self.search.machine.code_base}'s kernels, which the kit's"
-                " engines do not run."
+                f"time and memory are those of {self.search.machine.code_base}'s kernels, which the"
+                " kit's engines do not run."
             )
         if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
             texts.append(
@@ -161,7 +161,7 @@ class Answer:
                 f" seen above {ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of"
                 " this machine."
             )
-        best = measured_mfu(site.device.name)
+        best = measured_mfu(site.device.name, self.plan.precision)
         if best and self.row["mfu"] > best:
             texts.append(
                 f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this"
@@ -205,6 +205,16 @@ class Answer:
         return self.search.machine.step_time(self._layout)
 
     @property
+    def _base(self) -> str:
+        """What MFU and HFU are fractions of, where it is not the peak of the products."""
+        precision, device = self.plan.precision, self.search.machine.site.device
+        if precision == "bf16":
+            return ""
+        peak = device.peak_flops_per_s[precision].value
+        share = self.row["mfu"] * float(self.search.machine.hardware.peak_flops_per_s) / peak
+        return f" of the peak in bf16 (MFU {share:.1%} of that in {precision})"
+
+    @property
     def _hfu(self) -> float:
         spec, plan = self.search.spec, self.plan
         flops = spec.hardware_flops_per_token(plan.recompute, whole=plan.recomputes_whole)
@@ -239,7 +249,10 @@ class Answer:
             ("times", str(self.search.machine.calibration)),
             (
                 "rate",
-                f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}",
+                (
+                    f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU"
+                    f" {row['hfu']:.1%}{self._base}"
+                ),
             ),
             (
                 "memory",

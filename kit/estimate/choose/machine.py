@@ -20,9 +20,9 @@ from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
 from kit.spec import ModelSpec
 
-CHUNK = 8192
-"""Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's
-cache."""
+CHUNK = 16384
+"""Layouts evaluated at once: so many that numpy's calls do not count, so few that a dozen float32
+arrays fit into a core's cache (1 MB: with 8,192 a fifth slower, with 32,768 a third)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

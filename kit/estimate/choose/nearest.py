@@ -6,8 +6,9 @@ from functools import lru_cache
 import numpy as np
 
 from kit.estimate.fit import published
+from kit.estimate.fit.measured_rows import hardware_of
 from kit.estimate.fit.published import PublishedRun
-from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.hardware import NARROW, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
@@ -46,31 +47,27 @@ def nearest_run(
     """Returns the measured run most like a layout, with the residual of the same coefficients on
     it.
     """
-    distances = np.abs(_positions() - _position(spec, plan, float(hardware.peak_flops_per_s))).sum(
-        axis=1
-    )
+    here = _position(spec, plan, float(hardware.peak_flops_per_s), plan.precision)
+    distances = np.abs(_positions() - here).sum(axis=1)
     best = int(distances.argmin())
     run = _measured()[best]
-    site = run.site()
-    there = Hardware.of(site) if site else Hardware.like(run.peak_flops_per_s or A100_PEAK)
-    predicted = float(
-        np.broadcast_to(step_time(run.layouts(), there, coefficients).total_s, (1,))[0]
-    )
+    predicted = float(step_time(run.layouts(), hardware_of(run), coefficients).total_s.item())
     assert run.step_time_s
     return Nearest(
         run=run, distance=float(distances[best]), residual=predicted / run.step_time_s - 1
     )
 
 
-def measured_mfu(device: str) -> float | None:
-    """Returns the highest MFU of published runs whose site has a device of this name, 0 to 1, or
-    None.
+def measured_mfu(device: str, precision: str) -> float | None:
+    """Returns the highest MFU, of the peak in bf16, of published runs whose site has a device of
+    this name and whose products were as wide; None where there is none.
     """
     best = [
         rate / run.peak_flops_per_s
         for run in _measured()
         if (site := run.site())
         and site.device.name == device
+        and (run.precision in NARROW) == (precision in NARROW)
         and run.peak_flops_per_s
         and (rate := run.flops_per_s())
     ]
@@ -85,12 +82,17 @@ def _measured() -> tuple[PublishedRun, ...]:
 @lru_cache(maxsize=1)
 def _positions() -> Array:
     return np.stack(
-        [_position(run.spec, run.plan, run.peak_flops_per_s or A100_PEAK) for run in _measured()]
+        [
+            _position(run.spec, run.plan, run.peak_flops_per_s or A100_PEAK, run.precision)
+            for run in _measured()
+        ]
     )
 
 
-def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float) -> Array:
-    """Returns a run as a point: weighted logarithms, the accelerator's peak counted most."""
+def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float, precision: str) -> Array:
+    """Returns a run as a point: weighted logarithms, the accelerator's peak counted most, as
+    many times that of bf16 as a narrow format may multiply it.
+    """
     values = (
         spec.num_params,
         plan.num_devices,
@@ -98,6 +100,6 @@ def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float) -> Array:
         plan.pipeline_parallel,
         spec.sequence_length,
         plan.micro_batch_size,
-        peak_flops_per_s,
+        peak_flops_per_s * published.SPEEDUP.get(precision, 1),
     )
     return np.log(values) * [1, 0.5, 1, 1, 0.5, 0.5, 4]

@@ -22,6 +22,7 @@ from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
+from kit.estimate.theory.memory import CODE_BASES
 from kit.plan import EngineName, Plan, Precision
 from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
@@ -210,12 +211,13 @@ def search(
         global_batch_size: sequences in one optimizer step.
         max_risk: highest accepted probability of running out of memory, between 0 and 1.
         engine: what would run them; default: the site's.
-        precision: of matrix products: bf16, or fp8 and mxfp8, which the kit plans and does not
-            train.
+        precision: of matrix products: bf16, or fp8, mxfp8 and nvfp4, which the kit plans and does
+            not train.
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the
             average of published machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
-        code_base: whose kernels they are, `kit` or a name of `theory.memory.CODE_BASES`.
+        code_base: whose kernels, schedules and overlap are assumed: `kit`'s or those of a name of
+            `theory.memory.CODE_BASES`.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
             parallelism, which the kit does not train, is offered where it is named:
             `{"context_parallel": [1, 2, 4]}`.
@@ -241,8 +243,12 @@ def search(
     )
     engine = engine or site.engine
     check_site(spec, Plan(engine=engine), site)
-    is_own = kernels is None and code_base == "kit"
-    ours = is_own and engine == "native" and site.device.is_gpu
+    base = CODE_BASES.get(code_base)
+    ours = kernels is None and base is None and engine == "native" and site.device.is_gpu
+    kept: Mapping[str, Iterable[Any]] = {"schedule": base.schedules} if base else {}
+    columns = {"native": ours, "cast_bytes": cast_bytes(precision, ours)}
+    if base:
+        columns = base.columns(precision, "mxfp8" in site.device.peak_flops_per_s)
 
     def on(
         devices: int = num_devices,
@@ -254,11 +260,9 @@ def search(
             devices,
             batch,
             engine=engine,
-            only=only,
+            only={**kept, **only},
             node_devices=site.devices_per_node,
-            cast_bytes=cast_bytes(precision, ours),
-            native=ours,
-            **layout_kernels,
+            **columns | layout_kernels,
         )
         if ours:  # as `Plan.gpu_defaults` has it
             cut = layouts.is_one_of("schedule", *SPLIT_SCHEDULES)

@@ -40,7 +40,14 @@ from kit.estimate.theory.activations import (
     LayerActivations,
     in_flight,
 )
-from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Array, Layouts
+from kit.estimate.theory.layouts import (
+    EXCHANGES,
+    SCHEDULES,
+    Array,
+    Layouts,
+    cast_bytes,
+    transformer_engine,
+)
 from kit.estimate.theory.out_of_memory import CORE_RESERVE, RESERVE, Reserve
 from kit.estimate.theory.state import CONVENTIONS, Convention, ModelState
 
@@ -51,17 +58,36 @@ _GPIPE, _ZBV = SCHEDULES.index("gpipe"), SCHEDULES.index("zbv")
 
 
 class CodeBase(NamedTuple):
-    """What another trainer than the kit's engines keeps, and what comes on top of it."""
+    """What another trainer than the kit's engines keeps, what comes on top of it, and how it
+    runs.
+    """
 
     kernels: Kernels
     reserve: Reserve
+    schedules: tuple[str, ...] = SCHEDULES
+    """Of pipelines, that it has."""
+    is_torch: bool = False
+    """FSDP2 and compiled blocks in torch itself; else Transformer Engine."""
+
+    def columns(self, precision: str, has_blocks: bool) -> dict[str, Any]:
+        """Returns columns of Layouts.
+
+        Megatron-Core reduces gradients and gathers weights beside computation, as its examples set
+        it (`--overlap-grad-reduce --overlap-param-gather`, examples/llama of Megatron-LM); they do
+        not set `--tp-comm-overlap`.
+        """
+        if self.is_torch:
+            cast = cast_bytes(precision, is_native=True)
+            return {"native": True, "compiled": True, "cast_bytes": cast}
+        return transformer_engine(precision, has_blocks) | {"data_overlap": True}
 
 
 CODE_BASES = {
-    "megatron-core": CodeBase(MEGATRON_CORE, CORE_RESERVE),
-    "torchtitan": CodeBase(TORCHTITAN, RESERVE),
+    "megatron-core": CodeBase(MEGATRON_CORE, CORE_RESERVE, schedules=("1f1b", "interleaved")),
+    "torchtitan": CodeBase(TORCHTITAN, RESERVE, is_torch=True),
 }
-"""By the names of `kit plan --code-base`."""
+"""By the names of `kit plan --code-base`. Schedules: megatron/core/pipeline_parallel/schedules.py,
+torch.distributed.pipelining."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
