@@ -205,6 +205,20 @@ def spec(llama_spec: ModelSpec) -> ModelSpec:
 
 
 @pytest.fixture(scope="session")
+def unbroken(spec, recipe, tmp_path_factory: pytest.TempPathFactory):
+    """A job of two processes that nobody has disturbed."""
+    import kit
+    from cluster.state import JobState
+    from tests.faults.cost import DP2
+
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    run = kit.launch(folder, spec=spec, plan=DP2, recipe=recipe)
+    status = run.job.wait(timeout_s=180)
+    assert status.state is JobState.DONE, f"{status}\n{run.job.logs()}"
+    return run
+
+
+@pytest.fixture(scope="session")
 def recipe(tiny_dataset) -> Recipe:
     """A run of 120 short steps on the tiny dataset."""
     return Recipe(

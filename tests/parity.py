@@ -123,7 +123,9 @@ def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
     return [engine.train_step(samples, LARGE_STEP) for _ in range(REPEATS)]
 
 
-def check_bf16(layout: dict[str, Any], engine: str, spec: ModelSpec, one_process: Callable) -> None:
+def assert_trains_in_bf16(
+    layout: dict[str, Any], engine: str, spec: ModelSpec, one_process: Callable
+) -> None:
     """Holds a layout in bf16 to the native engine on one process in bf16: the gradient, and where
     it leads.
 

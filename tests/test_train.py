@@ -29,22 +29,12 @@ from kit.run.checkpoint_reader import CheckpointTensors
 from kit.show.terminal import PlainConsole
 from kit.train import _record_attempt
 from tests.faults.attempts import Attempt, finished, lines_of
+from tests.faults.cost import DP2
 from tests.workers import local_run
 
 STEPS = 120  # of the recipe in conftest.py
 ONE = Plan(micro_batch_size=8, global_batch_size=8)
-DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
 PATIENCE_S = 180
-
-
-@pytest.fixture(scope="module")
-def unbroken(spec, recipe, tmp_path_factory) -> Run:
-    """A run of two processes that nobody disturbs."""
-    run = kit.launch(
-        tmp_path_factory.mktemp("runs") / "unbroken", spec=spec, plan=DP2, recipe=recipe
-    )
-    assert_done(run)
-    return run
 
 
 def assert_done(run: Run) -> None:

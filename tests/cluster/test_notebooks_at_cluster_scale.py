@@ -63,16 +63,16 @@ def patient(pytestconfig: pytest.Config) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_trains_what_its_reader_gives_on_the_readers_cluster(run_notebook, spec) -> None:
-    check_runs("00_quickstart", [96], run_notebook, spec)
+    assert_runs("00_quickstart", [96], run_notebook, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_launches_what_its_reader_gives_on_the_readers_cluster(patient, run_notebook, spec) -> None:
-    check_runs("03_launch_jobs", [30], run_notebook, spec)
+    assert_runs("03_launch_jobs", [30], run_notebook, spec)
 
 
-def check_runs(name: str, steps: list[int], run_notebook, spec) -> None:
+def assert_runs(name: str, steps: list[int], run_notebook, spec) -> None:
     """Runs a notebook, which makes runs of so many steps, as its reader has asked."""
     runs = run_notebook(name)
     assert [run.metrics().summary()["step"] for run in runs] == steps
@@ -93,4 +93,4 @@ def test_scores_on_the_readers_cluster(patient, run_notebook, spec, monkeypatch)
     # They need the benchmarks and a pretrained model.
     for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable)
-    check_runs("05_evaluate", [96], run_notebook, spec)
+    assert_runs("05_evaluate", [96], run_notebook, spec)

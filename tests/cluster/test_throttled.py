@@ -56,7 +56,7 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
     return run
 
 
-def check(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
+def assert_named(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
     told = {name: (part, pace.verdict) for name, (pace, part) in found.items()}
     with capsys.disabled():
         print(
@@ -84,7 +84,7 @@ def test_a_slow_core_is_named(train, capsys) -> None:
 
         name = f"rank {' and '.join(map(str, ranks))}"
         found[name] = pace(train(name.replace(" ", "-"), site, slowness)), part
-    check(found, normal, capsys)
+    assert_named(found, normal, capsys)
 
 
 def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
@@ -95,4 +95,6 @@ def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
     with slow_links(sandbox, NODES, SLOW):
         from_the_start = pace(train("slow", site))
     later = pace(train("late", site, lambda run: slow_links(sandbox, NODES, SLOW)))
-    check({"from the start": (from_the_start, WAITS), "later": (later, WAITS)}, normal, capsys)
+    assert_named(
+        {"from the start": (from_the_start, WAITS), "later": (later, WAITS)}, normal, capsys
+    )

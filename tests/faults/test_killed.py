@@ -18,7 +18,7 @@ import kit
 from cluster.state import read_state
 from kit import launcher
 from kit.run import Run
-from tests.faults.attempts import Attempt, finished, size_of
+from tests.faults.attempts import Attempt, size_of
 from tests.faults.cost import assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)
@@ -117,10 +117,8 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
     return over
 
 
-def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, request):
+def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, request):
     kills, draw, toll = request.config.getoption("--kills"), random.Random(SEED), Toll()
-    unbroken = prepare("unbroken")
-    finished(unbroken)
     for name in itertools.count():
         run = prepare(f"killed{name}")
         number = 1

@@ -49,7 +49,7 @@ def read_node(read: Read) -> Read:
     return node
 
 
-def check(report: ImportReport, run: Run, told: dict[str, Any]) -> None:
+def assert_told(report: ImportReport, run: Run, told: dict[str, Any]) -> None:
     """Compares facts of a run and values of all its steps, exactly unless by `pytest.approx`."""
     metrics = run.metrics()
     found = report.to_dict() | run.plan.to_dict() | run.recipe.to_dict()

@@ -14,7 +14,7 @@ from kit.errors import DataError
 from kit.monitor.text import recorded_alerts
 from kit.spec import ModelSpec
 from tests.foreign import logs
-from tests.foreign.conftest import DEGREES, Read, check
+from tests.foreign.conftest import DEGREES, Read, assert_told
 
 NONE = math.nan
 LENGTH = ModelSpec.preset("demo").sequence_length
@@ -183,7 +183,7 @@ def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node: Read, n
     report, run = read_node(text, batch)
     told = {"format": name.partition(":")[0], "attempts": 1, "skipped_lines": 0} | told
     assert told.pop("notes", "") in " ".join(report.notes)
-    check(report, run, told)
+    assert_told(report, run, told)
 
 
 def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:

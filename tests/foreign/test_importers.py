@@ -28,7 +28,7 @@ from kit.monitor.goodput import ledger
 from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
-from tests.foreign.conftest import DEGREES, Read, check
+from tests.foreign.conftest import DEGREES, Read, assert_told
 from tests.foreign.logs import (
     ARGUMENTS,
     MODERN,
@@ -248,7 +248,7 @@ def test_steps_and_attempts_of_lines(log: Path, read: Read, case: str) -> None:
     text, told = LINES[case]
     log.write_bytes(text.encode("latin-1"))
     report, run = read()
-    check(report, run, told)
+    assert_told(report, run, told)
     assert sorted(run.plans()) == list(range(1, report.attempts + 1))
     if case.startswith("a line for several"):
         told = "one line stands for 10 steps; each of them is recorded with the line's means"
@@ -370,7 +370,7 @@ def test_follow_records_what_the_log_gains_until_training_is_done(log: Path, rea
     second = text.index(" iteration        2/")
     idle = growing(log, [text[second : second + 50], text[second + 50 :]])
     report, run = read(text[:second], "frontier", follow=True, idle=idle)
-    check(report, run, {"steps": 5, "skipped_lines": 0, "step": [1, 2, 3, 4, 5]})
+    assert_told(report, run, {"steps": 5, "skipped_lines": 0, "step": [1, 2, 3, 4, 5]})
     assert status_row(run)["state"] == "imported"
 
 
@@ -390,4 +390,4 @@ def test_bars_are_followed_though_none_ends_its_line(log: Path, read_node: Read)
     idle = growing(log, parts)
     report, run = read_node(f"{first}\r{second}", batch=128, follow=True, idle=idle)
     told = {"steps": 4, "attempts": 1, "skipped_lines": 0, "step": [189, 190, 191, 192]}
-    check(report, run, told)
+    assert_told(report, run, told)

@@ -48,7 +48,7 @@ def plainly(file: Path) -> tuple[list[dict], int]:
     return [kept[step] for step in sorted(kept)], skipped
 
 
-def same_as_metrics(columns: Columns) -> None:
+def assert_same_as_metrics(columns: Columns) -> None:
     rows, skipped = plainly(columns.file)
     spec, site = ModelSpec.preset("demo"), Site.load("laptop")
     metrics = Metrics.read(columns.file, spec=spec, plans={}, site=site)
@@ -81,7 +81,7 @@ def test_any_order_of_attempts_and_steps_in_any_pieces_is_what_metrics_reads(
         columns.read_all()
     with file.open("ab") as stream:
         stream.write(text[start:])
-    same_as_metrics(columns.read_all())
+    assert_same_as_metrics(columns.read_all())
 
 
 def test_foreign_lines_are_skipped_and_counted(file: Path) -> None:

@@ -13,8 +13,8 @@ from tests.parity import (
     BATCH,
     RECIPE,
     TOLERANCE,
+    assert_trains_in_bf16,
     batches,
-    check_bf16,
     compare,
     differences,
     make_plan,
@@ -130,7 +130,7 @@ def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, na
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*LAYOUTS} - {*IN_BF16}))
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
-    check_bf16(LAYOUTS[layout], "native", llama_spec, one_process)
+    assert_trains_in_bf16(LAYOUTS[layout], "native", llama_spec, one_process)
 
 
 def test_copies_of_a_shard_are_summed_once_a_step(llama_spec):

@@ -1,6 +1,7 @@
 """Dress rehearsals of the papers' largest jobs, and of jobs that do not fit."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +14,27 @@ from kit.errors import ConfigError
 from kit.papers.recipes import published_recipe
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.rehearsal import Rehearsal, rehearse
+from kit.rehearsal import Rehearsal, rehearse, stages
 from kit.rehearsal.stages import cut
 from kit.spec import ModelSpec
 
 RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cut_once() -> Iterator[None]:
+    """What the ranks of a plan hold depends on neither site nor recipe, and is asked again and
+    again.
+    """
+    known: dict[str, stages.Cut] = {}
+
+    def remembered(spec: ModelSpec, plan: Plan) -> stages.Cut:
+        key = spec.to_json() + plan.to_json()
+        return known.get(key) or known.setdefault(key, cut(spec, plan))
+
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(stages, "cut", remembered)
+        yield
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planted.whole_run(tmp_path_factory.mktemp("template") / "run").directory
 
 
-def check(
+def assert_no_fault(
     template: Path,
     folder: Path,
     cases: dict[str, Callable[[Path], Any]],
@@ -82,7 +82,7 @@ CONTENTS = "no text", "10**5000", "a deep list"
 def test_special_files(template: Path, tmp_path: Path, kind: str) -> None:
     names = (*RECORDS, *planted.OTHERS, *planted.FOLDERS)
     cases = {name: lambda run, name=name: planted.plant(run, name, kind) for name in names}
-    check(template, tmp_path, cases)
+    assert_no_fault(template, tmp_path, cases)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,13 @@ def test_numbers(template: Path, tmp_path: Path, number: float) -> None:
         planted.rewrite(run / name, lambda value: every_number(value, number))
 
     names = [name for name in RECORDS if (template / name).exists()]
-    check(template, tmp_path, {name: lambda run, name=name: change(run, name) for name in names})
+    assert_no_fault(
+        template, tmp_path, {name: lambda run, name=name: change(run, name) for name in names}
+    )
 
 
 def test_mutated_runs(template: Path, tmp_path: Path) -> None:
-    check(template, tmp_path, mutations(range(MUTATIONS)))
+    assert_no_fault(template, tmp_path, mutations(range(MUTATIONS)))
 
 
 @pytest.mark.thorough
@@ -106,4 +108,4 @@ def test_mutated_runs(template: Path, tmp_path: Path) -> None:
 def test_many_more_mutated_runs(template: Path, tmp_path: Path, part: int) -> None:
     size = ALL_MUTATIONS // 10
     numbers = range(part * size, (part + 1) * size)
-    check(template, tmp_path, mutations(numbers), {**SLOW, **planted.DRAWN})
+    assert_no_fault(template, tmp_path, mutations(numbers), {**SLOW, **planted.DRAWN})

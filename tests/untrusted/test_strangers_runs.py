@@ -243,7 +243,7 @@ def looks(run: Path, tmp_path: Path, calls: Calls, give_away, tiny_dataset) -> C
     return lambda: Looks(run, tmp_path, calls, give_away(run), tiny_dataset)
 
 
-def all_commands(looks: Looks, *, whole: bool = True, live: bool = False) -> None:
+def assert_no_command_at_fault(looks: Looks, *, whole: bool = True, live: bool = False) -> None:
     rows = COMMANDS.strip().splitlines()
     faults = [fault for row in rows for fault in looks.faults(row, whole=whole, live=live)]
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults)
@@ -253,14 +253,14 @@ def all_commands(looks: Looks, *, whole: bool = True, live: bool = False) -> Non
 
 
 def test_commands_on_a_finished_run(looks) -> None:
-    all_commands(looks())
+    assert_no_command_at_fault(looks())
 
 
 def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(
     looks, run: Path, sleep
 ) -> None:
     running(run, process=hostile.process_of(sleep.pid))
-    all_commands(looks(), live=True)
+    assert_no_command_at_fault(looks(), live=True)
     assert sleep.poll() is None
 
 
@@ -279,7 +279,7 @@ def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_pat
     config = str(run / "slurm.conf")
     running(run, scheduler_job=SchedulerJob(scheduler="slurm", id="777", config=config))
     seen = looks()
-    all_commands(seen, live=True, whole=False)
+    assert_no_command_at_fault(seen, live=True, whole=False)
     said = hostile.kit(*(seen._filled(word) for word in SCORE.split()))
     assert said.code == 1 and seen.owner in said.text
     assert f"touch {canary}" in said.text, "what it would have run"
@@ -300,7 +300,7 @@ def test_commands_on_a_run_that_names_a_login_node(
         )
         mirror.own().write(run / "login.json")
         running(run)
-    all_commands(looks(), whole=False, live=mirrored)
+    assert_no_command_at_fault(looks(), whole=False, live=mirrored)
 
 
 LINKS = ("alerts.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".login.lock")
@@ -318,7 +318,7 @@ def test_commands_on_a_run_whose_files_are_links_to_the_viewers(
         shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
         link.symlink_to(target)
     running(run, heartbeat=time.time() - 3600, notice="$(touch canary)")
-    all_commands(looks(), whole=False, live=True)
+    assert_no_command_at_fault(looks(), whole=False, live=True)
 
 
 # Python -------------------------------------------------------------------------------------------
