@@ -43,6 +43,24 @@ def check_figure(figure: Any) -> None:
         )
 
 
+def check_legends(figure: Any) -> None:
+    """Asserts that no legend lies on a line, a point or a bar."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    legends = [*figure.legends, *filter(None, (panel.get_legend() for panel in figure.axes))]
+    places = [legend.get_window_extent(renderer) for legend in legends]
+    for panel in figure.axes:
+        paths = [(line.get_path(), line.get_transform()) for line in panel.lines]
+        paths += [(bar.get_path(), bar.get_transform()) for bar in panel.patches]
+        for drawn in panel.collections:
+            paths += [(path, drawn.get_transform()) for path in drawn.get_paths()]
+        for place in places:
+            assert not any(
+                path.transformed(transform).intersects_bbox(place, filled=False)
+                for path, transform in paths
+            ), f"a legend lies on what is drawn in {panel.get_title(loc='left')!r}"
+
+
 def _drawn(figure: Any) -> list[Text]:
     """Returns the texts that are seen: of tick labels, those within their axis."""
     sides = [(panel, side) for panel in figure.axes for side in (panel.xaxis, panel.yaxis)]
