@@ -143,12 +143,12 @@ def plan(job: Job) -> list[Count]:
         Count(
             stage="plan",
             what="memory of the fullest device",
-            value=used.used_bytes.item() / 1e9,
-            unit="GB",
-            limit=job.machine.most_bytes(MAX_RISK) / 1e9,
+            value=used.used_bytes.item() / 2**30,
+            unit="GiB",
+            limit=job.machine.most_bytes(MAX_RISK) / 2**30,
             limit_source=f"above, it runs out with a probability of more than {MAX_RISK:.0%}",
             known="modelled",
-            note=f"of {float(job.machine.hardware.memory_bytes) / 1e9:.1f} GB",
+            note=f"of {float(job.machine.hardware.memory_bytes) / 2**30:.1f} GiB",
         ),
         Count(
             stage="plan",

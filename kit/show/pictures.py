@@ -58,8 +58,10 @@ def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
             )
         axis.axvline(1, color=GREY, linewidth=1, zorder=1)
         axis.set_yticks(range(len(rows)), [row["spec"] for row in rows])
-        axis.invert_yaxis()
-        axis.set_title("FLOPs per token relative to the kit's own count (line at 1)")
+        axis.set(
+            title="FLOPs per token relative to the kit's own count (line at 1)",
+            ylim=(len(rows) - 0.5, -0.5),
+        )
         figure.legend(ncols=4, loc="outside lower left")
     return figure, rows
 

@@ -2,11 +2,15 @@
 that takes.
 """
 
+import base64
 import html
+import io
 import re
 import time
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import kit
 from kit.estimate import Layouts, Panel, published_calibration, search
@@ -95,7 +99,7 @@ def test_the_step_s_stroke_is_its_interval_and_its_terms_add_up(panel: Panel) ->
     assert list(axis.lines[0].get_xdata() * found.step_s[0] / 100) == pytest.approx(
         found.step_s[1:]
     )
-    assert 97 < max(bar.get_x() + bar.get_width() for bar in axis.patches) <= 100.01
+    assert max(bar.get_x() + bar.get_width() for bar in axis.patches) == pytest.approx(100)
 
 
 def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(panel: Panel) -> None:
@@ -181,16 +185,38 @@ def test_every_pair_of_model_and_machine_is_drawn_or_refused(panel: Panel) -> No
         assert ("Impossible: " in panel.view.value) == (panel.plan is None)
 
 
-def test_the_still_is_the_picture_that_the_panel_shows(panel: Panel, monkeypatch) -> None:
+def test_the_still_is_the_picture_that_the_panel_shows_below_its_controls(
+    panel: Panel, monkeypatch
+) -> None:
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     panel._ipython_display_()
-    assert shown[0] is panel.box and f"base64,{shown[1]['image/png']}'" in panel.view.value
+    assert shown[0] is panel.box
+    live = re.search(r"base64,([^']+)'", panel.view.value)
+    assert live is not None and f"base64,{shown[1]['image/png']}'" in shown[1]["text/html"]
+    whole, below = (
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+        for data in (shown[1]["image/png"], live[1])
+    )
+    assert np.array_equal(whole[-len(below) :], below) and len(whole) > len(below) + 50
+    words = [text.get_text() for text in panel._controls_figure().texts]
+    assert len(words) == len(panel.controls) and {"tensor: 4", "recompute: full"} <= set(words)
+
+
+def test_the_share_of_the_bubble_is_that_of_the_whole_step(panel: Panel) -> None:
+    """Not of the few micro-batches that are drawn, in which devices wait much longer."""
+    found = panel.estimate()
+    title = found.texts["timeline"]
+    share = float(re.findall(r"bubble ([\d.]+)% of the step", title)[0])
+    assert share == pytest.approx(100 * found.terms_s["bubble"] / found.step_s[0], abs=0.06)
+    assert share < 100 * found.timeline.bubble_fraction / 5
+    assert "its first 16 of 320 micro-batches" in title
 
 
 @pytest.mark.parametrize("degrees", [(4, 16), (8, 1)])
 def test_no_text_of_the_pictures_lies_on_another_or_is_cut(degrees: tuple[int, int]) -> None:
     tensor, pipeline = degrees
     plan = PLAN.replace(tensor_parallel=tensor, pipeline_parallel=pipeline)
-    for figure in Panel("gpt-175b", "frontier", plan).estimate().figures():
+    panel = Panel("gpt-175b", "frontier", plan)
+    for figure in (panel._controls_figure(), *panel.estimate().figures()):
         check_figure(figure)

@@ -368,11 +368,25 @@ def test_tensor_parallelism_that_no_run_had_widens_the_interval_and_is_named():
     assert "tensor parallelism across nodes" not in blind.prediction(0).untried
 
 
+def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_among_the_fastest():
+    known = published_calibration(FRONTIER)
+    found = search(ModelSpec.preset("gpt-1t"), FRONTIER, 3072, 9600, calibration=known)
+    first = answers(found)[0]
+    wide = {int(found.layouts.tensor_parallel[other]) for other in found.fastest(5)} - {8, 16}
+    assert first.plan.tensor_parallel == 8 and wide == {32}
+    (said,) = [text for text in first.warnings if "leaves the node" in text]
+    assert said.startswith("TP32 among the fastest layouts")
+    inside = search(
+        found.spec, FRONTIER, 3072, 9600, calibration=known, only={"tensor_parallel": [4, 8]}
+    )
+    assert not any("leaves the node" in text for text in answers(inside)[0].warnings)
+
+
 def test_what_no_engine_of_the_kit_does_is_offered_by_name():
     first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
     context, overlap, offload = first.elsewhere
     assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
-    assert "GB less a device" in offload
+    assert "GiB less a device" in offload
     told = dict(first.facts())["other engines"]
     assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
 

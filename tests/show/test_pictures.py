@@ -5,9 +5,15 @@ dark theme.
 import numpy as np
 import pytest
 
+from cluster.site import Site
 from kit.estimate.choose import figures
+from kit.estimate.choose.search import search
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import memory_by_stage
+from kit.estimate.theory.schedule import simulate_plan
+from kit.estimate.theory.timeline import timeline_figure
+from kit.estimate.tuning.figures import sensitivity_figure, trials_figure
+from kit.estimate.tuning.tune import Trial, Trials
 from kit.evaluate.figures import interval_figure, score_figure
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.plan import Plan
@@ -16,6 +22,7 @@ from kit.show.style import new_figure, short
 from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
 from kit.spec import ModelSpec
+from tests.estimate.exams.new_machine import Met, never_met_figure
 from tests.evaluate.conftest import task_score
 from tests.pictures import check_data, check_figure
 
@@ -67,11 +74,68 @@ DRAWN = {
     )[0],
     "predicted": lambda: figures.predicted_figure(predicted(), title="Without their group")[0],
 }
+PLANNER = {
+    "memory": DRAWN["memory"],
+    "breakdown": DRAWN["breakdown"],
+    "predicted": DRAWN["predicted"],
+    "pareto": lambda: pareto(),
+    "timeline": lambda: timeline_figure(*simulations())[0],
+    "trials": lambda: trials_figure(searched(0), unit="tokens/s", control=searched(1))[0],
+    "sensitivity": lambda: sensitivity_figure({"micro_batch_size": 0.6, "num_nodes": 0.4})[0],
+    "never met": lambda: never_met_figure(strangers()),
+}
+"""Of notebook 02."""
+
+
+def pareto():
+    spec, frontier = ModelSpec.preset("gpt-22b"), Site.load("frontier")
+    found = search(spec, frontier, 64, 640)
+    return figures.pareto_figure(found, marked={"fastest that fits": int(found.order[0])})[0]
+
+
+def simulations() -> list:
+    plan = Plan(pipeline_parallel=4, global_batch_size=8)
+    two = {"virtual_stages": 2}
+    plans = [plan, *(plan.replace(schedule=name, **two) for name in ("interleaved", "zbv"))]
+    times = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
+    return [simulate_plan(each, **times) for each in plans]
+
+
+def searched(seed: int) -> Trials:
+    """Returns eighty trials of which the first half failed."""
+    values = np.random.default_rng(seed).uniform(0, 40, 80)
+    trials = [
+        Trial(parameters={}, value=None if number < 40 else float(value), failure=None)
+        for number, value in enumerate(values)
+    ]
+    return Trials(trials=tuple(trials), sampler="random", seed=seed, space={})
+
+
+def strangers() -> list:
+    """Returns machines never met, one of which has too few runs to see five of them."""
+    rng, names = np.random.default_rng(0), ("KAIST single node", "Selene", "PaLM", "Eos")
+    return [
+        Met(name=name, num_runs=count, off=rng.normal(0, 0.3, 9), half=half, conformal=half)
+        for name in names
+        for count, half in ((0, np.full(9, 0.5)), (5, np.full(9, 0.2)))
+        if (name, count) != ("PaLM", 5)
+    ]
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_fits_a_page_in_both_themes(name: str) -> None:
     check_data(DRAWN[name]())
+
+
+@pytest.mark.parametrize("name", PLANNER)
+def test_a_figure_of_the_planner_fits_its_page_and_its_legend_hides_nothing(name: str) -> None:
+    check_data(PLANNER[name]())
+
+
+def test_a_machine_with_too_few_runs_is_named_instead_of_an_empty_row() -> None:
+    figure = never_met_figure(strangers())
+    said = [[text.get_text() for text in panel.texts] for panel in figure.axes]
+    assert said == [[], ["too few runs"]]
 
 
 def test_the_check_sees_what_a_reader_would() -> None:

@@ -113,7 +113,7 @@ class Answer:
             if gain > 0.01:
                 return (
                     f"memory: {describe(search.row(fastest))} would be {gain:.0%} faster, but uses "
-                    f"{search.used_bytes[fastest] / 1e9:.0f} GB of {capacity / 1e9:.0f} GB"
+                    f"{search.used_bytes[fastest] / 2**30:.0f} GiB of {capacity / 2**30:.0f} GiB"
                 )
         total = sum(self.time_terms_s.values())
         useful = sum(self.time_terms_s[name] for name in ("gemm", "attention"))
@@ -168,6 +168,17 @@ class Answer:
                 " device reach."
             )
         texts += self.search.prediction(self.index).warnings
+        beyond = {
+            int(self.search.layouts.tensor_parallel[other])
+            for other in self.search.fastest(5)
+            if other != self.index
+            and "tensor parallelism across nodes" in self.search.prediction(int(other)).untried
+        }
+        texts += [
+            f"TP{degree} among the fastest layouts leaves the node, and no measured run of this"
+            " machine had as many tensor ranks. Trust those layouts last."
+            for degree in sorted(beyond)
+        ]
         if self.search.batch_limit:
             texts.append(self.search.batch_limit)
         measured_s = self.row["step_time_s"] / (1 + self.nearest.residual)
@@ -193,7 +204,7 @@ class Answer:
             "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
             f"overlap of collectives with computation ({gain:+.1%} time)",
             "offload of optimizer states"
-            f" ({self.memory_terms_bytes['optimizer'] / 1e9:.1f} GB less a device)",
+            f" ({self.memory_terms_bytes['optimizer'] / 2**30:.1f} GiB less a device)",
         )
 
     @cached_property
@@ -257,7 +268,7 @@ class Answer:
             (
                 "memory",
                 (
-                    f"{row['used_bytes'] / 1e9:.1f} GB a device, risk"
+                    f"{row['used_bytes'] / 2**30:.1f} GiB a device, risk"
                     f" {row['out_of_memory_probability']:.1%}"
                 ),
             ),

@@ -14,7 +14,7 @@ from kit.estimate.theory.memory import StageMemory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.timeline import boxes
 from kit.show.style import Rows, new_figure
-from kit.show.theme import BLUE, GREEN, GREY, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, GRID, GROUND, INK, VERMILION
 
 MEMORY_COLOURS = (
     "#0072B2",
@@ -44,13 +44,17 @@ TIME_COLOURS = {
     "overhead": "#BFBFBF",
 }
 """Computation blue, communication brown, waiting purple, the rest green and grey."""
+SMALLEST = 0.005
+"""Share of a step from which on a term is drawn by itself."""
+DARK_GROUNDS = ("gemm", "recompute", "tensor_parallel", "bubble", "embedding_logits")
+"""Terms whose colour asks for a pale number."""
 
 
 def memory_figure(
     stages: Mapping[str, StageMemory], device_bytes: float, reserve: Reserve = RESERVE
 ) -> tuple[Any, Rows]:
     """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and
-    their table.
+    their table. Titles say the most that a device holds.
 
     The reserve for what is not modelled is drawn last. `stages` come from `memory_by_stage`, by
     title; the memory of a device is drawn as a line.
@@ -58,7 +62,7 @@ def memory_figure(
     from matplotlib.collections import PolyCollection
 
     rows: Rows = []
-    with new_figure(1, len(stages), height=3.4, sharey=True, squeeze=False) as (figure, axes):
+    with new_figure(1, len(stages), height=3.7, sharey=True, squeeze=False) as (figure, axes):
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
             count = np.size(stage.total)
             bottom, places = np.zeros(count), np.arange(count)
@@ -75,20 +79,23 @@ def memory_figure(
                 {"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)
             ]
             axis.autoscale_view()
-            axis.axhline(device_bytes / 2**30, color=GREY, linestyle="--", linewidth=1)
-            axis.set_title(title)
-            axis.set_xlabel("pipeline device")
-        axes[0, 0].set_ylabel("GiB per device")
-        axes[0, 0].annotate(
-            "memory of a device",
-            (0, device_bytes / 2**30),
-            xytext=(2, 3),
-            textcoords="offset points",
-            color=GREY,
+            axis.axhline(
+                device_bytes / 2**30,
+                color=GREY,
+                linestyle="--",
+                linewidth=1,
+                label="memory of a device",
+            )
+            axis.set(
+                title=f"{title}\nat most {bottom.max():.1f} GiB",
+                xlabel="pipeline device",
+                xticks=places[:: -(-count // 5)],
+            )
+        axes[0, 0].set(
+            ylabel="GiB per device",
+            ylim=(0, 1.2 * max(device_bytes / 2**30, *(row["GiB"] for row in rows))),
         )
-        axes[0, 0].set_ylim(0, 1.2 * max(device_bytes / 2**30, max(row["GiB"] for row in rows)))
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=4)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
     return figure, rows
 
 
@@ -96,24 +103,28 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
     """Returns horizontal bars of where the time of some steps goes, as shares of each, and their
     table.
 
-    `terms` are seconds by term of each step (`StepTime.terms_s`), by title.
+    `terms` are seconds by term of each step (`StepTime.terms_s`), by title. Terms that are small in
+    all of them are drawn as one, so that each bar ends at 100 %.
     """
     seconds = {
         name: np.array([float(np.squeeze(step[name])) for step in terms.values()])
         for name in TIME_COLOURS
     }
     total = sum(seconds.values())
+    shown = {
+        name: 100 * each / total
+        for name, each in seconds.items()
+        if (each / total).max() >= SMALLEST
+    }
+    shown["other"] = np.maximum(0.0, 100 - sum(shown.values()))
     with new_figure(height=0.42 * len(terms) + 2.0) as (figure, axis):
         left = np.zeros(len(terms))
-        for name, colour in TIME_COLOURS.items():
-            shares = 100 * seconds[name] / total
-            if shares.max() < 0.5:
-                continue
+        for name, shares in shown.items():
             axis.barh(
                 range(len(terms)),
                 shares,
                 left=left,
-                color=colour,
+                color=TIME_COLOURS.get(name, GRID),
                 height=0.72,
                 label=name.replace("_", " "),
             )
@@ -125,11 +136,16 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
                         f"{share:.0f}",
                         ha="center",
                         va="center",
-                        color="white",
+                        color=GROUND if name in DARK_GROUNDS else INK,
                     )
             left = left + shares
-        axis.set_yticks(range(len(terms)), list(terms))
-        axis.set(xlim=(0, 100), ylim=(len(terms) - 0.5, -0.5), xlabel="% of the step")
+        axis.set(
+            xlim=(0, 100),
+            ylim=(len(terms) - 0.5, -0.5),
+            xlabel="% of the step",
+            yticks=range(len(terms)),
+            yticklabels=list(terms),
+        )
         axis.grid(visible=False)
         figure.legend(loc="outside lower left", ncols=3)
     return figure, [
@@ -148,11 +164,12 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     used, time_s = search.used_bytes / 2**30, search.step_time_s
     capacity = float(search.machine.hardware.memory_bytes) / 2**30
     near = (time_s < 6 * time_s.min()) & (used < 4 * capacity)
-    with new_figure(height=3.6) as (figure, axis):
+    with new_figure(height=3.9) as (figure, axis):
         cloud = np.flatnonzero(near)
         cloud = cloud[:: max(1, len(cloud) // 20_000)]
+        blue = MEMORY_COLOURS[1]  # a rasterised part keeps its colours on a dark page
         axis.plot(
-            used[cloud], time_s[cloud], ".", color=BLUE, alpha=0.12, markersize=2.5, rasterized=True
+            used[cloud], time_s[cloud], ".", color=blue, alpha=0.3, markersize=2.5, rasterized=True
         )
         front = search.pareto[near[search.pareto]]
         axis.step(
@@ -162,36 +179,27 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             color=VERMILION,
             label="no layout is better in both",
         )
-        axis.axvline(capacity, color=GREY, linestyle="--", linewidth=1)
-        axis.annotate(
-            "memory of a device",
-            (capacity, 0.97),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            color=GREY,
-            va="top",
-        )
+        axis.axvline(capacity, color=GREY, linestyle="--", linewidth=1, label="memory of a device")
         for name, index in (marked or {}).items():
             axis.plot(used[index], time_s[index], "o", color=GREEN, markersize=6, zorder=4)
             axis.annotate(
                 name,
                 (used[index], time_s[index]),
-                xytext=(7, 5),
+                xytext=(-6, -5),  # below the front nothing is drawn
                 textcoords="offset points",
                 color=GREEN,
+                ha="right",
+                va="top",
             )
         axis.set(
             xscale="log",
             yscale="log",
             xlabel="GiB used on the fullest device",
             ylabel=f"seconds per step, {search.machine.calibration.label}",
+            title=f"{search.spec.name} on {counted(search.num_devices, 'device')}:"
+            f" {counted(len(search.layouts), 'layout')}",
         )
-        axis.set_title(
-            f"{search.spec.name} on {counted(search.num_devices, 'device')}:"
-            f" {counted(len(search.layouts), 'layout')}"
-        )
-        axis.legend(loc="lower left")
+        figure.legend(loc="outside lower left", ncols=2)
         plain_ticks(axis)
     return figure, rows
 
@@ -199,7 +207,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
 def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
     """Returns the errors of predicted step times, a row for each data set, and their table.
 
-    `groups` are (measured, predicted) seconds by name of the data set. A dot is one run, the bar
+    `groups` are (measured, predicted) seconds by name of the data set. A dot is one run, the line
     holds nine runs of ten, the ring is the median. An error is the predicted over the measured
     time, less one.
     """
@@ -211,25 +219,16 @@ def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -
             low, middle, high = np.quantile(percent, (0.05, 0.5, 0.95))
             heights = place + jitter.uniform(-0.28, 0.28, len(percent))
             axis.plot(percent, heights, ".", color=BLUE, alpha=0.3, markersize=3)
-            axis.plot(
-                [low, high],
-                [place, place],
-                color=BLUE,
-                linewidth=5,
-                alpha=0.45,
-                solid_capstyle="butt",
-            )
-            axis.plot(middle, place, "o", color="white", markeredgecolor=BLUE, markersize=6)
-            off = np.abs(percent) / 100
-            errors = {"mean error": off.mean(), "median error": np.median(off), "worst": off.max()}
-            rows.append(
-                {"rows": name, "number": len(measured)} | {k: float(v) for k, v in errors.items()}
-            )
+            axis.plot([low, high], [place, place], color=INK, linewidth=2)
+            axis.plot(middle, place, "o", color=GROUND, markeredgecolor=INK, markersize=6)
+            mean = float(np.abs(percent).mean()) / 100
+            rows.append({"rows": name, "number": len(measured), "mean error": mean})
         axis.axvline(0, color=GREY, linewidth=1)
-        axis.set(title=title, ylim=(len(groups) - 0.4, -0.6))
-        axis.set_xlabel(
-            "predicted against measured step time, %\n(dot: a run; bar: nine runs of ten; ring:"
-            " median)"
+        axis.set(
+            title=title,
+            xlabel="predicted against measured step time, %\n(dot: a run; line: nine runs of ten;"
+            " ring: median)",
+            ylim=(len(groups) - 0.4, -0.6),
         )
         axis.set_yticks(range(len(groups)), list(groups))
         counts = [f"{row['number']} runs, mean {row['mean error']:.1%}" for row in rows]

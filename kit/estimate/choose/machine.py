@@ -52,8 +52,7 @@ class Machine:
 
     def risk(self, used_bytes: Array) -> Array:
         """Returns the probability, 0 to 1, that devices run out of memory with so much in use."""
-        capacity = float(self.hardware.memory_bytes)
-        return self.reserve.out_of_memory_probability(used_bytes, capacity)
+        return self.reserve.out_of_memory_probability(used_bytes, float(self.hardware.memory_bytes))
 
     def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
         """Returns (step time in seconds, used bytes of the heaviest device) of each layout,

@@ -21,7 +21,8 @@ from kit.estimate.theory.memory import StageMemory, memory_by_stage
 from kit.estimate.theory.schedule import Simulation, simulate_plan
 from kit.estimate.theory.timeline import timeline_figure
 from kit.plan import Plan
-from kit.show.theme import INK
+from kit.show.style import new_figure
+from kit.show.theme import GREY, INK
 from kit.spec import PRESETS, ModelSpec
 
 GIB, WIDTH, DPI = 2.0**30, 600, 120
@@ -112,19 +113,20 @@ class Estimate:
                 f" {mfu[0]:.1f} % ({mfu[1]:.1f} to {mfu[2]:.1f})"
             ),
             "timeline": (
-                f"Pipeline: {seconds(idle, 3)} s ({seconds(idle * low / time, 3)} to"
-                f" {seconds(idle * high / time, 3)}) of bubble a step; drawn: the first"
-                f" {self.timeline.order.num_microbatches} of {self.plan.num_microbatches}"
-                " micro-batches"
+                f"Pipeline: bubble {idle / time:.1%} of the step, {seconds(idle, 3)} s"
+                f" ({seconds(idle * low / time, 3)} to {seconds(idle * high / time, 3)}); drawn:"
+                f" its first {self.timeline.order.num_microbatches} of"
+                f" {self.plan.num_microbatches:,} micro-batches"
             ),
         }
 
-    def to_png(self) -> bytes:
-        """Returns the three figures, one below the other."""
+    def to_png(self, *above: Any) -> bytes:
+        """Returns the three figures, one below the other, and other figures above them."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from PIL import Image
 
-        canvases, stream = [FigureCanvasAgg(figure) for figure in self.figures()], io.BytesIO()
+        figures, stream = (*above, *self.figures()), io.BytesIO()
+        canvases = [FigureCanvasAgg(figure) for figure in figures]
         for canvas in canvases:
             canvas.draw()
         whole = np.concatenate([np.asarray(canvas.buffer_rgba()) for canvas in canvases])
@@ -253,14 +255,7 @@ class Panel:
             )
             return
         style = f"{DARK_PAGE}.{self._still} {{display: none !important}}"
-        words, self._picture = (
-            "; ".join(found.texts.values()),
-            base64.b64encode(found.to_png()).decode(),
-        )
-        image = (
-            f"<img alt='{html.escape(words)}' width='{WIDTH}'"
-            f" src='data:image/png;base64,{self._picture}'>"
-        )
+        image = _image(found.to_png(), alt="; ".join(found.texts.values()))
         self.plan, self.view.value = (
             found.plan,
             f"<div class='kit-panel'><style>{style}</style>{image}</div>",
@@ -284,19 +279,41 @@ class Panel:
         return f"kit-still-{self.box.model_id}"
 
     def _ipython_display_(self) -> None:
-        """Shows the panel, and a still of it, which the panel's own style hides where it lives."""
+        """Shows the panel, and a still of it with its controls, which the panel's own style hides
+        where it lives.
+        """
         from IPython.display import display
 
         display(self.box)
         if self.plan is not None:
-            image = (
-                f"<img class='{self._still}' alt='the panel' width='{WIDTH}'"
-                f" src='data:image/png;base64,{self._picture}'>"
-            )
-            display(
-                {"image/png": self._picture, "text/html": image, "text/plain": str(self.plan)},
-                raw=True,
-            )
+            picture = self.estimate().to_png(self._controls_figure())
+            page = _image(picture, f"class='{self._still}'", alt="the panel")
+            still = {"image/png": base64.b64encode(picture).decode(), "text/html": page}
+            display({**still, "text/plain": str(self.plan)}, raw=True)
+
+    def _controls_figure(self) -> Any:
+        """Returns the nine controls with their values as a picture, three in a row."""
+        with new_figure(height=1.1) as (figure, axis):
+            axis.axis("off")
+            for number, control in enumerate(self.controls.values()):
+                x, y = (0.03 + number % 3 / 3), 1 - (number // 3 + 0.5) / 3
+                figure.text(
+                    x,
+                    y,
+                    f"{control.description}: {control.value}",
+                    va="center",
+                    bbox={"boxstyle": "round,pad=0.3", "facecolor": "none", "edgecolor": GREY},
+                )
+        figure.dpi = DPI
+        return figure
+
+
+def _image(png: bytes, attributes: str = "", *, alt: str) -> str:
+    """Returns a picture as HTML."""
+    return (
+        f"<img {attributes} alt='{html.escape(alt, quote=True)}' width='{WIDTH}'"
+        f" src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    )
 
 
 @lru_cache(maxsize=4)

@@ -31,7 +31,7 @@ from kit.spec import ModelSpec
 NOT_OURS = " (not by the kit's engines)"
 NOTABLE = 1.1
 """How many times as fast another batch must train to be named."""
-COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
+COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
 """Short names of what `cells` returns."""
 
 
@@ -321,8 +321,8 @@ def _none_fits(found: Search) -> str:
     return (
         f"plan: no layout of {found.spec.name} on {counted(found.num_devices, 'device')} of"
         f" {found.machine.site.name} fits in memory with a risk of at most {found.max_risk:.0%}."
-        f" The leanest needs {leanest['used_bytes'] / 1e9:.1f} GB of"
-        f" {float(found.machine.hardware.memory_bytes) / 1e9:.1f} GB per device"
+        f" The leanest needs {leanest['used_bytes'] / 2**30:.1f} GiB of"
+        f" {float(found.machine.hardware.memory_bytes) / 2**30:.1f} GiB per device"
         f" ({describe(leanest)}). What fits: {'; '.join(texts) or 'nothing nearby'}. Else use a"
         " smaller model or sequence length, or accept more risk."
     )
@@ -366,7 +366,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         describe(row),
         seconds(row["step_time_s"]),
         interval(row),
-        f"{row['used_bytes'] / 1e9:.1f}",
+        f"{row['used_bytes'] / 2**30:.1f}",
         f"{row['out_of_memory_probability']:.1%}",
         f"{row['mfu']:.1%}",
     )

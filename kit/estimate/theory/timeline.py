@@ -67,8 +67,7 @@ def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
     ) as (figure, axes):
         for axis, simulation in zip(axes[:, 0], simulations, strict=True):
             _draw(axis, simulation, unit, width_s)
-        axes[-1, 0].set_xlabel(f"time, {name}")
-        axes[-1, 0].set_xlim(0, width_s / unit)
+        axes[-1, 0].set(xlabel=f"time, {name}", xlim=(0, width_s / unit))
         _legend(figure, simulations)
     return figure, rows
 
@@ -117,12 +116,10 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
                 textcoords="offset points",
                 va="center",
             )
-    axis.set_ylabel("device")
-    axis.set_ylim(devices - 0.5, -0.5)
+    axis.set(title=_title(simulation), ylabel="device", ylim=(devices - 0.5, -0.5))
     axis.grid(visible=False)
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
-    axis.set_title(_title(simulation))
 
 
 def _title(simulation: Simulation) -> str:
@@ -175,12 +172,11 @@ def _number(axis: Any, simulation: Simulation, unit: float, width_s: float, chun
 def _legend(figure: Any, simulations: tuple[Simulation, ...]) -> None:
     from matplotlib.patches import Patch
 
-    present = [
-        kind
-        for kind in COLOURS
+    patches = {
+        NAMES[kind]: Patch(color=colour, label=NAMES[kind])
+        for kind, colour in COLOURS.items()
         if any((simulation.order.kind == kind).any() for simulation in simulations)
-    ]
-    patches = {NAMES[kind]: Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in present}
+    }
     figure.legend(
         handles=[*patches.values(), Patch(color=IDLE, label="waiting")],
         loc="outside lower left",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.tuning.tune import Trials
-from kit.show.style import Rows, legend_above, new_figure
+from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
 
 
@@ -21,8 +21,7 @@ def trials_figure(
     Raises:
         RunError: no trial succeeded.
     """
-    values, best, highest = trials.values, trials.best_so_far, trials.best.value or 0.0
-    top = float(np.nanmax(control.values, initial=highest)) if control else highest
+    values, best, highest = trials.values, trials.best_so_far, trials.best.value
     rows = [
         {
             "trial": number,
@@ -48,13 +47,15 @@ def trials_figure(
                 linewidth=1.2,
                 label=f"best so far, {control.sampler} search",
             )
-        axis.set_title(f"{unit}, by trial ({trials.sampler})")
-        axis.set_ylim(min(0.0, np.nanmin(values)), 1.12 * top)
-        legend_above(axis, columns=3)
+        axis.set(
+            title=f"{unit}, by trial ({trials.sampler}); best {highest:,.4g}",
+            ylim=(min(0.0, np.nanmin(values)), 1.08 * axis.dataLim.y1),
+        )
+        figure.legend(loc="outside lower left", ncols=3)
         axis.tick_params(axis="x", length=0)
         below.vlines(number[failed], 0, 1, color=VERMILION, linewidth=1.4)
-        below.set(yticks=[0.5], ylim=(0, 1), xlabel="trial", xlim=(0, len(values) + 1))
-        below.set_yticklabels([f"failed: {failed.sum()}\nof {len(values)}"], color=VERMILION)
+        below.set(ylim=(0, 1), xlabel="trial", xlim=(0, len(values) + 1))
+        below.set_yticks([0.5], [f"failed: {failed.sum()}\nof {len(values)}"], color=VERMILION)
         below.grid(visible=False)
         below.tick_params(axis="y", length=0)
     return figure, rows
@@ -70,8 +71,11 @@ def sensitivity_figure(shares: Mapping[str, float]) -> tuple[Any, Rows]:
             height=0.6,
         )
         axis.bar_label(drawn, fmt="%.0f %%", padding=3)
-        axis.set(title="share of the variance, %", xlim=(0, 115 * max(shares.values())))
-        axis.invert_yaxis()
+        axis.set(
+            title="share of the variance, %",
+            xlim=(0, 115 * max(shares.values())),
+            ylim=(len(shares) - 0.5, -0.5),
+        )
         axis.grid(visible=False)
     return figure, [
         {"parameter": name, "share of the variance": share} for name, share in shares.items()

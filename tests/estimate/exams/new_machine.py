@@ -301,10 +301,10 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
     5 of their runs.
 
     `trials` come from `never_met`: measured over predicted time of each run, and the interval of
-    the median run.
+    the median run. A machine with too few runs to see five and predict others is named as such.
     """
     names = list(dict.fromkeys(each.name for each in trials))
-    with new_figure(1, 2, height=4.2, sharey=True, sharex=True) as (figure, axes):
+    with new_figure(1, 2, height=4.8, sharey=True, sharex=True) as (figure, axes):
         for axis, count in zip(axes, (0, 5), strict=True):
             for each in (trial for trial in trials if trial.num_runs == count):
                 place, width = names.index(each.name), float(np.median(each.half))
@@ -325,13 +325,24 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
                         color=colour,
                         alpha=0.6,
                     )
+            met = {trial.name for trial in trials if trial.num_runs == count}
+            for place, name in enumerate(names):
+                if name not in met:
+                    axis.text(1.04, place, "too few runs", color=GREY, va="center")
             axis.axvline(1, color=GREY, linewidth=1)
-            axis.set_xscale("log")
+            axis.set(xscale="log", xlim=(0.36, 2.8))
             axis.set_xticks([0.5, 1, 2], ["0.5", "1", "2"])
             axis.minorticks_off()
             axis.set(title=f"{count} of its runs seen", xlabel="measured / predicted")
         axes[0].set_yticks(range(len(names)), names)
         axes[0].invert_yaxis()
+        figure.supxlabel(
+            "Bar: 90 % interval of the machine's median run. Dot: a run, red where\n"
+            "it lies outside its own interval, which may be wider than the bar.",
+            x=0.005,
+            ha="left",
+            fontsize="medium",
+        )
     return figure
 
 
