@@ -115,7 +115,7 @@ def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) ->
         [{"ticks": dict(enumerate(ticks)), **dress[0]}],
         "AWS's own tables of Trainium, on which the cost figure rests.",
         "Modelled: each is predicted from the others, with a 90 % interval.",
-        "Not modelled: the same layout differs by a sixth between versions of the SDK.",
+        "Not modelled: one layout differs by a sixth between versions of the SDK.",
         notes=["The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."],
         also=lambda figure: legend_above(figure, 3),
         height=4.6,
