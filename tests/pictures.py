@@ -60,7 +60,7 @@ def check_panels(figure: Any) -> None:
             assert box.x1 <= inside.x1, f"{title}: {text.get_text()!r} leaves its panel"
         paths = _data_paths(axis)
         for path in paths:
-            ends = path.vertices[np.isfinite(path.vertices).all(axis=1)]
+            ends = [end for end in np.asarray(path.vertices) if np.isfinite(end).all()]
             shown = [end for end in ends if inside.containsx(end[0])]  # a panel may be a part of x
             out = [end for end in shown if not inside.containsy(end[1])]
             assert not out, f"{title}: a limit of the axis cuts data at {out}"
