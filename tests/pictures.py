@@ -46,6 +46,9 @@ def check_figure(figure: Any) -> None:
         )
 
 
+BESIDE = ("axes fraction", "data")
+
+
 def check_panels(figure: Any) -> None:
     """Asserts that no text and no end of an interval leaves its panel, and that no legend or text
     stands on data.
@@ -54,8 +57,9 @@ def check_panels(figure: Any) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axis in figure.axes:
         inside, title = axis.bbox.padded(2), axis.get_title(loc="left")
-        beside = axis.get_yaxis_transform()  # of what is written beside a row on purpose
-        inner = [text for text in axis.texts if text.get_transform() != beside]
+        # What is told of a row stands beside it, on purpose.
+        beside = [text for text in axis.texts if getattr(text, "xycoords", "") == BESIDE]
+        inner = [text for text in axis.texts if text not in beside]
         for text in [text for text in inner if text.get_text() != WATERMARK]:
             box = text.get_window_extent(renderer)
             assert inside.x0 <= box.x0 and inside.y0 <= box.y0, f"{title}: {text.get_text()!r}"
@@ -63,7 +67,7 @@ def check_panels(figure: Any) -> None:
             assert box.x1 <= inside.x1, f"{title}: {text.get_text()!r} leaves its panel"
         paths = _data_paths(axis)
         for path in paths:
-            ends = path.vertices[np.isfinite(path.vertices).all(axis=1)]
+            ends = [end for end in np.asarray(path.vertices) if np.isfinite(end).all()]
             shown = [end for end in ends if inside.containsx(end[0])]  # a panel may be a part of x
             out = [end for end in shown if not inside.containsy(end[1])]
             assert not out, f"{title}: a limit of the axis cuts data at {out}"

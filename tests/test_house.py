@@ -171,7 +171,7 @@ STATEMENTS = {
     "kit/measure": 303,
     "kit/model": 274,  # a stage without blocks
     "kit/monitor": 1893,  # a damaged file of an attempt is named
-    "kit/papers": 1752,
+    "kit/papers": 1818,  # verdicts from kinds and numbers, how layouts are known, names at lines
     "kit/parallel": 400,  # agreement of ranks, which stood in kit.run
     "kit/rehearsal": 174,
     "kit/run": 806,  # instead of a run that another process replaced being written to

@@ -39,7 +39,7 @@ The model: {model}.
 
 {lines}
 """  # noqa: E501
-TITLES = {
+TITLES: dict[Paper, str] = {
     "frontier": "Optimizing Distributed Training on Frontier for LLMs (arXiv 2312.12705)",
     "hlat": "HLAT: High-quality LLM Pre-trained on AWS Trainium (arXiv 2404.10630)",
 }
@@ -83,7 +83,6 @@ class Claim(Record):
     )
     about: float = field_doc("share by which the fact's number may be off, if so", default=0.0)
     expected: str = field_doc("in words, where it is not the fact's number", default="")
-    minutes: float = field_doc("that the command takes; 0: less than one", default=0.0)
     command: str = field_doc("that tries it, where it is not the figure's", default="")
     note: str = field_doc("why it is missed or cannot be tried", default="")
 
@@ -241,6 +240,5 @@ def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
         "verdict": f"**{verdict(claim, found)}**",
         "note": claim.note,
         "command": f"`{claim.command or kit_command('figure', claim.figure)}`",
-        "minutes": (f"{claim.minutes:g}" if claim.minutes else "< 1") if claim.figure else "",
         "source": fact.source if fact else claim.source,
     }

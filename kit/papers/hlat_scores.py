@@ -3,7 +3,6 @@ points, and its tables of quality as printed, with your own scores above them.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,15 @@ def scores_figure(
     `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
     """
     panels = {name: end_points(model, name) for name in PANELS}
-    chances: dict[str, float] = {}
     for run in by_scale(runs)["cluster"]:
         for curve in eval_curve(run):
-            name, layer = _curve_layer(run, curve)
-            panels.setdefault(name, []).append(layer)
-            chances[name] = 100 * curve.chance
+            name = COLUMNS.get((curve.asked.task, curve.asked.num_fewshot))
+            if name in PANELS:
+                panels[name].append(_curve_layer(run, curve))
     curves = {
         name: layers
         for name, layers in panels.items()
-        if (paper_panels and name in PANELS) or any(layer.joined for layer in layers)
+        if paper_panels or any(layer.joined for layer in layers)
     }
     mosaic = pairs(len(curves), under_one=True)
     lines = mosaic.count(";")
@@ -85,12 +83,7 @@ def scores_figure(
     ):
         _draw_end_points(places[0], panels)
         for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
-            if name in PANELS:
-                _draw_as_published(axis, name, model, layers)
-            else:
-                named = [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers]
-                panel(axis, named, title=f"yours: {name}", xlabel="tokens, billions")
-            axis.axhline(chances.get(name, math.nan), color=GREY, linewidth=1, linestyle=":")
+            _draw_as_published(axis, name, model, layers)
             if len(layers) > 1:
                 axis.legend(loc="best")
         return finish(
@@ -102,15 +95,8 @@ def scores_figure(
             "The points of the paper's curves could not be read.",
             notes=[
                 "The last checkpoints are from the paper's tables, the axes as in its panels.",
+                "Your runs are scored by the same harness; bars are 95 % intervals.",
                 *words[1:],
-                *(
-                    [
-                        "Your runs are scored by the same harness; bars are 95 % intervals, dotted"
-                        " is guessing. Bits per byte: less is better."
-                    ]
-                    if chances
-                    else []
-                ),
             ],
         )
 
@@ -138,12 +124,8 @@ def end_points(model: str, panel: str) -> list[Layer]:
     return layers
 
 
-def _curve_layer(run: Run, curve: ScoreCurve) -> tuple[str, Layer]:
-    """Returns the panel of one curve of a run, the paper's or one of its own, and the scores of
-    the checkpoints there with their 95 % intervals.
-    """
-    asked = curve.asked
-    panel = COLUMNS.get((asked.task, asked.num_fewshot), "")
+def _curve_layer(run: Run, curve: ScoreCurve) -> Layer:
+    """Returns the scores of a run's checkpoints, %, with their 95 % intervals."""
     layer = own_points(
         [run],
         curve["tokens"] / 1e9,
@@ -152,14 +134,10 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> tuple[str, Layer]:
         high=np.where(np.isnan(curve["high"]), curve["score"], curve["high"]),
         label=f"{run.name}: {curve.name}",
         joined=True,
-    ).times(1.0 if curve.metric == "bits_per_byte" else 100.0)
+    ).times(100.0)
     if curve["partial"].any():
         layer = dataclasses.replace(layer, source=f"{layer.source}; a part of the items")
-    return panel if panel in PANELS else _title(curve), layer
-
-
-def _title(curve: ScoreCurve) -> str:
-    return f"{curve.name}, {curve.metric.replace('_', ' ')}"
+    return layer
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:

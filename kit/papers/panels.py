@@ -15,7 +15,7 @@ from kit.papers.layers import Drawn, Layer, scale_of, table
 from kit.run import Run
 from kit.show.style import Rows, new_figure, short
 from kit.show.table import Table
-from kit.show.theme import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, GROUND, OLIVE, PURPLE, SLATE, VERMILION
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
 DEMO_COLOURS = (PURPLE, OLIVE)
@@ -171,12 +171,15 @@ def name_lines(axis: Any) -> None:
     """Writes the name of each line, or of points above each other, at its right end in its colour,
     in place of a legend; a level has none.
     """
+    from matplotlib.patheffects import withStroke
+
+    halo = [withStroke(linewidth=3, foreground=GROUND)]
     for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
         line = getattr(handle, "lines", [handle])[0]
         style = {"textcoords": "offset points", "va": "center", "color": line.get_color()}
         x, y = line.get_data()
         if list(x) != [0, 1]:
-            axis.annotate(label, (x[-1], y[-1]), xytext=(7, 0), **style)
+            axis.annotate(label, (x[-1], y[-1]), xytext=(7, 0), path_effects=halo, **style)
 
 
 def mark_demo_scale(axis: Any) -> None:
