@@ -156,12 +156,12 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 COMMANDS = """
 resume runs/rep --set plan.data_parallel=8 | RunError | has finished its 20 steps
-launch runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Go on with it: `kit resume
-resume runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Go on with it
+launch runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Continue it: `kit resume
+resume runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Continue it
 resume runs/rep --steps 40 --set plan.tensr_parallel=8 | ConfigError | tensr_parallel
 resume runs/rep --set recipe.seed=8 | ConfigError | recipe.seed: a run keeps it
 resume runs/rep --minutes nan | ConfigError | nan: not allowed. Give a number above 0
-stop runs/rep | RunError | Go on with `kit resume runs/rep --steps N`.
+stop runs/rep | RunError | Continue it: `kit resume runs/rep --steps N`.
 stop runs/rep --now | RunError | nothing to stop
 checkpoint runs/rep | RunError | nothing to checkpoint
 export runs/rep --out export.csv --format csv | RunError | exists
