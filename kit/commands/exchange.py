@@ -293,7 +293,7 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
     if out is None:
         refuse(
             {"--run": [*runs]},
-            "a list has no use for runs. Name a folder for the figures: --out FOLDER.",
+            "a list of figures does not use runs. To draw the figures, give --out FOLDER.",
         )
         rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
         tell(

@@ -183,7 +183,8 @@ def resume(
     changes = parse_settings(settings, allowed=("plan", "recipe"))
     if others := changes["recipe"].keys() - {"decay_steps"}:
         raise ConfigError(
-            f"--set recipe.{min(others)}: a run keeps it. Allowed: plan.KEY, recipe.decay_steps."
+            f"--set recipe.{min(others)}: cannot change on a resume. Allowed: plan.KEY,"
+            " recipe.decay_steps."
         )
     plan = Run.open(run).plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)

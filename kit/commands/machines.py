@@ -257,7 +257,7 @@ def init(
     """
     if out.suffix != ".toml" or out.exists():
         raise ConfigError(
-            f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file,"
+            f"{out}: {'already exists' if out.exists() else 'not a .toml file'}. Give a new file,"
             " NAME.toml."
         )
 

@@ -110,7 +110,7 @@ def plan(
         _list()
         return
     if name is None:
-        raise ConfigError("MODEL: give one, as in `kit plan gpt-175b`. `kit plan --list` has them.")
+        raise ConfigError("MODEL: missing. Give a preset (`kit plan --list`) or a file.")
     changes = parse_settings(settings, ("plan", "recipe") if rehearse else ("plan",))
     sizes = {"--site": site, "--devices": devices, "--batch": batch}
     if rehearse and (known := _known(name, site, changes)):
@@ -240,5 +240,5 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
     if out.exists():
         raise ConfigError(
-            f"--out {out}: is there already, and may be a run's. Give a new file, NAME.json."
+            f"--out {out}: already exists, and may belong to a run. Give a new file, NAME.json."
         )

@@ -277,5 +277,5 @@ def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> No
     if told:
         advice = old.how_to_go_on(plan, recipe.num_steps)
         raise RunError(
-            f"{old.directory} is a run with {'; '.join(told)}, which stays as it is. {advice}"
+            f"{old.directory} is a run with {'; '.join(told)}, which a run keeps. {advice}"
         )

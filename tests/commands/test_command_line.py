@@ -59,7 +59,7 @@ def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("a run's")
     answer = _kit(*asked, "plan.json", folder=tmp_path)
     assert answer.returncode == 1 and answer.stderr.startswith("ConfigError: ")
-    assert "plan.json: is there already" in answer.stderr
+    assert "plan.json: already exists" in answer.stderr
     assert (tmp_path / "plan.json").read_text() == "a run's"
     rows = FILE.read_text().splitlines()
     selene = next(line for line in rows if "Selene" in line)
