@@ -288,13 +288,13 @@ class Job:
                     write_end(self.run_dir, state.attempt, end)
         elif state.process is None or not state.process.is_here:
             raise JobError(
-                f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without"
-                " --now asks."
+                f"{self.run_dir}: it cannot be ended from here: {why_unknown(state)}. `kit stop`"
+                " without --now asks it to end."
             )
         elif state.process.is_alive and not state.process.names(self.run_dir):
             raise JobError(
-                f"{self.run_dir}: process {state.process.pid} is alive, and none of this run. It"
-                " goes on."
+                f"{self.run_dir}: process {state.process.pid} is alive, but does not belong to"
+                " this run. It was left running."
             )
         else:
             state.process.send_signal(signal.SIGTERM)

@@ -58,21 +58,22 @@ class Plan(Record):
         "devices that share each sequence; planned, not trained", from_one, default=1
     )
     context_exchange: ContextExchange = field_doc(
-        "what these pass for attention: keys and values round a ring, or parts of the sequence for"
-        " heads (Ulysses)",
+        "how attention exchanges a split sequence: keys and values around a ring, or"
+        " all-to-all between sequence and heads (Ulysses)",
         default="ring",
     )
     virtual_stages: int = field_doc(
         "pipeline stages held by each pipeline device", from_one, default=1
     )
     zero_stage: int = field_doc(
-        "0 replicate; shard over data_parallel 1 optimizer, 2 + gradients, 3 + weights",
+        "ZeRO: 0 replicates all states; over data_parallel, 1 shards the optimizer's, 2"
+        " gradients too, 3 weights too",
         must(lambda stage: 0 <= stage <= 3, "Allowed: 0, 1, 2, 3."),
         default=0,
     )
     shard_size: int | None = field_doc(
-        "replicas, neighbours in rank order, that ZeRO shards over, with copies across"
-        " data_parallel / shard_size groups (HSDP; engine native); None: all of data_parallel",
+        "neighbouring replicas over which ZeRO shards, with copies across data_parallel /"
+        " shard_size groups (HSDP; engine native); None: all of data_parallel",
         from_one,
         default=None,
     )
@@ -81,7 +82,7 @@ class Plan(Record):
     )
     schedule: Schedule = field_doc("order of pipeline work", default="1f1b")
     recompute: Recompute = field_doc(
-        "activations computed again in the backward pass", default="none"
+        "which activations are computed again in the backward pass", default="none"
     )
     micro_batch_size: int = field_doc(
         "sequences in one forward pass of one replica", from_one, default=1

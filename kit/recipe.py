@@ -67,10 +67,12 @@ class Recipe(Record):
         must(lambda steps: steps < 2**53, "Give less than 2**53, which is what metrics can count."),
     )
     learning_rate: float = field_doc("peak learning rate", above_0, default=3e-4)
-    min_learning_rate: float = field_doc("at the end of the schedule", from_0, default=3e-5)
+    min_learning_rate: float = field_doc(
+        "learning rate at the end of the schedule", from_0, default=3e-5
+    )
     schedule: Literal["cosine", "wsd", "constant"] = field_doc(
         "after warm-up: down to the floor along a cosine, as in both papers; or stable at the peak,"
-        " then straight down (arXiv 2404.06395, 2405.18392); or at the peak for ever",
+        " then straight down (arXiv 2404.06395, 2405.18392); or at the peak to the end",
         default="cosine",
     )
     warmup_steps: int = field_doc("steps of linear warm-up", from_0, default=0)
@@ -88,11 +90,11 @@ class Recipe(Record):
     cosine_floor: Literal["rescaled", "clamped"] = field_doc(
         "how the cosine meets its floor", default="rescaled"
     )
-    beta1: float = field_doc("AdamW", below_1, default=0.9)
-    beta2: float = field_doc("AdamW", below_1, default=0.95)
-    eps: float = field_doc("AdamW", above_0, default=1e-8)
+    beta1: float = field_doc("AdamW: decay of the first moment", below_1, default=0.9)
+    beta2: float = field_doc("AdamW: decay of the second moment", below_1, default=0.95)
+    eps: float = field_doc("AdamW: added to the denominator", above_0, default=1e-8)
     weight_decay: float = field_doc(
-        "AdamW; on every weight, norms included, as in HLAT", from_0, default=0.1
+        "AdamW: weight decay, on every weight, norms included, as in HLAT", from_0, default=0.1
     )
     gradient_clip: float | None = field_doc(
         "largest global gradient norm", above_0_or_null, default=1.0
@@ -124,7 +126,7 @@ class Recipe(Record):
     )
     keep_last: int = field_doc("newest checkpoints kept", above_0, default=2)
     keep_every: int | None = field_doc(
-        "checkpoints at multiples of this step are kept for ever", above_0_or_null, default=None
+        "checkpoints at multiples of this step are never deleted", above_0_or_null, default=None
     )
     mask_documents: bool = field_doc(
         "attention ends where a document does, as in Llama 3 (arXiv 2407.21783, 3.2); positions go"

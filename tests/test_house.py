@@ -156,7 +156,7 @@ STATEMENTS = {
     "cluster/sandbox": 218,
     "cluster/slurm": 706,
     "kit": 888,  # uneven stages: 405B on a power of two, instead of "no layout fits"
-    "kit/commands": 934,  # panels, --version, the next step after each command
+    "kit/commands": 933,  # panels, --version, the next step after each command
     "kit/convert": 715,
     "kit/data": 1181,
     "kit/engines": 1305,

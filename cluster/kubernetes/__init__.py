@@ -75,7 +75,9 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
             also, that its pods do not end.
     """
     if f"-{mark(str(run_dir))}-" not in job.id:
-        raise JobError(f"{run_dir}: {job.id} is not of this run, by its name. It goes on.")
+        raise JobError(
+            f"{run_dir}: {job.id} does not belong to this run, by its name. It was left running."
+        )
     kind, name = job.id.split("/")
     parts = "configmap" if kind == "jobset" else "configmap,service"  # its operator made that one
     words = ("delete", f"{kind},{parts}", name, "--ignore-not-found")

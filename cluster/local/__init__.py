@@ -69,7 +69,7 @@ def check_count(num_processes: int) -> None:
     """Raises ConfigError for more processes than one machine can run."""
     if num_processes > MAX_PROCESSES:
         raise ConfigError(
-            f"{num_processes:,} processes would choke one machine. Give a plan of at most"
+            f"{num_processes:,} processes are too many for one machine. Give a plan of at most"
             f" {MAX_PROCESSES}, or a site with nodes for them: --site NAME or FILE.toml."
         )
 

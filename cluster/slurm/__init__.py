@@ -147,7 +147,8 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
         os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places
     ):
         raise JobError(
-            f"{run_dir}: job {job.id} is of {places[0].strip()}, not of this run. It goes on."
+            f"{run_dir}: job {job.id} is of {places[0].strip()}, not of this run."
+            " It was left running."
         )
 
 

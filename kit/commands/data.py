@@ -14,7 +14,6 @@ from cluster.slurm import submit_array
 from kit.commands.options import (
     AS_JSON,
     OverwriteOption,
-    SiteOption,
     facts_table,
     next_step,
     tell,
@@ -30,47 +29,65 @@ app.add_typer(data_app, name="data", help="Build token files: data build.")
 
 @data_app.command("build")
 def data_build(
-    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="FOLDER")],
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            help=".txt (each one document), .jsonl(.gz, .zst), .parquet, .arrow, or a folder of"
-            " them. Can be repeated. Default: texts of Python's own."
+            help="Text to read: .txt (one document a file), .jsonl (also .gz, .zst), .parquet,"
+            " .arrow, or a folder of them. Can be repeated. Default: Python's own"
+            " reference and library, up to 24 MB."
         ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="tokenizer.json, .model or folder. Default: train one."),
+        typer.Option(
+            help="Tokenizer: a tokenizer.json, a SentencePiece .model, or a folder"
+            " with one. Default: train one on the text."
+        ),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Tokens of the trained tokenizer. Default: 4096.")
+        int | None,
+        typer.Option(help="Vocabulary size of the tokenizer that is trained. Default: 4096."),
     ] = None,
-    max_megabytes: Annotated[float | None, typer.Option(help="Text to read, in MB.")] = None,
+    max_megabytes: Annotated[
+        float | None, typer.Option(help="Read at most this much text, in MB. Default: all of it.")
+    ] = None,
     validation_fraction: Annotated[
         float,
         typer.Option(
-            help="Fraction of the documents that is held out whole; of one larger than that, its"
-            " end."
+            help="Fraction of the text to hold out for validation, in whole documents. Of a"
+            " document larger than that, the end is held out."
         ),
     ] = 0.02,
     text_key: Annotated[
-        str, typer.Option(help="Key of a .jsonl object, or column, that holds the text.")
+        str, typer.Option(help="Key of a .jsonl line, or column of a table, that holds the text.")
     ] = "text",
     skip_corrupt: Annotated[
         bool,
-        typer.Option("--skip-corrupt", help="Leave out what cannot be read; dataset.json has it."),
+        typer.Option(
+            "--skip-corrupt",
+            help="Skip what cannot be read, and list it in dataset.json. Default: stop there.",
+        ),
     ] = False,
     overwrite: OverwriteOption = False,
     part: Annotated[
         str | None,
         typer.Option(
-            metavar="I/N", help="Build the I-th of N parts: every N-th file. all/N with --site."
+            metavar="I/N",
+            help="Build part I of N, which holds every N-th file. With --site:"
+            " all/N, each part in a Slurm job.",
         ),
     ] = None,
-    site: SiteOption = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="With --part all/N: .toml file of the cluster whose Slurm builds the parts."
+            " Default: this machine builds."
+        ),
+    ] = None,
 ) -> None:
-    """Build token files for training from text, here or with --site on Slurm, a node for each
-    part. One process a core tokenizes; `taskset` limits them.
+    """Build token files for training from text. It uses all cores of this machine (`taskset`
+    limits them), or with --site and --part a Slurm node for each part.
     """
     from kit.data.build import build_dataset, unbuilt_parts
 

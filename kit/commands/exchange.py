@@ -13,12 +13,10 @@ from cluster.record import counted
 from cluster.site import Site
 from kit import monitor
 from kit.commands.options import (
+    MODEL,
     FollowOption,
-    ModelOption,
     OverwriteOption,
     RunArgument,
-    SetOption,
-    SiteOption,
     StepOption,
     advice,
     check_not_in_a_strangers_run,
@@ -63,24 +61,29 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="Steps as csv or parquet, with tokens/s, MFU and HFU; steps and scores to wandb"
-            " (offline, unless WANDB_MODE=online) or tensorboard; a checkpoint as a Hugging Face"
-            " folder: hf."
+            help="csv or parquet: the steps, with tokens/s, MFU and HFU. wandb (offline,"
+            " unless WANDB_MODE=online) or tensorboard: steps and scores. hf: a"
+            " checkpoint, as a Hugging Face folder."
         ),
     ] = "parquet",
     out: Annotated[
-        Path | None, typer.Option(help="File, or folder of hf. Default: RUN/export.FORMAT.")
+        Path | None,
+        typer.Option(help="File to write, or folder for hf. Default: RUN/export.FORMAT."),
     ] = None,
     step: StepOption = None,
     precision: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Weights of hf: float32 (exact), bfloat16, float16.", metavar="TYPE"),
+        typer.Option(
+            help="Precision of the weights for hf: float32 (exact), bfloat16 or"
+            " float16. Default: float32.",
+            metavar="TYPE",
+        ),
     ] = None,
     follow: FollowOption = False,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Export the steps of a run as a table or to a tracker, or a checkpoint with its tokenizer to
-    Hugging Face. The job does not notice.
+    """Export the steps of a run to a table or a tracker, or a checkpoint with its tokenizer to a
+    Hugging Face folder. The run may still be training.
     """
     check_known("format", format, FORMATS)
     given = (out, step, precision, follow, overwrite)
@@ -112,19 +115,30 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Log file of another trainer, or folder of its checkpoint.", metavar="SOURCE"
+            help="Log file of another trainer, or folder with its checkpoint.", metavar="SOURCE"
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help="Run directory to make of a log; Hugging Face folder of weights.")
+        Path,
+        typer.Option(
+            help="Run directory to make from a log, or Hugging Face folder to"
+            " make from a checkpoint."
+        ),
     ],
-    site: SiteOption = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine on which the log was written: a packaged site (`kit plan --list`) or a"
+            " .toml file."
+        ),
+    ] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a log: megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo (NeMo 2),"
-            " nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, hf-trainer (trainer_state.json). Of"
-            " a checkpoint: nxd, megatron-deepspeed. Default: detected."
+            help="Format of a log: megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo"
+            " (NeMo 2), nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, hf-trainer"
+            " (trainer_state.json). Format of a checkpoint: nxd, megatron-deepspeed."
+            " Default: detected."
         ),
     ] = None,
     pattern: Annotated[
@@ -134,15 +148,24 @@ def import_(
             r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'."
         ),
     ] = None,
-    model: ModelOption = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"{MODEL} Default: what a log says of its model.")
+    ] = None,
     follow: FollowOption = False,
-    settings: SetOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Set a field of spec, plan or recipe that the log does not tell:"
+            " plan.tensor_parallel=8. Can be repeated.",
+        ),
+    ] = None,
 ) -> None:
-    """Import a training log as a run directory, so that status, watch, figure and runs work on
-    it, or another trainer's checkpoint as a Hugging Face folder.
+    """Import a training log as a run directory, so that status, watch, figure and runs work on it,
+    or another trainer's checkpoint as a Hugging Face folder.
 
-    A log needs --site, where it ran, a checkpoint --model. Time stamps that name no zone are read
-    as UTC, or in the one of `--set import.zone=Europe/Berlin`.
+    A log needs --site, the machine on which it was written; a checkpoint needs --model. Time stamps
+    without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`.
     """
     spec = None if model is None else load_spec(model)
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
@@ -207,28 +230,35 @@ def _tell_folder(folder: Path) -> None:
 def figure(
     name: Annotated[
         str | None,
-        typer.Argument(help="Run directory, or figure of a paper.", metavar="RUN|NAME"),
+        typer.Argument(
+            help="Run directory, or name of a paper's figure. Default: list these names.",
+            metavar="RUN|NAME",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File (.png, .svg, .pdf; .csv for a table). Default: RUN/figure.png or NAME.png."
-            " Without a name: folder for all figures of papers."
+            help="File to write: .png, .svg or .pdf; .csv for a table. Default: RUN/figure.png"
+            " or NAME.png. Without a name: folder for all figures of the papers."
         ),
     ] = None,
     own: Annotated[
         list[Path] | None,
-        typer.Option("--run", help="Your runs, added to a paper's figure. Can be repeated."),
+        typer.Option("--run", help="Run directory to add to a paper's figure. Can be repeated."),
     ] = None,
     points: Annotated[
-        Path | None, typer.Option(help="CSV of a paper's points, digitised by you.")
+        Path | None,
+        typer.Option(
+            help="CSV of points that you digitised from the paper's"
+            " figure, to draw beside the others."
+        ),
     ] = None,
     points_template: Annotated[
-        bool, typer.Option("--points-template", help="Print such a CSV to fill in.")
+        bool, typer.Option("--points-template", help="Print a CSV to fill in for --points.")
     ] = False,
 ) -> None:
-    """Draw loss and MFU of a run, or a figure of a paper and its table beside it; without a name,
-    list the figures of papers.
+    """Draw the loss and MFU of a run, or a figure of a paper with its table. Without a name, list
+    the figures of the papers.
     """
     if name is None:
         _all(out, own or ())
@@ -263,7 +293,7 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
     if out is None:
         refuse(
             {"--run": [*runs]},
-            "a list has no use for runs. Name a folder for the figures: --out FOLDER.",
+            "a list of figures does not use runs. To draw the figures, give --out FOLDER.",
         )
         rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
         tell(

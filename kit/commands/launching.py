@@ -20,12 +20,9 @@ from cluster.state import JobError
 from kit import launcher
 from kit.commands.asked import Asked, as_given, ask_for
 from kit.commands.options import (
+    MODEL,
     MinutesOption,
-    ModelOption,
     RunArgument,
-    SetOption,
-    SiteOption,
-    StepsOption,
     advice,
     hint,
     note,
@@ -50,17 +47,23 @@ NOT_STARTED = "Interrupted: nothing was started."
 @app.command()
 def launch(
     run: RunArgument,
-    model: ModelOption = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"{MODEL} Default: the recipe's model, or demo.")
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Training: a .toml or .json file of Recipe's fields, or a published recipe"
-            " (`kit plan --list`). Other models than demo need one."
+            help="Training settings: a .toml or .json file with fields of kit.Recipe, or a"
+            " published recipe (`kit plan --list`). Default: the demo model's; other"
+            " models need one."
         ),
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Layout: a file made by `kit plan --out`. Default: the recipe's."),
+        typer.Option(
+            help="Layout: a file written by `kit plan --out`. Default: that of the"
+            " published recipe, or of the demo."
+        ),
     ] = None,
     data: Annotated[
         str | None,
@@ -70,31 +73,51 @@ def launch(
             " change their weights on the way."
         ),
     ] = None,
-    steps: StepsOption = None,
-    site: SiteOption = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer steps of the whole run. Default: the recipe's; of demo, 100."),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine: the name of a packaged site (`kit plan --list`) or a .toml file."
+            " Default: this machine."
+        ),
+    ] = None,
     there: Annotated[
         str | None,
         typer.Option(
-            help="Start nothing, but join a run that was launched elsewhere: its directory behind"
-            " the login node of --site, which is mirrored in RUN."
+            help="Join a run that was launched elsewhere instead of starting one. Give its"
+            " directory behind the login node of --site; it is mirrored in RUN."
         ),
     ] = None,
     minutes: MinutesOption = None,
     show: Annotated[
         bool,
-        typer.Option("--show", help="Print the scripts and what is still to fill in, no more."),
+        typer.Option(
+            "--show",
+            help="Print the job's scripts and what is still to fill in. Nothing is started.",
+        ),
     ] = False,
-    settings: SetOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Set a field of spec, plan or recipe: plan.data_parallel=8, recipe.hook=FILE,"
+            " recipe.init_from=FOLDER. Can be repeated. `python -m pydoc kit.Plan` lists those of"
+            " a plan, kit.Recipe and kit.ModelSpec the others.",
+        ),
+    ] = None,
 ) -> None:
-    """Launch a training job in a new run directory. It goes on when this command ends.
+    """Launch a training job in a new run directory. The job goes on when this command ends.
 
-    In the directory of a run that has begun it resumes that run; what is not given is that run's
-    own.
+    If the directory holds a run that has begun, the run is resumed, and keeps each setting that you
+    do not give.
 
-    The number of devices follows from the plan: --set plan.data_parallel=N changes it. On GPUs,
+    The number of devices follows from the plan; --set plan.data_parallel=N changes it. On GPUs,
     plans default to bf16 and torch.compile; plans from a file or a paper keep their own settings.
-    Ranks on this machine use its GPUs if there is one for each; CUDA_VISIBLE_DEVICES= keeps them
-    on CPU cores.
+    Ranks on this machine use its GPUs if there is one for each rank; an empty CUDA_VISIBLE_DEVICES
+    keeps them on CPU cores.
     """
     if there is not None:
         attach(run.expanduser().absolute(), Site.load(site or "laptop"), there)
@@ -137,19 +160,31 @@ def launch(
 @app.command()
 def resume(
     run: RunArgument,
-    steps: StepsOption = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps of the whole run, those trained included. Default: as before."
+        ),
+    ] = None,
     minutes: MinutesOption = None,
-    settings: SetOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Change a field of the plan, such as plan.data_parallel=2, or"
+            " recipe.decay_steps=N. Can be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Resume a run from its last checkpoint, on the same plan or another (--set plan.KEY=VALUE).
 
-    With other --steps the learning rate's schedule still ends where it did: --set
-    recipe.decay_steps=N moves its end.
+    More steps do not move the end of the learning rate's schedule; --set recipe.decay_steps=N does.
     """
     changes = parse_settings(settings, allowed=("plan", "recipe"))
     if others := changes["recipe"].keys() - {"decay_steps"}:
         raise ConfigError(
-            f"--set recipe.{min(others)}: a run keeps it. Allowed: plan.KEY, recipe.decay_steps."
+            f"--set recipe.{min(others)}: cannot change on a resume. Allowed: plan.KEY,"
+            " recipe.decay_steps."
         )
     plan = Run.open(run).plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)

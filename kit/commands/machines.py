@@ -21,7 +21,6 @@ from cluster.slurm import inventory
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
 from kit.commands.options import (
-    SiteOption,
     advice,
     facts_table,
     next_step,
@@ -50,15 +49,29 @@ LOCAL = """\
 @app.command()
 def validate(
     rows: Annotated[
-        Path | None, typer.Option(help="CSV of other runs, with the columns of published_runs.csv.")
+        Path | None,
+        typer.Option(
+            help="CSV of runs to check, with the columns of"
+            " kit/estimate/fit/data/published_runs.csv. Default: that file."
+        ),
     ] = None,
     calibrate: Annotated[
-        int | None, typer.Option(help="With --rows: runs of each machine to fit first.")
+        int | None,
+        typer.Option(
+            help="With --rows: fit the estimator first to this many runs of each machine."
+            " Default: no fit."
+        ),
     ] = None,
-    site: SiteOption = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="With --rows: machine on which all of them ran, a packaged site (`kit plan"
+            " --list`) or a .toml file. Default: what each row says."
+        ),
+    ] = None,
 ) -> None:
-    """Print the estimator's error on published runs, whole groups held out, or on those of a
-    CSV, which all ran on --site if that is given.
+    """Print the estimator's error on published runs, each predicted without its own group, or on
+    the runs of your own CSV.
     """
     if rows is None and calibrate is not None:
         raise ConfigError(
@@ -87,10 +100,16 @@ def calibrate(
     runs: Annotated[
         list[Path], typer.Argument(help="Run directories of one machine.", metavar="RUN...")
     ],
-    site: SiteOption = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine of the runs: a packaged site (`kit plan --list`) or a .toml file."
+            " Default: the one in their directories."
+        ),
+    ] = None,
 ) -> None:
     """Fit the estimator's efficiencies to measured runs, and say which of them the runs do not
-    tell. The machine is that of the runs, unless --site names another.
+    determine.
     """
     from kit.estimate.fit.calibrate import calibrate as fit
 
@@ -106,24 +125,27 @@ def calibrate(
         for name, value in record["coefficients"].items()
     ]
     title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
-    tell(record, Table("coefficient", "value", "told by the runs", title=title, rows=rows))
+    tell(record, Table("coefficient", "value", "determined by the runs", title=title, rows=rows))
     next_step("Compare a run with the estimate:", "status", runs[0], "--why")
 
 
 @app.command()
 def bench(
     out: Annotated[
-        Path | None, typer.Option(help="Site file to make of it, NAME.toml, for --site.")
+        Path | None,
+        typer.Option(help="Site file to write, NAME.toml, for the option --site."),
     ] = None,
     apply: Annotated[
         Path | None,
         typer.Option(
-            help="Only measure the peak again, and write it into a run's site.json.", metavar="RUN"
+            help="Run directory: measure only the peak again, and write it into the run's"
+            " site.json, so that its MFU follows.",
+            metavar="RUN",
         ),
     ] = None,
 ) -> None:
-    """Measure matrix products, memory and collectives of this machine; or again the peak that a
-    run's MFU rests on.
+    """Measure the speed of matrix products, memory and collectives on this machine; with --apply,
+    only the peak that a run's MFU is computed from.
     """
     if apply is not None:
         refuse(
@@ -187,10 +209,11 @@ def _apply_peak(directory: Path) -> None:
 @app.command()
 def doctor(
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also train a step with DeepSpeed; up to a minute.")
+        bool,
+        typer.Option("--deep", help="Also train one step with DeepSpeed. Takes up to a minute."),
     ] = False,
 ) -> None:
-    """Check what this machine has of what the kit can use, and say how to get the rest."""
+    """Check what is installed and works on this machine, and say how to get the rest."""
     findings = examine(deep=deep)
     mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
     rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
@@ -204,24 +227,37 @@ def doctor(
 
 @site_app.command()
 def init(
-    out: Annotated[Path, typer.Argument(help="File to write, NAME.toml.", metavar="FILE")],
+    out: Annotated[Path, typer.Argument(help="Site file to write, NAME.toml.", metavar="FILE")],
     partition: Annotated[
-        str | None, typer.Option(help="Partition of Slurm. Default: one with GPUs.")
+        str | None, typer.Option(help="Slurm partition to describe. Default: one with GPUs.")
     ] = None,
     login: Annotated[
-        str | None, typer.Option(help="Login node to ask: a name of ~/.ssh/config.")
+        str | None,
+        typer.Option(
+            help="Login node to ask over ssh: a name in ~/.ssh/config."
+            " Default: Slurm on this machine."
+        ),
     ] = None,
-    account: Annotated[str | None, typer.Option(help="Account that jobs are charged to.")] = None,
+    account: Annotated[
+        str | None,
+        typer.Option(
+            help="Slurm account that jobs are charged to. Default: EDIT, for you to fill in."
+        ),
+    ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Describe this machine alone: its GPUs, or its cores.")
+        bool,
+        typer.Option(
+            "--local",
+            help="Describe this machine instead of a cluster: its GPUs, or its CPU cores.",
+        ),
     ] = False,
 ) -> None:
-    """Write a first site file from what a cluster or this machine says, with EDIT where it cannot
-    know.
+    """Write a site file from what Slurm or this machine reports. Lines marked EDIT are left for
+    you to fill in.
     """
     if out.suffix != ".toml" or out.exists():
         raise ConfigError(
-            f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file,"
+            f"{out}: {'already exists' if out.exists() else 'not a .toml file'}. Give a new file,"
             " NAME.toml."
         )
 

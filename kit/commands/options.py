@@ -22,32 +22,26 @@ AS_JSON = contextvars.ContextVar("as_json", default=False)
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN")]
 SiteOption = Annotated[
-    str | None, typer.Option(help="Machine: a name (`kit plan --list`) or a .toml file.")
-]
-ModelOption = Annotated[
     str | None,
-    typer.Option(help="Model: a preset (`kit plan --list`), a spec.json or a config.json."),
+    typer.Option(help="Machine: the name of a packaged site (`kit plan --list`) or a .toml file."),
 ]
-StepsOption = Annotated[
-    int | None, typer.Option(help="Optimizer steps in all. Default: the recipe's; demo: 100.")
+StepOption = Annotated[
+    int | None, typer.Option(help="Checkpoint to use, by its step. Default: the newest.")
 ]
-StepOption = Annotated[int | None, typer.Option(help="Checkpoint. Default: the newest.")]
 MinutesOption = Annotated[
     float | None,
     typer.Option(
-        help="Time limit of each job, in minutes. A longer run is resubmitted until it is done."
+        help="Time limit of each job, in minutes. A longer run is resubmitted until it is"
+        " done. Default: the site's limit."
     ),
 ]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Field of spec, plan or recipe: plan.data_parallel=8, recipe.hook=FILE,"
-        " recipe.init_from=FOLDER. Can be repeated.",
-    ),
+MODEL = "Model: a preset (`kit plan --list`), a spec.json, or a Hugging Face config.json."
+FollowOption = Annotated[
+    bool, typer.Option("--follow", help="Continue with what is new until the job ends.")
 ]
-FollowOption = Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output if it exists.")
+]
 
 
 def parse_values(settings: list[str] | None) -> dict[str, Any]:
@@ -132,8 +126,8 @@ def hint(text: str, *words: str | Path) -> None:
 
 
 def next_step(text: str, *words: str | Path) -> None:
-    """Says on standard error what to do next, a command of the kit; nothing where JSON was asked
-    for.
+    """Prints on standard error what to do next, as a command of the kit; nothing where JSON was
+    asked for.
     """
     if not AS_JSON.get():
         note(advice(text, *words))

@@ -12,7 +12,6 @@ from cluster.scheduler import EDIT
 from cluster.site import Site
 from kit.commands.asked import DEMO, ask_for
 from kit.commands.options import (
-    SetOption,
     SiteOption,
     facts_table,
     next_step,
@@ -29,6 +28,14 @@ from kit.spec import PRESETS, ModelSpec
 app = typer.Typer()
 SHOWN = 5
 """Layouts in the table, or as many as --choose needs."""
+FixOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Fix a field of the plan: plan.engine=deepspeed; with --rehearse also set one of"
+        " the recipe: recipe.num_steps=1000. Can be repeated.",
+    ),
+]
 STEPS = 1000
 """Of a rehearsed job whose recipe does not say."""
 
@@ -38,21 +45,29 @@ def plan(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Preset, spec.json, config.json, torchtitan:FLAVOUR, or Megatron's arguments (a"
-            " file, or a text after --). With --rehearse also a run directory or a recipe.",
+            help="Model: a preset (`kit plan --list`), a spec.json, a Hugging Face"
+            " config.json, torchtitan:FLAVOUR, or Megatron's arguments (a .txt or .sh"
+            " file, or one text after --). With --rehearse also a run directory or a"
+            " recipe.",
             metavar="MODEL",
         ),
     ] = None,
     site: SiteOption = None,
-    devices: Annotated[int | None, typer.Option(help="Number of devices. All are used.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices. The layout uses all of them.")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Global batch: sequences in one optimizer step.")
+        int | None, typer.Option(help="Global batch size: sequences in one optimizer step.")
     ] = None,
     seq: Annotated[
-        int | None, typer.Option(help="Sequence length, in tokens. Default: the model's.")
+        int | None, typer.Option(help="Sequence length in tokens. Default: the model's.")
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Training budget, for days and price, e.g. 1.8e12.")
+        float | None,
+        typer.Option(
+            help="Training budget in tokens, such as 1.8e12, to see"
+            " days and price. Default: neither is shown."
+        ),
     ] = None,
     code_base: Annotated[
         str,
@@ -61,9 +76,12 @@ def plan(
             " torchtitan."
         ),
     ] = "kit",
-    choose: Annotated[int, typer.Option(help="Layout to explain and keep, by its row.")] = 1,
+    choose: Annotated[
+        int, typer.Option(help="Row of the table whose layout is explained, and written by --out.")
+    ] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="File to keep it in, NAME.json, for `kit launch --plan`.")
+        Path | None,
+        typer.Option(help="File to write the layout to, NAME.json, for `kit launch --plan`."),
     ] = None,
     rehearse: Annotated[
         bool,
@@ -73,20 +91,27 @@ def plan(
             " storage, failures. Exit code 1 if it does not fit.",
         ),
     ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="List models, recipes and sites.")] = False,
-    settings: SetOption = None,
+    listed: Annotated[
+        bool,
+        typer.Option(
+            "--list",
+            help="List the presets of models, the published recipes and the packaged sites.",
+        ),
+    ] = False,
+    settings: FixOption = None,
 ) -> None:
     """Find the fastest layout of a model on a machine, and explain it.
 
-    `--set plan.FIELD=VALUE` keeps a field to a value, such as plan.engine=deepspeed,
-    plan.precision=fp8 or 'plan.schedule=["1f1b", "interleaved"]'. Layouts may have a risk of 5 %
-    of running out of memory; kit.estimate.search(max_risk=...) takes another.
+    --set plan.FIELD=VALUE fixes a field, such as plan.engine=deepspeed or plan.precision=fp8; a
+    list allows several values, as in 'plan.schedule=["1f1b", "interleaved"]'. Layouts with a risk
+    above 5 % of running out of memory are left out; kit.estimate.search(max_risk=...) changes that
+    limit.
     """
     if listed:
         _list()
         return
     if name is None:
-        raise ConfigError("MODEL: give one, as in `kit plan gpt-175b`. `kit plan --list` has them.")
+        raise ConfigError("MODEL: missing. Give a preset (`kit plan --list`) or a file.")
     changes = parse_settings(settings, ("plan", "recipe") if rehearse else ("plan",))
     sizes = {"--site": site, "--devices": devices, "--batch": batch}
     if rehearse and (known := _known(name, site, changes)):
@@ -216,5 +241,5 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
     if out.exists():
         raise ConfigError(
-            f"--out {out}: is there already, and may be a run's. Give a new file, NAME.json."
+            f"--out {out}: already exists, and may belong to a run. Give a new file, NAME.json."
         )

@@ -49,7 +49,8 @@ def status(
         bool,
         typer.Option(
             "--why",
-            help="Compare its speed with the estimate, and show where the time of its nodes went.",
+            help="Compare the run's speed with the estimate, and show where the time of its"
+            " nodes went.",
         ),
     ] = False,
 ) -> None:
@@ -69,11 +70,11 @@ def status(
 
 @app.command()
 def watch(run: RunArgument) -> None:
-    """Follow a run in the terminal until it ends. Ctrl-C leaves the job alone.
+    """Follow a run in the terminal until it ends. Ctrl-C ends the view; the job goes on.
 
-    For each alert that comes it runs the command `on_alert = "..."` of ~/.config/kit/config.toml,
-    with the alert in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night:
-    nohup kit watch RUN >/dev/null &
+    Each new alert runs the command `on_alert = "..."` of ~/.config/kit/config.toml, with the alert
+    in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night: nohup kit watch RUN
+    >/dev/null &
     """
     opened = Run.open(run)
     monitor.watch(opened)
@@ -83,7 +84,7 @@ def watch(run: RunArgument) -> None:
 @app.command()
 def logs(
     run: RunArgument,
-    rank: Annotated[int, typer.Option(help="Rank of the process.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank whose log is printed.")] = 0,
     follow: FollowOption = False,
 ) -> None:
     """Print the log of one rank."""
@@ -110,18 +111,20 @@ def _tell_next(directory: Path, run: Run) -> None:
 @app.command()
 def stop(
     run: RunArgument,
-    now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="End the job at once, without a checkpoint.")
+    ] = False,
 ) -> None:
-    """Ask a run to checkpoint and stop after its current step, or with --now to end at once."""
+    """Ask a run to write a checkpoint and stop after its current step; with --now, end it now."""
     job = _living(run, "stop")
     if now:
         job.cancel()
-        hint("Told to end at once, without a checkpoint. Go on later:", "resume", run)
+        hint("The job ends at once, without a checkpoint. Continue it later:", "resume", run)
     else:
         job.stop()
         hint(
-            f"Asked at {clock(time.time())} to stop after the current step; a checkpoint is"
-            " written first. Done?",
+            f"Asked at {clock(time.time())} to write a checkpoint and stop after the current step."
+            " Follow it:",
             "watch",
             run,
         )
@@ -129,10 +132,10 @@ def stop(
 
 @app.command()
 def checkpoint(run: RunArgument) -> None:
-    """Ask a run for a checkpoint after its current step."""
+    """Ask a run to write a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
     hint(
-        f"Asked at {clock(time.time())} for a checkpoint after the current step. Done?",
+        f"Asked at {clock(time.time())} for a checkpoint after the current step. Follow it:",
         "watch",
         run,
     )
@@ -144,13 +147,19 @@ def runs(
         Path, typer.Argument(help="Folder that holds run directories.", metavar="FOLDER")
     ],
     compare: Annotated[
-        list[str] | None, typer.Option(help="Run of the table to draw. Can be repeated 8 times.")
+        list[str] | None,
+        typer.Option(
+            help="Run whose curves to draw, by its name in the table. Can be given up to 8 times."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Figure of --compare. Default: FOLDER/compare.png.")
+        Path | None,
+        typer.Option(
+            help="Picture that --compare draws: .png, .svg or .pdf. Default: FOLDER/compare.png."
+        ),
     ] = None,
 ) -> None:
-    """List all runs below a folder, with live states and the settings in which they differ."""
+    """List all runs below a folder, with their states and the settings in which they differ."""
     table = monitor.runs_table(folder)
     if compare:
         _compare(table.folder, compare, out)
@@ -261,8 +270,8 @@ def _living(run: Path, what: str) -> Job:
             kit_command("resume", run, "--steps", "N") if is_whole else kit_command("resume", run)
         )
         raise RunError(
-            f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason}). Go on"
-            f" with `{go_on}`."
+            f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason})."
+            f" Continue it: `{go_on}`."
         )
     return opened.job
 

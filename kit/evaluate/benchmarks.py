@@ -168,7 +168,7 @@ class Options(Record):
             object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())
             if not self.task_data.is_dir():
                 raise ConfigError(
-                    f"task_data: {self.task_data} is no folder. Give one, or leave it out."
+                    f"task_data: {self.task_data} is not a folder. Give one, or leave it out."
                 )
 
     def applied(self, request: TaskRequest) -> TaskRequest:

@@ -226,7 +226,7 @@ def check_keepable(file: Path) -> None:
     there = next(folder for folder in file.absolute().parents if folder.exists())
     if file.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(
-            f"{file}: cannot be written: it is a folder, or what it would lie in is none, or may"
+            f"{file}: cannot be written: it is a folder, or its folder does not exist or may"
             " not be written to. Give the scores of a folder another place: `--set out=FILE`."
         )
 

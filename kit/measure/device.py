@@ -44,8 +44,8 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
     if device == "cuda" and gpus < ranks:
         raise ConfigError(
             f"device: {counted(ranks, 'rank')} of site {site.name!r} need a GPU each, and"
-            f" torch sees {gpus} here. Ask `kit doctor` about driver and wheel, start fewer ranks,"
-            " or go on with site laptop, which has CPU cores then."
+            f" torch sees {gpus} here. Check driver and wheel with `kit doctor`, start fewer ranks,"
+            " or use site laptop, which then has CPU cores."
         )
     if (gpus >= ranks) == site.device.is_gpu:
         return site

@@ -83,7 +83,7 @@ class Rehearsal:
     def _repr_html_(self) -> str:
         rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
         limits = [f"{each.what}: {each.limit_source}" for each in self.counts if each.limit_source]
-        notes = [f"Never run: {text}." for text in self.never_run]
+        notes = [f"Not yet tested: {text}." for text in self.never_run]
         return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()
 
 

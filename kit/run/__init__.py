@@ -189,7 +189,7 @@ class Run:
             words += ["--set", f"{key}={new if isinstance(new, str) else json.dumps(new)}"]
         turned = ", ".join(f"{key} = {old!r} into {new!r}" for key, (old, new) in changes.items())
         which = f", which turns {turned}" if turned else ""
-        return f"Go on with it: `{kit_command('resume', *words)}`{which}. Or use another directory."
+        return f"Continue it: `{kit_command('resume', *words)}`{which}. Or use another directory."
 
     def plans(self, damaged: dict[int, str] | None = None) -> dict[int, Plan]:
         """Returns the plan of each attempt that has started.
@@ -277,5 +277,5 @@ def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> No
     if told:
         advice = old.how_to_go_on(plan, recipe.num_steps)
         raise RunError(
-            f"{old.directory} is a run with {'; '.join(told)}, which stays as it is. {advice}"
+            f"{old.directory} is a run with {'; '.join(told)}, which a run keeps. {advice}"
         )

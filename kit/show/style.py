@@ -68,7 +68,7 @@ def check_picture(file: Path) -> Path:
     """
     if file.suffix.lower() not in PICTURES:
         raise ConfigError(
-            f"{file}: {file.suffix or 'no ending'} is no format of a picture."
+            f"{file}: {file.suffix or 'no ending'} is not a format of pictures."
             f" Allowed: {', '.join(PICTURES)}."
         )
     if (

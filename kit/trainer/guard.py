@@ -81,8 +81,8 @@ class Guard:
         self.bad_in_a_row += 1
         if self.bad_in_a_row >= PATIENCE:
             raise RunError(
-                f"{self.bad_in_a_row} bad steps in a row, the last because {what}: {answer} leads"
-                " nowhere. The newest checkpoint is from before them or holds none of their"
+                f"{self.bad_in_a_row} bad steps in a row, the last because {what}: {answer} does"
+                " not help. The newest checkpoint is from before them or holds none of their"
                 " updates. Lower recipe.learning_rate, or look at the data."
             )
 

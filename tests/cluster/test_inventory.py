@@ -243,7 +243,7 @@ def test_the_command_on_a_real_slurm(sandbox, tmp_path):
     assert site.name == "sandbox" and site.slurm.partition in done.output
     assert "Other partitions: " in done.output
     again = CliRunner().invoke(app, ["site", "init", str(file)])
-    assert again.exit_code and "is there already" in str(again.exception)
+    assert again.exit_code and "already exists" in str(again.exception)
 
 
 def test_where_there_is_no_slurm(tmp_path, monkeypatch):

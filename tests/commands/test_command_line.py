@@ -26,20 +26,21 @@ def _kit(*arguments: str, folder: Path, **environment: str) -> subprocess.Comple
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_a_command_that_went_is_answered_with_what_does_its_work(name: str, tmp_path: Path) -> None:
+def test_a_command_that_went_is_answered_with_what_does_its_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
     assert name not in typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
-    result = CliRunner().invoke(
-        app, [name, "RUN", "--json"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
-    )
+    result = CliRunner().invoke(app, [name, "RUN", "--json"])
     assert result.exit_code == 2 and f"No such command {name!r}. {GONE[name]}" in result.output
 
 
 def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) -> None:
-    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
     whole = typer.main.get_command(app)
     asked = [[name] for name in whole.commands]  # pyright: ignore[reportAttributeAccessIssue]
     for words in [[], *asked, ["data", "build"], ["site", "init"]]:
-        text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+        text = CliRunner().invoke(app, [*words, "--help"]).stdout
         assert "Usage" in text and "…" not in text, text
         assert words or all(f"│ {name} " in text for [name] in asked)
 
@@ -58,7 +59,7 @@ def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("a run's")
     answer = _kit(*asked, "plan.json", folder=tmp_path)
     assert answer.returncode == 1 and answer.stderr.startswith("ConfigError: ")
-    assert "plan.json: is there already" in answer.stderr
+    assert "plan.json: already exists" in answer.stderr
     assert (tmp_path / "plan.json").read_text() == "a run's"
     rows = FILE.read_text().splitlines()
     selene = next(line for line in rows if "Selene" in line)

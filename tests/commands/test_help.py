@@ -24,14 +24,16 @@ from tests.monitor.recorded import recorded_run
 WHOLE = typer.main.get_command(app)
 SAID = re.compile(r"^(?P<text>[^\n]+): kit (?P<words>[^\n]+)$", re.M)
 """The line with which a command ends."""
+OF_ANOTHER = re.compile(r"\b(as|like) (`kit |--)|\bthe same(,| in)|default: the same", re.I)
+"""A help that says what another option says, instead of what this one means."""
 
 
 def helped(*words: str) -> str:
-    return CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+    return CliRunner().invoke(app, [*words, "--help"]).stdout
 
 
 def test_every_command_is_in_exactly_one_panel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
     names = [name for group in app.registered_groups for name in [group.name]]
     names += [
         each.name or each.callback.__name__  # pyright: ignore[reportOptionalMemberAccess]
@@ -54,7 +56,8 @@ def test_every_command_is_in_exactly_one_panel(monkeypatch: pytest.MonkeyPatch) 
     assert {panel: tuple(names) for panel, names in found.items()} == PANELS
 
 
-def test_its_examples_can_be_given() -> None:
+def test_its_examples_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
     examples = re.findall(r"^kit (.*)$", EXAMPLES, re.M)
     assert len(examples) == 3 and all(f" kit {each} " in helped() for each in examples)
     assert not [each for each in examples if problem(shlex.split(each))]
@@ -88,9 +91,12 @@ def test_its_words_are_shown_whole(words, command, monkeypatch: pytest.MonkeyPat
     """A word in square brackets is no colour to the terminal, and lines are as long as it is
     wide.
     """
-    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", helped(*words)).split())
     for parameter in command.params:
+        if parameter.name != "help":
+            assert parameter.help.endswith("."), f"{words} {parameter.name}: {parameter.help}"
+            assert not OF_ANOTHER.search(parameter.help)
         if text := Text.from_markup(getattr(parameter, "help", None) or "").plain:
             assert " ".join(text.split()) in shown
             assert not re.search(r"(?<!\\)\[[a-z]", parameter.help)

@@ -156,12 +156,12 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 COMMANDS = """
 resume runs/rep --set plan.data_parallel=8 | RunError | has finished its 20 steps
-launch runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Go on with it: `kit resume
-resume runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Go on with it
+launch runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Continue it: `kit resume
+resume runs/rep --steps 10 | RunError | 20 steps, and 10 were asked for. Continue it
 resume runs/rep --steps 40 --set plan.tensr_parallel=8 | ConfigError | tensr_parallel
-resume runs/rep --set recipe.seed=8 | ConfigError | recipe.seed: a run keeps it
+resume runs/rep --set recipe.seed=8 | ConfigError | recipe.seed: cannot change on a resume
 resume runs/rep --minutes nan | ConfigError | nan: not allowed. Give a number above 0
-stop runs/rep | RunError | Go on with `kit resume runs/rep --steps N`.
+stop runs/rep | RunError | Continue it: `kit resume runs/rep --steps N`.
 stop runs/rep --now | RunError | nothing to stop
 checkpoint runs/rep | RunError | nothing to checkpoint
 export runs/rep --out export.csv --format csv | RunError | exists
@@ -188,7 +188,7 @@ launch new --set recipe.schedule=wds --recipe frontier-175b --show | ConfigError
 launch new --set recipe.init_from=NOPE | ConfigError | init_from: NOPE: no such folder
 launch new --recipe frontier-175b --data d | ConfigError | frontier-175b does not state
 launch new --recipe hlat-7b --site eks-trn1 --show | ConfigError | is not below
-launch new --recipe hlat-7b --show | ConfigError | choke one machine. Give a plan of at most 256
+launch new --recipe hlat-7b --show | ConfigError | for one machine. Give a plan of at most 256
 launch new --recipe hlat-7b --site frontier --show | ConfigError | trains on AWS Trainium alone
 launch new --data '[/red]none' | DataError | [/red]none: not a dataset
 launch new --data runs/rep | DataError | Give a folder made by `kit data build`

@@ -77,5 +77,5 @@ def test_kit_plan_takes_them() -> None:
     by_name = CliRunner().invoke(app, ["plan", "torchtitan:llama3/8B", *asked])
     first, second = (json.loads(found.output) for found in (by_arguments, by_name))
     assert first["answers"] == second["answers"] and first["answers"]
-    with pytest.raises(ConfigError, match="MODEL: give one"):
+    with pytest.raises(ConfigError, match="MODEL: missing"):
         CliRunner().invoke(app, ["plan", *asked], catch_exceptions=False, standalone_mode=False)

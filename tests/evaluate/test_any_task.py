@@ -201,7 +201,7 @@ def test_what_is_missing_is_said_with_its_exact_name(tmp_path, no_network):
     message = where + ".* `hf download nyu-mll/blimp --repo-type"
     with pytest.raises(DataError, match=message):
         load_task("blimp", task_data=tmp_path)
-    with pytest.raises(ConfigError, match="task_data: .*nowhere is no folder"):
+    with pytest.raises(ConfigError, match="task_data: .*nowhere is not a folder"):
         Options.of({"task_data": tmp_path / "nowhere"})
 
 

@@ -42,7 +42,7 @@ def test_spike_is_seen_only_beside_enough_losses_and_patience_ends():
     assert answer == "skip" and "spike" in what and guard.judge(2.04, 1.0)[0] == "go on"
     for _ in range(PATIENCE - 1):
         guard.note(answer, what, 3.0)
-    with pytest.raises(RunError, match="skip leads nowhere"):
+    with pytest.raises(RunError, match="skip does not help"):
         guard.note(answer, what, 3.0)
 
 
