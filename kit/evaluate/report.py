@@ -26,6 +26,10 @@ SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
 """How the names of metrics begin that are shares of the items."""
 
 
+MANY_NOTES = 5
+"""More are folded below a table."""
+
+
 class Shown:
     """What is shown as a table: text in a terminal, HTML in a notebook."""
 
@@ -47,6 +51,8 @@ class Shown:
     def _repr_html_(self) -> str:
         title, rows, notes = self.table()
         style = f"{MUTED};font-size:small"
+        if len(notes) > MANY_NOTES:
+            return Table(rows, title, notes)._repr_html_()
         below = "".join(f"<div style='{style}'>{html.escape(note)}</div>" for note in notes)
         return Table(rows, title)._repr_html_() + below
 
