@@ -50,11 +50,11 @@ class Shown:
 
     def _repr_html_(self) -> str:
         title, rows, notes = self.table()
-        style = f"{MUTED};font-size:small"
-        if len(notes) > MANY_NOTES:
-            return Table(rows, title, notes)._repr_html_()
-        below = "".join(f"<div style='{style}'>{html.escape(note)}</div>" for note in notes)
-        return Table(rows, title)._repr_html_() + below
+        folded, seen = (notes, ()) if len(notes) > MANY_NOTES else ((), notes)
+        below = "".join(
+            f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in seen
+        )
+        return Table(rows, title, folded)._repr_html_() + below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
