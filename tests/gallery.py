@@ -67,7 +67,7 @@ def write_page(name: str, executed: Path) -> None:
         for number, output in enumerate(cell.get("outputs", [])):
             stem = f"{name}--{cell.id}{number or ''}"
             output.setdefault("metadata", {})["filename"] = f"{stem}.png"
-            _clean(output, stem)
+            _clean(output, stem, cell.source)
     extract = Config(
         {"ExtractOutputPreprocessor": {"enabled": True, "extract_output_types": {"image/png"}}}
     )
@@ -158,13 +158,16 @@ def keep(name: str, executed: Path) -> None:
     (GALLERY / f"claims_{paper}.md").write_text(page(paper, runs), encoding="utf-8")
 
 
-def _clean(output: NotebookNode, stem: str) -> None:
+def _clean(output: NotebookNode, stem: str, source: str = "") -> None:
     """Leaves of an output what its page shows, without colours of a terminal and paths of this
     machine.
     """
     from nbconvert.filters import strip_ansi
 
     holder, kind = output, "text"
+    language = re.search(r"Code\(.*language=\"(\w+)\"", source, re.DOTALL)
+    if language and "highlight" in output.get("data", {}).get("text/html", ""):
+        output.data = NotebookNode({"text/markdown": _fenced(output.data, language[1])})
     if "data" in output:
         kind = next(kind for kind in SHOWN if kind in output.data)
         holder = output.data = NotebookNode({kind: output.data[kind]})
@@ -177,6 +180,16 @@ def _clean(output: NotebookNode, stem: str) -> None:
         }.items():
             text = text.replace(place, word)
         holder[kind] = _hosted(text, stem) if kind == "text/html" else text
+
+
+def _fenced(data: NotebookNode, language: str) -> str:
+    """Returns code that a cell shows as Markdown; paths in it are a reader's, not of the notebook.
+
+    What is Python gets its short name: `python` marks a notebook's own cells.
+    """
+    code = data["text/plain"].replace(sys.prefix, "/path/of/environment")
+    code = code.replace(str(REPOSITORY), "/path/of/kit").rstrip()
+    return f"```{language.replace('python', 'py')}\n{code}\n```"
 
 
 def _hosted(text: str, stem: str) -> str:

@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -149,3 +150,14 @@ def test_front_page_leads_to_every_page_and_figure() -> None:
 def test_a_code_host_shows_the_tiles_of_a_live_view_in_one_line() -> None:
     told = "<div style='a'><div style='b'>step</div><b>72</b></div><td style='text-align:right'>"
     assert gallery._hosted(told, "x") == "step <b>72</b> &nbsp; <td align='right'>"
+
+
+def test_code_that_a_cell_shows_is_fenced_with_paths_of_a_reader() -> None:
+    new = nbformat.v4.new_output
+    code = f"cd {gallery.REPOSITORY} && exec {sys.prefix}/bin/python\n"
+    html = '<div class="highlight"><pre>...</pre></div>'
+    shown = new("execute_result", {"text/html": html, "text/plain": code}, execution_count=1)
+    gallery._clean(shown, "x", 'Code(text, language="bash")')
+    assert shown.data == {
+        "text/markdown": "```bash\ncd /path/of/kit && exec /path/of/environment/bin/python\n```"
+    }

@@ -26,6 +26,10 @@ SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
 """How the names of metrics begin that are shares of the items."""
 
 
+MANY_NOTES = 5
+"""More are folded below a table."""
+
+
 class Shown:
     """What is shown as a table: text in a terminal, HTML in a notebook."""
 
@@ -46,9 +50,11 @@ class Shown:
 
     def _repr_html_(self) -> str:
         title, rows, notes = self.table()
-        style = f"{MUTED};font-size:small"
-        below = "".join(f"<div style='{style}'>{html.escape(note)}</div>" for note in notes)
-        return Table(rows, title)._repr_html_() + below
+        folded, seen = (notes, ()) if len(notes) > MANY_NOTES else ((), notes)
+        below = "".join(
+            f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in seen
+        )
+        return Table(rows, title, folded)._repr_html_() + below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

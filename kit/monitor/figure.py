@@ -187,9 +187,15 @@ def _lost(columns: Columns | Metrics) -> np.ndarray:
 def _mark_lost(axis: Any, steps: np.ndarray) -> None:
     """Marks steps at the top of the chart of losses: what they had has no height."""
     if len(steps):
-        place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-        words = f"not finite ({len(steps):,})"
-        axis.plot(steps, np.ones(len(steps)), "x", color=VERMILION, label=words, **place)
+        axis.plot(
+            steps,
+            np.ones(len(steps)),
+            "x",
+            color=VERMILION,
+            label=f"not finite ({len(steps):,})",
+            transform=axis.get_xaxis_transform(),
+            clip_on=False,
+        )
 
 
 def _log_if_wide(axis: Any, losses: np.ndarray) -> None:

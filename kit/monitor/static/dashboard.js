@@ -411,8 +411,9 @@ function render({ model, el }) {
     name.title = f.directory;
     const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none !important; }` : "";
     if (hidden.textContent !== rule) hidden.textContent = rule;
-    say(badge, `${ICONS[f.state] || "…"} ${f.state}`);
-    badge.dataset.state = root.dataset.state = f.state;
+    say(badge, f.as_of ? `last seen ${f.state}` : `${ICONS[f.state] || "…"} ${f.state}`);
+    root.dataset.state = f.state;
+    badge.dataset.state = f.as_of ? "" : f.state; // grey: nobody knows what it is now
     const saved = (f.checkpoints || []).at(-1);
     reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}${saved == null ? "" : ` · last checkpoint: step ${whole(saved)}`}`;
     const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
