@@ -17,6 +17,7 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
+from kit.estimate.choose.nearest import measured_mfu
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, interval, search
 from kit.estimate.fit.calibrate import published_calibration
@@ -432,3 +433,25 @@ def test_the_whole_space_of_1t_takes_a_blink():
         spent.append(time.process_time() - start)
     assert len(found.layouts) > 50_000
     assert min(spent) < 0.1
+
+
+def test_a_narrow_plan_is_beside_a_run_of_its_format_and_says_what_its_mfu_is_of():
+    wide, four = (
+        plan_report(
+            "llama3.1-70b",
+            site="gb300-nvl72",
+            devices=64,
+            batch=256,
+            count=1,
+            precision=precision,
+            code_base="megatron-core",
+        ).chosen
+        for precision in ("bf16", "nvfp4")
+    )
+    assert four.nearest.run.precision == "nvfp4" and abs(four.nearest.residual) < 0.2
+    peaks = four.search.machine.site.device.peak_flops_per_s
+    share = four.row["mfu"] * peaks["bf16"].value / peaks["nvfp4"].value
+    assert f"of the peak in bf16 (MFU {share:.1%} of that in nvfp4)" in dict(four.facts())["rate"]
+    assert "of the peak" not in dict(wide.facts())["rate"]
+    bf16, fp8 = (measured_mfu("NVIDIA H100-SXM5-80GB", name) for name in ("bf16", "fp8"))
+    assert bf16 and fp8 and bf16 < 0.5 and fp8 > 0.8

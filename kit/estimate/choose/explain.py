@@ -24,6 +24,9 @@ would help."""
 FAR = 4.0
 """Distance to the nearest published run from which on a prediction is called outside the
 measured range."""
+PCIE_BYTES_PER_S = 64e9
+"""In each direction, by 16 lanes of PCIe 5 (PCI-SIG), as H100, H200, B200 and MI300X have. States
+that wait in the host's memory come and go in each step, both at once at best."""
 SIMULATED_ROUNDS = 6
 """Micro-batches simulated, in units of the pipeline's depth; a longer steady state only repeats
 the slowest stage."""
@@ -199,12 +202,13 @@ class Answer:
         """
         both = {"data_overlap": np.array(True), "tensor_overlap": np.array(True)}
         beside = dataclasses.replace(self._layout, **both)
+        states = self.memory_terms_bytes["optimizer"]
         gain = float(self.search.machine.step_time(beside).total_s[0]) / self.row["step_time_s"] - 1
         return (
             "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
             f"overlap of collectives with computation ({gain:+.1%} time)",
-            "offload of optimizer states"
-            f" ({self.memory_terms_bytes['optimizer'] / 2**30:.1f} GiB less a device)",
+            f"offload of optimizer states ({states / 2**30:.1f} GiB less a device; at PCIe 5's 64 GB/s"
+            f" they need at least {seconds(states / PCIE_BYTES_PER_S, 2)} s a step)",
         )
 
     @cached_property

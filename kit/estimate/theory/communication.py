@@ -69,9 +69,9 @@ class Links:
     @property
     def pipeline(self) -> Link:
         """Between neighbours: a pair's links on one node, else a device's part of the network."""
-        one_node, rate = self.layouts.num_devices <= self.hardware.node_devices, self.network_rate
-        if np.any(one_node):
-            rate = np.where(one_node, self._on_node(2.0), rate)
+        one_node = self.layouts.num_devices <= self.hardware.node_devices
+        inside = self._on_node(2.0) if np.any(one_node) else self.network_rate
+        rate = self.layouts.where(one_node, inside, self.network_rate)
         return Link(rate, self._hop(one_node))
 
     @cached_property
@@ -211,4 +211,4 @@ def exposed(communication_s: Array, work_s: Array) -> Array:
     """Returns what is left of communication that runs beside work: little where it is short, all
     of the rest if not.
     """
-    return np.sqrt(communication_s**2 + work_s**2) - work_s
+    return np.hypot(communication_s, work_s) - work_s

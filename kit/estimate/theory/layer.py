@@ -72,7 +72,7 @@ class Layer:
         )
         cut = 2 * hidden_size + 2 * x.kv_size + (2.0 + x.gated) * x.ffn_hidden_size
         moved = x.tokens * (4 * hidden_size + cut / x.tensor_parallel) + params
-        return np.sqrt((parts * part) ** 2 + (2 * moved / self.memory_rate) ** 2)
+        return np.hypot(parts * part, 2 * moved / self.memory_rate)
 
     @cached_property
     def attention_forward(self) -> Array:
