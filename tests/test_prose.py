@@ -14,7 +14,7 @@ from tests.gallery import GALLERY, NOTEBOOKS
 from tests.prose import counts, evidence, markdown, prose, unseen
 
 FOUR_PROCESSES = r"tensor_parallel=(2), pipeline_parallel=(2)"
-DISTURBED = r"subprocess\.Popen|signal\.SIGSTOP|\(\"typo\", 30\.0"
+DISTURBED = r"subprocess\.Popen|signal\.SIGSTOP|learning_rate=30\.0"
 COUNTED: dict[str, dict[str, str | int]] = {
     "00": {
         "four processes": FOUR_PROCESSES,
@@ -132,6 +132,7 @@ SAID = {
     "150": "the default of hung_after_s",
     "900": "bytes, about, by tests/cluster/test_login.py",
     "75": "the rule of the alarm, kit.monitor.alerts",
+    "15": "seconds, the rule of the alarm, kit.monitor.alerts",
     "86": "size of the package, kit.evaluate.task_data",
     "19": "of 20: 95 %",
     "100": "an example",
@@ -143,6 +144,7 @@ SAID = {
     "27.1": "the output of 01",
     "24.0": "the output of 01",
     "200": "of the paper",
+    "1.8": "trillion tokens, of the paper",
 }
 """Numbers that no output shows, and where they are from."""
 
