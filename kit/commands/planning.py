@@ -71,10 +71,7 @@ def plan(
     ] = None,
     code_base: Annotated[
         str,
-        typer.Option(
-            help="Whose kernels, schedules and overlap are assumed: kit, megatron-core or"
-            " torchtitan."
-        ),
+        typer.Option(help="Whose kernels and overlap it has: kit, megatron-core or torchtitan."),
     ] = "kit",
     choose: Annotated[
         int, typer.Option(help="Row of the table whose layout is explained, and written by --out.")

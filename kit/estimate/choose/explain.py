@@ -207,8 +207,8 @@ class Answer:
         return (
             "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
             f"overlap of collectives with computation ({gain:+.1%} time)",
-            f"offload of optimizer states ({states / 2**30:.1f} GiB less a device; at PCIe 5's 64 GB/s"
-            f" they need at least {seconds(states / PCIE_BYTES_PER_S, 2)} s a step)",
+            f"offload of optimizer states ({states / 2**30:.1f} GiB less a device; at PCIe 5's 64"
+            f" GB/s they need at least {seconds(states / PCIE_BYTES_PER_S, 2)} s a step)",
         )
 
     @cached_property
