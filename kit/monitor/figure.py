@@ -87,7 +87,7 @@ def snapshot(dashboard: Dashboard) -> Any:
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(names, View(width=300))
+        x, rows = dashboard.curves.window(names, View(width=120))
     status, step = dashboard.status, "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)

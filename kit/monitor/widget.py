@@ -104,7 +104,7 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
-        self._caught_up.wait(LOOK_S)  # the state is known from the start; the curves come first
+        self._caught_up.wait(READING_LIMIT_S)  # the state is known from the start; the curves come first
         while True:
             for work in (
                 self.dashboard.look,
