@@ -104,7 +104,7 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
-        self._caught_up.wait(READING_LIMIT_S)  # the state is known from the start; the curves come first
+        self._caught_up.wait(READING_LIMIT_S)  # the curves come first; the state is known by then
         while True:
             for work in (
                 self.dashboard.look,
