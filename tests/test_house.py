@@ -153,7 +153,7 @@ STATEMENTS = {
     "cluster/kubernetes": 177,
     "cluster/local": 261,
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
-    "cluster/sandbox": 218,
+    "cluster/sandbox": 226,
     "cluster/slurm": 706,
     "kit": 888,  # uneven stages: 405B on a power of two, instead of "no layout fits"
     "kit/commands": 933,  # panels, --version, the next step after each command

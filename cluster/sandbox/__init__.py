@@ -61,6 +61,7 @@ class Sandbox(Record):
         "each node has its own network, host name, processes and mounts; needs root"
     )
     accounting: bool = field_doc("with slurmdbd and MariaDB, so that sacct works", default=False)
+    shift: int = field_doc("networks passed over, which other sandboxes had", default=0)
     was_running: bool = field_doc(
         "it was found: then it is for whoever started it to stop", default=False
     )
@@ -98,6 +99,8 @@ class Sandbox(Record):
             accounting=accounting,
         )
         stop(directory)
+        while sandbox.isolated and _is_of_this_machine(sandbox.values()["controller_address"]):
+            sandbox = sandbox.replace(shift=sandbox.shift + 1)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
         write_files(sandbox)
@@ -195,7 +198,7 @@ class Sandbox(Record):
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""
         host = socket.gethostname().split(".")[0]
-        number, count = int(self.tag[1:], 16), self.num_nodes
+        number, count = int(self.tag[1:], 16) + self.shift, self.num_nodes
         # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
         network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
         port, first = 10000 + number % 4000 * 5, 30000 + number % 200 * 10
@@ -245,6 +248,14 @@ class Sandbox(Record):
         )
         stop(self.root, keep_files=True)
         raise JobError(f"the sandbox in {self.root} did not come up: {said}")
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Returns whether an address is in use here, as that of another sandbox's switch is."""
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def default_root() -> Path:

@@ -173,7 +173,7 @@ def test_submit_look_and_cancel(api, tmp_path):
     assert ("Background", f"/apis/batch/v1/namespaces/default/jobs/{name}") in api.requests
     assert job.status().state.is_final
     kubernetes.cancel(scheduler_job(job), job.run_dir)  # gone already
-    with pytest.raises(JobError, match="is not of this run"):
+    with pytest.raises(JobError, match="does not belong to this run"):
         kubernetes.cancel(scheduler_job(job), tmp_path / "another")
 
 

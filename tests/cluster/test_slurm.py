@@ -376,6 +376,26 @@ def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch
     assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
 
 
+def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_path):
+    if not sandbox.isolated:
+        pytest.skip("only isolated nodes have a network of their own")
+    wanted = sandbox.values()["network"]
+    roots = (tmp_path / f"sandbox-{number}" for number in range(100_000))
+    root = next(
+        root
+        for root in roots
+        if Sandbox(root=str(root), isolated=True).values()["network"] == wanted
+    )
+    other = Sandbox.start(root)
+    try:
+        assert other.shift == 1 and other.values()["network"] != wanted
+        assert Sandbox.find(root) == other.replace(was_running=True)
+        for each in (sandbox, other):
+            assert set(each.node_states().values()) == {"idle"}
+    finally:
+        other.stop()
+
+
 def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch):
     if reason := why_not():
         pytest.skip(reason)
