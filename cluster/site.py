@@ -302,7 +302,7 @@ class Site(Record):
         peaks, links = self.device.peak_flops_per_s, self.links
         facts = {
             "memory (bytes)": self.device.memory_bytes,
-            **{f"peak {name} (FLOP/s)": peaks.get(name) for name in DTYPES if "8" not in name},
+            **{f"peak {name} (FLOP/s)": peaks.get(name) for name in DTYPES[:3]},
             **{f"peak {name} (FLOP/s)": peaks[name] for name in DTYPES if name in peaks},
             **{
                 f"within {link.num_devices} devices (bytes/s)": link.bytes_per_s
