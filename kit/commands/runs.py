@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from cluster.job import Job
+from cluster.job import Job, read_status
 from cluster.state import JobState, refuse_other_owner
 from kit import monitor
 from kit.commands.options import (
@@ -65,7 +65,7 @@ def status(
         tell(monitor.status_row(opened) | {"alerts": alerts})
     else:
         tell(None, monitor.status_table(opened, PlainConsole().picture_width))
-    _tell_next(run, opened)
+    _tell_next(run)
 
 
 @app.command()
@@ -76,9 +76,8 @@ def watch(run: RunArgument) -> None:
     in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night: nohup kit watch RUN
     >/dev/null &
     """
-    opened = Run.open(run)
-    monitor.watch(opened)
-    _tell_next(run, opened)
+    monitor.watch(Run.open(run))
+    _tell_next(run)
 
 
 @app.command()
@@ -102,10 +101,10 @@ def logs(
         next_step("See its state and alerts:", "status", run)
 
 
-def _tell_next(directory: Path, run: Run) -> None:
+def _tell_next(run: Path) -> None:
     """Says what to do with a run in the state that it is in."""
-    text, command = NEXT.get(run.job.status().state, ("Follow it:", "watch"))
-    next_step(text, command, directory)
+    text, command = NEXT.get(read_status(run).state, ("Follow it:", "watch"))
+    next_step(text, command, run)
 
 
 @app.command()
