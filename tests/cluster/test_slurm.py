@@ -388,7 +388,7 @@ def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_pat
     )
     other = Sandbox.start(root)
     try:
-        assert other.shift == 1 and other.values()["network"] != wanted
+        assert other.shift and other.values()["network"] != wanted  # or one after the next
         assert Sandbox.find(root) == other.replace(was_running=True)
         for each in (sandbox, other):
             assert set(each.node_states().values()) == {"idle"}
