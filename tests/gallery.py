@@ -80,7 +80,11 @@ def write_page(name: str, executed: Path) -> None:
 
 
 def as_on_the_page(name: str, text: str) -> str:
-    """Returns the text of a notebook's Markdown cell with the links of its page."""
+    """Returns the text of a notebook's Markdown cell with the links of its page, and with its
+    formulae as a code host shows them: elsewhere it takes the backslash off before a comma.
+    """
+    text = re.sub(r"^\$\$(.+?)\$\$$", r"```math\n\1\n```", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?<!\$)\$([^$`\n]*\\[,;!{}][^$`\n]*)\$(?!\$)", r"$`\1`$", text)
     text = re.sub(r"\]\((\w+)\.ipynb", r"](\1.md", text).replace("](../", "](../../")
     text = text.replace(INVITATION.format(name=name), MADE.format(name=name))
     return text.replace("](gallery/", "](")

@@ -161,3 +161,11 @@ def test_code_that_a_cell_shows_is_fenced_with_paths_of_a_reader() -> None:
     assert shown.data == {
         "text/markdown": "```bash\ncd /path/of/kit && exec /path/of/environment/bin/python\n```"
     }
+
+
+def test_formulae_of_a_page_keep_their_backslashes_on_a_code_host() -> None:
+    cell = "With $a\\,b$, $c$ and `$HOME, $X`:\n\n$$x\\;y\n  = \\{z\\}.$$\n\nEnd."
+    page = gallery.as_on_the_page("a", cell)
+    assert page == (
+        "With $`a\\,b`$, $c$ and `$HOME, $X`:\n\n```math\nx\\;y\n  = \\{z\\}.\n```\n\nEnd."
+    )
