@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kit.evaluate.report import ANSWER_BITS, EvalReport, wilson
-from kit.show.style import Rows, legend_above, new_figure
+from kit.show.style import Rows, legend_under_title, new_figure
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
 
@@ -96,5 +96,5 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
         axis.set_xscale("log")
         axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))
         axis.set_title("What the score is known to, %")
-        legend_above(axis, columns=3)
+        legend_under_title(axis, columns=3)
     return figure, rows

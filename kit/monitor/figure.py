@@ -17,7 +17,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics, median
-from kit.show.style import legend_above, new_figure, short
+from kit.show.style import legend_under_title, new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
@@ -172,7 +172,7 @@ def _draw_loss(
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held out")
     _log_if_wide(axis, loss)
     draw_levels(axis, baselines)
-    legend_above(axis)
+    legend_under_title(axis)
     _draw_attempts(axis, table)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from kit.errors import ConfigError, RunError, kit_command
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.run import Run
-from kit.show.style import legend_above, new_figure
+from kit.show.style import legend_under_title, new_figure
 from kit.show.theme import HUES, SLATE
 
 COLOURS = (*HUES, SLATE)
@@ -210,4 +210,4 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     axis.set(title=title + hollow, xlabel="training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy or of_answers:
-        legend_above(axis)
+        legend_under_title(axis)

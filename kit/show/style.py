@@ -42,7 +42,7 @@ def new_figure(
             yield figure, figure.subplots(rows, columns, **layout)
 
 
-def legend_above(axis: Any, columns: int = 2) -> None:
+def legend_under_title(axis: Any, columns: int = 2) -> None:
     """Puts the legend of a panel between its title and the panel, where it covers no data."""
     names = axis.get_legend_handles_labels()[1]
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "borderpad": 0.2}
