@@ -4,6 +4,7 @@ scale.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 

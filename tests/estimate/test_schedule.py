@@ -4,6 +4,7 @@ engine's, and the picture.
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest

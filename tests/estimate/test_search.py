@@ -403,7 +403,7 @@ def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word():
 
 
 def test_sequence_length_and_code_base_can_be_asked_for():
-    asked = dict(site="dgx-h100", devices=64, batch=64, count=1)
+    asked: dict[str, Any] = dict(site="dgx-h100", devices=64, batch=64, count=1)
     own, long, megatron = (
         plan_report("llama3-8b", **asked, **changes)
         for changes in ({}, {"sequence_length": 16384}, {"code_base": "megatron-core"})

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from cluster.site import Site
 from kit.estimate.tuning.objectives import plan_of
@@ -89,7 +90,7 @@ def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: in
     return Run.open(directory)
 
 
-PLAN_175B = {
+PLAN_175B: dict[str, Any] = {
     "tensor_parallel": 4,
     "pipeline_parallel": 16,
     "zero_stage": 1,

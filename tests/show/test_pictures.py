@@ -2,6 +2,8 @@
 dark theme.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def report() -> EvalReport:
 
 
 def stages() -> dict:
-    shape = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}
+    shape: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}
     plan = Plan(**shape, zero_stage=1, global_batch_size=640)
     spec = ModelSpec.preset("gpt-175b")
     kinds = ("full", "selective", "none")
