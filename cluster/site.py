@@ -132,11 +132,9 @@ class IntraNodeLink(Record):
 class Links(Record):
     """What joins devices; a bandwidth that is not known is left out."""
 
-    intra_node: tuple[IntraNodeLink, ...] = field_doc(
-        "links inside a node, smallest group first", default=()
-    )
+    intra_node: tuple[IntraNodeLink, ...] = field_doc("in a node, smallest group first", default=())
     inter_node_bytes_per_s: Fact | None = field_doc(
-        "bandwidth of a whole node to others, one direction", default=None
+        "of a node to all others, one way", default=None
     )
     topology: Literal["fat_tree", "dragonfly", "torus"] | None = field_doc(
         "of the network between nodes; fat_tree: a full one, in which each node always has its"
@@ -151,12 +149,8 @@ class Storage(Record):
     left out.
     """
 
-    write_bytes_per_s: Fact | None = field_doc(
-        "bytes a second written by the whole file system", default=None
-    )
-    read_bytes_per_s: Fact | None = field_doc(
-        "bytes a second read by the whole file system", default=None
-    )
+    write_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
+    read_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
     quota_bytes: Fact | None = field_doc("bytes that a project may keep on it", default=None)
     metadata_calls_per_s: Fact | None = field_doc(
         "files opened, made, renamed and asked about", default=None
@@ -218,9 +212,7 @@ class Site(Record):
     open_files: Fact | None = field_doc(
         "most files that a process may have open, sockets included", default=None
     )
-    price_per_node_hour: Fact | None = field_doc(
-        "price of one node for an hour, in USD", default=None
-    )
+    price_per_node_hour: Fact | None = field_doc("in USD, of one node", default=None)
     base: str | None = field_doc(
         "packaged site whose facts hold where the file gives none", default=None
     )
