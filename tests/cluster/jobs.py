@@ -13,9 +13,9 @@ LAPTOP = Site.load("laptop")
 STANDIN = str(Path(__file__).parent / "standin.py")
 
 
-def job_spec(run_dir: Path, *argv: str, num_processes: int = 4, **changes) -> JobSpec:
+def job_spec(run_dir: Path | str, *argv: str, num_processes: int = 4, **changes) -> JobSpec:
     """Returns a job of a rank a node, unless another number of nodes is given."""
-    fields = {"name": run_dir.name, "num_nodes": num_processes, **changes}
+    fields = {"name": Path(run_dir).name, "num_nodes": num_processes, **changes}
     return JobSpec(run_dir=str(run_dir), argv=argv, num_processes=num_processes, **fields)
 
 
