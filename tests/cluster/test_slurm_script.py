@@ -19,7 +19,7 @@ from cluster.render import render, scripts
 from cluster.scheduler import Broadcast
 from cluster.site import Site
 from cluster.slurm import script as slurm_script
-from tests.cluster.jobs import job_spec
+from tests.cluster.jobs import job_spec, with_slurm
 from tests.cluster.shell import hostile_text, programs, shellcheck, told
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,11 +61,6 @@ exec "$@" """  # noqa: E501
     "module": 'echo "$@" >>"$KIT_RUN_DIR/modules"',
     "sudo": "true",
 }
-
-
-def with_slurm(site, **changes):
-    """Returns a site with other fields of Slurm, as one has who has filled them in."""
-    return site.replace(slurm=site.slurm.replace(**changes))
 
 
 BROADCAST = Broadcast(
