@@ -145,13 +145,6 @@ def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
     assert site.device.memory_bytes.value == pytest.approx(84929347584, rel=1e-5)
 
 
-def test_what_is_no_partition_and_no_answer_of_slurm_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--partition: 'gpuu' is unknown. Did you mean 'gpu'"):
-        write(tmp_path, "gpuu")
-    with pytest.raises(JobError, match="is not of the form"):
-        inventory.nodes_of("PARTITION AVAIL TIMELIMIT")
-
-
 @pytest.fixture
 def login_node(monkeypatch):
     """A cluster behind ssh whose commands answer at once; returns what it was asked, and refuses

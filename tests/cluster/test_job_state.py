@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,12 +67,17 @@ def test_update_keeps_what_it_does_not_name_and_ignores_keys_of_a_newer_version(
     assert read_state(tmp_path) == state
 
 
-def test_update_refuses_unknown_fields_and_values_and_writes_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stepp": 8}, "stepp.*Did you mean 'step'"),
+        ({"state": "runing"}, "'runing' is not allowed"),
+    ],
+)
+def test_update_refuses_unknown_fields_and_values_and_writes_nothing(tmp_path, change, message):
     before = running(tmp_path)
-    with pytest.raises(ConfigError, match="stepp.*Did you mean 'step'"):
-        update_state(tmp_path, attempt=1, stepp=8)
-    with pytest.raises(ConfigError, match="'runing' is not allowed"):
-        update_state(tmp_path, attempt=1, state="runing")
+    with pytest.raises(ConfigError, match=message):
+        update_state(tmp_path, attempt=1, **change)
     assert read_state(tmp_path) == before
 
 
@@ -86,11 +90,9 @@ def test_older_attempt_is_fenced_off(tmp_path):
     with pytest.raises(StaleAttemptError):
         write_exit(tmp_path, ended(attempt=1, rc=1))
     assert read_state(tmp_path) == newer and read_exit(tmp_path) is None
-
-
-def test_older_attempt_is_fenced_off_even_when_the_state_file_is_destroyed(tmp_path):
-    write_exit(tmp_path, ended(attempt=3))
+    # Nor when the state file is destroyed.
     (tmp_path / "state.json").write_text('{"state": "runn')
+    write_exit(tmp_path, ended(attempt=3))
     with pytest.raises(StaleAttemptError):
         update_state(tmp_path, attempt=2, step=1)
     assert update_state(tmp_path, attempt=4, step=1).state is JobState.RUNNING
@@ -131,13 +133,13 @@ def test_any_prefix_of_the_files_is_tolerated(tmp_path):
         assert read(tmp_path) is not None
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "null", '"x"', "{}", '{"state": "flying", "attempt": 1}', "\xff\xfe", "[" * 9999]
-)
+FOREIGN = ["[]", "null", '"x"', "{}", '{"state": "flying", "attempt": 1}', "\xff\xfe", "[" * 9999]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
 def test_foreign_state_file_reads_as_none_and_status_says_lost(tmp_path, text):
     (tmp_path / "state.json").write_text(text, encoding="latin-1")
-    assert read_state(tmp_path) is None
-    assert read_status(tmp_path).state is JobState.LOST
+    assert read_state(tmp_path) is None and read_status(tmp_path).state is JobState.LOST
 
 
 def test_status_of_a_living_job(tmp_path):
@@ -191,21 +193,18 @@ def test_recycled_pid_other_boot_and_no_process_are_lost(tmp_path, change):
     assert status.state is JobState.LOST and "left no exit.json" in status.reason
 
 
-def test_recycled_pid_is_never_signalled():
+def test_recycled_pid_is_never_signalled_and_a_zombie_is_not_alive():
     stranger = dataclasses.replace(Process.current(), start_ticks=1)
     # Had it been sent, this test would not return.
     assert stranger.send_signal(signal.SIGKILL) is False
-
-
-def test_zombie_is_not_alive():
-    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen(["sleep", "60"])
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
     identity = dataclasses.replace(Process.current(), pid=child.pid, start_ticks=ticks)
     assert identity.is_alive
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not identity.is_alive
-    child.communicate()
+    child.wait()
 
 
 def test_other_host_is_not_guessed(tmp_path):
@@ -261,37 +260,6 @@ def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
     newer = [RankHeartbeat(rank=rank, attempt=3, step=1, time=2.0).line for rank in (5, 1)]
     write_all_heartbeats(tmp_path, [*newer, b'{"rank": 3, "att', b"\xff"])
     assert ranks(3) == [1, 5] and ranks(2) == [0, 2, 10], "of an older version"
-
-
-UNNAMABLE = ["A=B", "A-B", "A;B", "1A", "", "A B", "Ä", "A\n"]
-SECRET = (
-    "HF_TOKEN HF_TOKENS HF_TOKEN_FILE WANDB_API_KEY WANDBKEY wandbApiKey AWS_SECRET_ACCESS_KEY"
-    " AWSSECRETACCESSKEY password DB_PASSWD DB_PASS dbPass PASS DB_PWD GITHUB_PAT HTTP_AUTH AUTH"
-    " SECRETS"
-).split()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"argv": ()}, "job.argv"),
-        ({"argv": "python train.py"}, "job.argv"),
-        ({"num_processes": 0}, "num_processes"),
-        ({"num_processes": 9, "num_nodes": 2}, "multiple of num_nodes"),
-        ({"time_limit_s": 0}, "time_limit_s"),
-        ({"name": "a\nrm -rf"}, "job.name"),
-        ({"environment": {"RANK": "0"}}, "the launcher sets it"),
-        *(({"environment": {name: "0"}}, "cannot be exported") for name in UNNAMABLE),
-        *(({"environment": {name: "x"}}, f"{name}: looks like.*eave it out") for name in SECRET),
-        ({"environment": {"A": "x\0y"}}, "NUL"),
-        ({"argv": ("x", "\udcff")}, "not valid text"),
-        ({"environment": {"A": 1}}, "environment.A"),
-    ],
-)
-def test_job_that_cannot_work_is_refused(change, message):
-    fields = {"name": "a", "run_dir": "r", "argv": ("x",), "num_processes": 1, **change}
-    with pytest.raises(ConfigError, match=message):
-        JobSpec(**fields)
 
 
 def test_job_round_trips_and_its_directories_become_absolute(tmp_path, monkeypatch):

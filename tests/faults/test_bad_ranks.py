@@ -142,8 +142,8 @@ def test_out_of_memory_gives_the_planners_advice(prepare):
 
 def test_advice_counts_what_each_change_would_need():
     spec = ModelSpec.preset("gpt-22b")
-    size = {"tensor_parallel": 2, "data_parallel": 4}
-    plan = Plan(**size, micro_batch_size=4, global_batch_size=64, precision="bf16")
+    plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64)
+    plan = plan.replace(precision="bf16")
     now, *options = estimated(spec, plan, [{}, *changes(spec, plan)], Site.load("frontier").device)
     assert {"micro_batch_size": 2} in [option.changes for option in options]
     assert all(option.used_bytes < now.used_bytes for option in options)
