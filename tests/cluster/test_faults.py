@@ -482,9 +482,11 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     assert parts["productive"] == pytest.approx(ours["step_time_s"].sum(), rel=0.5)
 
 
+@pytest.mark.thorough
 def test_disk_full_during_a_checkpoint_keeps_the_older_one(
     nodes, small_disk, site, spec, recipe, tmp_path
 ):
+    """On one machine: tests/test_train.py. That code 78 is final for Slurm too: test_slurm.py."""
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
     folder, filler = small_disk / "checkpoints", small_disk / "filler"
     folder.mkdir()
