@@ -20,12 +20,10 @@ from cluster.state import (
     ask,
     last_attempt,
     log_path,
-    read_asked,
     read_exit,
     read_history,
     read_state,
     record_event,
-    take_request,
     update_state,
 )
 from cluster.submission import submit
@@ -137,14 +135,6 @@ def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
     assert status.reason.startswith(killed) and "; the disk is full: " in status.reason
     assert status.reason.count("No space left on device") == 1
     assert last_attempt(disk / "run") == 1
-
-
-def test_request_waits_for_room(run_dir, filler):
-    ask(run_dir, "stop")
-    fill(filler)
-    assert not take_request(run_dir, "stop", step=8) and read_asked(run_dir, "stop")
-    filler.unlink()
-    assert take_request(run_dir, "stop", step=9) and not read_asked(run_dir, "stop")
 
 
 def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir, filler):

@@ -237,8 +237,10 @@ def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
 
 
 def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
+    running(tmp_path)
+    job_spec(tmp_path, "x").write(tmp_path / "job.json")
     assert not take_request(tmp_path, "stop")
-    ask(tmp_path, "checkpoint")
+    Job.attach(tmp_path).checkpoint()
     assert read_asked(tmp_path, "stop") is None
     (tmp_path / "control" / "request_stop").touch()
     for request in ("checkpoint", "stop"):

@@ -183,11 +183,10 @@ STEPPING = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from cluster.state import take_request, update_state
+from cluster.state import update_state
 run_dir, attempt = Path.cwd(), int(os.environ["KIT_ATTEMPT"])
-def take(step, **more):
-    beat = {{"step": step, "heartbeat": time.time(), **more}}
-    update_state(run_dir, attempt=attempt, state="running", **beat)
+def take(step):
+    update_state(run_dir, attempt=attempt, state="running", step=step, heartbeat=time.time())
 """
 """A rank that can take steps."""
 
@@ -277,27 +276,6 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
             job.logs(**wrong)
 
 
-def test_stop_is_taken_by_the_trainer_at_a_step_boundary(tmp_path, launch):
-    code = f"""{STEPPING}
-for step in range(1, 1000):
-    time.sleep(0.02)
-    take(step, step_time_s=0.02)
-    if take_request(run_dir, "checkpoint"):
-        print("checkpoint", flush=True)
-    if take_request(run_dir, "stop"):
-        update_state(run_dir, attempt=attempt, state="stopping")
-        break
-"""
-    job = launch(code, 1, working_directory=str(tmp_path))
-    assert eventually(lambda: job.status().state is JobState.RUNNING)
-    job.checkpoint()
-    assert printed(job) == "checkpoint"
-    job.stop()
-    status = job.wait(20)
-    assert status.state is DONE and status.step and status.step > 1
-    assert status.reason == f"stopped on request at step {status.step}"
-
-
 def test_left_over_of_an_older_attempt_cannot_write(tmp_path, launch, mark):
     job = launch(SLEEP, 1)
     left_over = supervisor(job)
@@ -325,8 +303,7 @@ def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["a b", "it's", 'say "no"', "$HOME `id` \\", "Zürich 東京 🚀", "two\nlines", "-rf", "*;&|"],
+    "word", ['-rf a b it\'s say "no"', "$HOME `id` \\ *;&| Zürich 東京 🚀\ntwo lines"]
 )
 def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
     directory = tmp_path / word
@@ -376,7 +353,7 @@ def test_unusable_run_directory_is_refused(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(launch):
+def test_five_launches_leave_no_process_no_zombie_and_no_descriptor(launch):
     """Each costs less than ten starts of a bare Python."""
 
     def used_s() -> float:
@@ -384,10 +361,10 @@ def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(launch):
         return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
 
     start = used_s()
-    for _ in range(10):
+    for _ in range(5):
         subprocess.run([sys.executable, "-c", "pass"], check=True)
     bare_s, descriptors = used_s() - start, len(os.listdir("/proc/self/fd"))
-    for attempt in range(1, 11):
+    for attempt in range(1, 6):
         job = launch("pass")
         assert job.wait(20, poll_s=0.02).attempt == attempt
         assert job.status().state is DONE
