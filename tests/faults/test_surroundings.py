@@ -67,9 +67,8 @@ def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
 def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_memory):
     read_only = mount_memory("ro,size=1m")  # root may write to a directory that is only marked so
     start = time.monotonic()
-    with pytest.raises(
-        RunError, match="run cannot be written: Read-only file system. Use another run directory"
-    ):
+    told = "run cannot be written: Read-only file system. Use another run directory"
+    with pytest.raises(RunError, match=told):
         kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
     took_s = time.monotonic() - start
     cost("read-only directory: refused", took_s, "s", at_most=5, note="before anything starts")
