@@ -30,9 +30,8 @@ def fake_ranks():
 @pytest.mark.parametrize("zero, micro_batches", [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
     spec = ModelSpec.llama(**SHAPES, ffn_hidden_size=352)
-    plan = Plan(
-        data_parallel=4, zero_stage=zero, global_batch_size=4 * micro_batches, precision="bf16"
-    )
+    batch = 4 * micro_batches
+    plan = Plan(data_parallel=4, zero_stage=zero, global_batch_size=batch, precision="bf16")
     samples = torch.randint(0, spec.vocab_size, (micro_batches, spec.sequence_length + 1))
     with LiveBytes() as live:
         engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
@@ -44,17 +43,12 @@ def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
 
 
 def test_what_deepspeed_keeps_of_gradients():
-    """As counted in DeepSpeed 0.19.8 on two processes: 16.0, 14.1 bytes a parameter and the
-    bucket of ZeRO 2.
-    """
-    spec = ModelSpec.llama(
-        **SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024), ffn_hidden_size=1408
-    )
-    plans = [
-        Plan(data_parallel=2, global_batch_size=2, zero_stage=zero, engine="deepspeed")
-        for zero in (1, 2)
-    ]
+    """As counted in DeepSpeed 0.19.8 on two processes; ZeRO 2 keeps a bucket beside 14.1 bytes."""
+    larger = SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024)
+    spec = ModelSpec.llama(**larger, ffn_hidden_size=1408)
+    plan = Plan(data_parallel=2, global_batch_size=2, engine="deepspeed")
+    plans = [plan.replace(zero_stage=zero) for zero in (1, 2)]
     found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).stages[0]
     assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
-    assert found.total[0] / spec.num_params == pytest.approx(16.0, rel=0.01)
-    assert found.total[1] / spec.num_params == pytest.approx(51.5, rel=0.03)
+    one, two = found.total / spec.num_params
+    assert one == pytest.approx(16.0, rel=0.01) and two == pytest.approx(51.5, rel=0.03)

@@ -1,6 +1,4 @@
-"""`python -m tests.estimate.exams`: the whole table, kept in results/, and the picture of
-machines never met.
-"""
+"""`python -m tests.estimate.exams`: the table, kept in results/, and the picture of strangers."""
 
 import io
 
