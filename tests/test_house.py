@@ -90,11 +90,6 @@ def test_an_upward_import_is_found():
     assert upward(graph, rooms("kit")) == ["kit.data.corpus -> kit.monitor.alerts"]
 
 
-def test_cluster_does_not_know_kit():
-    asked = [names for module, names in imports().items() if module.startswith("cluster")]
-    assert not [name for names in asked for name in names if name.startswith("kit")]
-
-
 def test_no_circle():
     assert list(graphlib.TopologicalSorter(without_faces()).static_order())
 

@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.errors import ConfigError
-from kit.estimate.choose.candidates import single_precision
 from kit.estimate.fit.fitting import fit_reserve
 from kit.estimate.theory.activations import KIT, MEGATRON, LayerActivations, in_flight
 from kit.estimate.theory.layouts import Layouts
-from kit.estimate.theory.memory import CONVENTIONS, STATE, TERMS, memory, memory_by_stage
+from kit.estimate.theory.memory import CONVENTIONS, STATE, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.model import Block, Decoder
@@ -272,15 +271,6 @@ def test_fits_find_what_made_the_data():
     assert (again == labels).mean() > 0.95
     with pytest.raises(ConfigError, match="all labels are alike"):
         fit_out_of_memory(layouts, np.ones(len(plans), bool), size, **start)
-
-
-def test_float32_is_enough():
-    plan = Plan(tensor_parallel=8, pipeline_parallel=64, global_batch_size=512)
-    layouts = Layouts.of(ModelSpec.preset("gpt-1t"), [plan])
-    whole, narrow = (memory(x).stages[0] for x in (layouts, single_precision(layouts)))
-    for name in TERMS:
-        assert narrow.term(name).dtype == np.float32
-        assert narrow.term(name) == pytest.approx(whole.term(name), rel=1e-6)
 
 
 @RECOMPUTE

@@ -34,6 +34,7 @@ SMALL = ModelSpec.llama(
     name="small", **SHAPES, ffn_hidden_size=768, vocab_size=4096, sequence_length=128
 )
 GPT_22B, GPT_175B, GPT_1T = (ModelSpec.preset(f"gpt-{size}") for size in ("22b", "175b", "1t"))
+WHOLE = {"pipeline_parallel": [1], "zero_stage": [0]}
 LLAMA_405B = ModelSpec.preset("llama3.1-405b")
 
 
@@ -211,10 +212,15 @@ def test_an_interval_is_written_as_people_read_it():
     assert interval({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"
 
 
-def test_a_rate_above_the_ceiling_carries_a_warning():
+@pytest.fixture(scope="module")
+def first():
+    """The fastest layout of 22B on two nodes of Frontier."""
+    return answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
+
+
+def test_a_rate_above_the_ceiling_carries_a_warning(first):
     rates = {"bf16": {"value": 40e12, "source": "a test"}}
     slow = FRONTIER.replace(device=FRONTIER.device.replace(matmul_flops_per_s=rates))
-    first = answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
     assert not any("no matrix product" in text for text in first.warnings)
     below = dataclasses.replace(first.search.machine, site=slow)
     doubted = dataclasses.replace(first, search=dataclasses.replace(first.search, machine=below))
@@ -287,36 +293,18 @@ def test_how_many_devices_would_do_is_said():
 
 
 @pytest.mark.parametrize(
-    "spec, devices, batch, only, message",
+    "asked, only, message",
     [
-        (
-            LLAMA_405B,
-            64,
-            64,
-            {},
-            r"\d+ devices with 64 seq.*; optimizer states in host memory .not by",
-        ),
-        (
-            LLAMA_405B,
-            512,
-            64,
-            {"pipeline_parallel": [1], "zero_stage": [0]},
-            "512 devices with 64 sequences: TP",
-        ),
-        (LLAMA_405B, 1021, 2048, {}, "allowed: 2,042 sequences, or 1,024 devices"),
-        (
-            GPT_1T,
-            16,
-            1,
-            {"tensor_parallel": [2], "pipeline_parallel": [8]},
-            "What fits: nothing nearby",
-        ),
+        ("llama3.1-405b 64 64", {}, r"\d+ devices with 64 seq.*; optimizer states in host memory"),
+        ("llama3.1-405b 512 64", WHOLE, "512 devices with 64 sequences: TP"),
+        ("llama3.1-405b 1021 2048", {}, "allowed: 2,042 sequences, or 1,024 devices"),
+        ("gpt-1t 16 1", {"pipeline_parallel": [8]}, "What fits: nothing nearby"),
     ],
 )
-def test_what_lies_nearby_and_fits_is_named(spec, devices, batch, only, message):
-    site = FRONTIER if spec is GPT_1T else H100
+def test_what_lies_nearby_and_fits_is_named(asked, only, message):
+    model, devices, batch = asked.split()
     with pytest.raises(ConfigError, match=message):
-        search(spec, site, devices, batch, only=only)
+        search(ModelSpec.preset(model), H100, int(devices), int(batch), only=only)
 
 
 def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():
@@ -360,8 +348,7 @@ def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_amo
     assert not any("leaves the node" in text for text in answers(inside)[0].warnings)
 
 
-def test_what_no_engine_of_the_kit_does_is_offered_by_name():
-    first = answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
+def test_what_no_engine_of_the_kit_does_is_offered_by_name(first):
     context, overlap, offload = first.elsewhere
     assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
     assert "GiB less a device" in offload
@@ -369,8 +356,7 @@ def test_what_no_engine_of_the_kit_does_is_offered_by_name():
     assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
 
 
-def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word():
-    first = answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
+def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word(first):
     near = dataclasses.replace(first.nearest, distance=1.0, residual=0.01)
     far_off = dataclasses.replace(near, residual=2.0)
     for nearest, is_told in ((near, False), (far_off, True)):
