@@ -71,7 +71,7 @@ def leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield from leaves(inner, *words, name)
 
 
-@pytest.mark.parametrize(("words", "command"), leaves(WHOLE), ids=str)
+@pytest.mark.parametrize(("words", "command"), [*leaves(WHOLE)], ids=str)
 def test_its_words_are_shown_whole(words, command, monkeypatch) -> None:
     """A word in square brackets is no colour, and lines are as long as the terminal is wide."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
