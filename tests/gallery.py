@@ -22,13 +22,19 @@ from cluster.record import ConfigError
 from kit.demo import REPOSITORY, NotebookError, execute
 from kit.papers import FRONTIER, HLAT, save_all
 from kit.papers.claims import Paper, page
+from kit.show.theme import DARK, PIXELS_PER_INCH, WIDTH
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 GALLERY = NOTEBOOKS / "gallery"
-DPI = 120
-"""Of the papers' figures there; the SVG has all detail."""
 COLOURS = 128
 """Of a picture there: lines and text need no more, and the files have a third of the bytes."""
+ON_DARK = "".join(
+    f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}\n'
+    for light, dark in DARK.items()
+    for kind in ("fill", "stroke")
+)
+DRAWING = "kit-figure"
+"""Class of the HTML of a figure, which holds it as SVG."""
 PAPERS: dict[str, tuple[Paper, dict[str, Any], str]] = {
     "06_frontier_figures": ("frontier", FRONTIER, "frontier-demo"),
     "07_hlat_figures": ("hlat", HLAT, "hlat-demo"),
@@ -74,7 +80,7 @@ def write_page(name: str, executed: Path) -> None:
     text, resources = MarkdownExporter(config=extract).from_notebook_node(document)
     for file, picture in resources["outputs"].items():
         (GALLERY / file).write_bytes(fewer_colours(picture))
-    text = re.sub(r"!\[png\]\(\w+?--([\w-]+)\.png\)", _with_words, text)
+    text = re.sub(r"!\[png\]\((\w+?--([\w-]+)\.png)\)", _with_words, text)
     lines = (line.rstrip() for line in text.strip().splitlines())
     (GALLERY / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -91,9 +97,11 @@ def as_on_the_page(name: str, text: str) -> str:
 
 
 def _with_words(picture: re.Match[str]) -> str:
-    """Returns a picture of a page whose alternative text is the name of its cell."""
-    words = picture[1].rstrip("0123456789").replace("-", " ")
-    return picture[0].replace("![png]", f"![{words}]")
+    """Returns a picture of a page, as wide as a figure, whose alternative text is the name of its
+    cell.
+    """
+    words = picture[2].rstrip("0123456789").replace("-", " ")
+    return f"<img src='{picture[1]}' width='{WIDTH * PIXELS_PER_INCH:.0f}' alt='{words}'>"
 
 
 def index() -> str:
@@ -112,7 +120,7 @@ def index() -> str:
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         name = notebook.stem
         title = nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].strip("# ")
-        shown = next(iter(sorted(GALLERY.glob(f"{name}--*.png"))), None)
+        shown = next(iter(sorted(GALLERY.glob(f"{name}--*.svg"))), None)
         picture = f'<img src="{shown.name}" width="260" alt="{title}">' if shown else ""
         lines.append(f"| [{name[:2]}]({name}.md) {title} | {picture} |")
     for paper, figures, _ in PAPERS.values():
@@ -139,6 +147,13 @@ def fewer_colours(picture: bytes) -> bytes:
     return stream.getvalue()
 
 
+def in_both_themes(svg: str) -> str:
+    """Returns a drawing that turns dark where a reader's browser asks for dark pages."""
+    style = f"<style>@media (prefers-color-scheme: dark) {{\n{ON_DARK}}}</style>"
+    svg = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", svg)  # a hundredth of a point is enough
+    return re.sub(r"<svg[^>]*>", lambda found: f"{found[0]}\n{style}", svg, count=1)
+
+
 def keep(name: str, executed: Path) -> None:
     """Replaces what the gallery has of a notebook: its page, and of a paper the figures and the
     sheet of claims.
@@ -154,11 +169,11 @@ def keep(name: str, executed: Path) -> None:
     runs = [REPOSITORY / "runs" / study]
     for old in (file for figure in figures for file in GALLERY.glob(f"{figure}.*")):
         old.unlink()
-    told = save_all(figures, GALLERY, runs, dpi=DPI)
+    told = save_all(figures, GALLERY, runs)
     if missing := [f"{figure}: {why}" for figure, why in told.items() if why]:
         raise ConfigError("; ".join(missing))
     for drawn in (file for figure in figures for file in GALLERY.glob(f"{figure}.png")):
-        drawn.write_bytes(fewer_colours(drawn.read_bytes()))
+        drawn.unlink()  # its SVG has all detail
     (GALLERY / f"claims_{paper}.md").write_text(page(paper, runs), encoding="utf-8")
 
 
@@ -173,7 +188,8 @@ def _clean(output: NotebookNode, stem: str, source: str = "") -> None:
     if language and "highlight" in output.get("data", {}).get("text/html", ""):
         output.data = NotebookNode({"text/markdown": _fenced(output.data, language[1])})
     if "data" in output:
-        kind = next(kind for kind in SHOWN if kind in output.data)
+        drawn = DRAWING in output.data.get("text/html", "")
+        kind = "text/html" if drawn else next(kind for kind in SHOWN if kind in output.data)
         holder = output.data = NotebookNode({kind: output.data[kind]})
     if kind in holder and kind != "image/png":
         text = strip_ansi(holder[kind])
@@ -205,7 +221,8 @@ def _hosted(text: str, stem: str) -> str:
     text = re.sub(r" style='text-align:(\w+)'", r" align='\1'", text)
     text = re.sub(r" style='[^']*'", "", text)
     if drawing := re.search(r"data:image/svg\+xml;base64,([^'\"]+)", text):
-        (GALLERY / f"{stem}.svg").write_bytes(base64.b64decode(drawing[1]))
+        svg = base64.b64decode(drawing[1]).decode()
+        (GALLERY / f"{stem}.svg").write_text(in_both_themes(svg), encoding="utf-8")
         text = text.replace(drawing[0], f"{stem}.svg")
     return re.sub(r"\n(?=\s*\n)", "\n<!-- -->", text)  # an empty line would end it
 
@@ -233,7 +250,7 @@ def main() -> int:
             )
             return 1
         keep(name, executed)
-        console.print(f"{len(list(GALLERY.glob('*.png')))} pictures in {GALLERY}")
+        console.print(f"{len(list(GALLERY.glob('*--*')))} pictures in {GALLERY}")
     (GALLERY / "README.md").write_text(index(), encoding="utf-8")
     return 0
 

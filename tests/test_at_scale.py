@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from kit.notebook import DEMO, Given, at_scale
 from kit.plan import Plan
 from kit.recipe import Recipe
 
-EVERY = {"warmup_steps": 24, "validation_every": 32, "checkpoint_every": 48}
+EVERY: dict[str, Any] = {"warmup_steps": 24, "validation_every": 32, "checkpoint_every": 48}
 OWN = Recipe(data="demo", num_steps=96, learning_rate=3e-3, **EVERY)
 
 

@@ -120,8 +120,6 @@ def save_all(
     figures: dict[str, PaperFigure],
     folder: Path,
     runs: Given = (),
-    *,
-    dpi: int = 300,
 ) -> dict[str, str]:
     """Writes figures into a folder as NAME.svg and NAME.png, with their tables as NAME.csv; tables
     as NAME.csv only.
@@ -139,7 +137,7 @@ def save_all(
             problems[name] = str(error)
             continue
         endings = ("svg", "png", "csv") if hasattr(drawn, "axes") else ("csv",)
-        save_figure(drawn, rows, [folder / f"{name}.{ending}" for ending in endings], dpi=dpi)
+        save_figure(drawn, rows, [folder / f"{name}.{ending}" for ending in endings])
         problems[name] = ""
     return problems
 

@@ -82,7 +82,7 @@ def check_picture(file: Path) -> Path:
     return file
 
 
-def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 300) -> None:
+def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
     """Writes a figure to files, by their ending (.svg, .png, .pdf), and its table to those that end
     in .csv.
 
@@ -99,7 +99,7 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 30
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
         # How text and names are written is looked up here, not when it is drawn.
         with style.context(STYLE):
-            figure.savefig(path, dpi=dpi, metadata=date)
+            figure.savefig(path, metadata=date)
 
 
 def _write_table(rows: Rows, path: Path) -> None:

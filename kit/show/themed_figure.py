@@ -45,8 +45,11 @@ class ThemedFigure(Figure):
         """Returns the drawing as SVG, for a light page or a dark one; text is drawn, not set, so
         no font is needed.
         """
+        from matplotlib import rc_context
+
         stream = io.StringIO()
-        self.savefig(stream, format="svg", metadata={"Date": None})
+        with rc_context({"svg.hashsalt": "kit"}):  # the same drawing gives the same names in it
+            self.savefig(stream, format="svg", metadata={"Date": None})
         # A hundredth of a point is enough of a path; what scales glyphs keeps all its digits.
         light = re.sub(
             r'(?<= d=")[^"]*',

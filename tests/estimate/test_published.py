@@ -11,7 +11,7 @@ from kit.estimate.fit.published import FILE, Basis
 from kit.spec import FlopBasis
 
 GOOD = dict(
-    each.split("=")
+    each.partition("=")[::2]
     for each in (
         "source=paper system=Frontier gpu=MI250X-GCD peak_tflops_bf16=191.5 gpus=128 model=GPT-175B"
         " params_b= layers=96 hidden=12288 ffn_hidden=49152 heads=96 kv_heads=96 vocab=51200"

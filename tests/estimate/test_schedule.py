@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def even(
     ("p", "m"), [(1, 5), (2, 1), (4, 8), (8, 32), (7, 21), (16, 64), (64, 512)]
 )
 def test_makespan_equals_the_closed_forms(p, m):
-    times = {"f": 0.7, "b": 0.9, "w": 0.6}
+    times: dict[str, Any] = {"f": 0.7, "b": 0.9, "w": 0.6}
     whole = sum(times.values())
     for schedule in ("gpipe", "1f1b"):
         plain = even(schedule, p, m, **times)
@@ -222,7 +223,7 @@ def _record(stage, done):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_same_order_as_the_engine_runs(schedule, llama_spec):
     stages = 1 if schedule in ("gpipe", "1f1b") else 2
-    shape = {"pipeline_parallel": 2, "virtual_stages": stages}
+    shape: dict[str, Any] = {"pipeline_parallel": 2, "virtual_stages": stages}
     plan = Plan(**shape, schedule=schedule, global_batch_size=4)
     simulation = simulate_plan(plan, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
     assert "\n".join(run_ranks(2, _engine_order, llama_spec, plan)) == str(simulation.order)

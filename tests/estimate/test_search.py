@@ -366,7 +366,7 @@ def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word(first):
 
 
 def test_sequence_length_and_code_base_can_be_asked_for():
-    asked = dict(site="dgx-h100", devices=64, batch=64, count=1)
+    asked: dict[str, Any] = dict(site="dgx-h100", devices=64, batch=64, count=1)
     own, long, megatron = (
         plan_report("llama3-8b", **asked, **changes)
         for changes in ({}, {"sequence_length": 16384}, {"code_base": "megatron-core"})
@@ -397,7 +397,9 @@ def test_the_whole_space_of_1t_takes_a_blink():
 
 
 def test_a_narrow_plan_is_beside_a_run_of_its_format_and_says_what_its_mfu_is_of():
-    asked = dict(site="gb300-nvl72", devices=64, batch=256, count=1, code_base="megatron-core")
+    asked: dict[str, Any] = dict(
+        site="gb300-nvl72", devices=64, batch=256, count=1, code_base="megatron-core"
+    )
     wide, four = (
         plan_report("llama3.1-70b", **asked, precision=precision).chosen
         for precision in ("bf16", "nvfp4")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from kit.spec import ModelSpec
 
 H100 = Site.load("dgx-h100")
 C = Coefficients()
+PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 LLAMA = ModelSpec.preset("llama3-8b").replace(sequence_length=32_768)
 SHAPES = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4}
 SMALL = LLAMA.replace(**SHAPES, ffn_hidden_size=768, vocab_size=4096, sequence_length=128)
@@ -215,8 +217,8 @@ def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
 def test_fewer_micro_batches_than_stages_take_what_the_simulated_order_takes(schedule, v, m):
     p, sent = 8, 0.25
     order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
-    parts = ("forward_s", "backward_input_s", "backward_weight_s")
-    simulated = simulate(order, **dict.fromkeys(parts, 1 / v), send_s=sent).makespan_s
+    third: dict[str, Any] = dict.fromkeys(PARTS, 1 / v)
+    simulated = simulate(order, **third, send_s=sent).makespan_s
     trips = exposed_trips(p, v, m, SCHEDULES.index(schedule), 0.7)
     bubble = 3 * (p - 1) / v + (v - 1) / v * (p - m) * 3
     assert simulated == pytest.approx(3 * m + bubble + 2 * v * sent * float(trips))

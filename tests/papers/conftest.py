@@ -78,7 +78,7 @@ def _arm(name: str, loss: float) -> list[dict]:
 def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
     folder = tmp_path_factory.mktemp("hlat")
-    degrees = {"tensor_parallel": 8, "data_parallel": 64, "zero_stage": 1}
+    degrees: dict[str, Any] = {"tensor_parallel": 8, "data_parallel": 64, "zero_stage": 1}
     plan = Plan(**degrees, global_batch_size=1024, precision="bf16")
     spec, site = ModelSpec.preset("hlat-7b"), Site.load(TRN1)
     trn1 = record(folder / "trn1", spec, plan, site, 16 * 24_000.0)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from cluster.site import Site
 from kit.estimate.tuning.objectives import plan_of
@@ -15,7 +16,7 @@ from kit.spec import ModelSpec
 from tests.evaluate.conftest import task_score
 from tests.runs import new_run
 
-PLAN_175B = {"tensor_parallel": 4, "pipeline_parallel": 16, "zero_stage": 1}
+PLAN_175B: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "zero_stage": 1}
 PLAN_175B |= {"recompute": "full", "precision": "bf16"}
 SLOW_FIRST = 5.0
 """Factor of the first two steps, which no figure may count."""

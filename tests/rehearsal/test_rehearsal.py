@@ -123,7 +123,7 @@ def test_a_plan_that_cannot_run_is_refused(packed):
 @pytest.mark.parametrize("layers", [6, 4, 1])
 def test_cuts_lose_no_weight(layers, tied):
     spec = ModelSpec.preset("demo").replace(num_layers=layers, tied_embeddings=tied)
-    degrees = {"pipeline_parallel": 3, "tensor_parallel": 2, "data_parallel": 3}
+    degrees: dict[str, Any] = {"pipeline_parallel": 3, "tensor_parallel": 2, "data_parallel": 3}
     found = cut(spec, Plan(**degrees, zero_stage=1, global_batch_size=6))
     assert found.num_params == spec.num_params
     assert found.num_kinds == 12

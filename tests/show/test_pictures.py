@@ -1,5 +1,7 @@
 """Figures of the kit's own: each keeps to what a page of 1,000 pixels asks, light and dark."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -38,7 +40,7 @@ def report() -> EvalReport:
 
 
 def stages() -> dict:
-    shape = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}
+    shape: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}
     plan = Plan(**shape, zero_stage=1, global_batch_size=640)
     spec = ModelSpec.preset("gpt-175b")
 

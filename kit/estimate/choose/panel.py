@@ -25,7 +25,7 @@ from kit.show.style import new_figure
 from kit.show.theme import GREY, INK
 from kit.spec import PRESETS, ModelSpec
 
-GIB, WIDTH, DPI = 2.0**30, 600, 120
+GIB, WIDTH, DPI = 2.0**30, 600, 192
 ROUNDS = 256
 """Operations that a device has in the timeline at most: more are thinner than a line."""
 SIDE = 19.0

@@ -1,7 +1,5 @@
 """`python -m tests.estimate.exams`: the table, kept in results/, and the picture of strangers."""
 
-import io
-
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -9,11 +7,10 @@ from tests.benchmarks.results import load_average, write_results
 from tests.benchmarks.tables import table
 from tests.estimate.exams.everything import everything
 from tests.estimate.exams.new_machine import never_met, never_met_figure
-from tests.gallery import DPI, GALLERY, fewer_colours
+from tests.gallery import GALLERY, in_both_themes
 
 load = load_average()
 results = write_results("validate", everything(), command="make validate", load_before=load)
 Console().print(Markdown(table(results)))
-picture = io.BytesIO()
-never_met_figure(never_met()).savefig(picture, format="png", dpi=DPI)
-(GALLERY / "never_met.png").write_bytes(fewer_colours(picture.getvalue()))
+picture = in_both_themes(never_met_figure(never_met()).to_svg())
+(GALLERY / "never_met.svg").write_text(picture, encoding="utf-8")
