@@ -1,4 +1,5 @@
 import importlib.metadata
+import re
 from typing import Any
 
 import pytest
@@ -57,9 +58,8 @@ def rows(table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("words", "message"), rows(REFUSED))
 def test_impossible_plans_are_refused(words, message):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Plan.from_dict(fields(words))
-    assert message in str(error.value)
 
 
 UNFIT = """
@@ -74,9 +74,8 @@ pipeline_parallel=2 tensor_parallel=2 | tensor 2 x pipeline 2 x data 1 = 4 proce
 
 @pytest.mark.parametrize(("words", "message"), rows(UNFIT))
 def test_plans_that_do_not_fit_the_model_or_the_processes_are_refused(words, message):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Plan.from_dict(fields(words)).check(DEMO, 3)
-    assert message in str(error.value)
 
 
 def test_json_round_trip():

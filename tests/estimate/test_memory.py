@@ -1,4 +1,4 @@
-"""The memory model against torch's allocations, the pipeline schedules, and published readings."""
+"""The memory model against torch's allocations, whole steps of engines, schedules, and papers."""
 
 import itertools
 from typing import Any
@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.estimate.fit.fitting import fit_reserve
-from kit.estimate.theory.activations import KIT, MEGATRON, LayerActivations, in_flight
+from kit.estimate.theory.activations import DEEPSPEED, KIT, MEGATRON, LayerActivations, in_flight
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
@@ -22,6 +23,7 @@ from kit.model import Block, Decoder
 from kit.parallel.simulate import view_rank
 from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
 from kit.plan import Plan
+from kit.recipe import Recipe
 from kit.spec import PRESETS, ModelSpec
 from tests.estimate.exams.memory import fit_out_of_memory
 from tests.estimate.live_bytes import LiveBytes
@@ -67,22 +69,21 @@ def test_activations_of_the_kits_own_block(family, recompute):
 
 
 @pytest.fixture
-def two_tensor_ranks():
-    """The mesh of rank 0 of two, whose collectives move nothing but take their memory."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+def fake_ranks():
+    """A function: makes this rank 0 of so many, whose collectives only take their memory."""
+    yield lambda world: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     dist.destroy_process_group()
 
 
 @RECOMPUTE
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @FAMILY
-def test_activations_of_a_tensor_parallel_rank(
-    family, sequence_parallel, recompute, two_tensor_ranks
-):
+def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recompute, fake_ranks):
+    fake_ranks(2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     spec, batch = TINY[family], 2
     middle = Decoder(spec, layers=range(1, 2), recompute=recompute).to(torch.bfloat16)
-    apply_tensor_parallel(middle, two_tensor_ranks, sequence_parallel=sequence_parallel)
+    apply_tensor_parallel(middle, mesh, sequence_parallel=sequence_parallel)
     middle.rotary(spec.sequence_length, torch.device("cpu"))
     length = spec.sequence_length // 2 if sequence_parallel else spec.sequence_length
     x = torch.randn(batch, length, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -203,7 +204,7 @@ def test_heaviest_device_is_the_heaviest_of_all():
             "data_parallel": 2,
         }
         zero = int(rng.integers(0, 4)) if schedule != "zbv" else 1
-        batch = {"global_batch_size": 16 * p, "micro_batch_size": 2}
+        batch: dict[str, Any] = {"global_batch_size": 16 * p, "micro_batch_size": 2}
         plan = Plan(**shape, **batch, schedule=schedule, zero_stage=zero)
         layouts = Layouts.of(spec, [plan])
         stage = memory_by_stage(layouts)
@@ -282,8 +283,8 @@ def test_fits_find_what_made_the_data():
 @RECOMPUTE
 @FAMILY
 def test_peak_of_a_whole_step_of_the_kit(family, recompute):
-    spec = TINY[family].replace(num_layers=8)
-    decoder, batch = Decoder(spec, recompute=recompute).to(torch.bfloat16), 16
+    spec, batch = TINY[family].replace(num_layers=8), 16
+    decoder = Decoder(spec, recompute=recompute).to(torch.bfloat16)
     tokens = torch.randint(0, spec.vocab_size, (batch, spec.sequence_length))
     decoder.rotary(spec.sequence_length, torch.device("cpu"))
     zero_gradients(decoder)
@@ -292,3 +293,30 @@ def test_peak_of_a_whole_step_of_the_kit(family, recompute):
     plan = Plan(recompute=recompute, micro_batch_size=batch, global_batch_size=batch)
     modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0].dynamic.item()
     assert modelled == pytest.approx(live.peak, rel=0.15)
+
+
+@pytest.mark.parametrize("zero, micro_batches", [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
+def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
+    fake_ranks(4)
+    spec, batch = TINY["llama"].replace(num_layers=6), 4 * micro_batches
+    plan = Plan(data_parallel=4, zero_stage=zero, global_batch_size=batch, precision="bf16")
+    samples = torch.randint(0, spec.vocab_size, (micro_batches, spec.sequence_length + 1))
+    with LiveBytes() as live:
+        engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
+        for _ in range(2):
+            live.peak = 0
+            engine.train_step(samples, 1e-3)
+    found = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0]
+    assert found.total.item() == pytest.approx(live.peak, rel=0.05)
+
+
+def test_what_deepspeed_keeps_of_gradients():
+    """As counted in DeepSpeed 0.19.8 on two processes; ZeRO 2 keeps a bucket beside 14.1 bytes."""
+    larger = SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024)
+    spec = ModelSpec.llama(**larger, ffn_hidden_size=1408)
+    plan = Plan(data_parallel=2, global_batch_size=2, engine="deepspeed")
+    plans = [plan.replace(zero_stage=zero) for zero in (1, 2)]
+    found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).stages[0]
+    assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
+    one, two = found.total / spec.num_params
+    assert one == pytest.approx(16.0, rel=0.01) and two == pytest.approx(51.5, rel=0.03)
