@@ -188,10 +188,9 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
 
 
 def narrowest(trials: list[list[Trial]]) -> Scales:
-    """Returns the scales of GRID with the narrowest intervals that hold 90 % after each number of
-    runs.
+    """Returns the scales of GRID with the narrowest intervals that hold 90 %.
 
-    Trials come grouped by that number, and each counts the same in its group; where no scales hold
+    Trials come by their number of runs, and each counts the same in its group; where no scales hold
     so many, those that fall short least.
     """
 
@@ -209,8 +208,7 @@ def narrowest(trials: list[list[Trial]]) -> Scales:
 
 
 def conformal(trial: Trial, others: list[Trial]) -> Array:
-    """Returns half of each interval by split conformal prediction with each of the others counted
-    once.
+    """Returns half of each interval by split conformal prediction, each of the others counted once.
 
     The variance that normalises errors is the kit's own with its usual scales, without the doubt
     about each machine.
@@ -264,8 +262,7 @@ def never_met(strangers: Strangers | None = None) -> list[Met]:
 
 
 def never_met_figure(trials: Sequence[Met]) -> Any:
-    """Returns a picture of machines never met: errors within their 90 % intervals, with 0 and with
-    5 of their runs.
+    """Returns a picture of machines never met: errors within their intervals, with 0 and 5 runs.
 
     `trials` come from `never_met`: measured over predicted time of each run, and the interval of
     the median run. A machine with too few runs to see five and predict others is named as such.
@@ -307,38 +304,33 @@ def new_machine(everything: dict[str, Machine]) -> list[Row]:
     for count in COUNTS:
         met = [each for each in every if each.num_runs == count]
         name = f"never met, {count} runs"
-        held, instead = (
-            float(np.mean([each.held(half) for each, half in zip(met, halves, strict=True)]))
-            for halves in ([each.half for each in met], [each.conformal for each in met])
-        )
-        width, other = (
-            float(np.median([np.median(half) for half in halves]))
-            for halves in ([each.half for each in met], [each.conformal for each in met])
-        )
+        held, width = _held_and_width(met, [each.half for each in met])
+        instead, other = _held_and_width(met, [each.conformal for each in met])
         wide = f"times or divided by {np.exp(width):.2f}"
         errors = {each.name: each.error for each in met}
         inside = {each.name: each.held(each.half) for each in met}
         apart = f"its machine and code base left out: {_list(errors)}"
         by_conformal = f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held"
-        coverage = Row(
-            name=f"{name}: coverage of the 90 % interval",
-            value=held,
-            unit="fraction",
-            target="85 to 95 %",
-            ok=0.85 <= held <= 0.95,
-            note=f"{wide}: {_list(inside)}",
-        )
+        half = f"{name}: median half-width of the interval"
         rows += [
             row(f"{name}: mean error", float(np.mean([*errors.values()])), "fraction", note=apart),
-            coverage,
-            row(
-                f"{name}: median half-width of the interval",
-                float(np.expm1(width)),
-                "fraction",
-                note=by_conformal,
+            Row(
+                name=f"{name}: coverage of the 90 % interval",
+                value=held,
+                unit="fraction",
+                target="85 to 95 %",
+                ok=0.85 <= held <= 0.95,
+                note=f"{wide}: {_list(inside)}",
             ),
+            row(half, float(np.expm1(width)), "fraction", note=by_conformal),
         ]
     return [*rows, *_proposed(strangers)]
+
+
+def _held_and_width(met: list[Met], halves: list[Array]) -> tuple[float, float]:
+    """Returns (share of rows within such intervals, half the median one), the same for each."""
+    held = [each.held(half) for each, half in zip(met, halves, strict=True)]
+    return float(np.mean(held)), float(np.median([np.median(half) for half in halves]))
 
 
 def _list(values: dict[str, float]) -> str:
