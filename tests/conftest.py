@@ -22,20 +22,11 @@ from tests import quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--real-limits", action="store_true", help="limits as long as in use (make faults)"
-    )
-    parser.addoption(
-        "--thorough",
-        action="store_true",
-        help="also tests of what cheaper ones hold too (make faults)",
-    )
-    parser.addoption(
-        "--kills", type=int, default=2, help="how often a training run is killed (make faults: 100)"
-    )
-    parser.addoption(
-        "--quick", action="store_true", help="only what takes little time (make quick)"
-    )
+    add = parser.addoption
+    add("--real-limits", action="store_true", help="limits as long as in use (make faults)")
+    add("--thorough", action="store_true", help="also what cheaper tests hold too (make faults)")
+    add("--kills", type=int, default=2, help="of a training run (make faults: 100)")
+    add("--quick", action="store_true", help="only what takes little time (make quick)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,9 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path_factory):
-    """A test sees no rank's variables, whoever has set them (DeepSpeed does), and what it sets
-    is gone afterwards.
-    """
+    """No test sees a rank's variables, which DeepSpeed sets, or what another test has set."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: value for name, value in os.environ.items() if name not in ranks}
     for name in ranks:
@@ -83,9 +72,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def mount_memory(tmp_path):
-    """A function: a new folder on a file system in memory of its own, with options of tmpfs;
-    needs root.
-    """
+    """A function: a new folder on its own file system in memory, with options of tmpfs."""
     folders = []
 
     def mounted(options: str) -> Path:
@@ -104,9 +91,7 @@ def mount_memory(tmp_path):
 
 @pytest.fixture(scope="session")
 def reader_python(tmp_path_factory: pytest.TempPathFactory):
-    """A function: the Python of an environment outside the checkout, with the kit's wheel and
-    what some extras name.
-    """
+    """A function: the Python of an environment with the kit's wheel and what some extras name."""
     from tests.environments import build_wheel, closure, make_environment
 
     made: dict[tuple[str, ...], Path] = {}
@@ -115,47 +100,32 @@ def reader_python(tmp_path_factory: pytest.TempPathFactory):
     def get(*extras: str) -> Path:
         if extras not in made:
             wheels or wheels.append(build_wheel(tmp_path_factory.mktemp("wheel")))
-            made[extras] = make_environment(
-                tmp_path_factory.mktemp("reader"), wheels[0], closure(*extras)
-            )
+            folder = tmp_path_factory.mktemp("reader")
+            made[extras] = make_environment(folder, wheels[0], closure(*extras))
         return made[extras]
 
     return get
 
 
+TINY = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 128}
+TINY |= {"sequence_length": 16}
+
+
 @pytest.fixture(scope="session")
 def llama_spec() -> ModelSpec:
     """A tiny Llama with grouped key/value heads."""
-    return ModelSpec.llama(
-        name="tiny-llama",
-        num_layers=4,
-        hidden_size=32,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=64,
-        vocab_size=128,
-        sequence_length=16,
-    )
+    return ModelSpec.llama(name="tiny-llama", **TINY, num_kv_heads=2, ffn_hidden_size=64)
 
 
 @pytest.fixture(scope="session")
 def gpt_spec() -> ModelSpec:
     """A tiny GPT with tied embeddings."""
-    return ModelSpec.gpt(
-        name="tiny-gpt",
-        num_layers=4,
-        hidden_size=32,
-        num_heads=4,
-        vocab_size=128,
-        sequence_length=16,
-    )
+    return ModelSpec.gpt(name="tiny-gpt", **TINY)
 
 
 @pytest.fixture(scope="session")
 def one_process():
-    """A function: what a worker function says of a model and a plan on one process, each called
-    once.
-    """
+    """A function: what a worker says of a model and a plan on one process, each called once."""
     from tests.workers import run_ranks
 
     made: dict[tuple, Any] = {}
@@ -183,19 +153,15 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
     from kit.data import build_dataset
 
     folder = tmp_path_factory.mktemp("tiny-data")
-    words = "the a of to and in is on loss step layer weight token model train data cut over rank stage".split()  # noqa: E501
+    words = "the a of to and in is on loss step layer weight token model train data cut over rank"
+    words = f"{words} stage".split()
     texts = [
         " ".join(words[(i * 7 + j * j * (i % 5 + 1)) % len(words)] for j in range(60))
         for i in range(400)
     ]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return build_dataset(
-        folder / "data",
-        sources=[folder / "text.jsonl"],
-        vocab_size=300,
-        validation_fraction=0.1,
-        progress=False,
-    )
+    asked = {"vocab_size": 300, "validation_fraction": 0.1, "progress": False}
+    return build_dataset(folder / "data", sources=[folder / "text.jsonl"], **asked)
 
 
 @pytest.fixture(scope="session")
@@ -221,10 +187,5 @@ def unbroken(spec, recipe, tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def recipe(tiny_dataset) -> Recipe:
     """A run of 120 short steps on the tiny dataset."""
-    return Recipe(
-        data=str(tiny_dataset.directory),
-        num_steps=120,
-        learning_rate=3e-3,
-        warmup_steps=10,
-        checkpoint_every=20,
-    )
+    rates = {"learning_rate": 3e-3, "warmup_steps": 10, "checkpoint_every": 20}
+    return Recipe(data=str(tiny_dataset.directory), num_steps=120, **rates)

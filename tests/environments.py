@@ -36,8 +36,7 @@ def installed() -> dict[str, Distribution]:
 
 
 def closure(*extras: str) -> set[str]:
-    """Returns the names of all packages that pip would install here for this project with some of
-    its extras.
+    """Returns all packages that pip would install here for this project with some of its extras.
 
     Raises:
         KeyError: one of them is not installed here.
@@ -49,9 +48,8 @@ def closure(*extras: str) -> set[str]:
         if (name, extra) in seen:
             continue
         seen.add((name, extra))
-        for wanted in map(
-            Requirement, _own(extra) if name == PROJECT else here[name].requires or ()
-        ):
+        requires = _own(extra) if name == PROJECT else here[name].requires or ()
+        for wanted in map(Requirement, requires):
             if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
                 left += [(canonical(wanted.name), further) for further in ("", *wanted.extras)]
     return {name for name, _ in seen} - {PROJECT}
@@ -76,9 +74,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path, packages: set[str]) -> Path:
-    """Returns the Python of a new environment in `folder` that holds the wheel and links to pip
-    and those packages.
-    """
+    """Returns the Python of a new environment with the wheel and links to pip and packages."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     place = folder / SITE_PACKAGES.relative_to(sys.prefix)
@@ -93,16 +89,12 @@ def make_environment(folder: Path, wheel: Path, packages: set[str]) -> Path:
 
 
 def outside(**more: str) -> dict[str, str]:
-    """Returns this process's environment variables without what would lead Python back into the
-    checkout.
-    """
+    """Returns environment variables without what would lead Python back into the checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
 
 
 def _files(distribution: Distribution) -> list[PurePosixPath]:
-    """Returns a package's files; its scripts, which start the Python they were installed for,
-    are left out.
-    """
+    """Returns a package's files but its scripts, which start the Python they were made for."""
     record = distribution.read_text("RECORD") or ""
     names = (PurePosixPath(line.rsplit(",", 2)[0].strip('"')) for line in record.splitlines())
     return [name for name in names if name.parts[:4] != ("..", "..", "..", "bin")]

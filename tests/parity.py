@@ -1,5 +1,4 @@
-"""Ten steps of a plan, and how far they are from the native engine's on one process: the measure of
-every engine.
+"""Ten steps of a plan, and how far they are from the native engine's on one process.
 
 `python -m tests.parity_table` prints it for all engines and layouts.
 """
@@ -36,35 +35,21 @@ Trained = tuple[float, list[tuple[float, float]]]
 
 
 def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
-    """Returns a plan of two micro-batches, or in a pipeline of four, in which each stage has
-    work of its own kind.
-    """
+    """Returns a plan of two micro-batches, in a pipeline of four: each stage has its own work."""
     count = 4 if "pipeline_parallel" in changes else 2
-    micro_batch_size = BATCH // (count * changes.get("data_parallel", 1))
-    return Plan.from_dict(
-        {
-            "micro_batch_size": micro_batch_size,
-            "global_batch_size": BATCH,
-            "engine": engine,
-            **changes,
-        }
-    )
+    size = BATCH // (count * changes.get("data_parallel", 1))
+    given = {"micro_batch_size": size, "global_batch_size": BATCH, "engine": engine}
+    return Plan.from_dict(given | changes)
 
 
 def some_thorough(layouts: Iterable[str], thorough: Collection[str]) -> list:
-    """Returns parameters of a test: names of layouts, some of which are trained with --thorough
-    only.
-    """
-    return [
-        pytest.param(name, marks=pytest.mark.thorough if name in thorough else ())
-        for name in layouts
-    ]
+    """Returns parameters of a test: layouts, some of which are trained with --thorough only."""
+    marks = {name: pytest.mark.thorough if name in thorough else () for name in layouts}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """Returns the model with no more blocks than it takes: each is paid for on every rank,
-    micro-batch and step.
-    """
+    """Returns the model with no more blocks than it takes: each is paid for on every rank."""
     return spec.replace(num_layers=max(2, plan.num_stages))
 
 
@@ -81,16 +66,10 @@ def build(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE, *, initialise: b
 
 def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> list[torch.Tensor]:
     """Returns one replica's part of each step's batch."""
-    generator, share = (
-        torch.Generator().manual_seed(0),
-        plan.global_batch_size // plan.data_parallel,
-    )
+    share = plan.global_batch_size // plan.data_parallel
     shape = (steps, plan.global_batch_size, spec.sequence_length + 1)
-    return list(
-        torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][
-            :, :share
-        ]
-    )
+    whole = torch.randint(0, spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return list(whole[:, data_rank * share :][:, :share])
 
 
 def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
@@ -101,11 +80,7 @@ def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
 
 
 def compare(
-    layout: dict[str, Any],
-    engine: str,
-    spec: ModelSpec,
-    native_run: Callable,
-    recipe: Recipe = RECIPE,
+    layout: dict, engine: str, spec: ModelSpec, native_run: Callable, recipe: Recipe = RECIPE
 ) -> dict[str, float]:
     """Returns `differences` of an engine's layout and the native engine on one process."""
     plan = make_plan(layout, engine)
@@ -115,9 +90,7 @@ def compare(
 
 
 def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
-    """Returns what this rank says of the steps when they all have the same batch, which sums up
-    what gradients lack.
-    """
+    """Returns what this rank says of steps on one batch, which sum up what gradients lack."""
     engine = build(spec, plan)
     samples = batches(spec, plan, engine.data_rank)[0]
     return [engine.train_step(samples, LARGE_STEP) for _ in range(REPEATS)]
@@ -126,11 +99,9 @@ def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
 def assert_trains_in_bf16(
     layout: dict[str, Any], engine: str, spec: ModelSpec, one_process: Callable
 ) -> None:
-    """Holds a layout in bf16 to the native engine on one process in bf16: the gradient, and where
-    it leads.
+    """Holds a layout in bf16 to the native engine on one process: the gradient, and its effect.
 
-    The loss of a few steps on random tokens would not do: it hardly moves, whatever the gradients
-    are.
+    The loss of a few steps on random tokens would not do: it hardly moves, whatever gradients are.
     """
     # micro-batches; the order of more of them is for fp32 to prove.
     count = 4 if layout.get("schedule") == "zbv" else 2
@@ -138,9 +109,7 @@ def assert_trains_in_bf16(
     plan = make_plan({"micro_batch_size": size, **layout, "precision": "bf16"}, engine)
     spec = fit(spec, plan)
     per_rank = run_ranks(plan.num_devices, overfit, spec, plan)
-    assert all(steps == per_rank[0] for steps in per_rank), (
-        "ranks disagree about loss or gradient norm"
-    )
+    assert_agreed(per_rank)
     steps, expected = per_rank[0], one_process(overfit, spec, make_plan({"precision": "bf16"}))
     found = [abs(steps[0][1] / expected[0][1] - 1), abs(steps[-1][0] / expected[-1][0] - 1)]
     assert expected[-1][0] < 0.6 * expected[0][0], "too few steps to tell"
@@ -149,12 +118,15 @@ def assert_trains_in_bf16(
 
 def differences(per_rank: list[Trained], reference: Trained) -> dict[str, float]:
     """Returns the largest relative differences of loss, gradient norm and validation loss."""
-    assert all(result == per_rank[0] for result in per_rank), (
-        "ranks disagree about loss or gradient norm"
-    )
+    assert_agreed(per_rank)
     (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
+    pairs = [*zip(steps, expected, strict=True)]
     return {
-        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
-        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in pairs),
+        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in pairs),
         "validation": abs(held_out - expected_held_out) / expected_held_out,
     }
+
+
+def assert_agreed(per_rank: list) -> None:
+    assert all(said == per_rank[0] for said in per_rank), "ranks disagree about loss or norm"

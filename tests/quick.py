@@ -50,9 +50,7 @@ class Quick:
 
 
 def refuse(reason: str) -> None:
-    """Ends the running test, which is skipped, also where its own code or a thread of it holds
-    the exception back.
-    """
+    """Skips the running test, also where its code or a thread of it holds the exception back."""
     RUNNING[-1].append(reason)
     pytest.skip(reason)
 

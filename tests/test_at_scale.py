@@ -1,6 +1,4 @@
-"""What a notebook trains at its scale: its own at demo scale, what its reader gives at cluster
-scale.
-"""
+"""What a notebook trains at its scale: its own demo, or what its reader gives for a cluster."""
 
 import json
 from pathlib import Path
@@ -13,34 +11,25 @@ from kit.notebook import DEMO, Given, at_scale
 from kit.plan import Plan
 from kit.recipe import Recipe
 
-OWN = Recipe(
-    data="demo",
-    num_steps=96,
-    learning_rate=3e-3,
-    warmup_steps=24,
-    validation_every=32,
-    checkpoint_every=48,
-)
+EVERY: dict[str, Any] = {"warmup_steps": 24, "validation_every": 32, "checkpoint_every": 48}
+OWN = Recipe(data="demo", num_steps=96, learning_rate=3e-3, **EVERY)
 
 
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dataset, spec):
-    """A function: what a notebook gets from these files of its reader, with some other
-    arguments.
-    """
+    """A function: what a notebook gets from these files of its reader, with other arguments."""
     monkeypatch.chdir(tmp_path)
-    Path("my-site.toml").write_text(
-        'base = "generic-gpu-slurm"\n[slurm]\naccount = "mine"\npartition = "gpu"\n'
-    )
-    Path("recipe.json").write_text(
-        json.dumps({"learning_rate": 1e-4, "min_learning_rate": 1e-5, "num_steps": 9000})
-    )
+    slurm = '[slurm]\naccount = "mine"\npartition = "gpu"\n'
+    Path("my-site.toml").write_text(f'base = "generic-gpu-slurm"\n{slurm}')
+    recipe = {"learning_rate": 1e-4, "min_learning_rate": 1e-5, "num_steps": 9000}
+    Path("recipe.json").write_text(json.dumps(recipe))
     Plan(data_parallel=4, global_batch_size=8).write(Path("plan.json"))
     spec.write(Path("spec.json"))
     own = {"site": "my-site.toml", "recipe": "recipe.json", "data": str(tiny_dataset.directory)}
+    own |= {"model": "spec.json", "plan": "plan.json"}
 
     def get(**changes: str | None) -> Given:
-        return at_scale("cluster", **(own | {"model": "spec.json", "plan": "plan.json"} | changes))  # type: ignore
+        return at_scale("cluster", **(own | changes))  # type: ignore
 
     return get
 
@@ -56,27 +45,20 @@ def test_cluster_scale_takes_the_readers_files_for_as_many_steps_as_the_demo(
 ) -> None:
     got = given()
     assert got.site.slurm.account == "mine" and got.spec == spec and got.plan.data_parallel == 4
-    assert (
-        got.other_plan == got.plan.replace(data_parallel=2)
-        and got.dataset.directory == tiny_dataset.directory
-    )
+    assert got.other_plan == got.plan.replace(data_parallel=2)
+    assert got.dataset.directory == tiny_dataset.directory
     recipe = got.recipe(OWN)
     assert (recipe.learning_rate, recipe.min_learning_rate) == (1e-4, 1e-5), "the reader's"
-    assert (recipe.num_steps, recipe.warmup_steps, recipe.checkpoint_every) == (
-        96,
-        24,
-        48,
-    ), "the notebook's"
+    steps = (recipe.num_steps, recipe.warmup_steps, recipe.checkpoint_every)
+    assert steps == (96, 24, 48), "the notebook's"
     assert recipe.data == str(tiny_dataset.directory) and "4 devices of site" in str(got)
 
 
 def test_a_published_recipe_brings_model_and_layout(given) -> None:
     got = given(recipe="frontier-22b", model=None, plan=None)
     assert got.spec.name == "gpt-22b" and got.plan.engine == "deepspeed"
-    assert (
-        got.recipe(OWN).learning_rate == got.stated["learning_rate"]
-        and got.recipe(OWN).num_steps == 96
-    )
+    recipe = got.recipe(OWN)
+    assert recipe.learning_rate == got.stated["learning_rate"] and recipe.num_steps == 96
 
 
 @pytest.mark.parametrize(
@@ -89,8 +71,6 @@ def test_a_published_recipe_brings_model_and_layout(given) -> None:
         ({"data": "nowhere"}, "nowhere"),
     ],
 )
-def test_what_is_missing_is_said_in_the_first_cell(
-    given, changes: dict[str, str | None], message: str
-) -> None:
+def test_what_is_missing_is_said_in_the_first_cell(given, changes, message) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         given(**changes)

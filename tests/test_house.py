@@ -1,11 +1,10 @@
-"""The layout is what kit/README.md says: whom a module may ask, how long a file or a function may
-get, and how large each folder and the command line.
-"""
+"""The layout is what kit/README.md says: whom a module may ask, and how large each part may get."""
 
 import ast
 import collections
 import functools
 import graphlib
+import itertools
 import re
 import subprocess
 import sys
@@ -24,26 +23,23 @@ LARGEST_FILE, LARGEST_FUNCTION = 251, 42
 
 
 def rooms(package: str) -> dict[str, int]:
-    """Returns the rooms of a package in the tables of kit/README.md, each with its line: those
-    above are lower.
-    """
-    cells = re.findall(
-        rf"^\| (`{package}\.[^|]*) \|", (ROOT / "kit" / "README.md").read_text(), re.M
-    )
-    return {
-        name: line for line, cell in enumerate(cells) for name in re.findall(r"`([\w.]+)`", cell)
-    }
+    """Returns a package's rooms in kit/README.md, each with its line: those above are lower."""
+    text = (ROOT / "kit" / "README.md").read_text()
+    cells = enumerate(re.findall(rf"^\| (`{package}\.[^|]*) \|", text, re.M))
+    return {name: line for line, cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Returns the files of all modules by name."""
+    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in nodes()}
+    return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Returns for each module those of ours that it imports, at its top, in its functions or for
-    types.
-    """
-    files = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in nodes()
-    }
+    """Returns for each module those of ours that it imports, at its top or anywhere in it."""
+    files = modules()
     found = {}
     for module, file in files.items():
         names = set()
@@ -51,9 +47,8 @@ def imports() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                names |= {
-                    name for a in node.names if (name := f"{node.module}.{a.name}") in files
-                } or {node.module}
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & {*files}
+                names |= inner or {node.module}
         found[module] = names & set(files) - {module}
     return found
 
@@ -66,37 +61,28 @@ def room_of(module: str, known: dict[str, int]) -> str:
 def upward(graph: dict[str, set[str]], known: dict[str, int]) -> list[str]:
     """Returns the imports that go from a lower room to a higher one."""
     level = {module: known.get(room_of(module, known), -1) for module in graph}
-    return [
-        f"{a} -> {b}"
-        for a in graph
-        for b in graph[a]
-        if a.split(".")[0] == b.split(".")[0]
-        if level[b] > level[a]
-    ]
+    pairs = [(a, b) for a in graph for b in graph[a] if a.split(".")[0] == b.split(".")[0]]
+    return [f"{a} -> {b}" for a, b in pairs if level[b] > level[a]]
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
 def test_every_module_is_in_a_room_of_the_table(package):
     known = rooms(package)
-    faces = {package}
-    assert not [
-        m
-        for m in imports()
-        if m.split(".")[0] == package and m not in faces and not room_of(m, known)
-    ]
+    own = [module for module in imports() if module.startswith(f"{package}.")]
+    assert not [module for module in own if not room_of(module, known)]
     assert not [room for room in known if room not in imports()]
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
 def test_no_import_goes_from_a_lower_room_to_a_higher_one(package):
-    # Its face hands on the rest.
-    graph = {module: names for module, names in imports().items() if module != package}
-    assert (
-        upward(
-            {m: {n for n in names if n != package} for m, names in graph.items()}, rooms(package)
-        )
-        == []
-    )
+    graph = without_faces()
+    assert upward(graph, rooms(package)) == []
+
+
+def without_faces() -> dict[str, set[str]]:
+    """Returns all imports but those of and by `kit` and `cluster`, which hand on the rest."""
+    faces = {"kit", "cluster"}
+    return {module: names - faces for module, names in imports().items() if module not in faces}
 
 
 def test_an_upward_import_is_found():
@@ -104,22 +90,8 @@ def test_an_upward_import_is_found():
     assert upward(graph, rooms("kit")) == ["kit.data.corpus -> kit.monitor.alerts"]
 
 
-def test_cluster_does_not_know_kit():
-    assert not [
-        m
-        for m, names in imports().items()
-        if m.startswith("cluster")
-        for n in names
-        if n.startswith("kit")
-    ]
-
-
 def test_no_circle():
-    graph = {
-        module: {n for n in names if n not in ("kit", "cluster")}
-        for module, names in imports().items()
-    }
-    assert list(graphlib.TopologicalSorter(graph).static_order())
+    assert list(graphlib.TopologicalSorter(without_faces()).static_order())
 
 
 def test_a_rank_imports_what_it_trains_with():
@@ -127,10 +99,8 @@ def test_a_rank_imports_what_it_trains_with():
 
     Building data, measuring and launching come with the faces of `kit` and `kit.data`.
     """
-    code = "import sys, kit.train; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", "import sys, kit.train; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = {name for name in done.stdout.split() if f"{name}.".startswith("kit.")}
     known = rooms("kit")
     assert {room_of(name, known) for name in found - {"kit"}} == RANK_ROOMS
@@ -185,20 +155,11 @@ Whoever raises one says in the same diff, beside it, what the new code replaces.
 """
 RANK_MODULES = 56
 RANK_ROOMS = {
-    "kit.data",
-    "kit.engines",
-    "kit.errors",
-    "kit.launcher",
-    "kit.measure",
-    "kit.parallel",
-    "kit.plan",
-    "kit.recipe",
-    "kit.rules",
-    "kit.run",
-    "kit.spec",
-    "kit.torch_private",
-    "kit.train",
-    "kit.trainer",
+    f"kit.{room}"
+    for room in (
+        "data engines errors launcher measure parallel plan recipe rules run spec torch_private"
+        " train trainer"
+    ).split()
 }
 """Of the kit, what `import kit.train` loads: modules, and the rooms that they are in."""
 COMMANDS, OPTIONS, OPTIONS_OF_ONE = 21, 84, 11
@@ -221,37 +182,29 @@ def folder_of(file: Path) -> str:
 
 def statements(tree: ast.AST) -> int:
     """Returns the number of statements that are not docstrings."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    texts = [
-        node
-        for node in nodes
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    ]
-    return len(nodes) - sum(isinstance(node.value.value, str) for node in texts)
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    values = [node.value for node in found if isinstance(node, ast.Expr)]
+    texts = [value for value in values if isinstance(value, ast.Constant)]
+    return len(found) - sum(isinstance(text.value, str) for text in texts)
 
 
 def test_each_folder_keeps_to_its_statements():
     found = collections.Counter()
     for file, (tree, *_) in nodes().items():
         found[folder_of(file)] += statements(tree)
-    assert not {
-        folder: count for folder, count in found.items() if count > STATEMENTS.get(folder, 0)
-    }
-    assert not {folder for folder, most in STATEMENTS.items() if found[folder] < 0.97 * most}, (
-        "lower them"
-    )
+    assert {name: n for name, n in found.items() if n > STATEMENTS.get(name, 0)} == {}
+    low = {folder for folder, most in STATEMENTS.items() if found[folder] < 0.97 * most}
+    assert not low, "lower them"
 
 
 def test_the_command_line_keeps_to_its_size():
     whole = typer.main.get_command(app)
-    commands = dict(leaves(whole))
-    options = {
-        name: sum(parameter.param_type_name == "option" for parameter in command.params)
-        for name, command in commands.items()
-    }
-    assert len(options) <= COMMANDS
-    assert sum(options.values()) + len(whole.params) <= OPTIONS
-    assert max(options.values()) <= OPTIONS_OF_ONE
+    options = [
+        sum(parameter.param_type_name == "option" for parameter in command.params)
+        for _, command in leaves(whole)
+    ]
+    assert len(options) <= COMMANDS and max(options) <= OPTIONS_OF_ONE
+    assert sum(options) + len(whole.params) <= OPTIONS
 
 
 def leaves(command, name: str = ""):
@@ -263,34 +216,26 @@ def leaves(command, name: str = ""):
 
 
 def test_what_is_started_by_name_is_known():
-    files = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): parts
-        for file, parts in nodes().items()
-    }
-    found = set()
-    for module, parts in files.items():
+    files, found = modules(), set()
+    for module, file in files.items():
         known = rooms(module.split(".")[0])
-        for node in parts:
-            words = [
-                each.value for each in getattr(node, "elts", ()) if isinstance(each, ast.Constant)
-            ]
-            started = {
-                after for word, after in zip(words, words[1:], strict=False) if word == "-m"
-            } & {*files}
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
-            ):
-                started |= (
-                    {ast.unparse(node.args[0])}
-                    if "cluster." in ast.unparse(node.args[0])
-                    else set()
-                )
-            for name in started:
-                here, there = (known.get(room_of(each, known), -1) for each in (module, name))
-                if there > here or name not in files or name == "kit":
-                    found.add((module, name))
+        for name in set().union(*map(started, nodes()[file])):
+            here, there = (known.get(room_of(each, known), -1) for each in (module, name))
+            if there > here or name not in files or name == "kit":
+                found.add((module, name))
     assert found == STARTED_ABOVE
+
+
+def started(node: ast.AST) -> set[str]:
+    """Returns the modules that a node of a syntax tree starts by name."""
+    words = [each.value for each in getattr(node, "elts", ()) if isinstance(each, ast.Constant)]
+    pairs = itertools.pairwise(words)
+    names = {after for word, after in pairs if word == "-m" and after in modules()}
+    if isinstance(node, ast.Call):
+        function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        asked = ast.unparse(node.args[0]) if function == "import_module" else ""
+        names |= {asked} if "cluster." in asked else set()
+    return names
 
 
 def test_private_names_of_torch_are_in_one_file():

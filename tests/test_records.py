@@ -1,6 +1,4 @@
-"""What every record offers a reader: its fields in `help` and in a notebook, and errors that name a
-field.
-"""
+"""What every record offers a reader: its fields in `help` and a notebook, errors that name one."""
 
 import copy
 import dataclasses
@@ -67,14 +65,9 @@ def test_a_mistyped_field_is_told_with_the_closest_name():
 def test_shapes_that_are_missing_are_named_all_at_once(family):
     with pytest.raises(MissingError) as raised:
         family(name="x", num_layers=2)
-    own = ["spec.ffn_hidden_size"] if family == kit.ModelSpec.llama else []
-    assert set(raised.value.names) == {
-        "spec.hidden_size",
-        "spec.num_heads",
-        "spec.vocab_size",
-        "spec.sequence_length",
-        *own,
-    }
+    shapes = {"hidden_size", "num_heads", "vocab_size", "sequence_length"}
+    shapes |= {"ffn_hidden_size"} if family == kit.ModelSpec.llama else set()
+    assert set(raised.value.names) == {f"spec.{name}" for name in shapes}
     assert "Write hidden_size=...; help(ModelSpec) says" in str(raised.value)
 
 

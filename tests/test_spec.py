@@ -1,38 +1,40 @@
 import re
 
 import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from kit.errors import ConfigError
+from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.spec import PRESETS, FlopBasis, ModelSpec, RopeScaling
 
-# Exact counts: HLAT and Llama 3 from their published configurations, GPT-2 XL from its checkpoint.
-KNOWN_PARAMS = {
+# HLAT and Llama 3 by their published configurations, GPT-2 XL by its checkpoint, GPTs by name.
+PARAMS = {
     "hlat-7b": 6_738_415_616,
     "hlat-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "gpt2-xl": 1_557_611_200,
+    "gpt-1.4b": pytest.approx(1.4e9, rel=0.01),
+    "gpt-22b": pytest.approx(22e9, rel=0.01),
+    "gpt-175b": pytest.approx(175e9, rel=0.01),
+    "gpt-1t": pytest.approx(1008e9, rel=0.01),
 }
+SHAPES = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 96}
+GPT = ModelSpec.gpt(name="g", **SHAPES, sequence_length=40)
+LLAMA = ModelSpec.llama(name="l", **SHAPES, sequence_length=40, ffn_hidden_size=176)
+ONE_SEQUENCE = torch.zeros(1, 40, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("name", KNOWN_PARAMS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_published_parameter_counts(name):
-    assert ModelSpec.preset(name).num_params == KNOWN_PARAMS[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"), [("gpt-1.4b", 1.4), ("gpt-22b", 22), ("gpt-175b", 175), ("gpt-1t", 1008)]
-)
-def test_frontier_models_have_the_size_of_their_name(name, billions):
-    assert ModelSpec.preset(name).num_params / 1e9 == pytest.approx(billions, rel=0.01)
+    assert ModelSpec.preset(name).num_params == PARAMS[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_counts_equal_torch(name):
-    import torch
-
-    from kit.model import Decoder
-
     spec = ModelSpec.preset(name)
     with torch.device("meta"):
         decoder = Decoder(spec)
@@ -42,39 +44,29 @@ def test_counts_equal_torch(name):
 @pytest.mark.parametrize("name", ["demo", "gpt2-xl", "llama3-8b"])
 def test_model_flops_equal_torch_counter(name):
     """Forward FLOPs on the meta device, where torch counts the full attention map, times 3."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from kit.model import Decoder
-
     spec = ModelSpec.preset(name).replace(num_layers=2)
     with torch.device("meta"):
         decoder = Decoder(spec)
         tokens = torch.zeros(1, spec.sequence_length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         decoder(tokens)
-    assert 3 * counter.get_total_flops() / spec.sequence_length == pytest.approx(
-        spec.flops_per_token(), rel=1e-6
-    )
+    counted = 3 * counter.get_total_flops() / spec.sequence_length
+    assert counted == pytest.approx(spec.flops_per_token(), rel=1e-6)
 
 
 def test_hlat_flops_per_sequence_equal_the_published_formula():
-    """192.29 and 1828.63 TFLOP per sequence of 4,096: Neuron's training library, evaluated for
-    both models.
-    """
+    """TFLOP per sequence of 4,096 tokens, of Neuron's training library for both models."""
     for name, tera in (("hlat-7b", 192.29), ("hlat-70b", 1828.63)):
         spec = ModelSpec.preset(name)
-        assert spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length / 1e12 == pytest.approx(
-            tera, abs=0.01
-        )
+        found = spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length
+        assert found / 1e12 == pytest.approx(tera, abs=0.01)
 
 
 def test_megatron_bases_agree_with_ours_on_gpt():
     spec = ModelSpec.preset("gpt-175b")
     ours = spec.flops_per_token()
     assert spec.flops_per_token(FlopBasis.MEGATRON) == pytest.approx(ours, rel=1e-3)
-    # Recomputing adds a forward pass of the blocks (1/3), the output projection excepted in both
-    # conventions.
+    # A forward pass of the blocks more (1/3), without the output projection in both conventions.
     again = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     assert again == pytest.approx(spec.hardware_flops_per_token("full", whole=True), rel=1e-3)
 
@@ -86,66 +78,35 @@ def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_hardware_flops_are_those_that_torch_counts_in_a_step(family, recompute):
-    """Attention written out, so that torch counts it forward and backward; a block that is not
-    compiled.
-    """
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from kit.model import build_decoder
-
-    shapes = dict(
-        name="g", num_layers=3, hidden_size=64, num_heads=4, vocab_size=96, sequence_length=40
-    )
-    spec = (
-        ModelSpec.gpt(**shapes)
-        if family == "gpt"
-        else ModelSpec.llama(**shapes, ffn_hidden_size=176)
-    )
-    tokens = torch.zeros(1, spec.sequence_length, dtype=torch.int64)
+@pytest.mark.parametrize("spec", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_hardware_flops_are_those_that_torch_counts_in_a_step(spec, recompute):
+    """Attention written out, so that torch counts it both ways; a block that is not compiled."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        build_decoder(spec, recompute=recompute)(tokens).sum().backward()
-    expected = spec.hardware_flops_per_token(
-        recompute, whole=Plan(recompute=recompute).recomputes_whole
-    )
+        build_decoder(spec, recompute=recompute)(ONE_SEQUENCE).sum().backward()
+    whole = Plan(recompute=recompute).recomputes_whole
+    expected = spec.hardware_flops_per_token(recompute, whole=whole)
     assert counter.get_total_flops() / spec.sequence_length == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_blocks_are_recomputed_whole():
-    """Matrix products of the graphs that ran to their end: 6 forward, 6 forward again, and 12
-    backward a block.
-    """
-    import torch
-    from torch._dynamo.backends.common import aot_autograd
-
-    from kit.model import build_decoder
-
-    ran = []
+    """Products in the graphs that ran: 6 forward, 6 forward again, and 12 backward a block."""
+    ran, products = [], ("aten.mm.default", "aten.addmm.default")
 
     def counted(graph, _):
         def run(inputs):
             found = graph.forward(*inputs)
-            ran.extend(
-                node
-                for node in graph.graph.nodes
-                if str(node.target) in ("aten.mm.default", "aten.addmm.default")
-            )
+            ran.extend(node for node in graph.graph.nodes if str(node.target) in products)
             return found
 
         run._boxed_call = True  # takes its inputs as one list
         return run
 
-    spec = ModelSpec.gpt(
-        name="g", num_layers=2, hidden_size=64, num_heads=4, vocab_size=96, sequence_length=40
-    )
+    spec = GPT.replace(num_layers=2)
     decoder = build_decoder(spec, recompute="full")
     for block in decoder.layers.values():
         block.compile(backend=aot_autograd(fw_compiler=counted, bw_compiler=counted))
-    decoder(torch.zeros(1, spec.sequence_length, dtype=torch.int64)).sum().backward()
+    decoder(ONE_SEQUENCE).sum().backward()
     assert len(ran) == spec.num_layers * (6 + 6 + 12)
     assert Plan(recompute="full", compile=True).recomputes_whole
 
@@ -158,17 +119,13 @@ def test_compiled_blocks_are_recomputed_whole():
         ({"num_layers": 0}, "spec.num_layers: 0 is not allowed"),
         ({"num_heads": 3}, "spec.num_heads: 3 heads do not divide hidden_size 128"),
         ({"num_kv_heads": 3}, "spec.num_kv_heads: 3 does not divide num_heads 4"),
-        (
-            {"norm": "batchnorm"},
-            "spec.norm: 'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'",
-        ),
+        ({"norm": "batchnorm"}, "'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'"),
         ({"bias": 1}, "spec.bias: expected bool, got int 1"),
     ],
 )
 def test_bad_values_are_named_by_their_dotted_path(change, message):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         ModelSpec.preset("demo").replace(**change)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

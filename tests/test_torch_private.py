@@ -1,6 +1,4 @@
-"""The names that torch keeps to itself are there, in this torch; what stands for them gives what
-its user needs.
-"""
+"""Names that torch keeps to itself are in this torch, and give what their users need."""
 
 import datetime
 import inspect

@@ -44,9 +44,7 @@ def assert_done(run: Run) -> None:
 
 @pytest.fixture
 def forked(monkeypatch) -> None:
-    """Ranks of runs that are launched or resumed are forked from this process, and have ended
-    when the call returns.
-    """
+    """Ranks of runs that are launched or resumed are forked, and have ended at the return."""
 
     def submit(run: Run, time_limit_s: float | None = None) -> Run:
         for name, text in run.asked().items():
@@ -63,20 +61,8 @@ def forked(monkeypatch) -> None:
 def test_run_directory_holds_the_contract(unbroken):
     names = {path.name for path in unbroken.directory.iterdir()}
     assert names >= {
-        "spec.json",
-        "plan.json",
-        "recipe.json",
-        "site.json",
-        "job.json",
-        "submit.sh",
-        "env.json",
-        "state.json",
-        "exit.json",
-        "metrics.jsonl",
-        "ranks",
-        "logs",
-        "checkpoints",
-        "plan.attempt_01.json",
+        *"spec.json plan.json recipe.json site.json job.json submit.sh env.json state.json".split(),
+        *"exit.json metrics.jsonl ranks logs checkpoints plan.attempt_01.json".split(),
         "site.attempt_01.json",
     }
     metrics = unbroken.metrics()
@@ -89,9 +75,7 @@ def test_run_directory_holds_the_contract(unbroken):
     assert json.loads((unbroken.directory / "env.json").read_text())["torch"]
 
 
-def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
-    spec, recipe, mount_memory, tmp_path
-):
+def test_disk_full_amid_a_checkpoint_keeps_the_older_ones(spec, recipe, mount_memory, tmp_path):
     # Bytes but no files, so that a write fails in the middle.
     disk = mount_memory("size=64m,nr_inodes=12")
     plan = DP2.replace(data_parallel=1, zero_stage=0)
@@ -104,10 +88,8 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
         (disk / f"taken-{number}").touch()
     run = kit.resume(prepared.directory)
     status = run.job.wait(timeout_s=PATIENCE_S)
-    assert status.state is JobState.FAILED and "No space left" in status.reason, (
-        status,
-        run.job.logs(),
-    )
+    assert status.state is JobState.FAILED, run.job.logs()
+    assert "No space left" in status.reason, run.job.logs()
     steps = run.checkpoints.steps()
     assert steps and f"The checkpoint of step {steps[-1]} is intact" in status.reason
     load_model(run, steps[-1])
@@ -118,20 +100,20 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(
 @pytest.mark.parametrize(
     "layout",
     [
-        {"data_parallel": 1, "zero_stage": 0, "tensor_parallel": 2, "sequence_parallel": True},
-        {"data_parallel": 1, "zero_stage": 0, "pipeline_parallel": 2},
-        {"data_parallel": 1, "zero_stage": 0, "pipeline_parallel": 3},
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 3},
         {"data_parallel": 2, "zero_stage": 3},
     ],
     ids=["TP2", "PP2", "PP3 of 4 layers", "ZeRO3"],
 )
 def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, forked, tmp_path):
-    """Goes back to the checkpoint of step 100 and does the last 20 steps again on another
-    layout.
-    """
+    """Does the last 20 steps again, from the checkpoint of step 100, on another layout."""
     shutil.copytree(unbroken.directory, tmp_path / "moved")
     shutil.rmtree(Run.open(tmp_path / "moved").checkpoints.path(STEPS))
-    run = kit.resume(tmp_path / "moved", plan=DP2.replace(**layout))
+    run = kit.resume(
+        tmp_path / "moved", plan=DP2.replace(**{"data_parallel": 1, "zero_stage": 0, **layout})
+    )
     ours, theirs = run.metrics(), unbroken.metrics()
     assert ours["attempt"].tolist() == [1] * 100 + [2] * 20
     assert ours.plans[1] == DP2 and ours.plans[2] != DP2
@@ -145,29 +127,22 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, for
 def test_resumes_between_shard_sizes_and_phases_of_a_mix(
     spec, recipe, forked, tiny_dataset, tmp_path
 ):
-    """Whole replicas share states, then two and two of them, then all; each attempt meets
-    another mix in its middle.
-    """
+    """All replicas share states, then two and two, then all; each attempt meets another mix."""
     for name in ("web", "code"):
         shutil.copytree(tiny_dataset.directory, tmp_path / name)
-    recipe = recipe.replace(
-        num_steps=3,
-        decay_steps=9,
-        warmup_steps=0,
-        validation_every=None,
-        sources=[
-            DataSource(paths=(str(tmp_path / name),), weight=int(name == "code"))
-            for name in ("web", "code")
-        ],
-        phases=[
-            DataPhase(until_tokens=8 * 16 * end, weights=weights)
-            for end, weights in ((2, (1, 1)), (5, (3, 1)))
-        ],
-    )
+    sources = [
+        DataSource(paths=(str(tmp_path / name),), weight=weight)
+        for name, weight in (("web", 0), ("code", 1))
+    ]
+    phases = [
+        DataPhase(until_tokens=8 * 16 * end, weights=weights)
+        for end, weights in ((2, (1, 1)), (5, (3, 1)))
+    ]
+    steps = {"num_steps": 3, "decay_steps": 9, "warmup_steps": 0, "validation_every": None}
+    recipe = recipe.replace(**steps, sources=sources, phases=phases)
     plan = DP2.replace(data_parallel=4, zero_stage=3, shard_size=2)
-    straight = kit.launch(
-        tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=9)
-    )
+    whole = recipe.replace(num_steps=9)
+    straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=whole)
     run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
     for steps, now in ((6, plan), (9, plan.replace(shard_size=None, zero_stage=2))):
         run = kit.resume(run.directory, plan=now, num_steps=steps)
@@ -184,15 +159,11 @@ def test_resumes_between_shard_sizes_and_phases_of_a_mix(
     assert told in printed.getvalue()
 
 
+TWICE_3 = {"micro_batch_size": 3, "global_batch_size": 24}
 PLACES = {
     "12 sequences a batch": {"global_batch_size": 12, "micro_batch_size": 4},
     "48 sequences a batch": {"global_batch_size": 48},
-    "ZeRO 3, 2 micro-batches": {
-        "data_parallel": 4,
-        "zero_stage": 3,
-        "micro_batch_size": 3,
-        "global_batch_size": 24,
-    },
+    "ZeRO 3, 2 micro-batches": {"data_parallel": 4, "zero_stage": 3, **TWICE_3},
     "pipeline": {"pipeline_parallel": 2, "micro_batch_size": 2},
     "tensor and data": {"tensor_parallel": 2, "data_parallel": 2, "micro_batch_size": 2},
     "pipeline of DeepSpeed": {"pipeline_parallel": 2, "micro_batch_size": 2, "engine": "deepspeed"},
@@ -204,26 +175,18 @@ PLACES = {
 def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
     place, spec, recipe, forked, tmp_path
 ):
-    """The learning rate is too small to change a weight; the loss is counted again on the whole
-    model.
-    """
-    still = recipe.replace(
-        num_steps=1, warmup_steps=0, learning_rate=1e-30, min_learning_rate=0, validation_every=1
-    )
+    """The learning rate changes no weight; the loss is counted again on the whole model."""
+    rates = {"warmup_steps": 0, "learning_rate": 1e-30, "min_learning_rate": 0}
+    still = recipe.replace(num_steps=1, validation_every=1, **rates)
     held_out, plan = Dataset.open(recipe.data), ONE.replace(**PLACES[place])
-    tokens = torch.tensor(
-        held_out.validation.read(0, held_out.validation.num_tokens).astype(np.int64)
-    )
+    every = held_out.validation.read(0, held_out.validation.num_tokens)
+    tokens = torch.tensor(every.astype(np.int64))
     every = torch.stack([tokens[at : at + 17] for at in range(0, len(tokens) - 16, 16)])
     first = torch.from_numpy(held_out.samples("validation", 16, recipe.seed).batch(0, 13))
     assert len(every) > 13
     for asked, windows in ((13, first), (10_000, every)):
-        run = kit.launch(
-            tmp_path / f"{asked}",
-            spec=spec,
-            plan=plan,
-            recipe=still.replace(validation_sequences=asked),
-        )
+        some = still.replace(validation_sequences=asked)
+        run = kit.launch(tmp_path / f"{asked}", spec=spec, plan=plan, recipe=some)
         logits = load_model(run)(windows[:, :-1]).flatten(0, 1)
         expected = torch.nn.functional.cross_entropy(logits.double(), windows[:, 1:].flatten())
         assert run.metrics()["validation_loss"][-1] == pytest.approx(expected.item(), rel=1e-6)
@@ -231,13 +194,10 @@ def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
 
 @pytest.mark.slow
 def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
-    """A validation gathers the weights; what is saved right after it must still be the
-    optimizer's parameters.
-    """
+    """A validation gathers the weights; what is saved after it is still the optimizer's."""
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
-    straight = kit.launch(
-        tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=30)
-    )
+    whole = recipe.replace(num_steps=30)
+    straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=whole)
     run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
     kit.resume(run.directory, num_steps=30)
     assert run.metrics()["attempt"].tolist() == [1] * 20 + [2] * 10
@@ -246,13 +206,8 @@ def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, t
 
 def test_more_steps_do_not_move_the_end_of_the_schedule(spec, recipe, forked, tmp_path):
     """By `kit resume --steps` as by a launch into the same directory; only decay_steps moves it."""
-    rates = {
-        "learning_rate": 1e-3,
-        "min_learning_rate": 1e-4,
-        "warmup_steps": 0,
-        "validation_every": None,
-    }
-    recipe = recipe.replace(num_steps=6, **rates)
+    rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0}
+    recipe = recipe.replace(num_steps=6, validation_every=None, **rates)
     run = kit.launch(tmp_path / "run", spec=spec, plan=ONE, recipe=recipe)
     told = CliRunner().invoke(app, ["resume", str(run.directory), "--steps", "8"]).stderr
     assert "reaches 0.0001 at step 6 (recipe.decay_steps), and stays there to step 8." in told
@@ -283,20 +238,14 @@ def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, t
     run = kit.launcher.submit(local_run(tmp_path / "broken", spec, DP2, gone))
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED
-    # Not rank 0's log: the other may have failed first, and then rank 0 was ended before it could
-    # say a word.
+    # Not rank 0's log: where the other failed first, rank 0 was ended before it could say a word.
     assert "DataError" in status.reason and "absent" in status.reason
 
 
-# Refused by what is in a checkpoint, or by the ranks themselves
-# ---------------------------------------------------------
-
-
 def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
+    found, other = unbroken.checkpoints, spec.replace(num_layers=2)
     with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
-        CheckpointTensors(
-            unbroken.checkpoints, unbroken.checkpoints.describe(120), spec.replace(num_layers=2)
-        )
+        CheckpointTensors(found, found.describe(120), other)
     with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
         load_model(unbroken, step=7)
 
@@ -307,9 +256,7 @@ def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_p
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
     _record_attempt(run, 3, torch.device("cpu"))
     facts = json.loads((run.directory / "env.json").read_text())
-    assert (
-        facts["git"] is None and facts["kit"] is None and facts["attempt"] == 3 and 3 in run.plans()
-    )
+    assert (facts["git"], facts["kit"], facts["attempt"]) == (None, None, 3) and 3 in run.plans()
     assert (facts["attention"], facts["fp32_products"]) == ("FLASH_ATTENTION", "fp32")
 
 

@@ -9,9 +9,7 @@ from kit.__main__ import main
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """A function: what a command that must fail says on standard error, in one line; an exception
-    that is told by a traceback comes out of it.
-    """
+    """A function: what a command that must fail says on standard error, and no traceback."""
 
     def said(words: str | list[str]) -> str:
         words = shlex.split(words) if isinstance(words, str) else words

@@ -1,6 +1,4 @@
-"""What messages, help, notebooks and the README advise can be followed: commands, options,
-modules, extras, fields.
-"""
+"""What texts advise can be followed: their commands, options, modules, extras and fields exist."""
 
 import ast
 import dataclasses
@@ -13,7 +11,6 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -67,6 +64,11 @@ def _texts() -> Iterator[tuple[str, str]]:
         yield str(file.relative_to(ROOT)), file.read_text()
 
 
+def said(pattern: str) -> list[tuple[str, Any]]:
+    """Returns all that matches in any text, with its place."""
+    return [(where, found) for where, text in texts() for found in re.findall(pattern, text)]
+
+
 def _word(part: ast.expr) -> str:
     return part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else VALUE
 
@@ -85,9 +87,7 @@ COMMANDS = typer.main.get_command(app)
 
 
 def problem(words: list[str]) -> str | None:
-    """Returns what is wrong with a command, or None: its name, its options and how many
-    arguments it takes.
-    """
+    """Returns what is wrong with a command's name, options or number of arguments, or None."""
     command: Any = COMMANDS
     words = [word for word in shlex.split(" ".join(words)) if word != "--json"]
     while hasattr(command, "commands"):
@@ -97,9 +97,7 @@ def problem(words: list[str]) -> str | None:
         if name not in command.commands:
             return f"there is no command {name!r}"
         command = command.commands[name]
-    options = {
-        name: option for option in command.params for name in (*option.opts, *option.secondary_opts)
-    }
+    options = {name: each for each in command.params for name in each.opts + each.secondary_opts}
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     given = 0
     while words:
@@ -123,18 +121,13 @@ def test_every_command_that_a_text_names_can_be_given() -> None:
 
 
 def test_the_check_sees_a_wrong_name_option_and_argument() -> None:
-    for words in ("exprt RUN", "watch RUN --loud", "watch RUN RUN"):
-        assert problem(words.split())
-    for words in ("launch RUN --set plan.x=1 --show", "data build OUT"):
-        assert not problem(words.split())
+    wrong = ("exprt RUN", "watch RUN --loud", "watch RUN RUN")
+    right = ("launch RUN --set plan.x=1 --show", "data build OUT")
+    assert [each for each in wrong + right if problem(each.split())] == [*wrong]
 
 
 def test_every_module_that_a_text_starts_is_there() -> None:
-    named = [
-        (where, name)
-        for where, text in texts()
-        for name in re.findall(r"python -m ((?:kit|cluster)[\w.]*)", text)
-    ]
+    named = said(r"python -m ((?:kit|cluster)[\w.]*)")
     assert len(named) > 5
     assert not [f"{where}: python -m {name}" for where, name in named if not find_spec(name)]
 
@@ -142,11 +135,7 @@ def test_every_module_that_a_text_starts_is_there() -> None:
 def test_every_extra_that_is_asked_for_is_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {*project["optional-dependencies"], VALUE}
-    named = [
-        (where, name)
-        for where, text in texts()
-        for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)
-    ]
+    named = said(r"pip install.*\.\[([\w,]+)\]")
     for file in nodes():
         for node in nodes()[file]:
             place = EXTRAS.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
@@ -169,7 +158,7 @@ assert shlex.split(errors.install_command()) == ["pip", "install", name]
 """
 
 
-def test_a_wheel_names_its_own_extras_and_a_checkout_itself(reader_python, tmp_path: Path) -> None:
+def test_a_wheel_names_its_own_extras_and_a_checkout_itself(reader_python, tmp_path) -> None:
     assert install_command("plan") == "pip install -e '.[plan]'"
     assert install_command() == "pip install -e ."
     asked = [reader_python(), "-c", ASKED]
@@ -182,16 +171,13 @@ TABLES = {"slurm": Slurm, "kubernetes": Kubernetes}
 
 
 def test_every_field_that_a_message_names_is_there() -> None:
-    """`recipe.checkpoint_every` and the like, in messages of errors; properties and methods of
-    the records count.
-    """
-    pattern = re.compile(r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?")
+    """`recipe.checkpoint_every` and the like; properties and methods of the records count."""
+    pattern = r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?"
+    files = ("json", "toml", "py", "preset", "attempt_", "base")
     named = [
-        (where, *match)
-        for where, text in texts()
-        if not where.startswith("notebooks")
-        for match in pattern.findall(text)
-        if match[1] not in ("json", "toml", "py", "preset", "attempt_", "base")
+        (where, *found)
+        for where, found in said(pattern)
+        if not where.startswith("notebooks") and found[1] not in files
     ]
     assert len(named) > 50
     for where, record, field, below in named:

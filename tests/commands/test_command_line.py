@@ -19,15 +19,22 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.monitor.recorded import recorded_run
 
-
-def _kit(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    command, env = [sys.executable, "-m", "kit", *arguments], {**os.environ, **environment}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+# In a process of its own, whose encoding is its own: `status`, and a command that fails.
+TWICE = """
+import sys
+from kit.__main__ import main
+for words in (["status", "run"], ["generate", "nowhere", sys.argv[1]]):
+    sys.argv = ["kit", *words]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended with", end.code or 0)
+"""
 
 
 @pytest.mark.parametrize("name", GONE)
 def test_a_command_that_went_is_answered_with_what_does_its_work(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
     assert name not in typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
@@ -45,56 +52,53 @@ def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) 
         assert words or all(f"│ {name} " in text for [name] in asked)
 
 
-def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
+def test_brackets_in_a_table_are_text(tmp_path, monkeypatch, capsys, answer) -> None:
+    monkeypatch.chdir(tmp_path)
     spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
-    spec.write(tmp_path / "spec.json")
+    spec.write(Path("spec.json"))
     asked = "plan spec.json --site frontier --devices 8 --batch 16 --choose 2 --out".split()
-    answer = _kit(*asked, "new/below/[b]second.json", folder=tmp_path)
-    assert "odd [/b] name on 8 devices" in answer.stdout
-    assert "Layout 2 is in new/below/[b]second.json" in answer.stdout
-    kept = Plan.read(tmp_path / "new" / "below" / "[b]second.json")
-    assert kept.engine == "native"
-    assert f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
+    app([*asked, "new/below/[b]second.json"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "odd [/b] name on 8 devices" in said
+    assert "Layout 2 is in new/below/[b]second.json" in said
+    kept = Plan.read(Path("new/below/[b]second.json"))
+    assert kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in said
     kept.check(spec, 8)
-    (tmp_path / "plan.json").write_text("a run's")
-    answer = _kit(*asked, "plan.json", folder=tmp_path)
-    assert answer.returncode == 1 and answer.stderr.startswith("ConfigError: ")
-    assert "plan.json: already exists" in answer.stderr
-    assert (tmp_path / "plan.json").read_text() == "a run's"
-    rows = FILE.read_text().splitlines()
-    selene = next(line for line in rows if "Selene" in line)
-    selene = selene.replace("Selene", "a [/b] machine")
-    (tmp_path / "rows.csv").write_text(f"{rows[0]}\n{selene}\n")
-    answer = _kit("validate", "--rows", "rows.csv", folder=tmp_path)
-    assert answer.returncode == 0 and "a [/b] machine:" in answer.stdout, answer.stdout
+    Path("plan.json").write_text("a run's")
+    refused = answer([*asked, "plan.json"])
+    assert refused.startswith("ConfigError: ") and "plan.json: already exists" in refused
+    assert Path("plan.json").read_text() == "a run's"
+    head, *rows = FILE.read_text().splitlines()
+    selene = next(line for line in rows if "Selene" in line).replace("Selene", "a [/b] machine")
+    Path("rows.csv").write_text(f"{head}\n{selene}\n")
+    app(["validate", "--rows", "rows.csv"], standalone_mode=False)
+    assert "a [/b] machine:" in capsys.readouterr().out
 
 
-def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path: Path) -> None:
+def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path) -> None:
     recorded_run(tmp_path / "run", steps=40)
     coding = {"PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    ascii_only = {**coding, "LC_ALL": "C"}
-    answer = _kit("status", "run", folder=tmp_path, **ascii_only)
-    unicode = _kit("status", "run", folder=tmp_path, PYTHONIOENCODING="utf-8")
-    blocks = re.search("MFU .*", unicode.stdout)[0]  # pyright: ignore[reportOptionalSubscript]
-    assert answer.returncode == 0
-    assert blocks.encode("ascii", "backslashreplace").decode() in answer.stdout
-    answer = _kit("generate", "nowhere", "née", folder=tmp_path, **ascii_only)
-    assert answer.stdout == "" and "nowhere is not a run directory" in answer.stderr
+    environment = {**os.environ, **coding, "LC_ALL": "C"}
+    words = [sys.executable, "-c", TWICE, "née"]
+    told = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    unicode = CliRunner().invoke(app, ["status", str(tmp_path / "run")]).stdout
+    blocks = re.findall("MFU .*", unicode)[-1]
+    assert not blocks.isascii()
+    assert blocks.encode("ascii", "backslashreplace").decode() in told.stdout
+    assert told.stdout.endswith("ended with 0\nended with 1\n")
+    assert "nowhere is not a run directory" in told.stderr
 
 
-def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
-    found = {
-        each["subject"]: each
-        for each in json.loads(_kit("doctor", "--deep", "--json", folder=tmp_path).stdout)
-    }
+def test_doctor_finds_what_the_tests_use(tmp_path) -> None:
+    words = [sys.executable, "-m", "kit", "doctor", "--deep", "--json"]
+    told = json.loads(subprocess.run(words, cwd=tmp_path, capture_output=True).stdout)
+    found = {each["subject"]: each for each in told}
     seconds = re.search(r"imported in ([\d.]+) s", found["torch"]["found"])
-    assert seconds and found["torch"]["ok"] == (float(seconds[1]) < SLOW_IMPORT_S), (
-        "a busy machine is told that it is"
-    )
+    is_fast = float(seconds[1]) < SLOW_IMPORT_S
+    assert found["torch"]["ok"] == is_fast, "a busy machine is told that it is"
     assert found["matrix product"]["ok"] and found["all-reduce"]["found"].startswith("right, ")
     assert found["optuna"]["ok"]
     if find_spec("deepspeed"):
-        assert found["deepspeed"]["ok"] and "made a training step" in found["deepspeed"]["found"], (
-            found["deepspeed"]
-        )
+        assert found["deepspeed"]["ok"], found["deepspeed"]
+        assert "made a training step" in found["deepspeed"]["found"]
     assert found["neuronx-distributed"]["ok"] is not True

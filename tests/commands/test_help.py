@@ -1,6 +1,5 @@
 """`kit --help` and what each command says to do next."""
 
-import collections
 import importlib.metadata
 import re
 import shlex
@@ -32,38 +31,28 @@ def helped(*words: str) -> str:
     return CliRunner().invoke(app, [*words, "--help"]).stdout
 
 
-def test_every_command_is_in_exactly_one_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
-    names = [name for group in app.registered_groups for name in [group.name]]
-    names += [
-        each.name or each.callback.__name__  # pyright: ignore[reportOptionalMemberAccess]
-        for group in app.registered_groups
-        if group.typer_instance and not group.name
-        for each in group.typer_instance.registered_commands
-    ]
+
+
+def test_every_command_is_in_exactly_one_panel() -> None:
     listed = [name for names in PANELS.values() for name in names]
-    inner = [
-        each.name
-        for group in app.registered_groups
-        if group.typer_instance
-        for each in group.typer_instance.registered_groups
-    ]
-    assert sorted(filter(None, names + inner)) == sorted(listed)
-    text, found = helped(), collections.defaultdict(list)
+    assert sorted(listed) == sorted(WHOLE.commands)  # pyright: ignore
+    text, found = helped(), {}
     for panel in PANELS:
         body = text.split(f"╭─ {panel} ─")[1].split("╰")[0]
-        found[panel] = re.findall(r"^│ (\S+) ", body, re.M)
-    assert {panel: tuple(names) for panel, names in found.items()} == PANELS
+        found[panel] = tuple(re.findall(r"^│ (\S+) ", body, re.M))
+    assert found == PANELS
 
 
-def test_its_examples_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+def test_its_examples_can_be_given() -> None:
     examples = re.findall(r"^kit (.*)$", EXAMPLES, re.M)
     assert len(examples) == 3 and all(f" kit {each} " in helped() for each in examples)
     assert not [each for each in examples if problem(shlex.split(each))]
 
 
-def test_it_tells_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_tells_its_version(monkeypatch) -> None:
     told = CliRunner().invoke(app, ["--version"])
     version = importlib.metadata.version("pretraining-notebook-kit")
     assert (told.exit_code, told.stdout) == (0, f"kit {version}\n")
@@ -82,15 +71,9 @@ def leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield from leaves(inner, *words, name)
 
 
-@pytest.mark.parametrize(
-    ("words", "command"),
-    list(leaves(WHOLE)),
-    ids=lambda each: str(each),  # pyright: ignore
-)
-def test_its_words_are_shown_whole(words, command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word in square brackets is no colour to the terminal, and lines are as long as it is
-    wide.
-    """
+@pytest.mark.parametrize(("words", "command"), [*leaves(WHOLE)], ids=str)
+def test_its_words_are_shown_whole(words, command, monkeypatch) -> None:
+    """A word in square brackets is no colour, and lines are as long as the terminal is wide."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", helped(*words)).split())
     for parameter in command.params:
@@ -151,7 +134,7 @@ def said(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("line", TABLE.strip().splitlines(), ids=lambda line: line.split(" |")[0])
-def test_a_command_ends_with_the_next_one(line: str, place: Path, monkeypatch, capsys) -> None:
+def test_a_command_ends_with_the_next_one(line, place, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     words, _, wanted = (part.strip() for part in line.partition("|"))
     assert said(words, monkeypatch, capsys)[-1:] == [wanted.replace("FOLDER", str(place))]

@@ -1,6 +1,4 @@
-"""`kit launch`: whose recipe, whose layout, on how many devices; what `--show` lists; what
-Ctrl-C leaves behind.
-"""
+"""`kit launch`: whose recipe and layout, on how many devices; what `--show` and Ctrl-C leave."""
 
 import os
 import shlex
@@ -48,7 +46,7 @@ def refused(message: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_published_recipe_is_that_of_the_paper(name: str) -> None:
+def test_published_recipe_is_that_of_the_paper(name) -> None:
     published = published_recipe(name)
     ask = asked(recipe=name, given={"data": "/d"})
     assert ask.spec == ModelSpec.preset(published.model) and ask.plan == published.plan
@@ -94,11 +92,12 @@ def test_a_recipe_of_ones_own() -> None:
     whole.write(Path("recipe.json"))
     ask = asked(recipe="recipe.json", given={"num_steps": 9})
     assert Recipe.from_dict(ask.fields) == whole.replace(num_steps=9) and not ask.lacking
-    for text, message in (
-        ("learning_rat = 1", "Did you mean 'learning_rate'"),
-        ("x = ", "not valid TOML"),
-        ("", "--data"),
-    ):
+    wrong = {
+        "learning_rat = 1": "Did you mean 'learning_rate'",
+        "x = ": "not valid TOML",
+        "": "--data",
+    }
+    for text, message in wrong.items():
         Path("wrong.toml").write_text(text)
         refused(message, "--recipe wrong.toml")
 
@@ -119,7 +118,7 @@ def test_a_plan_from_a_file() -> None:
     assert own == plan, "a layout of one's own for a paper's recipe"
 
 
-def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planners_choice_is_launched_as_it_is(capsys) -> None:
     words = "plan hlat-7b --site trn1.32xlarge --devices 2048 --batch 1024 --choose 2"
     app([*words.split(), "--out", "second.json"], standalone_mode=False)
     kept = Plan.read(Path("second.json"))
@@ -127,16 +126,14 @@ def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[
     assert asked(recipe="hlat-7b", plan=Path("second.json")).plan == kept
     launch("--recipe hlat-7b --plan second.json --site trn1.32xlarge --show")
     said = capsys.readouterr()
-    assert "#SBATCH --nodes=64" in said.out and "plan." not in said.err, (
-        "nothing of the layout is left to fill in"
-    )
+    assert "#SBATCH --nodes=64" in said.out
+    assert "plan." not in said.err, "nothing of the layout is left to fill in"
 
 
 def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None:
-    words = (
-        "plan llama3.1-405b --site dgx-h100 --devices 2048 --batch 2048 --seq 4096 --out plan.json"
-    )
-    app([*words.split(), "--code-base", "megatron-core"], standalone_mode=False)
+    words = "plan llama3.1-405b --site dgx-h100 --devices 2048 --batch 2048 --seq 4096"
+    words += " --out plan.json --code-base megatron-core"
+    app(words.split(), standalone_mode=False)
     told = capsys.readouterr()
     assert "2,048 sequences of 4,096 tokens" in told.out and "megatron-core's kernels" in told.out
     assert "Layout 1 is in plan.json." in told.out
@@ -144,7 +141,7 @@ def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None
     Plan.read(Path("plan.json")).check(ModelSpec.preset("llama3.1-405b"))
 
 
-def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_every_script_and_what_is_left(capsys) -> None:
     shown = "--recipe hlat-70b --set plan.data_parallel=8 --show --site"
     launch(f"{shown} trn1.32xlarge")
     said = capsys.readouterr()
@@ -160,12 +157,11 @@ def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture
     assert not Path("runs").exists()
     Path("my-trn1.toml").write_text('base = "trn1.32xlarge"\nname = "mine"\n')
     launch(f"{shown} my-trn1.toml")
-    assert "site.slurm.partition: in my-trn1.toml\n" in capsys.readouterr().err, (
-        "which is the reader's own already"
-    )
+    said = capsys.readouterr()
+    assert "site.slurm.partition: in my-trn1.toml\n" in said.err, "the reader's own already"
 
 
-def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_one_script_is_that_script(capsys) -> None:
     launch("--recipe frontier-175b --site frontier --show")
     said = capsys.readouterr()
     assert said.out.startswith("#!/bin/bash\n")
@@ -185,9 +181,8 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
 
     words = f"--data {tiny_dataset.directory}"
     monkeypatch.setattr(launching, "_measured", lambda run, site, dtype: site)
-    monkeypatch.setattr(
-        launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60"))
-    )
+    asleep = lambda *given: spec(*given).replace(argv=("sleep", "60"))  # noqa: E731
+    monkeypatch.setattr(launcher, "job_spec", asleep)
     monkeypatch.setattr(local, "start", pressed)
     code = launch(words)
     said, job = capsys.readouterr().out, Job.attach("runs/new")
@@ -200,14 +195,13 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
 
 
 def test_epochs_of_each_source_are_told_before_anything_starts(
-    tiny_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_dataset, tmp_path, capsys
 ) -> None:
     data = tiny_dataset.directory
     source = f'[[sources]]\npaths = ["{data}"]\nweight = %g\n'
     phase = "[[phases]]\nuntil_tokens = 1e4\nweights = [1, 0]\n"
-    Path("mix.toml").write_text(
-        f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}'
-    )
+    recipe = f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}'
+    Path("mix.toml").write_text(recipe)
     launch("--recipe mix.toml --model demo --set spec.sequence_length=64 --show")
     told = capsys.readouterr().err.splitlines()
     # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
@@ -218,17 +212,19 @@ def test_epochs_of_each_source_are_told_before_anything_starts(
         assert float(line.split()[1]) == pytest.approx(count / windows, rel=0.02)
 
 
-def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path: Path) -> None:
-    batch = {"global_batch_size": 8}
+def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path) -> None:
+    def unsaid(**plan: Any) -> dict[str, Any]:
+        return asked(changes={"plan": plan}).unsaid
+
     assert asked().unsaid == {"precision": "bf16", "compile": True}
     assert asked().plan.precision == "fp32", "on a CPU it is what it was"
-    assert asked(changes={"plan": {"compile": False}}).unsaid == {"precision": "bf16"}
-    assert asked(changes={"plan": {"compile": True, "precision": "fp32"}}).unsaid == {}
-    assert asked(changes={"plan": {"engine": "deepspeed", "zero_stage": 1}}).unsaid == {}
-    bubble = {**batch, "pipeline_parallel": 2, "virtual_stages": 2, "schedule": "zero_bubble"}
-    assert asked(changes={"plan": bubble}).unsaid == {"precision": "bf16", "compile": False}
+    assert unsaid(compile=False) == {"precision": "bf16"}
+    assert unsaid(compile=True, precision="fp32") == {}
+    assert unsaid(engine="deepspeed", zero_stage=1) == {}
+    bubble = {"pipeline_parallel": 2, "virtual_stages": 2, "schedule": "zero_bubble"}
+    assert unsaid(**bubble, global_batch_size=8) == {"precision": "bf16", "compile": False}
     assert asked(recipe="frontier-22b").unsaid == {}
-    Plan.from_dict(batch).write(tmp_path / "plan.json")
+    Plan(global_batch_size=8).write(tmp_path / "plan.json")
     assert asked(plan=tmp_path / "plan.json").unsaid == {}
 
 
@@ -252,7 +248,7 @@ slurm = { partition = "batch" }
 
 @pytest.mark.parametrize("source", ['source = "/opt/kit"', "sync = true"])
 def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source, tmp_path, monkeypatch, capsys
 ) -> None:
     Path("mine.toml").write_text(BEHIND % source)
     ssh = tmp_path / "bin" / "ssh"

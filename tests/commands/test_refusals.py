@@ -1,6 +1,4 @@
-"""What is refused is told in a sentence and changes nothing: every file beneath the folder is
-compared before and after each refusal there is.
-"""
+"""What is refused is told in a sentence and changes no file beneath the folder."""
 
 import fcntl
 import hashlib
@@ -50,14 +48,13 @@ FILES = "--model runs/rep/spec.json --recipe runs/rep/recipe.json --set plan.glo
 
 def contents(folder: Path) -> dict[str, str]:
     """Returns a hash of every file, the target of every link, and the name of every folder."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
+
+    def told(path: Path) -> str:
         if path.is_symlink():
-            found[name] = f"-> {os.readlink(path)}"
-        else:
-            found[name] = "/" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            return f"-> {os.readlink(path)}"
+        return "/" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+
+    return {str(path.relative_to(folder)): told(path) for path in sorted(folder.rglob("*"))}
 
 
 @pytest.fixture
@@ -78,9 +75,7 @@ def refused(tmp_path: Path) -> Callable[..., None]:
 def finished(
     tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """A run in the working folder that has done all its steps and was once asked for a
-    checkpoint, as a job would have left it.
-    """
+    """A run that has done all its steps and was once asked for a checkpoint, without its job."""
     monkeypatch.chdir(tmp_path)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=STEPS, warmup_steps=15)
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
@@ -123,9 +118,7 @@ def kit_command(words: str) -> None:
 
 
 def one_device(site: Site, **slurm_fields: Any) -> Site:
-    """Returns a site with one device a node, for Trainium a CPU core, on which a plan of engine
-    native trains; with fields of Slurm filled in as a user would.
-    """
+    """Returns a site with one device a node, for Trainium a CPU core, and these fields of Slurm."""
     if site.device.trainium is not None:
         site = site.replace(device=Site.load("laptop").device)
     if slurm_fields:
@@ -144,9 +137,7 @@ def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def refuse(words: list[str], *_: object, **__: object) -> str:
         told.append(words)
         if words[0] != "sbatch" or words[-1] == "submit.sh":
-            raise JobError(
-                "sbatch: error: Invalid account or account/partition combination specified"
-            )
+            raise JobError("sbatch: error: Invalid account or account/partition combination")
         return "41\n"
 
     monkeypatch.setattr(slurm, "slurm_command", refuse)
@@ -204,7 +195,7 @@ plan demo --site laptop --devices 2 --batch 8 | ConfigError | (`kit bench --out 
 
 @pytest.mark.parametrize("row", COMMANDS.strip().splitlines())
 def test_a_refused_command_says_what_to_do_in_a_sentence_and_changes_nothing(
-    row: str, finished: Run, tmp_path: Path, answer
+    row, finished, tmp_path, answer
 ) -> None:
     words, error, message = row.replace("FILES", FILES).split(" | ")
     (tmp_path / "full").mkdir()
@@ -221,21 +212,17 @@ def test_a_refused_command_says_what_to_do_in_a_sentence_and_changes_nothing(
 
 
 def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_has(
-    finished: Run, started: list[Run]
+    finished, started
 ) -> None:
-    """Nobody gives the demo's warm-up, layout and site again; what is advised can be given as it
-    stands.
-    """
+    """Nobody gives warm-up, layout and site again; what is advised can be given as it stands."""
     two = "--set plan.tensor_parallel=2"
     message = "has finished its 20 steps, and 20 were asked for"
     with pytest.raises(RunError, match=message) as raised:
         kit_command(f"launch runs/rep {two}")
-    advised = re.search(
-        "`kit (resume .* --steps N .*)`, which turns plan.tensor_parallel = 1 into 2",
-        str(raised.value),
-    )
-    assert advised and not started
-    kit_command(advised[1].replace(" N ", " 40 "))
+    turns = "`kit (resume .* --steps N .*)`, which turns plan.tensor_parallel = 1 into 2"
+    [advised] = re.findall(turns, str(raised.value))
+    assert not started
+    kit_command(advised.replace(" N ", " 40 "))
     kit_command(f"launch runs/rep --steps 40 {two}")
     for run in started:
         assert run.recipe == finished.recipe.replace(num_steps=40, decay_steps=20)
@@ -249,22 +236,20 @@ def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_
     assert f"`kit resume {finished.directory} --steps 40 {two}`" in str(raised.value)
 
 
-def test_only_the_hook_that_a_run_has_may_be_gone(
-    finished: Run, refused, started: list[Run]
-) -> None:
+def test_only_the_hook_that_a_run_has_may_be_gone(finished, refused, started) -> None:
     recipe = finished.recipe.replace(hook=str(finished.directory / "gone.py"))
     recipe.write(finished.directory / "recipe.json")
     (finished.directory / HOOK).write_text("def on_step(state): return {}")
     words = "launch runs/rep --steps 40"
-    message = "mistyped.py' cannot be read"
-    refused(RunError, message, kit_command, f"{words} --set recipe.hook=mistyped.py")
+    mistyped = f"{words} --set recipe.hook=mistyped.py"
+    refused(RunError, "mistyped.py' cannot be read", kit_command, mistyped)
     assert not started
     kit_command(words)
     assert len(started) == 1
 
 
 def test_nothing_is_measured_before_the_last_refusal(
-    finished: Run, refused, started: list[Run], monkeypatch: pytest.MonkeyPatch
+    finished, refused, started, monkeypatch
 ) -> None:
     rounds: list[str] = []
 
@@ -287,9 +272,7 @@ def test_nothing_is_measured_before_the_last_refusal(
     assert rounds == ["fp32"] and run.site.peak_flops_per_s("fp32") == 2e11
 
 
-def test_launch_refused_by_what_is_given(
-    finished: Run, refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_refused_by_what_is_given(finished, refused, tmp_path, monkeypatch) -> None:
     spec, recipe = finished.spec, finished.recipe.replace(num_steps=STEPS + 10)
     other = Site.load("laptop").with_measured_peak("fp32", 9e11, "another machine")
     whole = {"plan": PLAN.replace(data_parallel=8), "site": other, "recipe": finished.recipe}
@@ -334,7 +317,7 @@ def test_launch_refused_by_what_is_given(
 
 
 def test_launch_refused_by_what_is_in_the_directory(
-    finished: Run, refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished, refused, tmp_path, monkeypatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
     refused(RunError, "cannot be written", go_on, finished, directory=tmp_path / "file" / "run")
@@ -350,7 +333,7 @@ def test_launch_refused_by_what_is_in_the_directory(
     refused(CheckpointError, "gone.distcp is missing", go_on, finished)
 
 
-def test_launch_refused_by_others_at_work(finished: Run, refused) -> None:
+def test_launch_refused_by_others_at_work(finished, refused) -> None:
     handle = os.open(finished.directory, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     refused(RunError, "is being launched by another process", go_on, finished)
@@ -361,21 +344,18 @@ def test_launch_refused_by_others_at_work(finished: Run, refused) -> None:
     refused(JobError, message, kit.resume, finished.directory)
 
 
-def test_job_whose_processes_cannot_be_started(finished: Run, refused, tmp_path: Path) -> None:
+def test_job_whose_processes_cannot_be_started(finished, refused, tmp_path) -> None:
     program = tmp_path / "program"
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
     for run_dir in (finished.directory, tmp_path / "new" / "run"):
         job = JobSpec(name="x", run_dir=str(run_dir), argv=(str(program),), num_processes=2)
-        refused(
-            JobError, "could not be started: rank 0 could not", submit, job, Site.load("laptop")
-        )
+        message = "could not be started: rank 0 could not"
+        refused(JobError, message, submit, job, Site.load("laptop"))
 
 
 @pytest.mark.parametrize(("base", "cancelled"), [("frontier", 0), ("trn1.32xlarge", 3)])
-def test_job_that_slurm_refuses(
-    base: str, cancelled: int, finished: Run, refused, tmp_path: Path, deaf_slurm: list[list[str]]
-) -> None:
+def test_job_that_slurm_refuses(base, cancelled, finished, refused, tmp_path, deaf_slurm) -> None:
     """Its word comes after everything else; a job that compiles ahead was taken by then."""
     message, site = "Invalid account", one_device(Site.load(base), **MINE)
     refused(JobError, message, go_on, finished, site=site)
@@ -384,9 +364,7 @@ def test_job_that_slurm_refuses(
     assert deaf_slurm.count(["scancel", "41"]) == cancelled
 
 
-def test_scoring_that_slurm_refuses(
-    finished: Run, refused, tmp_path: Path, deaf_slurm: list[list[str]]
-) -> None:
+def test_scoring_that_slurm_refuses(finished, refused, tmp_path, deaf_slurm) -> None:
     def follow() -> list:
         return list(follow_run(finished.directory, ("heldout",), submit=True, poll_s=0))
 
@@ -398,7 +376,7 @@ def test_scoring_that_slurm_refuses(
     refused(ConfigError, "still 'EDIT'", follow)
 
 
-def test_imports_that_refuse(finished: Run, refused, tmp_path: Path) -> None:
+def test_imports_that_refuse(finished, refused, tmp_path) -> None:
     log, other = tmp_path / "train.log", tmp_path / "other.log"
     text = head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2)
     log.write_text(text + line(1, 346.65) + line(2, 346.65))

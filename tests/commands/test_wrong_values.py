@@ -1,6 +1,4 @@
-"""Whatever is typed: every command answers in a sentence, with its own exit code, and never with
-a traceback.
-"""
+"""Whatever is typed: each command answers in a sentence, with its exit code, and no traceback."""
 
 import json
 import os
@@ -17,16 +15,7 @@ from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
 from tests.monitor.recorded import recorded_run, say
 
-PATHS = (
-    "nowhere",
-    "file",
-    "empty",
-    "loop",
-    "x" * 260,
-    "file/inside",
-    "~nobody-of-this-name/x",
-    "a\udc80",
-)
+PATHS = "nowhere", "file", "empty", "loop", "x" * 260, "file/inside", "~nobody-at-all/x", "a\udc80"
 COMMANDS = """
 status PATH
 watch PATH
@@ -68,9 +57,7 @@ data build new --max-megabytes WORD
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run that has ended, a file that is none of ours, an empty folder and a
-    link to itself.
-    """
+    """A folder with a run that has ended, a stranger's file, an empty folder, a link to itself."""
     recorded_run(tmp_path / "run", steps=30, state=JobState.DONE)
     (tmp_path / "file").write_text("plain text\n")
     (tmp_path / "empty").mkdir()
@@ -80,7 +67,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", COMMANDS.strip().splitlines())
-def test_wrong_paths_are_told_in_a_sentence(words: str, place: Path, answer) -> None:
+def test_wrong_paths_are_told_in_a_sentence(words, place, answer) -> None:
     for path in PATHS:
         text = answer([word.replace("PATH", path) for word in words.split()])
         assert len(text) < 1500, text
@@ -88,18 +75,18 @@ def test_wrong_paths_are_told_in_a_sentence(words: str, place: Path, answer) -> 
 
 
 @pytest.mark.parametrize("words", OF_WORDS.strip().splitlines())
-def test_wrong_words_are_told_in_a_sentence(words: str, place: Path, answer) -> None:
+def test_wrong_words_are_told_in_a_sentence(words, place, answer) -> None:
     for word in ("", "nope", "-1", "nan", "[/b]", "x" * 300):
         answer([each.replace("WORD", word) for each in words.split()])
     assert not (place / "new").exists()
 
 
-def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch, capsys) -> None:
+def test_what_bench_site_measures_is_enough_for_a_plan(place, monkeypatch, capsys) -> None:
+    def measured(site, dtype="fp32"):
+        return site.with_measured_peak(dtype, 1e11, "here", 0.01)
+
     for module in ("kit.commands.machines", "kit.measure.site"):
-        monkeypatch.setattr(
-            f"{module}.measured_site",
-            lambda site, dtype="fp32": site.with_measured_peak(dtype, 1e11, "here", 0.01),
-        )
+        monkeypatch.setattr(f"{module}.measured_site", measured)
     monkeypatch.setattr("kit.measure.site.memory_bytes_per_s", lambda: 1e10)
     row = {"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": 1e9}
     monkeypatch.setattr("kit.measure.site.by_ranks", lambda module, num_processes: [row])
@@ -110,13 +97,11 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch,
     assert said.err.startswith("Measuring ") and "demo on 2 devices of mine" in said.out
 
 
-def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="exists and is not empty"),
-        whole_folder(tmp_path / "out"),
-    ):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "theirs").touch()
+def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="exists and is not empty"), whole_folder(out):
+        out.mkdir()
+        (out / "theirs").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
@@ -130,9 +115,7 @@ def as_nobody():
 
 
 @pytest.mark.parametrize("words", ["stop", "stop --now", "checkpoint"])
-def test_a_run_of_somebody_else_is_left_to_them(
-    words: str, tmp_path: Path, as_nobody, answer
-) -> None:
+def test_a_run_of_somebody_else_is_left_to_them(words, tmp_path, as_nobody, answer) -> None:
     run = recorded_run(tmp_path / "run", steps=30)
     for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
         folder.chmod(folder.stat().st_mode | 0o055)
@@ -151,7 +134,7 @@ def test_a_run_of_somebody_else_is_left_to_them(
 
 
 def test_text_under_another_key_and_broken_lines_are_a_matter_of_options(
-    tmp_path: Path, monkeypatch, answer
+    tmp_path, monkeypatch, answer
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = "the model is trained on %d tokens of data "

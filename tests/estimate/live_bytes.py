@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that torch operations made and that are still alive."""
-
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0

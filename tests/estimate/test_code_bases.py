@@ -12,7 +12,7 @@ from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import KIT, MEGATRON_CORE
 from kit.estimate.theory.layouts import SCHEDULES, Layouts, transformer_engine
 from kit.estimate.theory.memory import CODE_BASES, memory, memory_by_stage
-from kit.plan import Plan, Precision
+from kit.plan import Plan
 from kit.spec import ModelSpec
 
 GPT = ModelSpec.preset("gpt-22b")
@@ -24,12 +24,9 @@ def test_megatron_core_runs_that_ran_fit_by_its_own_kernels_and_reserve():
     ]
     # Megatron-FSDP's recipes leave the activations of some layers in the host's memory.
     fully = {"GB200": 40, "GB300": 20}
-    runs = [
-        dataclasses.replace(run, offloaded_layers=fully[run.device])
-        if run.plan.zero_stage == 3
-        else run
-        for run in runs
-    ]
+    for place, run in enumerate(runs):
+        if run.plan.zero_stage == 3:
+            runs[place] = dataclasses.replace(run, offloaded_layers=fully[run.device])
     layouts, base = published.layouts(runs), CODE_BASES["megatron-core"]
     used = memory(layouts, kernels=base.kernels, reserve=base.reserve).used_bytes
     device = np.array([run.site().device.memory_bytes.value for run in runs])
@@ -40,24 +37,11 @@ def test_megatron_core_runs_that_ran_fit_by_its_own_kernels_and_reserve():
 
 
 def test_fp8_keeps_narrow_inputs_and_on_some_devices_one_copy_of_a_weight():
-    kernels = {
-        name: transformer_engine(*name)
-        for name in (("bf16", True), ("fp8", False), ("fp8", True), ("mxfp8", True))
-    }
-    plan = Plan(
-        tensor_parallel=4,
-        zero_stage=1,
-        data_parallel=2,
-        sequence_parallel=True,
-        global_batch_size=2,
-    )
-    wide, hopper, blackwell, blocks = (
-        memory_by_stage(
-            Layouts.of(GPT, [plan], native=False, **each),
-            kernels=MEGATRON_CORE,
-        )
-        for each in kernels.values()
-    )
+    formats = (("bf16", True), ("fp8", False), ("fp8", True), ("mxfp8", True))
+    degrees = {"tensor_parallel": 4, "sequence_parallel": True, "data_parallel": 2}
+    plan = Plan(**degrees, zero_stage=1, global_batch_size=2)
+    runs = [Layouts.of(GPT, [plan], native=False, **transformer_engine(*each)) for each in formats]
+    wide, hopper, blackwell, blocks = (memory_by_stage(x, kernels=MEGATRON_CORE) for x in runs)
     assert 0.7 < (hopper.activations / wide.activations).item() < 0.85
     assert blackwell.activations == hopper.activations < blocks.activations < wide.activations
     assert hopper.bytes_per_param["weights"] == blocks.bytes_per_param["weights"] == 2
@@ -70,46 +54,33 @@ def test_fp8_keeps_narrow_inputs_and_on_some_devices_one_copy_of_a_weight():
 def test_a_code_base_brings_its_schedules_its_overlap_and_its_kernels():
     """Megatron-LM's examples/llama set --overlap-grad-reduce and --overlap-param-gather, and
     megatron/core/pipeline_parallel has 1F1B and its interleaved form alone."""
-    site = Site.load("dgx-h100")
-    spec = ModelSpec.preset("llama3-8b")
-    pairs: tuple[tuple[str, Precision], ...] = (
-        ("megatron-core", "bf16"),
-        ("megatron-core", "fp8"),
-        ("torchtitan", "fp8"),
-    )
-    core, fp8, titan = (
-        search(spec, site, 16, 64, code_base=name, precision=precision).layouts
-        for name, precision in pairs
+    asked = ModelSpec.preset("llama3-8b"), Site.load("dgx-h100"), 16, 64
+    core = search(*asked, code_base="megatron-core").layouts
+    fp8, titan = (
+        search(*asked, code_base=name, precision="fp8").layouts
+        for name in ("megatron-core", "torchtitan")
     )
     assert set(np.unique(core.schedule)) == {SCHEDULES.index(n) for n in ("1f1b", "interleaved")}
     assert np.all(core.data_overlap) and not np.any(core.tensor_overlap | core.native)
     assert np.all(fp8.gathered_bytes == 1) and np.all(fp8.input_bytes == 1)
     assert np.all(titan.native & titan.compiled) and np.all(titan.cast_bytes == 4)
     assert len(np.unique(titan.schedule)) == len(SCHEDULES)
-    asked = search(spec, site, 16, 64, code_base="megatron-core", only={"schedule": ["zbv"]})
-    assert asked.best.schedule == "zbv", "who names a schedule gets it"
+    named = search(*asked, code_base="megatron-core", only={"schedule": ["zbv"]})
+    assert named.best.schedule == "zbv", "who names a schedule gets it"
 
 
 @pytest.mark.parametrize(("replicas", "teraflops"), [(64, 430), (128, 400)])
 def test_the_speed_of_llama_3_405b_as_it_was_trained_lies_in_the_interval(replicas, teraflops):
     """Llama 3, arXiv 2407.21783, table 4: TP8 PP16 in bf16, 16M tokens of sequences of 8,192; a
     check, fitted by nothing. How many stages a device had is not said."""
-    spec, site = ModelSpec.preset("llama3.1-405b").replace(sequence_length=8192), "dgx-h100"
-    plans = [
-        Plan(
-            tensor_parallel=8,
-            sequence_parallel=True,
-            pipeline_parallel=16,
-            virtual_stages=stages,
-            schedule="interleaved",
-            data_parallel=replicas,
-            zero_stage=1,
-            global_batch_size=2048,
-        )
-        for stages in (2, 4, 8)
-    ]
+    spec = ModelSpec.preset("llama3.1-405b").replace(sequence_length=8192)
+    degrees = {"tensor_parallel": 8, "sequence_parallel": True, "pipeline_parallel": 16}
+    shares = {"data_parallel": replicas, "zero_stage": 1, "global_batch_size": 2048}
+    plan = Plan(**degrees, **shares, virtual_stages=2, schedule="interleaved")
+    plans = [plan.replace(virtual_stages=stages) for stages in (2, 4, 8)]
     columns = CODE_BASES["megatron-core"].columns("bf16", has_blocks=False)
-    found = published_calibration(Site.load(site)).predict(Layouts.of(spec, plans, **columns))
+    layouts = Layouts.of(spec, plans, **columns)
+    found = published_calibration(Site.load("dgx-h100")).predict(layouts)
     tokens = 2048 * spec.sequence_length
     measured = tokens * spec.flops_per_token() / (128 * replicas * teraflops * 1e12)
     assert np.all((found.low_s <= measured) & (measured <= found.high_s)), (found, measured)

@@ -1,6 +1,4 @@
-"""The panel of notebook 02 without a browser: what it computes, refuses, writes, and how long
-that takes.
-"""
+"""The panel of notebook 02 without a browser: what it computes, refuses, writes, how fast it is."""
 
 import base64
 import html
@@ -13,6 +11,7 @@ import pytest
 from PIL import Image
 
 import kit
+from cluster.site import Site
 from kit.estimate import Layouts, Panel, published_calibration, search
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.choose.search import machine_of
@@ -20,16 +19,9 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.pictures import check_figure
 
-PLAN = Plan(
-    tensor_parallel=4,
-    pipeline_parallel=16,
-    data_parallel=2,
-    zero_stage=1,
-    global_batch_size=640,
-    recompute="full",
-    precision="bf16",
-    compile=True,
-)
+REST = {"zero_stage": 1, "recompute": "full", "precision": "bf16", "compile": True}
+DEGREES = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}
+PLAN = Plan(**DEGREES, **REST, global_batch_size=640)
 
 
 @pytest.fixture(scope="module")
@@ -40,55 +32,36 @@ def panel() -> Panel:
 def test_it_says_what_the_search_says(panel: Panel) -> None:
     found = panel.estimate()
     site = found.machine.site
-    same = search(
-        found.spec,
-        site,
-        128,
-        640,
-        calibration=published_calibration(site),
-        only={
-            name: [getattr(found.plan, name)]
-            for name in (
-                "tensor_parallel",
-                "pipeline_parallel",
-                "micro_batch_size",
-                "recompute",
-                "zero_stage",
-                "sequence_parallel",
-                "schedule",
-            )
-        },
-    )
+    fixed = (
+        "tensor_parallel pipeline_parallel micro_batch_size recompute zero_stage sequence_parallel"
+        " schedule"
+    ).split()
+    only = {name: [getattr(found.plan, name)] for name in fixed}
+    known = published_calibration(site)
+    same = search(found.spec, site, 128, 640, calibration=known, only=only)
     row = same.row(int(same.order[0]))
-    assert found.step_s == pytest.approx(
-        (row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]), rel=0.01
-    ), "both plans are compiled, as the search's are on GPUs"
+    interval = (row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"])
+    assert found.step_s == pytest.approx(interval, rel=0.01), "both are compiled, as on GPUs"
     assert found.used_bytes[0] == pytest.approx(row["used_bytes"], rel=0.01)
     assert found.risk == pytest.approx(row["out_of_memory_probability"], abs=0.01)
-    for title in found.texts.values():
-        assert " to " in title, "each with its interval"
+    assert all(" to " in title for title in found.texts.values()), "each with its interval"
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"recompute": "none"}, {"zero_stage": 0, "tensor_parallel": 8}]
 )
 def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
-    """Read from the drawing: the top of the bars of each pipeline device, the stroke, and the
-    line of its memory.
-    """
+    """Read from the drawing: tops of the bars of pipeline devices, the stroke, memory's line."""
     panel = Panel("gpt-175b", "frontier", PLAN.replace(**changes))
-    used, least, most, capacity = map(
-        float,
-        re.findall(r"Memory: ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\) of (\d+) on", panel.view.value)[
-            0
-        ],
+    [told] = re.findall(
+        r"Memory: ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\) of (\d+) on", panel.view.value
     )
+    used, least, most, capacity = map(float, told)
     axis = panel.estimate().figures()[0].axes[0]
     tops = [path.vertices[:, 1].max() for bars in axis.collections for path in bars.get_paths()]
     limit, stroke = (line.get_ydata() for line in axis.lines)
-    assert max(tops) == pytest.approx(used, abs=0.06) and limit[0] == pytest.approx(
-        capacity, abs=0.5
-    )
+    assert max(tops) == pytest.approx(used, abs=0.06)
+    assert limit[0] == pytest.approx(capacity, abs=0.5)
     assert list(stroke) == pytest.approx([least, most], abs=0.06) and axis.get_ylim()[1] > most
     assert axis.collections[-1].get_label() == "reserve"
 
@@ -96,27 +69,24 @@ def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
 def test_the_step_s_stroke_is_its_interval_and_its_terms_add_up(panel: Panel) -> None:
     found = panel.estimate()
     axis = found.figures()[1].axes[0]
-    assert list(axis.lines[0].get_xdata() * found.step_s[0] / 100) == pytest.approx(
-        found.step_s[1:]
-    )
+    stroke = axis.lines[0].get_xdata() * found.step_s[0] / 100
+    assert list(stroke) == pytest.approx(found.step_s[1:])
     assert max(bar.get_x() + bar.get_width() for bar in axis.patches) == pytest.approx(100)
 
 
 def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(panel: Panel) -> None:
     found = panel.estimate()
-    reserve, used = (
-        found.machine.reserve,
-        found.machine.memory(Layouts.of(found.spec, [found.plan])).used_bytes,
-    )
-    assert reserve.out_of_memory_probability(used, found.used_bytes[2])[0] == pytest.approx(0.05)
-    assert reserve.out_of_memory_probability(used, found.used_bytes[1])[0] == pytest.approx(0.95)
+    used = found.machine.memory(Layouts.of(found.spec, [found.plan])).used_bytes
+    for end, risk in ((2, 0.05), (1, 0.95)):
+        at_end = found.machine.reserve.out_of_memory_probability(used, found.used_bytes[end])
+        assert at_end[0] == pytest.approx(risk)
 
 
 @pytest.mark.slow
 def test_a_move_costs_hardly_more_than_its_picture(panel: Panel) -> None:
     """Both on the same core in turn, so that what runs beside them slows both: 0.2 s alone."""
     moves, pictures, found = [], [], panel.estimate()
-    for stage in (0, 1) * 4:
+    for stage in (0, 1) * 2:
         begin = time.process_time()
         panel.controls["zero_stage"].value = stage
         moved = time.process_time()
@@ -127,23 +97,12 @@ def test_a_move_costs_hardly_more_than_its_picture(panel: Panel) -> None:
 
 
 def test_the_largest_model_is_drawn_too() -> None:
-    spec, site = (
-        ModelSpec.preset("gpt-1t"),
-        Panel("gpt-175b", "frontier", PLAN).estimate().machine.site,
-    )
+    spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     machine = machine_of(site, published_calibration(site))
-    plan = Plan(
-        tensor_parallel=8,
-        pipeline_parallel=64,
-        data_parallel=6,
-        zero_stage=1,
-        global_batch_size=9600,
-        recompute="full",
-        precision="bf16",
-        compile=True,
-    )
+    degrees = {"tensor_parallel": 8, "pipeline_parallel": 64, "data_parallel": 6}
+    plan = Plan(**degrees, **REST, global_batch_size=9600)
     taken = []
-    for _ in range(3):
+    for _ in range(2):
         begin = time.process_time()
         assert Estimate.of(spec, machine, plan).to_png().startswith(b"\x89PNG")
         taken.append(time.process_time() - begin)
@@ -154,20 +113,15 @@ def test_an_impossible_layout_is_answered_with_the_reason_and_the_next_possible_
     panel: Panel,
 ) -> None:
     panel.controls["tensor_parallel"].value = 7
-    assert (
-        panel.plan is None
-        and "devices: 128 is no multiple of tensor x pipeline = 112" in panel.view.value
-    )
+    assert panel.plan is None
+    assert "devices: 128 is no multiple of tensor x pipeline = 112" in panel.view.value
     panel.write()
     assert panel.text.value == ""
     panel.controls["tensor_parallel"].value = 4
     panel.controls["micro_batch_size"].value = 3
     assert "cannot be cut into micro-batches of 3" in panel.view.value
     panel.controls["micro_batch_size"].value = 1
-    assert (
-        panel.plan is not None
-        and panel.plan.replace(engine="native", sequence_parallel=False) == PLAN
-    )
+    assert panel.plan and panel.plan.replace(engine="native", sequence_parallel=False) == PLAN
 
 
 def test_the_text_of_a_layout_is_python_that_makes_it(panel: Panel) -> None:
@@ -185,18 +139,16 @@ def test_every_pair_of_model_and_machine_is_drawn_or_refused(panel: Panel) -> No
         assert ("Impossible: " in panel.view.value) == (panel.plan is None)
 
 
-def test_the_still_is_the_picture_that_the_panel_shows_below_its_controls(
-    panel: Panel, monkeypatch
-) -> None:
+def test_the_still_is_the_picture_below_the_controls(panel: Panel, monkeypatch) -> None:
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     panel._ipython_display_()
     assert shown[0] is panel.box
-    live = re.search(r"base64,([^']+)'", panel.view.value)
-    assert live is not None and f"base64,{shown[1]['image/png']}'" in shown[1]["text/html"]
+    [live] = re.findall(r"base64,([^']+)'", panel.view.value)
+    still = shown[1]["image/png"]
+    assert f"base64,{still}'" in shown[1]["text/html"]
     whole, below = (
-        np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
-        for data in (shown[1]["image/png"], live[1])
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) for data in (still, live)
     )
     assert np.array_equal(whole[-len(below) :], below) and len(whole) > len(below) + 50
     words = [text.get_text() for text in panel._controls_figure().texts]

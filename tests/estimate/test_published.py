@@ -1,6 +1,4 @@
-"""Published runs: the shipped file reads clean, and the field's traps are refused with the
-reason.
-"""
+"""Published runs: the shipped file reads clean, the field's traps are refused with the reason."""
 
 import csv
 
@@ -13,41 +11,14 @@ from kit.estimate.fit.published import FILE, Basis
 from kit.spec import FlopBasis
 
 GOOD = dict(
-    source="a paper",
-    system="Frontier",
-    gpu="MI250X-GCD",
-    peak_tflops_bf16="191.5",
-    gpus="128",
-    model="GPT-175B",
-    params_b="",
-    layers="96",
-    hidden="12288",
-    ffn_hidden="49152",
-    heads="96",
-    kv_heads="96",
-    vocab="51200",
-    seq="2048",
-    tp="4",
-    pp="16",
-    virtual_stages="",
-    cp="",
-    dp="2",
-    zero_stage="1",
-    micro_batch="1",
-    global_batch="320",
-    recompute="full",
-    precision="fp16",
-    seconds_per_iter="196.09",
-    tflops_per_gpu="37.4",
-    mfu="",
-    hfu="",
-    kind="measured",
-    status="derived",
-    basis="hw",
-    flash_attention="1",
-    overlap="",
-    memory_gb="",
-    note="",
+    each.partition("=")[::2]
+    for each in (
+        "source=paper system=Frontier gpu=MI250X-GCD peak_tflops_bf16=191.5 gpus=128 model=GPT-175B"
+        " params_b= layers=96 hidden=12288 ffn_hidden=49152 heads=96 kv_heads=96 vocab=51200"
+        " seq=2048 tp=4 pp=16 virtual_stages= cp= dp=2 zero_stage=1 micro_batch=1 global_batch=320"
+        " recompute=full precision=fp16 seconds_per_iter=196.09 tflops_per_gpu=37.4 mfu= hfu="
+        " kind=measured status=derived basis=hw flash_attention=1 overlap= memory_gb= note="
+    ).split()
 )
 
 
@@ -116,17 +87,12 @@ def test_layouts_hold_every_run_in_order(runs):
 
 
 def test_frontier_log_that_says_149_teraflops_is_refused_and_37_accepted(write):
-    """The engine ran 160 micro-batches, not 640, so 320 samples and not the 1280 that the log
-    counted.
-    """
+    """The engine ran 160 micro-batches, not 640: 320 samples, not the 1280 that the log counted."""
     corrected = published.load(write({}))[0]
     assert corrected.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) == pytest.approx(37.4e12, rel=0.01)
-    with pytest.raises(
-        ConfigError, match=r"149\.\d TFLOP/s per device is above 125\.0.*frontier.*accumulation"
-    ):
-        published.load(write(dict(global_batch="1280", tflops_per_gpu="149.8")))
-    with pytest.raises(ConfigError, match="above 125"):
-        published.load(write(dict(global_batch="1280", tflops_per_gpu="")))
+    for said in ("149.8", ""):
+        with pytest.raises(ConfigError, match=r"149\.\d TFLOP/s .* above 125.*frontier.*accumul"):
+            published.load(write(dict(global_batch="1280", tflops_per_gpu=said)))
 
 
 @pytest.mark.parametrize(
@@ -153,31 +119,20 @@ def test_traps_are_refused_with_the_line_and_the_reason(write, change, message):
 
 
 def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
-    runs, refused, left_out = published.read(
-        write(
-            {}, dict(global_batch="321"), dict(tp=""), dict(seconds_per_iter="", tflops_per_gpu="")
-        )
-    )
+    timeless = dict(seconds_per_iter="", tflops_per_gpu="")
+    file = write({}, dict(global_batch="321"), dict(tp=""), timeless)
+    runs, refused, left_out = published.read(file)
     assert len(runs) == 1 and [line for line, _ in refused] == [3]
     assert left_out == [(4, "no tp"), (5, published.TIMELESS)]
 
 
 def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
-    note = (  # words of a source, which say nothing here
-        "kernel=torch; sequence parallelism; TP overlap; mem 12GB"
+    note = (
+        "kernel=torch; sequence parallelism; TP overlap; mem 12GB"  # a source's, which say nothing
     )
     run = published.load(write(dict(overlap="yes", memory_gb="31.5", note=note)))[0]
-    assert (
-        run.flash_attention,
-        run.data_overlap,
-        run.plan.sequence_parallel,
-        run.fused_softmax,
-    ) == (
-        1,
-        True,
-        False,
-        True,
-    )
+    assert (run.flash_attention, run.data_overlap, run.fused_softmax) == (1, True, True)
+    assert not run.plan.sequence_parallel
     assert run.memory_bytes == 31.5e9 and run.assumed == () and run.note == note
     run = published.load(write(dict(flash_attention="", recompute="", micro_batch="")))[0]
     assert set(run.assumed) == {"flash_attention", "recompute", "micro_batch_size"}
@@ -185,10 +140,9 @@ def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
 
 
 def test_seconds_follow_from_mfu_or_from_flops_in_their_basis(write):
-    change = dict(seconds_per_iter="", tflops_per_gpu="", mfu="0.1468")
-    assert published.load(write(change))[0].step_time_s == pytest.approx(196.1, rel=0.002)
-    change = dict(seconds_per_iter="", status="")
-    assert published.load(write(change))[0].step_time_s == pytest.approx(196.1, rel=0.002)
+    for change in (dict(tflops_per_gpu="", mfu="0.1468"), dict(status="")):
+        [run] = published.load(write(dict(seconds_per_iter="") | change))
+        assert run.step_time_s == pytest.approx(196.1, rel=0.002)
 
 
 def test_missing_file_and_columns_are_named(tmp_path):

@@ -1,6 +1,4 @@
-"""The pipeline simulator: closed forms, invariants for any times, torch's own orders, the
-engine's, and the picture.
-"""
+"""The pipeline simulator: closed forms, bounds, torch's orders, the engine's, and the picture."""
 
 import time
 from types import SimpleNamespace
@@ -8,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
+from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.estimate.theory.orders import (
     BACKWARD,
@@ -45,50 +46,31 @@ def even(
     ("p", "m"), [(1, 5), (2, 1), (4, 8), (8, 32), (7, 21), (16, 64), (64, 512)]
 )
 def test_makespan_equals_the_closed_forms(p, m):
-    f, b, w = 0.7, 0.9, 0.6
+    times: dict[str, Any] = {"f": 0.7, "b": 0.9, "w": 0.6}
+    whole = sum(times.values())
     for schedule in ("gpipe", "1f1b"):
-        assert even(schedule, p, m, f=f, b=b, w=w).makespan_s == pytest.approx(
-            (m + p - 1) * (f + b + w), rel=1e-9
-        )
-        assert even(schedule, p, m, f=f, b=b, w=w).bubble_fraction == pytest.approx(
-            (p - 1) / (m + p - 1), abs=1e-9
-        )
-    if m >= p:
-        for v in (1, 2, 4):
-            whole = m * (f + b + w)
-            interleaved, split = (
-                even(name, p, m, v, f=f, b=b, w=w) for name in ("interleaved", "zero_bubble")
-            )
-            assert interleaved.makespan_s == pytest.approx(
-                whole + (p - 1) * (f + b + w) / v, rel=1e-9
-            )
-            assert split.makespan_s == pytest.approx(whole + (p - 1) * (f + b - w) / v, rel=1e-9)
+        plain = even(schedule, p, m, **times)
+        assert plain.makespan_s == pytest.approx((m + p - 1) * whole, rel=1e-9)
+        assert plain.bubble_fraction == pytest.approx((p - 1) / (m + p - 1), abs=1e-9)
+    for v in (1, 2, 4) if m >= p else ():
+        for schedule, exposed in (("interleaved", whole), ("zero_bubble", 0.7 + 0.9 - 0.6)):
+            seconds = m * whole + (p - 1) * exposed / v
+            assert even(schedule, p, m, v, **times).makespan_s == pytest.approx(seconds, rel=1e-9)
     if m >= 2 * p - 1:
-        assert even("zbv", p, m, 2, f=1, b=1, w=1).makespan_s == pytest.approx(
-            3 * m + (p - 1) / 2, rel=1e-9
-        )
+        folded = even("zbv", p, m, 2, f=1, b=1, w=1)
+        assert folded.makespan_s == pytest.approx(3 * m + (p - 1) / 2, rel=1e-9)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (16, 64)])
 def test_memory_of_the_schedules(p, m):
-    held = {
-        name: even(name, p, m, v, f=1, b=1, w=1).order.peak_in_flight
-        for name, v in (
-            ("gpipe", 1),
-            ("1f1b", 1),
-            ("interleaved", 2),
-            ("zero_bubble", 1),
-            ("zbv", 2),
-        )
-    }
+    stages = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
+    runs = {name: even(name, p, m, v, f=1, b=1, w=1) for name, v in stages.items()}
+    held = {name: run.order.peak_in_flight for name, run in runs.items()}
     assert (held["gpipe"] == m).all()
     assert held["1f1b"].tolist() == list(range(p, 0, -1))
     assert held["interleaved"][0] == p + (p - 1) / 2
     assert (held["zero_bubble"] == p).all() and (held["zbv"] == p).all()
-    assert (
-        even("zbv", p, m, 2, f=1, b=1, w=1).bubble_fraction
-        < even("zero_bubble", p, m, f=1, b=1, w=1).bubble_fraction
-    )
+    assert runs["zbv"].bubble_fraction < runs["zero_bubble"].bubble_fraction
 
 
 def test_one_slow_stage_sets_the_pace():
@@ -96,13 +78,8 @@ def test_one_slow_stage_sets_the_pace():
     forward, backward = np.ones(p), np.full(p, 2.0)
     forward[-1], backward[-1] = 1.3, 2.6
     order = Order.of("gpipe", pipeline_parallel=p, num_microbatches=m)
-    simulation = simulate(
-        order,
-        forward_s=forward,
-        backward_input_s=backward / 2,
-        backward_weight_s=backward / 2,
-        send_s=send_s,
-    )
+    half = {"backward_input_s": backward / 2, "backward_weight_s": backward / 2}
+    simulation = simulate(order, forward_s=forward, **half, send_s=send_s)
     assert simulation.makespan_s == pytest.approx(m * 3.9 + (p - 1) * (3 + 2 * send_s), rel=1e-9)
     assert simulation.idle_fraction.argmin() == p - 1
 
@@ -111,11 +88,7 @@ def test_one_slow_stage_sets_the_pace():
 def cases(draw):
     schedule = draw(st.sampled_from(SCHEDULES))
     p = draw(st.integers(1, 9))
-    v = {
-        "zbv": 2,
-        "interleaved": draw(st.integers(1, 4)),
-        "zero_bubble": draw(st.integers(1, 4)),
-    }.get(schedule, 1)
+    v = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule) or draw(st.integers(1, 4))
     rounds, few = draw(st.integers(1, 5)), draw(st.integers(1, 40))
     m = rounds * p if v > 1 and schedule != "zbv" and few > p else few
     order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
@@ -137,22 +110,9 @@ def test_any_pipeline_respects_devices_dependencies_and_bounds(case):
     assert (np.isfinite(simulation.end_s) == work).all()
     assert (simulation.start_s[:, 1:] >= simulation.end_s[:, :-1] - eps)[work[:, 1:]].all()
 
-    done = {
-        (k, s, b): (start, end)
-        for k, s, b, start, end in zip(
-            *(
-                a[work]
-                for a in (
-                    order.kind,
-                    order.stage,
-                    order.micro_batch,
-                    simulation.start_s,
-                    simulation.end_s,
-                )
-            ),
-            strict=True,
-        )
-    }
+    columns = (order.kind, order.stage, order.micro_batch, simulation.start_s, simulation.end_s)
+    rows = zip(*(column[work] for column in columns), strict=True)
+    done = {(kind, stage, batch): (start, end) for kind, stage, batch, start, end in rows}
     hop = np.where(np.diff(order.device_of_stage) != 0, send, 0)
     back = BACKWARD_INPUT if (order.kind == BACKWARD_INPUT).any() else BACKWARD
     last = order.num_stages - 1
@@ -167,67 +127,61 @@ def test_any_pipeline_respects_devices_dependencies_and_bounds(case):
             assert start >= done[BACKWARD_INPUT, stage, micro_batch][1] - eps
 
     m, whole = order.num_microbatches, sum(times.values())
-    busiest = np.bincount(order.device_of_stage, weights=m * whole).max()
+    busy = np.bincount(order.device_of_stage, weights=m * whole)
     one_micro_batch = times["forward_s"].sum() + times["backward_input_s"].sum() + 2 * hop.sum()
-    assert simulation.makespan_s >= max(busiest, one_micro_batch) - eps
+    assert simulation.makespan_s >= max(busy.max(), one_micro_batch) - eps
     # No worse than one after the other.
     assert simulation.makespan_s <= m * (whole.sum() + 2 * hop.sum()) + eps
-    np.testing.assert_allclose(
-        simulation.busy_s, np.bincount(order.device_of_stage, weights=m * whole)
+    np.testing.assert_allclose(simulation.busy_s, busy)
+
+
+TORCH_SCHEDULES = {
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+@pytest.mark.parametrize("p, m", [(1, 4), (2, 2), (2, 6), (3, 2), (4, 4), (4, 16), (8, 24)])
+@pytest.mark.parametrize(
+    "name, stages",
+    [("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)],
+)
+def test_same_orders_as_torch(name, stages, p, m):
+    assert_order_is_torchs(name, stages, p, m)
+
+
+def test_same_order_as_torch_of_micro_batches_that_make_no_whole_rounds():
+    assert_order_is_torchs("zbv", 2, p=4, m=7)
+
+
+def assert_order_is_torchs(name, stages, p, m):
+    rounds = max(1, m // p)
+    schedule = SimpleNamespace(
+        pp_group_size=p,
+        n_local_stages=stages,
+        num_stages=p * stages,
+        _n_microbatches=m,
+        number_of_rounds=rounds,
+        microbatches_per_round=m // rounds,
     )
-
-
-def test_same_orders_as_torch():
-    from torch.distributed.pipelining import schedules as torch_schedules
-
-    kinds = {
-        "interleaved": torch_schedules.ScheduleInterleaved1F1B,
-        "zbv": torch_schedules.ScheduleZBVZeroBubble,
-        "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
-    }
-    for name, stages in (
-        ("interleaved", 2),
-        ("interleaved", 3),
-        ("zero_bubble", 1),
-        ("zero_bubble", 2),
-        ("zbv", 2),
-    ):
-        for p, m in ((1, 4), (2, 2), (2, 6), (3, 2), (4, 4), (4, 7), (4, 16), (8, 24)):
-            rounds = max(1, m // p)
-            if name != "zbv" and m % rounds:
-                continue
-            schedule = SimpleNamespace(
-                pp_group_size=p,
-                n_local_stages=stages,
-                num_stages=p * stages,
-                _n_microbatches=m,
-                number_of_rounds=rounds,
-                microbatches_per_round=m // rounds,
-            )
-            actions = {
-                rank: kinds[name]._calculate_single_rank_operations(schedule, rank)
-                for rank in range(p)
-            }
-            ours = Order.of(name, pipeline_parallel=p, num_microbatches=m, virtual_stages=stages)
-            theirs = order_of_actions(actions)
-            assert str(ours) == str(theirs), (name, p, m)
-            times = {"forward_s": 1.0, "backward_input_s": 1.5, "backward_weight_s": 0.5}
-            assert simulate(ours, **times).makespan_s == simulate(theirs, **times).makespan_s
+    operations = TORCH_SCHEDULES[name]._calculate_single_rank_operations
+    ours = Order.of(name, pipeline_parallel=p, num_microbatches=m, virtual_stages=stages)
+    theirs = order_of_actions([operations(schedule, rank) for rank in range(p)])
+    assert str(ours) == str(theirs)
+    times = {"forward_s": 1.0, "backward_input_s": 1.5, "backward_weight_s": 0.5}
+    assert simulate(ours, **times).makespan_s == simulate(theirs, **times).makespan_s
 
 
 def order_of_actions(actions) -> Order:
     """The order in torch's `pipeline_order`, without idle slots and what is not computation."""
     rows = [
         [
-            (
-                KINDS.index(action.computation_type.value),
-                action.stage_index,
-                action.microbatch_index,
-            )
-            for action in actions[rank]
-            if action is not None and action.computation_type.value in KINDS
+            (KINDS.index(done.computation_type.value), done.stage_index, done.microbatch_index)
+            for done in row
+            if done is not None and done.computation_type.value in KINDS
         ]
-        for rank in sorted(actions)
+        for row in actions
     ]
     table = np.full((3, len(rows), max(map(len, rows))), PADDING)
     for device, row in enumerate(rows):
@@ -237,51 +191,40 @@ def order_of_actions(actions) -> Order:
 
 def _engine_order(spec, plan):
     """Trains one step with the kit's engine and returns what this rank did, in torch's notation."""
-    import torch
-
-    from kit.engines.native import NativeEngine
-
     recipe, done = Recipe(data="none", num_steps=1), []
     engine = NativeEngine(spec, plan, recipe, torch.device("cpu"))
     for stage in getattr(engine.schedule, "_stages", None) or [engine.schedule._stage]:
         _record(stage, done)
-    engine.train_step(
-        torch.zeros(plan.global_batch_size, spec.sequence_length + 1, dtype=torch.int64), 1e-3
-    )
+    shape = plan.global_batch_size, spec.sequence_length + 1
+    engine.train_step(torch.zeros(shape, dtype=torch.int64), 1e-3)
     return " ".join(done)
 
 
 def _record(stage, done):
-    forward, backward, weight = (
-        stage.forward_one_chunk,
-        stage.backward_one_chunk,
-        stage.backward_weight_one_chunk,
-    )
+    """Has a stage write down each operation before it does it."""
+    backward = stage.backward_one_chunk
 
-    def forward_one_chunk(index, *args, **kwargs):
-        done.append(f"{stage.stage_index}F{index}")
-        return forward(index, *args, **kwargs)
+    def recorded(letter, operation):
+        def one_chunk(index, *args, **kwargs):
+            done.append(f"{stage.stage_index}{letter}{index}")
+            return operation(index, *args, **kwargs)
+
+        return one_chunk
 
     def backward_one_chunk(index, *args, full_backward=True, **kwargs):
-        done.append(f"{stage.stage_index}{'B' if full_backward else 'I'}{index}")
-        return backward(index, *args, full_backward=full_backward, **kwargs)
+        operation = recorded("B" if full_backward else "I", backward)
+        return operation(index, *args, full_backward=full_backward, **kwargs)
 
-    def backward_weight_one_chunk(index, *args, **kwargs):
-        done.append(f"{stage.stage_index}W{index}")
-        return weight(index, *args, **kwargs)
-
-    stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
-    stage.backward_weight_one_chunk = backward_weight_one_chunk
+    stage.forward_one_chunk = recorded("F", stage.forward_one_chunk)
+    stage.backward_one_chunk = backward_one_chunk
+    stage.backward_weight_one_chunk = recorded("W", stage.backward_weight_one_chunk)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_same_order_as_the_engine_runs(schedule, llama_spec):
-    plan = Plan(
-        pipeline_parallel=2,
-        schedule=schedule,
-        global_batch_size=4,
-        virtual_stages=1 if schedule in ("gpipe", "1f1b") else 2,
-    )
+    stages = 1 if schedule in ("gpipe", "1f1b") else 2
+    shape: dict[str, Any] = {"pipeline_parallel": 2, "virtual_stages": stages}
+    plan = Plan(**shape, schedule=schedule, global_batch_size=4)
     simulation = simulate_plan(plan, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
     assert "\n".join(run_ranks(2, _engine_order, llama_spec, plan)) == str(simulation.order)
 
@@ -298,22 +241,21 @@ def test_large_pipeline_in_a_fifth_of_a_second(schedule, v):
     assert min(seconds) < 0.2
 
 
-def test_refuses_impossible_times():
+@pytest.mark.parametrize(
+    "bad",
+    [{"forward_s": -1.0}, {"send_s": np.ones(3)}, {"backward_input_s": float("nan")}],
+    ids=str,
+)
+def test_refuses_impossible_times(bad):
     order = Order.of("1f1b", pipeline_parallel=2, num_microbatches=2)
     times = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
-    for bad, says in (
-        ({"forward_s": -1.0}, "forward_s"),
-        ({"send_s": np.ones(3)}, "send_s"),
-        ({"backward_input_s": float("nan")}, "backward_input_s"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            simulate(order, **{**times, **bad})
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        simulate(order, **{**times, **bad})
 
 
 def test_timeline_shows_every_operation_and_its_table():
-    panels = [
-        even(name, 4, 8, v, f=1, b=1, w=1, send_s=0.1) for name, v in (("1f1b", 1), ("zbv", 2))
-    ]
+    kinds = (("1f1b", 1), ("zbv", 2))
+    panels = [even(name, 4, 8, v, f=1, b=1, w=1, send_s=0.1) for name, v in kinds]
     figure, rows = timeline_figure(*panels)
     check_figure(figure)
     for axis, simulation in zip(figure.axes, panels, strict=True):

@@ -1,6 +1,4 @@
-"""The search: the same rules as Plan, the same numbers as the formulas, and answers that explain
-themselves.
-"""
+"""The search: the rules of Plan, the numbers of the formulas, answers that explain themselves."""
 
 import contextlib
 import dataclasses
@@ -23,14 +21,7 @@ from kit.estimate.choose.search import describe, interval, search
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layouts import (
-    CODES,
-    DEGREES,
-    EXCHANGES,
-    RECOMPUTE,
-    SCHEDULES,
-    Layouts,
-)
+from kit.estimate.theory.layouts import CODES, DEGREES, EXCHANGES, RECOMPUTE, SCHEDULES, Layouts
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
@@ -38,16 +29,13 @@ from kit.rules import ENGINES
 from kit.spec import ModelSpec
 
 FRONTIER, H100 = Site.load("frontier"), Site.load("dgx-h100")
+SHAPES = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4}
 SMALL = ModelSpec.llama(
-    name="small",
-    num_layers=8,
-    hidden_size=256,
-    num_heads=8,
-    num_kv_heads=4,
-    ffn_hidden_size=768,
-    vocab_size=4096,
-    sequence_length=128,
+    name="small", **SHAPES, ffn_hidden_size=768, vocab_size=4096, sequence_length=128
 )
+GPT_22B, GPT_175B, GPT_1T = (ModelSpec.preset(f"gpt-{size}") for size in ("22b", "175b", "1t"))
+WHOLE = {"pipeline_parallel": [1], "zero_stage": [0]}
+LLAMA_405B = ModelSpec.preset("llama3.1-405b")
 
 
 def random_plans(rng: np.random.Generator, count: int) -> Iterator[dict[str, Any]]:
@@ -75,14 +63,15 @@ def random_plans(rng: np.random.Generator, count: int) -> Iterator[dict[str, Any
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
     """The same rules are asked about arrays and about numbers; both must mean the same by them."""
-    rows, accepted = list(random_plans(np.random.default_rng(3), 1500)), []
-    for values in rows:
-        try:
+
+    def is_accepted(values):
+        with contextlib.suppress(ConfigError):
             Plan(**values, engine=engine).check_shapes(SMALL)
-        except ConfigError:
-            accepted.append(False)
-        else:
-            accepted.append(True)
+            return True
+        return False
+
+    rows = list(random_plans(np.random.default_rng(3), 1500))
+    accepted = [is_accepted(values) for values in rows]
     table = {name: [values[name] for values in rows] for name in rows[0] if name != "precision"}
     columns = table | {n: [known.index(v) for v in table[n]] for n, known in CODES.items()}
     columns["shard_size"] = [size or 0 for size in table["shard_size"]]
@@ -98,13 +87,12 @@ def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
 
 def test_126_layers_are_offered_in_128_places():
     """Llama 3 405B (arXiv 2407.21783, section 3.3.2): embedding and loss stand for a layer each."""
-    spec = ModelSpec.preset("llama3.1-405b")
-    layouts = candidates(spec, 8192, 2048)
-    uneven = layouts.select(layouts.num_stages == 128)
-    plan = uneven.plan(0)
-    plan.check(spec, 8192)
-    assert [len(plan.stage_layers(spec, stage)) for stage in range(128)] == [0, *[1] * 126, 0]
-    equal = candidates(spec, 8192, 2048, engine="deepspeed")
+    layouts = candidates(LLAMA_405B, 8192, 2048)
+    plan = layouts.select(layouts.num_stages == 128).plan(0)
+    plan.check(LLAMA_405B, 8192)
+    shares = [len(plan.stage_layers(LLAMA_405B, stage)) for stage in range(128)]
+    assert shares == [0, *[1] * 126, 0]
+    equal = candidates(LLAMA_405B, 8192, 2048, engine="deepspeed")
     assert (126 % equal.num_stages == 0).all(), "which deals equal shares of the blocks"
 
 
@@ -136,50 +124,42 @@ def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():
     hybrid = offered - plans
     assert plans < offered and len(offered) == len(more) < 1.25 * len(few)
     assert {(plan.tensor_parallel, plan.shard_size) for plan in hybrid} == {(1, 8), (2, 4), (4, 2)}
-    assert all(
-        plan.zero_stage == 3 and plan.data_parallel % plan.shard_size == 0 for plan in hybrid
-    )
-    assert len(candidates(SMALL, 8, 32, node_devices=8)) == len(candidates(SMALL, 8, 32)), (
-        "one node: nothing to offer"
-    )
-    found = search(SMALL, Site.load("dgx-h100"), 16, 32, only={"zero_stage": [3]})
+    assert all(each.zero_stage == 3 and not each.data_parallel % each.shard_size for each in hybrid)
+    alone = [len(candidates(SMALL, 8, 32, node_devices=node)) for node in (0, 8)]
+    assert alone[0] == alone[1], "one node: nothing to offer"
+    found = search(SMALL, H100, 16, 32, only={"zero_stage": [3]})
     row = next(found.row(int(i)) for i in found.order if found.plan(int(i)).shard_size)
     assert f"ZeRO3/{row['shard_size']} " in describe(row)
 
 
 def test_only_restricts_and_names_what_is_wrong():
-    layouts = candidates(
-        SMALL, 16, 32, only={"schedule": "zbv", "tensor_parallel": [2], "pipeline_parallel": [2, 4]}
-    )
+    only = {"schedule": "zbv", "tensor_parallel": [2], "pipeline_parallel": [2, 4]}
+    layouts = candidates(SMALL, 16, 32, only=only)
     plans = [layouts.plan(i) for i in range(len(layouts))]
-    assert {plan.schedule for plan in plans} == {"zbv"} and {plan.zero_stage for plan in plans} == {
-        0,
-        1,
-        2,
-    }
-    with pytest.raises(ConfigError, match="search.only.tensor: unknown"):
-        candidates(SMALL, 16, 32, only={"tensor": [1]})
-    with pytest.raises(ConfigError, match="1f1b, interleaved|Allowed: gpipe"):
-        candidates(SMALL, 16, 32, only={"schedule": ["1f2b"]})
-    with pytest.raises(ConfigError, match="no layout of 16 devices is left by"):
-        candidates(SMALL, 16, 32, only={"tensor_parallel": [3]})
+    assert {plan.schedule for plan in plans} == {"zbv"}
+    assert {plan.zero_stage for plan in plans} == {0, 1, 2}
+    for only, message in (
+        ({"tensor": [1]}, "search.only.tensor: unknown"),
+        ({"schedule": ["1f2b"]}, "Allowed: gpipe"),
+        ({"tensor_parallel": [3]}, "no layout of 16 devices is left by"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            candidates(SMALL, 16, 32, only=only)
 
 
 def test_numbers_are_those_of_the_formulas():
-    found = search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640)
+    found = search(GPT_22B, FRONTIER, 16, 640)
     rows = np.random.default_rng(1).integers(0, len(found.layouts), 300)
     plans = [found.plan(int(i)) for i in rows]
     layouts = Layouts.of(found.spec, plans)
     expected = step_time(layouts, Hardware.of(FRONTIER), Coefficients()).total_s
     assert found.step_time_s[rows] == pytest.approx(expected, rel=1e-4)
-    kernels = engine_kernels(FRONTIER.engine, FRONTIER.device)
-    assert found.used_bytes[rows] == pytest.approx(
-        memory(layouts, kernels=kernels).used_bytes, rel=1e-5
-    )
+    used = memory(layouts, kernels=engine_kernels(FRONTIER.engine, FRONTIER.device)).used_bytes
+    assert found.used_bytes[rows] == pytest.approx(used, rel=1e-5)
 
 
 def test_best_is_the_fastest_within_the_risk():
-    found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640, max_risk=0.1)
+    found = search(GPT_175B, FRONTIER, 128, 640, max_risk=0.1)
     best = int(found.order[0])
     risks = np.array([found.risk(int(i)) for i in np.argsort(found.step_time_s)[:500]])
     assert found.risk(best) <= 0.1 + 1e-6
@@ -187,7 +167,7 @@ def test_best_is_the_fastest_within_the_risk():
     assert len(faster) and all(found.risk(int(i)) > 0.1 for i in faster)
     assert risks.max() > 0.99
     assert found.best == found.plan(best)
-    lower = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640, max_risk=0.001)
+    lower = search(GPT_175B, FRONTIER, 128, 640, max_risk=0.001)
     assert lower.step_time_s[lower.order[0]] > found.step_time_s[best]
 
 
@@ -201,7 +181,7 @@ def test_pareto_front_has_all_that_is_not_beaten():
 
 
 def test_an_answer_explains_itself():
-    found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640)
+    found = search(GPT_175B, FRONTIER, 128, 640)
     assert found.title.endswith("not calibrated")
     alone = search(ModelSpec.preset("demo"), FRONTIER, 1, 1).title
     assert "on 1 device of frontier with" in alone and ", 1 sequence of 256 tokens: " in alone
@@ -209,13 +189,10 @@ def test_an_answer_explains_itself():
     assert all(first.simulated_s <= other.simulated_s for other in others)
     assert first.simulated_s == pytest.approx(first.row["step_time_s"], rel=0.15)
     assert sum(first.time_terms_s.values()) == pytest.approx(first.row["step_time_s"], rel=1e-4)
-    assert sum(first.memory_terms_bytes.values()) == pytest.approx(
-        first.row["used_bytes"], rel=1e-4
-    )
+    used = first.row["used_bytes"]
+    assert sum(first.memory_terms_bytes.values()) == pytest.approx(used, rel=1e-4)
     assert first.binding.startswith(("memory: ", "computation: "))
-    assert first.nearest is not None and f"{first.nearest.run.step_time_s:.4g} s" in str(
-        first.nearest
-    )
+    assert f"{first.nearest.run.step_time_s:.4g} s" in str(first.nearest)
     assert any("less memory" in text for text in first.changes)
     assert first.row["days"] == pytest.approx(3e11 / first.row["tokens_per_s"] / 86_400)
     first.plan.check(found.spec, 128)
@@ -235,12 +212,15 @@ def test_an_interval_is_written_as_people_read_it():
     assert interval({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"
 
 
-def test_a_rate_above_the_ceiling_carries_a_warning():
-    device = FRONTIER.device
-    slow = FRONTIER.replace(
-        device=device.replace(matmul_flops_per_s={"bf16": {"value": 40e12, "source": "a test"}})
-    )
-    first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
+@pytest.fixture(scope="module")
+def first():
+    """The fastest layout of 22B on two nodes of Frontier."""
+    return answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
+
+
+def test_a_rate_above_the_ceiling_carries_a_warning(first):
+    rates = {"bf16": {"value": 40e12, "source": "a test"}}
+    slow = FRONTIER.replace(device=FRONTIER.device.replace(matmul_flops_per_s=rates))
     assert not any("no matrix product" in text for text in first.warnings)
     below = dataclasses.replace(first.search.machine, site=slow)
     doubted = dataclasses.replace(first, search=dataclasses.replace(first.search, machine=below))
@@ -251,14 +231,12 @@ def test_report_is_what_the_command_prints():
     report = plan_report("gpt-22b", site="frontier", devices=16, batch=640, tokens=1e12, count=3)
     assert len(report.rows) == 3 and all(len(row) == len(report.header) for row in report.rows)
     data = json.loads(json.dumps(report.to_dict()))
-    Plan.from_dict(data["plan"]).check(ModelSpec.preset("gpt-22b"), 16)
+    Plan.from_dict(data["plan"]).check(GPT_22B, 16)
     assert data["answers"][0]["days"] > 0
     assert dict(report.chosen.facts())["limited by"] == data["answers"][0]["binding"]
     assert report.search.title.endswith("calibrated on 20 runs") and data["calibration_runs"] == 20
-    assert (
-        "calibrated on 20 runs" in dict(report.chosen.facts())["times"]
-        and "calibrated" in report.search._repr_html_()
-    )
+    assert "calibrated on 20 runs" in dict(report.chosen.facts())["times"]
+    assert "calibrated" in report.search._repr_html_()
     for answer, row in zip(report.answers, report.rows, strict=True):
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))
         assert low < answer.row["step_time_s"] < high and interval(answer.row) in row
@@ -303,88 +281,74 @@ def test_bad_input_is_refused(change, message):
 
 
 def test_how_many_devices_would_do_is_said():
-    spec, sizes = ModelSpec.preset("gpt-1t"), [2**i for i in range(4, 12)]
-    fits = []
-    for size in sizes:
+    def fits(devices):
         with contextlib.suppress(ConfigError):
-            fits += [size] if search(spec, FRONTIER, size, 640).feasible.any() else []
-    assert sizes[0] < fits[0] < sizes[-1]
-    with pytest.raises(ConfigError, match=r"What fits: (\d+) devices with 640 seq") as refused:
-        search(spec, FRONTIER, sizes[0], 640)
-    found = re.search(r"What fits: (\d+) devices", str(refused.value))
-    assert found and sizes[0] < int(found[1]) <= fits[0]
-    assert search(spec, FRONTIER, int(found[1]), 640).feasible.any()
-    with pytest.raises(ConfigError, match="What fits: nothing nearby"):
-        search(spec, FRONTIER, 16, 1, only={"tensor_parallel": [2], "pipeline_parallel": [8]})
+            return search(GPT_1T, FRONTIER, devices, 640).feasible.any()
+
+    least = next(size for size in (2**i for i in range(5, 11)) if fits(size))
+    with pytest.raises(ConfigError, match=r"What fits: \d+ devices with 640 seq") as refused:
+        search(GPT_1T, FRONTIER, 16, 640)
+    [said] = re.findall(r"What fits: (\d+) devices", str(refused.value))
+    assert 16 < int(said) <= least and fits(int(said))
 
 
 @pytest.mark.parametrize(
-    "devices, only, message",
+    "asked, only, message",
     [
-        (64, {}, r"What fits: \d+ devices with 64 seq.*; optimizer states in host memory .not by"),
-        (512, {"pipeline_parallel": [1], "zero_stage": [0]}, "512 devices with 64 sequences: TP"),
+        ("llama3.1-405b 64 64", {}, r"\d+ devices with 64 seq.*; optimizer states in host memory"),
+        ("llama3.1-405b 512 64", WHOLE, "512 devices with 64 sequences: TP"),
+        ("llama3.1-405b 1021 2048", {}, "allowed: 2,042 sequences, or 1,024 devices"),
+        ("gpt-1t 16 1", {"pipeline_parallel": [8]}, "What fits: nothing nearby"),
     ],
 )
-def test_what_lies_nearby_and_fits_is_named(devices, only, message):
+def test_what_lies_nearby_and_fits_is_named(asked, only, message):
+    model, devices, batch = asked.split()
     with pytest.raises(ConfigError, match=message):
-        search(ModelSpec.preset("llama3.1-405b"), H100, devices, 64, only=only)
-
-
-def test_no_layout_of_these_numbers_names_the_nearest_that_are_allowed():
-    with pytest.raises(ConfigError, match="allowed: 2,042 sequences, or 1,024 devices"):
-        search(ModelSpec.preset("llama3.1-405b"), H100, 1021, 2048)
+        search(ModelSpec.preset(model), H100, int(devices), int(batch), only=only)
 
 
 def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():
-    found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 512, 7)
+    found = search(GPT_175B, FRONTIER, 512, 7)
     assert found.best.data_parallel == 1
     assert "7 sequences on 512 devices leave at most 1 replica" in str(found.batch_limit)
     assert found.batch_limit in answers(found, 1)[0].warnings
-    assert search(ModelSpec.preset("gpt-175b"), FRONTIER, 512, 1024).batch_limit is None
+    assert search(GPT_175B, FRONTIER, 512, 1024).batch_limit is None
 
 
 def test_tensor_parallelism_that_no_run_had_widens_the_interval_and_is_named():
     calibration = published_calibration(FRONTIER)
 
     def width(degree: int) -> float:
-        found = search(
-            ModelSpec.preset("gpt-175b"),
-            FRONTIER,
-            512,
-            512,
-            calibration=calibration,
-            only={"tensor_parallel": [degree], "schedule": ["1f1b"]},
-        )
+        only = {"tensor_parallel": [degree], "schedule": ["1f1b"]}
+        found = search(GPT_175B, FRONTIER, 512, 512, calibration=calibration, only=only)
         best = int(found.order[0])
         named = "tensor parallelism across nodes" in found.prediction(best).untried
         assert named == (degree > 16), "the most that a run of Frontier had"
-        return float(found.row(best)["step_time_high_s"] / found.row(best)["step_time_low_s"])
+        row = found.row(best)
+        return float(row["step_time_high_s"] / row["step_time_low_s"])
 
     assert width(32) > width(8)
-    blind = search(SMALL, Site.load("perlmutter"), 8, 8, only={"tensor_parallel": [4]})
-    wide = search(
-        SMALL.replace(num_kv_heads=8), Site.load("perlmutter"), 8, 8, only={"tensor_parallel": [8]}
+    perlmutter, spec = Site.load("perlmutter"), SMALL.replace(num_kv_heads=8)
+    blind, wide = (
+        search(spec, perlmutter, 8, 8, only={"tensor_parallel": [t]}).prediction(0) for t in (4, 8)
     )
-    assert "tensor parallelism across nodes" in wide.prediction(0).untried
-    assert "tensor parallelism across nodes" not in blind.prediction(0).untried
+    assert "tensor parallelism across nodes" in wide.untried
+    assert "tensor parallelism across nodes" not in blind.untried
 
 
 def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_among_the_fastest():
-    known = published_calibration(FRONTIER)
-    found = search(ModelSpec.preset("gpt-1t"), FRONTIER, 3072, 9600, calibration=known)
+    asked, known = (GPT_1T, FRONTIER, 3072, 9600), published_calibration(FRONTIER)
+    found = search(*asked, calibration=known)
     first = answers(found)[0]
     wide = {int(found.layouts.tensor_parallel[other]) for other in found.fastest(5)} - {8, 16}
     assert first.plan.tensor_parallel == 8 and wide == {32}
     (said,) = [text for text in first.warnings if "leaves the node" in text]
     assert said.startswith("TP32 among the fastest layouts")
-    inside = search(
-        found.spec, FRONTIER, 3072, 9600, calibration=known, only={"tensor_parallel": [4, 8]}
-    )
+    inside = search(*asked, calibration=known, only={"tensor_parallel": [4, 8]})
     assert not any("leaves the node" in text for text in answers(inside)[0].warnings)
 
 
-def test_what_no_engine_of_the_kit_does_is_offered_by_name():
-    first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
+def test_what_no_engine_of_the_kit_does_is_offered_by_name(first):
     context, overlap, offload = first.elsewhere
     assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
     assert "GiB less a device" in offload
@@ -392,8 +356,7 @@ def test_what_no_engine_of_the_kit_does_is_offered_by_name():
     assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
 
 
-def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word():
-    first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
+def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word(first):
     near = dataclasses.replace(first.nearest, distance=1.0, residual=0.01)
     far_off = dataclasses.replace(near, residual=2.0)
     for nearest, is_told in ((near, False), (far_off, True)):
@@ -424,28 +387,21 @@ def test_a_site_without_a_number_is_named():
 
 
 def test_the_whole_space_of_1t_takes_a_blink():
-    spec = ModelSpec.preset("gpt-1t")
-    search(spec, FRONTIER, 3072, 9600)
     spent = []
-    for _ in range(3):
+    for _ in range(4):
         start = time.process_time()
-        found = search(spec, FRONTIER, 3072, 9600)
+        found = search(GPT_1T, FRONTIER, 3072, 9600)
         spent.append(time.process_time() - start)
     assert len(found.layouts) > 50_000
-    assert min(spent) < 0.1
+    assert min(spent[1:]) < 0.1, "after the first, which reads"
 
 
 def test_a_narrow_plan_is_beside_a_run_of_its_format_and_says_what_its_mfu_is_of():
+    asked: dict[str, Any] = dict(
+        site="gb300-nvl72", devices=64, batch=256, count=1, code_base="megatron-core"
+    )
     wide, four = (
-        plan_report(
-            "llama3.1-70b",
-            site="gb300-nvl72",
-            devices=64,
-            batch=256,
-            count=1,
-            precision=precision,
-            code_base="megatron-core",
-        ).chosen
+        plan_report("llama3.1-70b", **asked, precision=precision).chosen
         for precision in ("bf16", "nvfp4")
     )
     assert four.nearest.run.precision == "nvfp4" and abs(four.nearest.residual) < 0.2

@@ -1,6 +1,4 @@
-"""What a search returns is what the engine runs: plans of a search, unchanged, trained by real
-processes.
-"""
+"""What a search returns is what the engine runs: its plans, unchanged, train on real processes."""
 
 import numpy as np
 import pytest
@@ -18,12 +16,8 @@ BATCH = 8
 
 def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
     """Returns the loss of the second step and the gradient norm of the first under each plan."""
-    batch = torch.randint(
-        0,
-        spec.vocab_size,
-        (BATCH, spec.sequence_length + 1),
-        generator=torch.Generator().manual_seed(0),
-    )
+    shape, seeded = (BATCH, spec.sequence_length + 1), torch.Generator().manual_seed(0)
+    batch = torch.randint(0, spec.vocab_size, shape, generator=seeded)
     results = []
     for plan in plans:
         engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
@@ -41,12 +35,10 @@ def test_plans_of_a_search_train_unchanged(llama_spec):
     """
     layouts = candidates(llama_spec, 4, BATCH)
     drawn = [layouts.plan(int(i)) for i in np.random.default_rng(7).permutation(len(layouts))]
-    plans = list(
-        {(p.tensor_parallel, p.pipeline_parallel, p.data_parallel): p for p in drawn}.values()
-    )
+    degrees = {(p.tensor_parallel, p.pipeline_parallel, p.data_parallel): p for p in drawn}
+    plans = list(degrees.values())
     assert len(plans) == 5, "TP2 or 1 with PP2, PP4, and DP"
-    [[(loss, norm)]] = run_ranks(
-        1, two_steps, llama_spec, [Plan(global_batch_size=BATCH, micro_batch_size=BATCH)]
-    )
+    alone = Plan(global_batch_size=BATCH, micro_batch_size=BATCH)
+    [[(loss, norm)]] = run_ranks(1, two_steps, llama_spec, [alone])
     for plan, result in zip(plans, run_ranks(4, two_steps, llama_spec, plans)[0], strict=True):
         assert result == pytest.approx((loss, norm), rel=0.02), plan

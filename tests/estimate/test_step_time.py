@@ -16,27 +16,16 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 SELENE = Hardware.of(Site.load("selene"))
+COSTS = ("_s", "edge", "contention", "sharing", "launches", "bytes")
 PERFECT = Coefficients(
-    **{
-        name: (
-            low
-            if name.endswith(("_s", "edge", "contention", "sharing", "launches", "bytes"))
-            else 1.0
-        )
-        for name, (low, _) in BOUNDS.items()
-    }
+    **{name: low if name.endswith(COSTS) else 1.0 for name, (low, _) in BOUNDS.items()}
 )
+ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1}
 
 
 def plan(**changes):
-    base = dict(
-        tensor_parallel=8,
-        pipeline_parallel=8,
-        data_parallel=2,
-        global_batch_size=64,
-        precision="bf16",
-    )
-    return Plan(**{**base, **changes})
+    degrees = {"tensor_parallel": 8, "pipeline_parallel": 8, "data_parallel": 2}
+    return Plan(**{**degrees, "global_batch_size": 64, "precision": "bf16", **changes})
 
 
 def seconds(*plans, spec="gpt-175b", coefficients=None, hardware=SELENE, **kernels):
@@ -56,18 +45,15 @@ def test_terms_add_up_to_the_total_for_every_published_run():
 def test_no_layout_beats_the_matrix_product_ceiling_even_with_perfect_coefficients():
     runs = [run for run in published.load() if run.system == "KAIST A100 node"]
     layouts = published.layouts(runs)
-    flops = np.array(
-        [run.spec.hardware_flops_per_token(run.plan.recompute, whole=True) for run in runs]
-    )
+    flops = [run.spec.hardware_flops_per_token(run.plan.recompute, whole=True) for run in runs]
     rate = step_time(layouts, SELENE, PERFECT).tokens_per_s * flops / layouts.num_devices
     assert (rate < SELENE.matmul_flops_per_s).all()
 
 
 def test_price_is_devices_times_hours_and_unknown_without_a_price():
     trn1 = Hardware.of(Site.load("trn1.32xlarge"))
-    result = seconds(
-        plan(tensor_parallel=8, pipeline_parallel=1, data_parallel=8), spec="hlat-7b", hardware=trn1
-    )
+    layout = plan(pipeline_parallel=1, data_parallel=8)
+    result = seconds(layout, spec="hlat-7b", hardware=trn1)
     assert result.price(1e9) == pytest.approx(result.days(1e9) * 24 * 64 * 21.5 / 32)
     assert np.isnan(seconds(plan()).price(1e9)).all()
 
@@ -95,17 +81,13 @@ def test_full_recomputation_costs_a_forward_pass():
 
 def test_a_block_that_is_not_compiled_is_recomputed_up_to_its_last_product():
     """Which takes 2 T h f FLOPs by hand; a Megatron block of the same shapes is run to its end."""
-    spec, alone = (
-        ModelSpec.preset("gpt-22b"),
-        plan(tensor_parallel=1, pipeline_parallel=1, recompute="full"),
-    )
+    spec, alone = ModelSpec.preset("gpt-22b"), plan(**ALONE, recompute="full")
     ours, megatron = (
         seconds(alone, spec=spec.name, coefficients=PERFECT, native=np.array([native]))
         for native in (True, False)
     )
-    saved = (megatron.terms_s["recompute"] - ours.terms_s["recompute"]) / (
-        alone.num_microbatches * spec.num_layers
-    )
+    saved = megatron.terms_s["recompute"] - ours.terms_s["recompute"]
+    saved /= alone.num_microbatches * spec.num_layers
     product = 2 * spec.sequence_length * spec.hidden_size * spec.ffn_hidden_size
     assert saved == pytest.approx(product / float(SELENE.matmul_flops_per_s), rel=0.03)
 
@@ -119,16 +101,14 @@ def test_small_models_are_limited_by_the_host():
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_inside():
-    inside = seconds(plan(tensor_parallel=8, pipeline_parallel=8, data_parallel=2))
-    across = seconds(plan(tensor_parallel=16, pipeline_parallel=4, data_parallel=2))
+    inside, across = seconds(plan()), seconds(plan(tensor_parallel=16, pipeline_parallel=4))
     assert across.terms_s["tensor_parallel"] > 2 * inside.terms_s["tensor_parallel"]
 
 
 def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
-    base = dict(tensor_parallel=1, pipeline_parallel=1, data_parallel=64)
-
     def extra(batch):
-        plans = [plan(**base, zero_stage=stage, global_batch_size=batch) for stage in (1, 3)]
+        base = plan(**ALONE, data_parallel=64, global_batch_size=batch)
+        plans = [base.replace(zero_stage=stage) for stage in (1, 3)]
         one, three = seconds(*plans, spec="gpt-22b").terms_s["data_parallel"]
         return three - one
 
@@ -136,44 +116,29 @@ def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
 
 
 def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
-    base = dict(
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        data_parallel=64,
-        global_batch_size=256,
-        zero_stage=3,
-    )
     spec = ModelSpec.preset("gpt-22b")
-    layouts = Layouts.of(
-        spec, [plan(**base), plan(**base, shard_size=8), plan(**base, shard_size=64)]
-    )
+    base = plan(**ALONE, data_parallel=64, global_batch_size=256, zero_stage=3)
+    layouts = Layouts.of(spec, [base.replace(shard_size=size) for size in (None, 8, 64)])
     links = Links(layouts, SELENE, PERFECT)
-    assert links.shard.rate.tolist() == [
-        links.data.rate[0],
-        SELENE.node_bytes_per_s,
-        links.data.rate[0],
-    ]
-    assert links.copy.rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), (
-        "eight devices share the node's ports"
-    )
+    across = links.data.rate[0]
+    assert links.shard.rate.tolist() == [across, SELENE.node_bytes_per_s, across]
+    shared = SELENE.network_bytes_per_s / 8
+    assert links.copy.rate[1] == pytest.approx(shared), "eight devices share the node's ports"
     flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
     assert inside < 0.9 * flat and whole == flat
 
     # Once a step, weights cross nodes in 6 bytes and in 8 where each shard's gradients are summed
     # across groups.
-    once = {**base, "zero_stage": 1, "global_batch_size": 64}
-    flat, inside = (Layouts.of(spec, [plan(**once, **size)]) for size in ({}, {"shard_size": 8}))
-    flat_s, inside_s = (
-        step_time(x, SELENE, PERFECT).terms_s["data_parallel"].item() for x in (flat, inside)
-    )
-    assert inside_s > flat_s
+    once = base.replace(zero_stage=1, global_batch_size=64)
+    layouts = Layouts.of(spec, [once, once.replace(shard_size=8)])
+    flat, inside = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
+    assert inside > flat
 
 
 def test_an_uneven_pipeline_is_slower_than_its_mean_stage():
     spec = ModelSpec.preset("gpt-1.4b").replace(num_layers=26)
-    terms = step_time(
-        Layouts.of(spec, [plan(tensor_parallel=1, pipeline_parallel=8)]), SELENE, Coefficients()
-    ).terms_s
+    layouts = Layouts.of(spec, [plan(tensor_parallel=1)])
+    terms = step_time(layouts, SELENE, Coefficients()).terms_s
     assert terms["imbalance"] > 0.1 * terms["gemm"]
 
 
@@ -184,39 +149,33 @@ def test_one_call_equals_many_and_select_gives_parts():
 
 
 def test_collectives_follow_the_ring():
-    assert all_reduce(1e9, np.array([1.0, 2.0, 4.0]), Link(1e9, 0.1)) == pytest.approx(
-        [0, 1.1, 1.6]
-    )
-    assert all_gather(1e9, np.array(4.0), Link(1e9, 0.1)) == pytest.approx(0.8)
+    link = Link(1e9, 0.1)
+    assert all_reduce(1e9, np.array([1.0, 2.0, 4.0]), link) == pytest.approx([0, 1.1, 1.6])
+    assert all_gather(1e9, np.array(4.0), link) == pytest.approx(0.8)
     assert exposed(np.array([0.0, 3.0, 1e9]), 4.0) == pytest.approx([0, 1, 1e9 - 4], rel=1e-6)
 
 
 def test_links_never_exceed_the_machines_own():
-    runs = published.load()[::11]
-    links = Links(published.layouts(runs), SELENE, PERFECT)
-    assert (links.tensor.rate <= SELENE.near_bytes_per_s).all()
-    assert (links.data.rate <= SELENE.near_bytes_per_s).all()
-    assert (links.pipeline.rate <= SELENE.near_bytes_per_s).all()
+    links = Links(published.layouts(published.load()[::11]), SELENE, PERFECT)
+    for link in (links.tensor, links.data, links.pipeline):
+        assert (link.rate <= SELENE.near_bytes_per_s).all()
+
+
+def tensor_rates(hardware, coefficients=PERFECT):
+    """Returns bytes/s between tensor ranks: of two, four and eight."""
+    plans = [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)]
+    return Links(Layouts.of(ModelSpec.preset("gpt-22b"), plans), hardware, coefficients).tensor.rate
 
 
 def test_pairs_of_gcds_have_a_faster_link_than_the_node():
-    frontier = Hardware.of(Site.load("frontier"))
-    layouts = Layouts.of(
-        ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4)]
-    )
-    rate = Links(layouts, frontier, PERFECT).tensor.rate
-    assert rate == pytest.approx([200e9, 75e9], rel=0.01)
+    rate = tensor_rates(Hardware.of(Site.load("frontier")))
+    assert rate[:2] == pytest.approx([200e9, 75e9], rel=0.01)
 
 
 def test_a_group_that_does_not_fill_a_node_loses_links_as_the_node_is_wired():
-    layouts = Layouts.of(
-        ModelSpec.preset("gpt-22b"),
-        [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)],
-    )
-    mesh = Links(layouts, SELENE, dataclasses.replace(PERFECT, node_sharing=1.0)).tensor.rate
-    switch = Links(layouts, SELENE, PERFECT).tensor.rate
+    mesh = tensor_rates(SELENE, dataclasses.replace(PERFECT, node_sharing=1.0))
     assert mesh == pytest.approx(SELENE.near_bytes_per_s * np.array([1 / 4, 1 / 2, 1]))
-    assert switch == pytest.approx(SELENE.near_bytes_per_s, rel=0.02)
+    assert tensor_rates(SELENE) == pytest.approx(SELENE.near_bytes_per_s, rel=0.02), "a switch"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -237,9 +196,8 @@ def test_every_cluster_site_makes_hardware_with_sane_proportions():
     assert len(sites) >= 10
     for site in sites:
         hardware = Hardware.of(site)
-        for field in dataclasses.fields(hardware):
-            value = getattr(hardware, field.name)
+        for name, value in vars(hardware).items():
             may_be_none = ("price_per_device_hour", "contention")
-            assert value > 0 or field.name in may_be_none, (site.name, field.name)
+            assert value > 0 or name in may_be_none, (site.name, name)
         assert hardware.matmul_flops_per_s < hardware.peak_flops_per_s
         assert hardware.node_bytes_per_s < hardware.memory_bytes_per_s

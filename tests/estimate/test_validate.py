@@ -1,6 +1,4 @@
-"""Validation: the targets that are met stay met, nothing of a held-out machine leaks, and any
-CSV can be scored.
-"""
+"""Validation: met targets stay met, nothing of a held-out machine leaks, any CSV can be scored."""
 
 import csv
 
@@ -32,15 +30,17 @@ def table():
     return {row.name: row for row in all_rows()}
 
 
-@pytest.mark.slow
 def test_every_published_target_is_met(table):
     # But for speed, which depends on what else the machine does: the README has it.
-    assert not [
-        name for name, row in table.items() if row.ok is False and not name.startswith("Search: ")
+    missed = [name for name, row in table.items() if row.ok is False]
+    assert all(name.startswith("Search: ") for name in missed), missed
+    of_memory = [
+        row for name, row in table.items() if name.startswith(("Memory: ", "Out of memory"))
     ]
+    assert sum(row.ok is not None for row in of_memory) == 11
+    assert 0 < table["Out of memory, numbers as shipped (783): missed"].value < 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, limit",
     [
@@ -59,7 +59,6 @@ def test_errors_do_not_grow(table, name, limit):
     assert table[name].value <= limit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 5, 10])
 def test_intervals_hold_on_machines_and_code_bases_never_met(table, count):
     held = table[f"never met, {count} runs: coverage of the 90 % interval"]
@@ -68,7 +67,6 @@ def test_intervals_hold_on_machines_and_code_bases_never_met(table, count):
     assert width.value < {0: 0.7, 1: 0.35, 5: 0.26, 10: 0.2}[count] and "conformal" in width.note
 
 
-@pytest.mark.slow
 def test_five_proposed_runs_beat_random_ones(table):
     assert table["five proposed runs: error over that of five random"].value < 0.9
     assert table["five proposed runs: better than random draws"].value > 0.55
@@ -79,28 +77,19 @@ def test_nothing_of_a_stranger_reaches_its_prior_or_its_scales(everything):
     by_name = {each.name: each for each in strangers.scored}
     lumi = by_name["LUMI"]
     left = {each.name for each in strangers._fitted_without(lumi)}
-    assert left.isdisjoint({"MI250X", "Jean Zay"}) and {"Selene", "trn1"} <= left, (
-        "same machine, same code base"
-    )
-    assert {each.name for each in strangers.scored if each.knows(by_name["Eos"])} == {
-        "Selene",
-        "KAIST multi-node",
-        "KAIST single node",
-        "H100",
-        "Eos",
-    }
+    assert left.isdisjoint({"MI250X", "Jean Zay"}), "same machine, same code base"
+    assert {"Selene", "trn1"} <= left
+    related = {each.name for each in strangers.scored if each.knows(by_name["Eos"])}
+    assert related == {"Selene", "KAIST multi-node", "KAIST single node", "H100", "Eos"}
     before = strangers.trial(by_name["trn1"], 1, lumi)
     for name in ("MI250X", "Jean Zay"):
         rows = next(each for each in strangers.fitted if each.name == name).rows
         object.__setattr__(rows, "seconds", rows.seconds * 3)
     strangers._cache.clear()
     again = strangers.trial(by_name["trn1"], 1, lumi)
-    assert (
-        before
-        and again
-        and np.array_equal(before.off, again.off)
-        and np.array_equal(before.variance, again.variance)
-    )
+    assert before and again
+    assert np.array_equal(before.off, again.off)
+    assert np.array_equal(before.variance, again.variance)
 
 
 def test_scales_and_balances_ship_as_the_strangers_tell(everything):
@@ -127,22 +116,18 @@ def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(
     assert np.mean(errors) <= limit
 
 
-@pytest.mark.slow
 def test_table_says_how_many_rows_and_numbers(table):
-    assert "24 rows" in table["Selene, each row held out: mean error"].note
-    assert "1 number fitted" in table["Selene, each row held out: mean error"].note
-    assert (
-        "994 rows, 2 groups" in table["vTrain single node, hidden size held out: mean error"].note
-    )
+    selene = table["Selene, each row held out: mean error"].note
+    assert "24 rows" in selene and "1 number fitted" in selene
+    single = table["vTrain single node, hidden size held out: mean error"]
+    assert "994 rows, 2 groups" in single.note
 
 
 def test_coefficients_ship_as_the_population_of_the_published_machines(everything):
     learned = validate.population_without(everything, None)
-    for name, mean, spread in zip(NAMES, np.exp(learned.mean), learned.spread, strict=True):
-        assert getattr(Coefficients(), name) == pytest.approx(mean, rel=0.02), name
-        assert dict(zip(NAMES, Prior.default().spread, strict=True))[name] == pytest.approx(
-            spread, abs=0.02
-        ), name
+    shipped = Coefficients().to_dict()
+    assert shipped == pytest.approx(dict(zip(NAMES, np.exp(learned.mean), strict=True)), rel=0.02)
+    assert Prior.default().spread == pytest.approx(learned.spread, abs=0.02)
 
 
 def test_population_starts_from_guesses_and_not_from_its_own_result():
@@ -175,17 +160,26 @@ def test_held_out_groups_are_whole(everything, monkeypatch):
 def test_regret_is_zero_for_perfect_predictions_and_not_for_reversed_ones(everything):
     machine = everything["KAIST multi-node"]
     seconds = machine.rows.seconds
-    assert regret(machine.runs, seconds, lambda run: run.spec.hidden_size) == (0.0, 4)
-    lost, _ = regret(machine.runs, 1 / seconds, lambda run: run.spec.hidden_size)
-    assert lost > 0.2
+    perfect, reversed_ = (
+        regret(machine.runs, each, lambda run: run.spec.hidden_size)
+        for each in (seconds, 1 / seconds)
+    )
+    assert perfect == (0.0, 4) and reversed_[0] > 0.2
 
 
-def write(file, rows):
-    with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return file
+@pytest.fixture
+def scored(tmp_path):
+    """A function: the table of a file with these rows."""
+
+    def table(rows, *given, **named):
+        with (tmp_path / "rows.csv").open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        found = validate.validate(tmp_path / "rows.csv", *given, **named)
+        return {row.name: row for row in found}
+
+    return table
 
 
 @pytest.fixture(scope="module")
@@ -194,68 +188,52 @@ def published_rows():
         return list(csv.DictReader(stream))
 
 
-def test_rows_of_a_new_machine_are_scored_better_after_calibration(tmp_path, published_rows):
-    rows = [
-        row | dict(system="elsewhere")
-        for row in published_rows
-        if row["source"].startswith("Aleph Alpha")
-    ]
-    file = write(tmp_path / "rows.csv", rows)
-    scores = {}
+def test_rows_of_a_new_machine_are_scored_better_after_calibration(scored, published_rows):
+    rows = [row for row in published_rows if row["source"].startswith("Aleph Alpha")]
+    rows, scores = [row | dict(system="elsewhere") for row in rows], []
     for count in (0, 10):
-        table = {row.name: row for row in validate.validate(file, count, seed=1)}
-        scores[count] = table["elsewhere: mean error"].value
+        table = scored(rows, count, seed=1)
+        scores.append(table["elsewhere: mean error"].value)
         assert f"{count} runs fitted" in table["elsewhere: mean error"].note
         assert table["rows refused"].value == 0
-    assert scores[10] < 0.6 * scores[0] < 0.1
+    assert scores[1] < 0.6 * scores[0] < 0.1
 
 
-def test_a_machine_of_the_kit_starts_from_its_own_rows(tmp_path, published_rows):
+def test_a_machine_of_the_kit_starts_from_its_own_rows(scored, published_rows):
     rows = [row for row in published_rows if row["system"] == "Selene"]
-    table = {row.name: row for row in validate.validate(write(tmp_path / "rows.csv", rows[::3]))}
-    assert "9 rows" in table["Selene: mean error"].note
-    assert "18 published rows of this machine" in table["Selene: mean error"].note, (
-        "without those that are scored"
-    )
-    assert table["Selene: mean error"].value < 0.06
+    error = scored(rows[::3])["Selene: mean error"]
+    assert "9 rows" in error.note and error.value < 0.06
+    assert "18 published rows of this machine" in error.note, "without those that are scored"
 
 
-def test_refused_rows_are_counted_and_the_rest_is_scored(tmp_path, published_rows):
+def test_refused_rows_are_counted_and_the_rest_is_scored(scored, published_rows):
     rows = [row for row in published_rows if row["system"] == "LUMI"]
-    bad, timeless = (
-        rows[0] | dict(global_batch="1023"),
-        rows[0] | dict(seconds_per_iter="", tflops_per_gpu="", mfu=""),
-    )
-    file = write(tmp_path / "rows.csv", [*rows, bad, timeless, timeless, rows[0] | dict(tp="")])
-    table = {row.name: row for row in validate.validate(file, 2, seed=3)}
+    bad = rows[0] | dict(global_batch="1023")
+    timeless = rows[0] | dict(seconds_per_iter="", tflops_per_gpu="", mfu="")
+    table = scored([*rows, bad, timeless, timeless, rows[0] | dict(tp="")], 2, seed=3)
     assert table["rows refused"].value == 1 and "micro-batches" in table["rows refused"].note
     left_out, line = table["rows left out"], len(rows) + 3
-    assert left_out.value == 3 and left_out.note.startswith(
-        f"line {line} and 1 more: no seconds_per_iter"
-    ), left_out
+    assert left_out.value == 3
+    assert left_out.note.startswith(f"line {line} and 1 more: no seconds_per_iter")
     assert left_out.note.endswith(f"; line {line + 2}: no tp")
     assert "10 rows" in table["LUMI: mean error"].note
 
 
 def test_a_file_with_few_readings_of_memory_is_scored_on_the_site_that_is_named(
-    tmp_path, published_rows
+    scored, published_rows
 ):
-    bridge = [row for row in published_rows if "Bridge" in row["source"]]
-    rows = [
-        row | dict(system="elsewhere", memory_gb=gigabytes)
-        for row, gigabytes in zip(bridge[:3], ("195", "255", "190"), strict=True)
-    ]
-    file = write(tmp_path / "rows.csv", rows)
-    table = {row.name: row for row in validate.validate(file)}
+    bridge = [row | dict(system="elsewhere") for row in published_rows if "Bridge" in row["source"]]
+    readings = zip(bridge[:3], ("195", "255", "190"), strict=True)
+    rows = [row | dict(memory_gb=gigabytes) for row, gigabytes in readings]
+    table = scored(rows)
     memory = table["Memory: readings, nothing fitted (3)"]
     assert memory.value < 0.05 and "too few to fit" in memory.note
-    there = {row.name: row for row in validate.validate(file, site=Site.load("gb200-nvl72"))}
-    assert "27 published rows of this machine" in there["elsewhere: mean error"].note
-    assert there["elsewhere: mean error"].value > table["elsewhere: mean error"].value
+    there = scored(rows, site=Site.load("gb200-nvl72"))["elsewhere: mean error"]
+    assert "27 published rows of this machine" in there.note
+    assert there.value > table["elsewhere: mean error"].value
     slow = dict(gpu="MI250X-GCD", seconds_per_iter="5000", tflops_per_gpu="")
-    narrow = write(tmp_path / "narrow.csv", [rows[0] | slow])
     with pytest.raises(ConfigError, match=r"frontier: step time needs .*fp8"):
-        validate.validate(narrow)
+        scored([rows[0] | slow])
 
 
 def test_times_that_follow_from_a_headline_are_called_derived(table):
@@ -266,8 +244,8 @@ def test_times_that_follow_from_a_headline_are_called_derived(table):
     assert str(frontier).startswith("calibrated on 20 runs, 4 of them derived, ")
 
 
-def test_nothing_to_score_is_an_error(tmp_path, published_rows):
+def test_nothing_to_score_is_an_error(scored, published_rows):
     with pytest.raises(ConfigError, match="no row has a layout"):
-        validate.validate(write(tmp_path / "rows.csv", [published_rows[0] | dict(tp="")]))
+        scored([published_rows[0] | dict(tp="")])
     with pytest.raises(ConfigError, match="-1 is not allowed"):
         validate.validate(FILE, -1)

@@ -1,33 +1,24 @@
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.site import Site
 from kit.estimate.tuning.tune import TrialFailure, tune
+from kit.papers import PaperFigure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.hlat_demo import PRECISIONS
 from kit.papers.hlat_model import TRN1
 from kit.papers.hlat_training import PRECISION, SPIKES
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.papers.recorded import (
-    PLAN_175B,
-    cluster_run,
-    demo_study,
-    imported_run,
-    record,
-    score,
-    scored,
-)
+from tests.papers import recorded
+from tests.papers.recorded import PLAN_175B, cluster_run, demo_study, record, score, scored
 
-PIPELINE_RATES = {
-    (1, 2, 1): 1000.0,
-    (1, 2, 2): 1300.0,
-    (1, 2, 4): 1600.0,
-    (1, 2, 8): 1800.0,
-    (2, 1, 4): 900.0,
-}
+PIPELINE_RATES = {(1, 2, 1): 1e3, (1, 2, 2): 1.3e3, (1, 2, 4): 1.6e3, (1, 2, 8): 1.8e3}
+PIPELINE_RATES |= {(2, 1, 4): 900.0}
 """A machine on which the Frontier paper's observations hold: half the time is bubble at one
 micro-batch."""
 
@@ -38,18 +29,35 @@ def _two_ranks(parameters: dict) -> float:
     return 900.0 / parameters["tensor_parallel"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drawn_once() -> Iterator[dict]:
+    """A figure of the same runs is drawn once for all tests; these are cleared to draw it anew."""
+    known: dict[tuple, Any] = {}
+    draw = PaperFigure.draw
+
+    def remembered(figure: PaperFigure, runs: Sequence = (), **options: Any) -> Any:
+        if options:
+            return draw(figure, runs, **options)
+        key = figure.title, *map(str, runs)
+        if key not in known:
+            known[key] = draw(figure, runs)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(PaperFigure, "draw", remembered)
+        yield known
+
+
 @pytest.fixture(scope="session")
 def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on a cluster, an imported log of another, and a folder with the demo-scale study and
-    its search.
-    """
+    """A run on a cluster, an imported log of another, the demo-scale study with its search."""
     folder = tmp_path_factory.mktemp("frontier")
     study, log = demo_study(folder / "demo", PIPELINE_RATES), folder / "imported"
     plan = PLAN_175B | {"data_parallel": 4, "global_batch_size": 1280}
     tune(_two_ranks, SPACE, num_trials=8, sampler="random", storage=study / SEARCH)
     return [
         cluster_run(folder / "cluster").directory,
-        imported_run(log, "frontier", "gpt-175b", 220, **plan).directory,
+        recorded.imported_run(log, "frontier", "gpt-175b", 220, **plan).directory,
         study,
     ]
 

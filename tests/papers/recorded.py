@@ -13,8 +13,11 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.evaluate.conftest import task_score
 from tests.runs import new_run
 
+PLAN_175B: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "zero_stage": 1}
+PLAN_175B |= {"recompute": "full", "precision": "bf16"}
 SLOW_FIRST = 5.0
 """Factor of the first two steps, which no figure may count."""
 
@@ -25,26 +28,16 @@ def values(rows: list[dict], **wanted: object) -> list[dict]:
 
 
 def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_s: float) -> Run:
-    """Returns a run whose steps, but for the first two, take as long as `tokens_per_s` over all
-    devices says.
-    """
-    run = new_run(
-        directory, spec=spec, plan=plan, recipe=Recipe(data="data", num_steps=STEPS), site=site
-    )
+    """Returns a run of so many tokens/s over all devices; its first two steps are slower."""
+    recipe = Recipe(data="data", num_steps=STEPS)
+    run = new_run(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     run.plan.write(run.directory / "plan.attempt_01.json")
     tokens = plan.global_batch_size * spec.sequence_length
+    same = {"attempt": 1, "tokens": tokens, "loss": 9.0, "grad_norm": 1.0, "learning_rate": 1e-3}
     rows = [
-        {
-            "step": step,
-            "attempt": 1,
-            "time": 1e9 + step,
-            "tokens": tokens,
-            "loss": 9.0,
-            "grad_norm": 1.0,
-            "step_time_s": tokens / tokens_per_s * (SLOW_FIRST if step <= 2 else 1 + step / 1000),
-            "learning_rate": 1e-3,
-            "memory_bytes": 30 * 2**30,
-        }
+        same
+        | {"step": step, "time": 1e9 + step, "memory_bytes": 30 * 2**30}
+        | {"step_time_s": tokens / tokens_per_s * (SLOW_FIRST if step <= 2 else 1 + step / 1000)}
         for step in range(1, STEPS + 1)
     ]
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -55,19 +48,13 @@ def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
     """Returns a run of 175B on 64 GCDs of Frontier for each replica, 640 sequences a step."""
     spec = ModelSpec.preset("gpt-175b")
     plan = Plan(**PLAN_175B, data_parallel=replicas, global_batch_size=640)
-    rate = (
-        hfu
-        * 191.5e12
-        * plan.num_devices
-        / spec.hardware_flops_per_token("full", whole=plan.recomputes_whole)
-    )
+    flops = spec.hardware_flops_per_token("full", whole=plan.recomputes_whole)
+    rate = hfu * 191.5e12 * plan.num_devices / flops
     return record(directory, spec, plan, Site.load("frontier"), rate)
 
 
 def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: int | str) -> Run:
-    """Returns the run directory that `kit import` makes of a log of HLAT's own scripts, with steps
-    of some seconds; their first is not timed.
-    """
+    """Returns what `kit import` makes of a log of HLAT's scripts; its first step is not timed."""
     log = directory.parent / f"{directory.name}.log"
     times = [(step, *divmod(seconds * step, 60)) for step in range(1, STEPS + 1)]
     log.write_text(
@@ -78,31 +65,14 @@ def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: in
             for step, minute, second in times
         )
     )
+    asked = {"site": Site.load(site), "spec": ModelSpec.preset(spec)}
     changes = {"plan": plan, "recipe": {"num_steps": STEPS}}
-    import_log(
-        log,
-        directory,
-        format="nxdt",
-        site=Site.load(site),
-        spec=ModelSpec.preset(spec),
-        changes=changes,
-    )
+    import_log(log, directory, format="nxdt", **asked, changes=changes)
     return Run.open(directory)
 
 
-PLAN_175B: dict[str, Any] = {
-    "tensor_parallel": 4,
-    "pipeline_parallel": 16,
-    "zero_stage": 1,
-    "recompute": "full",
-    "precision": "bf16",
-}
-
-
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
-    """Records the demo-scale study: tokens/s by (tensor, pipeline, micro-batches); default 1,000
-    per process.
-    """
+    """Records the demo study: tokens/s by (tensor, pipeline, micro-batches), else 1,000 a rank."""
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
     rate = objective(directory, "data")
     for parameters in STUDY:
@@ -116,22 +86,11 @@ def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Pat
 def score(
     task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm"
 ) -> TaskScore:
-    return TaskScore(
-        task=task,
-        metrics=(Metric.of(metric, value, 0.05, items),),
-        num_items=items,
-        total_items=100,
-        num_fewshot=shots,
-        chance=0.5,
-        task_version="1",
-        harness_version="0.4",
-        data=(),
-        seconds=1.0,
-    )
+    given = {"num_items": items, "total_items": 100, "num_fewshot": shots, "chance": 0.5}
+    return task_score(task, metrics=(Metric.of(metric, value, 0.05, items),), **given)
 
 
 def scored(run, *scores: TaskScore, step: int) -> None:
-    report = EvalReport(
-        name=run.name, step=step, tokens_seen=step * 2048, tokenizer_sha256="00", scores=scores
-    )
+    done = {"step": step, "tokens_seen": step * 2048, "tokenizer_sha256": "00"}
+    report = EvalReport(name=run.name, **done, scores=scores)
     report.write(run.directory / "eval" / f"step_{step:08d}.json")

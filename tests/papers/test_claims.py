@@ -1,6 +1,6 @@
-"""The sheets of claims: all of them are computed, and the pages in the gallery say what is
-computed.
-"""
+"""The sheets of claims: all are computed, and the gallery's pages say what is computed."""
+
+from typing import Any
 
 import pytest
 
@@ -29,18 +29,15 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", list(TITLES))
 def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None:
-    (counted, made), (_, kept) = (
-        tables(text) for text in (page(paper), (GALLERY / f"claims_{paper}.md").read_text())
-    )
+    text, old_text = page(paper), (GALLERY / f"claims_{paper}.md").read_text()
+    (counted, made), (_, kept) = tables(text), tables(old_text)
     names = [claim.claim for claim in claims(paper)]
     assert [row["claim"] for row in made] == names == [row["claim"] for row in kept], "make gallery"
     said = [row["verdict"].strip("*") for row in made]
-    assert [int(row["claims"]) for row in counted] == [
-        said.count(row["verdict"]) for row in counted
-    ]
+    assert all(int(row["claims"]) == said.count(row["verdict"]) for row in counted)
     assert sum(int(row["claims"]) for row in counted) == len(names), "each has a verdict"
     head = f"**{said.count('predicted')} of {len(names)} claims are predicted:**"
-    assert head in page(paper), "the headline counts nothing else"
+    assert head in text, "the headline counts nothing else"
     for claim, row, old in zip(claims(paper), made, kept, strict=True):
         untried = row["verdict"] == "**not tried**"
         assert untried == (claim.figure in ("", *OF_STUDIES)), claim.claim
@@ -61,15 +58,19 @@ def test_a_claim_that_is_remembered_is_no_prediction() -> None:
 def test_all_ratios_of_hlat_s_cost_are_on_the_sheet_with_the_figure_s_verdicts() -> None:
     rows = drawn_rows("hlat")["hlat-cost"]
     sheet = [claim for claim in claims("hlat") if {"series", "x"} <= {*claim.at} and claim.about]
-    found = [
-        (f"{claim.at['panel']}, {claim.at['series']}, {claim.at['x']} nodes", checked(claim, rows))
-        for claim in sheet
-    ]
+    found = {
+        "{panel}, {series}, {x} nodes".format(**each.at): checked(each, rows) for each in sheet
+    }
     own = {relation.claim: relation for relation in hlat_cost.relations()}
-    assert len(own) == 17 and sorted(own) == sorted(name for name, _ in found)
-    for name, relation in found:
+    assert len(own) == 17 == len(sheet) and own.keys() == found.keys()
+    for name, relation in found.items():
         assert relation is not None and relation.verdict == own[name].verdict, name
         assert relation.within == pytest.approx(own[name].within)
+
+
+def of_22b(**changes: Any) -> Claim:
+    asked = {"claim": "c", "where": "abstract", "fact": ("throughput_percent", "22B")}
+    return Claim(paper="frontier", **asked, figure="f", at={"x": "22B"}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +88,9 @@ def test_all_ratios_of_hlat_s_cost_are_on_the_sheet_with_the_figure_s_verdicts()
     ],
 )
 def test_the_verdict_follows_from_the_kind_and_the_numbers(kind, low, high, said) -> None:
-    asked = {"claim": "c", "where": "abstract", "fact": ("throughput_percent", "22B")}
-    claim = Claim(paper="frontier", **asked, figure="f", at={"x": "22B"}, kind=kind)
-    assert (
-        verdict(claim, checked(claim, [{"x": "22B", "y": 40.0, "low": low, "high": high}])) == said
-    )
+    claim = of_22b(kind=kind)
+    found = checked(claim, [{"x": "22B", "y": 40.0, "low": low, "high": high}])
+    assert verdict(claim, found) == said
     assert said in read_toml("claims")["verdicts"]
     assert verdict(claim, checked(claim, None)) == "not tried"
     with pytest.raises(ConfigError, match="f has no row with"):
@@ -99,9 +98,7 @@ def test_the_verdict_follows_from_the_kind_and_the_numbers(kind, low, high, said
 
 
 def test_the_width_is_of_all_that_would_have_passed() -> None:
-    asked = {"claim": "c", "where": "abstract", "fact": ("throughput_percent", "22B")}
-    claim = Claim(paper="frontier", **asked, figure="f", at={"x": "22B"}, about=0.1)
-    found = checked(claim, [{"x": "22B", "y": 40.0, "low": 36.0, "high": 44.0}])
+    found = checked(of_22b(about=0.1), [{"x": "22B", "y": 40.0, "low": 36.0, "high": 44.0}])
     assert found is not None and found.width == pytest.approx((4 + 3.838) / 40)
 
 

@@ -1,6 +1,4 @@
-"""Every figure: where its layers come from, its files, and the list that says where each of a
-paper is.
-"""
+"""Every figure: where its layers come from, its files, and where each of a paper's is."""
 
 import csv
 from pathlib import Path
@@ -21,13 +19,11 @@ from kit.papers import (
 )
 from kit.show.style import new_figure, save_figure
 from kit.show.themed_figure import ThemedFigure
-from tests.pictures import check_figure, check_panels
+from tests.pictures import check_data, check_panels
 
 pytestmark = pytest.mark.slow
 
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
-
-
 NEEDS_RUNS = {
     "hlat-loss": r"no steps in \[\]",
     "hlat-spikes": r"no spikes\.json in \[\].*demo_spikes",
@@ -37,12 +33,8 @@ NEEDS_RUNS = {
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_says_where_its_layers_come_from(
-    name: str, frontier_runs: list[Path], hlat_runs: list[Path]
-) -> None:
-    """Its notes name each layer and source, demo scale is marked where there is any, and no
-    interval is upside down.
-    """
+def test_every_figure_says_where_its_layers_come_from(name, frontier_runs, hlat_runs) -> None:
+    """Notes name each layer and source, demo scale is marked, and no interval is upside down."""
     if name in NEEDS_RUNS:
         with pytest.raises(ConfigError, match=NEEDS_RUNS[name]):
             FIGURES[name].draw()
@@ -58,14 +50,15 @@ def test_every_figure_says_where_its_layers_come_from(
         assert all(row["source"].rstrip(".") in said for row in rows if "source" in row)
         assert not any(row.get("low", 0) > row.get("high", 0) for row in rows)
         if isinstance(drawn, ThemedFigure):
-            check_figure(drawn)
-            check_panels(drawn)
+            check_data(drawn)
             texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
             assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts)
 
 
-def test_a_cut_interval_a_text_outside_and_a_legend_on_data_are_found() -> None:
-    [figure, _] = FIGURES["frontier-throughput"].draw()
+def test_a_cut_interval_a_text_outside_and_a_legend_on_data_are_found(drawn_once) -> None:
+    drawn_once.clear()
+    figure, _ = FIGURES["frontier-throughput"].draw()
+    drawn_once.clear()  # nobody else sees what is done to it
     left, _ = figure.axes
     check_panels(figure)
     left.set_ylim(0, 50)
@@ -81,10 +74,11 @@ def test_a_cut_interval_a_text_outside_and_a_legend_on_data_are_found() -> None:
         check_panels(figure)
 
 
-def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path: Path) -> None:
+def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path, drawn_once) -> None:
     told = save_all(QUICK, tmp_path / "first")
     assert told["hlat-data-mix"] == ""
     assert "Give run directories" in told["hlat-loss"], "and goes on without"
+    drawn_once.clear()
     save_all(QUICK, tmp_path / "second")
     names = sorted(file.name for file in (tmp_path / "first").iterdir())
     assert names == ["hlat-data-mix.csv", "hlat-data-mix.png", "hlat-data-mix.svg"]
@@ -107,9 +101,7 @@ def test_table_of_rows_with_other_keys_has_all_columns(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "t.csv").read_text() == 'a,b,c\n1,0.333333,\n"x, y",,\n'
 
 
-def test_command_draws_all_into_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_draws_all_into_a_folder(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(commands, "FIGURES", QUICK)
     commands.figure(out=tmp_path / "talk")
     assert (tmp_path / "talk" / "hlat-data-mix.svg").exists()

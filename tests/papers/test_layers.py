@@ -16,14 +16,10 @@ from tests.papers.recorded import cluster_run, demo_study
 
 @pytest.mark.parametrize("name", [file.stem for file in DATA.glob("*.csv")])
 def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
-    facts = Facts.load(name)
-    assert all(
-        fact.source and fact.known in ("read", "quoted", "derived", "remembered")
-        for fact in facts.facts
-    )
-    pairs = [(fact.series, fact.x) for fact in facts.facts]
-    assert len(set(pairs)) == len(pairs), "each fact once"
-    for fact in facts.facts:
+    facts = Facts.load(name).facts
+    assert len({(fact.series, fact.x) for fact in facts}) == len(facts), "each fact once"
+    for fact in facts:
+        assert fact.source and fact.known in ("read", "quoted", "derived", "remembered")
         if fact.known == "remembered":
             assert "memory" in fact.source
             with pytest.raises(ConfigError, match="remembered, not read"):
@@ -33,9 +29,7 @@ def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
 def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     folder = demo_study(tmp_path / "demo", {})
     runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
-    found = measured(
-        runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent, label="ours"
-    )
+    found = measured(runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent)
     assert [layer.scale for layer in found] == ["demo", "cluster"]
     assert len(found[0].x) == 8 and found[1].y == pytest.approx([30], rel=0.01)
     assert found[0].source == "this machine, demo scale"
@@ -58,14 +52,8 @@ def test_caption_and_table_name_every_layer() -> None:
     ]
     with new_figure(height=3) as (figure, axis):
         draw(axis, layers)
-        finish(
-            figure,
-            {"": layers},
-            "What is drawn.",
-            "What holds.",
-            "What is missed.",
-            notes=["A fit."],
-        )
+        told = "What is drawn.", "What holds.", "What is missed."
+        finish(figure, {"": layers}, *told, notes=["A fit."])
     assert figure.caption == "What is drawn. What holds. What is missed."
     assert figure.notes == (
         "A fit.",
@@ -81,14 +69,14 @@ def test_caption_and_table_name_every_layer() -> None:
 def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("iteration 1")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="kit import"):
-        opened([tmp_path / "train.log"])
-    with pytest.raises(RunError, match="not a run directory"):
-        opened([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="Did you mean 'throughput_percent'"):
-        Facts.load("frontier")["throughput_persent"]
-    with pytest.raises(ConfigError, match="Say how wrong the model is"):
-        Layer.modelled("model", [1], [1], [1], [1], error="")
+    for error, message, action in (
+        (ConfigError, "kit import", lambda: opened([tmp_path / "train.log"])),
+        (RunError, "not a run directory", lambda: opened([tmp_path / "empty"])),
+        (ConfigError, "'throughput_percent'", lambda: Facts.load("frontier")["throughput_persent"]),
+        (ConfigError, "how wrong", lambda: Layer.modelled("model", [1], [1], [1], [1], error="")),
+    ):
+        with pytest.raises(error, match=message):
+            action()
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_points_are_drawn_hollow_named_in_the_legend_and_kept_in_the_table(tmp_p
         ("hlat-cost", "# x: nodes; y: (a) 7B: % of p4d's on 4 nodes", "8,60"),
     ],
 )
-def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in(
-    name: str, unit: str, point: str, tmp_path: Path
+def test_a_template_names_units_and_takes_points_once_it_is_filled_in(
+    name, unit, point, tmp_path
 ) -> None:
     template = FIGURES[name].points_template(name)
     assert unit in template
@@ -82,9 +82,7 @@ def test_a_template_names_units_and_series_and_takes_points_once_it_is_filled_in
         ("hlat-quality", HEAD, "Table II is drawn as a table"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told(
-    name: str, text: str | None, complaint: str, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_used_is_told(name, text, complaint, tmp_path) -> None:
     if text is not None:
         (tmp_path / "points.csv").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(complaint)):

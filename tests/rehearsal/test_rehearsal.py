@@ -11,7 +11,7 @@ from cluster.scheduler import Broadcast
 from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import ConfigError
-from kit.papers.recipes import published_recipe
+from kit.papers.recipes import names, published_recipe
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal import Rehearsal, rehearse, stages
@@ -23,9 +23,7 @@ RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
 
 @pytest.fixture(scope="module", autouse=True)
 def cut_once() -> Iterator[None]:
-    """What the ranks of a plan hold depends on neither site nor recipe, and is asked again and
-    again.
-    """
+    """What the ranks of a plan hold depends on neither site nor recipe, and is asked often."""
     known: dict[str, stages.Cut] = {}
 
     def remembered(spec: ModelSpec, plan: Plan) -> stages.Cut:
@@ -37,13 +35,17 @@ def cut_once() -> Iterator[None]:
         yield
 
 
+def packed_site(name: str) -> Site:
+    """Returns a site with the Python environment packed on its shared disk."""
+    site = Site.load(name)
+    assert site.slurm
+    broadcast = Broadcast(directory="/local_storage/environment", archive="/fsx/environment.tar")
+    return site.replace(slurm=site.slurm.replace(broadcast=broadcast))
+
+
 @pytest.fixture
 def packed() -> Site:
-    """Frontier, with the Python environment packed."""
-    site = Site.load("frontier")
-    assert site.slurm and site.slurm.broadcast
-    broadcast = site.slurm.broadcast.replace(archive="/lustre/orion/abc123/environment.tar")
-    return site.replace(slurm=site.slurm.replace(broadcast=broadcast))
+    return packed_site("frontier")
 
 
 def of(name: str, **changes) -> tuple[ModelSpec, Plan]:
@@ -67,37 +69,23 @@ def test_a_trillion_parameters_on_3072_devices_fit(packed):
 
 
 def test_70b_on_8192_cores_fits():
-    site = Site.load("trn1.32xlarge")
     spec, plan = of("hlat-70b")
     plan = plan.replace(data_parallel=8192 // (plan.tensor_parallel * plan.pipeline_parallel))
-    assert site.slurm
-    archive = Broadcast(directory="/local_storage/environment", archive="/fsx/environment.tar")
-    packed = site.replace(slurm=site.slurm.replace(broadcast=archive))
-    found = rehearse(spec, plan.replace(global_batch_size=1024), RECIPE, packed)
+    plan = plan.replace(global_batch_size=1024)
+    found = rehearse(spec, plan, RECIPE, packed_site("trn1.32xlarge"))
     assert plan.num_devices == 8192 and found.fits, found.title
-    assert "not known" in {row[3] for row in found.rows}, (
-        "what FSx gives depends on what is ordered"
-    )
+    assert "not known" in {row[3] for row in found.rows}, "what FSx gives depends on the order"
     cost = found.rows[-1]
     assert cost[0] == "failures" and cost[2] == "not known"
-    assert "give site.storage.read_bytes_per_s" in cost[-1], (
-        "rates that nobody has stated are not zeros"
-    )
+    assert "give site.storage.read_bytes_per_s" in cost[-1], "rates not stated are not zeros"
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["counts"][-1]["value"] is None
 
 
-@pytest.mark.parametrize(
-    "name", ["frontier-22b", "frontier-175b", "frontier-1t", "hlat-7b", "hlat-70b"]
-)
+@pytest.mark.parametrize("name", names())
 def test_what_the_papers_have_trained_fits_in_memory(name):
     spec, plan = of(name)
-    found = rehearse(
-        spec,
-        plan,
-        RECIPE,
-        Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge"),
-    )
-    assert count(found, "memory of the fullest device").fits
+    site = Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge")
+    assert count(rehearse(spec, plan, RECIPE, site), "memory of the fullest device").fits
 
 
 def test_what_does_not_fit_is_named(packed):
@@ -107,9 +95,8 @@ def test_what_does_not_fit_is_named(packed):
     assert not found.fits and "does not fit: kept;" in found.title
     unpacked = rehearse(spec, plan, RECIPE, Site.load("frontier"))
     assert "nodes that read Python from the shared disk" in unpacked.title
-    often = rehearse(
-        spec, plan, RECIPE.replace(checkpoint_every=1), packed, hours_between_failures=0.1
-    )
+    every = RECIPE.replace(checkpoint_every=1)
+    often = rehearse(spec, plan, every, packed, hours_between_failures=0.1)
     assert count(often, "time that counts, with a failure every 0.1 h").value < 0.7
 
 
@@ -118,9 +105,8 @@ def test_counts_are_those_of_what_the_job_does(packed):
     once = rehearse(spec, plan, RECIPE.replace(checkpoint_every=None), packed)
     assert count(once, "kept").value == pytest.approx(12.1, rel=0.01), "only the last step is saved"
     rare = rehearse(spec, plan, RECIPE.replace(checkpoint_every=300, keep_every=1000), packed)
-    assert count(rare, "kept").value == pytest.approx((3 + 33) * 12.1, rel=0.01), (
-        "steps that are saved and kept"
-    )
+    both = (3 + 33) * 12.1
+    assert count(rare, "kept").value == pytest.approx(both, rel=0.01), "saved and kept"
     site = Site.load("frontier")
     assert site.slurm
     contained = site.replace(slurm=site.slurm.replace(srun_options=("--container=/images/torch",)))
@@ -137,16 +123,8 @@ def test_a_plan_that_cannot_run_is_refused(packed):
 @pytest.mark.parametrize("layers", [6, 4, 1])
 def test_cuts_lose_no_weight(layers, tied):
     spec = ModelSpec.preset("demo").replace(num_layers=layers, tied_embeddings=tied)
-    found = cut(
-        spec,
-        Plan(
-            pipeline_parallel=3,
-            tensor_parallel=2,
-            data_parallel=3,
-            zero_stage=1,
-            global_batch_size=6,
-        ),
-    )
+    degrees: dict[str, Any] = {"pipeline_parallel": 3, "tensor_parallel": 2, "data_parallel": 3}
+    found = cut(spec, Plan(**degrees, zero_stage=1, global_batch_size=6))
     assert found.num_params == spec.num_params
     assert found.num_kinds == 12
 
@@ -160,15 +138,14 @@ def test_the_command_says_it_in_its_exit_code():
     done = kit("frontier-1t", *steps, "--site", "frontier", "--json")
     said = json.loads(done.stdout)
     assert done.exit_code == 1 and not said["fits"] and said["model"] == "gpt-1t"
-    assert {"plan", "ranks", "start", "checkpoint", "failures"} <= {
-        found["stage"] for found in said["counts"]
-    }
+    told = {found["stage"] for found in said["counts"]}
+    assert told >= {"plan", "ranks", "start", "checkpoint", "failures"}
     sizes = ("--site", "frontier", "--devices", "8", "--batch", "8")
     assert json.loads(kit("demo", *sizes, "--json").stdout)["model"] == "demo"
-    for words, message in (
-        (("frontier-1t",), "--site: missing"),
-        (("gpt-1t", "--site", "frontier"), "--devices: missing"),
-        (("frontier-1t", "--site", "frontier"), "recipe.num_steps: missing"),
-        (("frontier-1t", *steps, *sizes), "--devices: frontier-1t has a layout of its own"),
+    for message, *words in (
+        ("--site: missing", "frontier-1t"),
+        ("--devices: missing", "gpt-1t", "--site", "frontier"),
+        ("recipe.num_steps: missing", "frontier-1t", "--site", "frontier"),
+        ("--devices: frontier-1t has a layout of its own", "frontier-1t", *steps, *sizes),
     ):
         assert message in str(kit(*words).exception)

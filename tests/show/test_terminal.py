@@ -1,6 +1,4 @@
-"""The table of the command line: aligned, folded or stacked, and never cut; nothing is wrapped
-in a file or a pipe.
-"""
+"""The table of the command line: aligned, folded or stacked, never cut; not wrapped in a file."""
 
 import io
 import re
@@ -59,12 +57,8 @@ def test_a_command_in_a_message_can_be_pasted() -> None:
 MARKED = "runs/a[red]b [/] # EDIT: [device.peak_flops_per_s] :warning: [link=x]y"
 
 
-def test_brackets_of_a_name_an_error_or_a_file_are_printed_as_they_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """By each console of the kit that prints what others wrote: of commands, of texts for pages,
-    of a build.
-    """
+def test_brackets_of_a_name_an_error_or_a_file_are_printed_as_they_are(capsys) -> None:
+    """By each console that prints what others wrote: of commands, of pages, of a build."""
     PlainConsole().print(MARKED)
     BuildProgress(shown=True).say(MARKED)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [MARKED, MARKED]

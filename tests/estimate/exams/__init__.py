@@ -1,3 +1,1 @@
-"""The planner's exams: `make validate` prints how far its estimates are from what others
-measured.
-"""
+"""The planner's exams: `make validate` prints how far estimates are from what others measured."""

@@ -1,6 +1,4 @@
-"""`python -m tests.estimate.exams`: the whole table, kept in results/, and the picture of
-machines never met.
-"""
+"""`python -m tests.estimate.exams`: the table, kept in results/, and the picture of strangers."""
 
 from rich.console import Console
 from rich.markdown import Markdown

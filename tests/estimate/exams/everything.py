@@ -14,18 +14,13 @@ from tests.estimate.exams.search import search_exam
 
 
 def everything() -> tuple[Row, ...]:
-    """Returns the error of step times, of machines never met, of choices and of memory, and the
-    search's speed.
-    """
+    """Returns errors of step times, strangers, choices and memory, and the search's speed."""
     return (*validate(), *new_machine(machines()), *regrets(), *memory_exam(), *search_exam())
 
 
 def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
-    """Returns (how much slower the predicted best is than the measured best, averaged over
-    groups, their number).
-    """
-    lost = []
-    keys = [group(run) for run in runs]
+    """Returns (by how much the predicted best is slower, averaged over groups, their number)."""
+    lost, keys = [], [group(run) for run in runs]
     for key in dict.fromkeys(keys):
         members = [i for i, each in enumerate(keys) if each == key]
         if len(members) >= 4:
@@ -38,13 +33,11 @@ def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tu
 def regrets() -> list[Row]:
     """Returns `regret` on the two machines of which most layouts were measured."""
     known, predicted, rows = machines(), predictions(), []
-    for name, group in (
-        ("KAIST multi-node", size_of),
-        (
-            "Aleph Alpha",
-            lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length),
-        ),
-    ):
+
+    def size_and_devices(run: PublishedRun) -> tuple:
+        return run.spec.hidden_size, run.num_devices, run.spec.sequence_length
+
+    for name, group in (("KAIST multi-node", size_of), ("Aleph Alpha", size_and_devices)):
         lost, count = regret(known[name].runs, predicted[name][1], group)
         note = f"{count} groups; predictions with the model size held out"
         rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02, note=note))

@@ -1,6 +1,4 @@
-"""The memory model against published measurements: readings in GB, out-of-memory labels,
-allocator logs, a paper.
-"""
+"""The memory model against measurements: readings, labels, allocator logs, a paper, our steps."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -54,7 +52,7 @@ KORTHIKANTI = (
 
 
 def memory_exam() -> list[Row]:
-    """Returns the error table of the memory model, one row or more per kind of measurement."""
+    """Returns the error table of the memory model, one row or more a kind of measurement."""
     runs = published.load()
     read = [run for run in runs if run.memory_bytes]
     labelled = [run for run in runs if run.source.startswith("Aleph Alpha")]
@@ -62,40 +60,25 @@ def memory_exam() -> list[Row]:
 
 
 def labels(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns how well out-of-memory labels are predicted: a model size held out, and by the
-    numbers shipped.
-    """
+    """Returns how well labels are predicted, a model size held out, and by the shipped numbers."""
     layouts, out = memory_layouts(runs), np.array([run.kind == "oom" for run in runs])
     size = np.array([run.spec.name for run in runs])
-    shipped = memory(layouts, kernels=ALEPH_ALPHA, reserve=RESERVE).used_bytes > A100_BYTES
+    start = {"kernels": ALEPH_ALPHA, "reserve": RESERVE}
+    shipped = memory(layouts, **start).used_bytes > A100_BYTES
 
     def predicted(train: Array) -> Array:
-        reserve, kernels = fit_out_of_memory(
-            layouts.select(train),
-            out[train],
-            A100_BYTES,
-            kernels=ALEPH_ALPHA,
-            reserve=RESERVE,
-            source="",
-        )
+        known = layouts.select(train), out[train], A100_BYTES
+        reserve, kernels = fit_out_of_memory(*known, **start, source="")
         return memory(layouts, kernels=kernels, reserve=reserve).used_bytes > A100_BYTES
 
     held_out, count = without_group(size, predicted) > 0, len(runs)
+    whole = f"Out of memory, a model size held out ({count})"
+    sizes = {name: float((out == held_out)[size == name].mean()) for name in sorted(set(size))}
+    as_shipped = f"Out of memory, numbers as shipped ({count})"
     return [
-        *_accuracy(
-            f"Out of memory, a model size held out ({count})", out, held_out, "5 numbers fitted"
-        ),
-        *(
-            row(
-                f"Out of memory, {name} held out",
-                float((out == held_out)[size == name].mean()),
-                "fraction",
-            )
-            for name in sorted(set(size))
-        ),
-        *_accuracy(
-            f"Out of memory, numbers as shipped ({count})", out, shipped, "nothing fitted here"
-        ),
+        *_accuracy(whole, out, held_out, "5 numbers fitted"),
+        *(row(f"Out of memory, {name} held out", x, "fraction") for name, x in sizes.items()),
+        *_accuracy(as_shipped, out, shipped, "nothing fitted here"),
     ]
 
 
@@ -122,9 +105,8 @@ def fit_out_of_memory(
     spread = RESERVE_SPREAD | KERNEL_SPREAD
     if not np.any(layouts.flash_attention == 0):
         spread = {name: width for name, width in spread.items() if name != "score_bytes"}
-    start = np.array(
-        [getattr(reserve if name in RESERVE_SPREAD else kernels, name) for name in spread]
-    )
+    given = {name: reserve if name in RESERVE_SPREAD else kernels for name in spread}
+    start = np.array([getattr(each, name) for name, each in given.items()])
     width = np.array(list(spread.values()))
 
     def model(values: Array) -> tuple[Reserve, Kernels]:
@@ -136,9 +118,8 @@ def fit_out_of_memory(
 
     def loss(values: Array) -> float:
         fitted, flavour = model(values)
-        odds = fitted.sharpness * np.log(
-            memory(layouts, kernels=flavour, reserve=fitted).used_bytes / device_bytes
-        )
+        used = memory(layouts, kernels=flavour, reserve=fitted).used_bytes
+        odds = fitted.sharpness * np.log(used / device_bytes)
         prior = 0.5 * np.sum((np.log(values / start) / width) ** 2)
         return float(np.sum(np.logaddexp(0, np.where(labels, -odds, odds))) + prior)
 
@@ -154,41 +135,25 @@ def allocator_logs() -> list[Row]:
     after_error = (after.state + after.buffers) / MIB / _logged("stage_allocated_mib")[1] - 1
     logged_peak = _logged("stage_peak_mib")[1]
     peak_error = peak.total / MIB / logged_peak - 1
-    step, logged_step = (
-        float(-np.diff(peak.activations).mean() / MIB),
-        float(-np.diff(logged_peak[1:-1]).mean()),
-    )
+    step = float(-np.diff(peak.activations).mean() / MIB)
+    logged_step = float(-np.diff(logged_peak[1:-1]).mean())
     ends = [0, 1, -1]
-    lines = f"{_line(replicas, modelled)}; measured {_line(replicas, measured)}; nothing fitted"
+
+    def stages(error: Array) -> tuple[float, float, str]:
+        places = f"{_signed(error[ends])} on first, second, last"
+        return float(np.abs(error).max()), 0.02, places
+
+    lumi = f"{_line(replicas, modelled)}; measured {_line(replicas, measured)}"
+    each = f"{step:.1f} MiB; measured {logged_step:.0f}"
+    rows = {
+        "LUMI 176B, five replica counts, worst error": (worst, 0.03, lumi),
+        "Frontier 175B, MiB from stage to stage, error": (abs(step / logged_step - 1), 0.03, each),
+        "Frontier 175B, 16 stages after a skipped step, worst error": stages(after_error),
+        "Frontier 175B, 16 stages at their peak, worst error": stages(peak_error),
+    }
     return [
-        row(
-            "Memory: LUMI 176B, five replica counts, worst error",
-            worst,
-            "fraction",
-            at_most=0.03,
-            note=lines,
-        ),
-        row(
-            "Memory: Frontier 175B, MiB from stage to stage, error",
-            abs(step / logged_step - 1),
-            "fraction",
-            at_most=0.03,
-            note=f"{step:.1f} MiB; measured {logged_step:.0f}; nothing fitted",
-        ),
-        row(
-            "Memory: Frontier 175B, 16 stages after a skipped step, worst error",
-            float(np.abs(after_error).max()),
-            "fraction",
-            at_most=0.02,
-            note=f"{_signed(after_error[ends])} on first, second, last; nothing fitted",
-        ),
-        row(
-            "Memory: Frontier 175B, 16 stages at their peak, worst error",
-            float(np.abs(peak_error).max()),
-            "fraction",
-            at_most=0.02,
-            note=f"{_signed(peak_error[ends])} on first, second, last; nothing fitted",
-        ),
+        row(f"Memory: {name}", error, "fraction", at_most=most, note=f"{note}; nothing fitted")
+        for name, (error, most, note) in rows.items()
     ]
 
 
@@ -199,9 +164,7 @@ def _logged(series: str) -> tuple[Array, Array]:
 
 
 def _line(replicas: Array, allocated_mib: Array) -> str:
-    """Returns the line through LUMI's five bytes as text: what every device holds, and what the
-    replicas share.
-    """
+    """Returns the line through LUMI's bytes: what every device holds, what replicas share."""
     slope, constant = np.polyfit(1 / replicas, allocated_mib, 1)
     return f"{constant:,.0f} + {slope:,.0f} / DP MiB"
 
@@ -209,27 +172,10 @@ def _line(replicas: Array, allocated_mib: Array) -> str:
 def korthikanti() -> list[Row]:
     """Returns the mean error against figure 1 of Korthikanti et al., nothing fitted."""
     state, activations = [], []
-    for (
-        name,
-        heads,
-        layers,
-        hidden,
-        t,
-        p,
-        v,
-        micro,
-        batch,
-        gib_state,
-        gib_activations,
-    ) in KORTHIKANTI:
-        spec = ModelSpec.gpt(
-            name=name,
-            num_layers=layers,
-            hidden_size=hidden,
-            num_heads=heads,
-            vocab_size=51_200,
-            sequence_length=2048,
-        )
+    for name, *shape, gib_state, gib_activations in KORTHIKANTI:
+        heads, layers, hidden, t, p, v, micro, batch = shape
+        sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads}
+        spec = ModelSpec.gpt(name=name, **sizes, vocab_size=51_200, sequence_length=2048)
         plan = Plan(
             tensor_parallel=t,
             pipeline_parallel=p,
@@ -241,25 +187,22 @@ def korthikanti() -> list[Row]:
             global_batch_size=batch,
         )
         stage = memory_by_stage(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON)
+        held = (stage.activations + stage.embedding_logits)[0]
         state.append(stage.state.mean() / GIB / gib_state - 1)
-        activations.append(
-            (stage.activations + stage.embedding_logits)[0] / GIB / gib_activations - 1
-        )
+        activations.append(held / GIB / gib_activations - 1)
+    under_way = "; messages under way are counted here, not there"
     return [
         row(
-            "Memory: Korthikanti figure 1, weights and optimizer, mean error",
-            float(np.mean(np.abs(state))),
+            f"Memory: Korthikanti figure 1, {what}, mean error",
+            float(np.mean(np.abs(errors))),
             "fraction",
             at_most=0.05,
-            note=_signed(state),
-        ),
-        row(
-            "Memory: Korthikanti figure 1, activations, mean error",
-            float(np.mean(np.abs(activations))),
-            "fraction",
-            at_most=0.05,
-            note=_signed(activations) + "; messages under way are counted here, not there",
-        ),
+            note=_signed(errors) + more,
+        )
+        for what, errors, more in (
+            ("weights and optimizer", state, ""),
+            ("activations", activations, under_way),
+        )
     ]
 
 
@@ -286,14 +229,9 @@ def counted_steps() -> list[Row]:
 
 
 def _counted_error(engine: EngineName, x: dict[str, Any]) -> float:
-    shape = dict(
-        name="counted",
-        num_layers=x["layers"],
-        hidden_size=x["hidden"],
-        num_heads=4,
-        vocab_size=x["vocab"],
-        sequence_length=x["seq"],
-    )
+    names = {"num_layers": "layers", "hidden_size": "hidden", "vocab_size": "vocab"}
+    sizes = {name: x[column] for name, column in names.items()}
+    shape = dict(name="counted", **sizes, num_heads=4, sequence_length=x["seq"])
     spec = ModelSpec.gpt(**shape)
     if x["family"] != "gpt":
         ffn, kv = x["hidden"] * 11 // 4, 2 if x["family"] == "grouped" else 4
@@ -313,14 +251,9 @@ def _counted_error(engine: EngineName, x: dict[str, Any]) -> float:
 
 def _accuracy(name: str, out: Array, predicted: Array, note: str) -> list[Row]:
     missed, false = int((out & ~predicted).sum()), int((predicted & ~out).sum())
+    right = float((out == predicted).mean())
     return [
-        row(
-            f"{name}: accuracy",
-            float((out == predicted).mean()),
-            "fraction",
-            at_least=0.94,
-            note=note,
-        ),
+        row(f"{name}: accuracy", right, "fraction", at_least=0.94, note=note),
         row(f"{name}: missed", missed, note=f"of {int(out.sum())} that ran out"),
         row(f"{name}: false alarms", false, note=f"of {int((~out).sum())} that ran"),
     ]

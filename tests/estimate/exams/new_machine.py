@@ -57,12 +57,7 @@ OTHERS: tuple[tuple[str, str, str, Choice], ...] = (
     ("LUMI", "MI250X", "Megatron-DeepSpeed", lambda run: run.system == "LUMI"),
     ("Frontier paper", "MI250X", "Megatron-DeepSpeed", lambda run: run.source.startswith("Dash")),
     ("Eos", "H100", "Megatron-LM", lambda run: run.system == "Eos-class H100"),
-    (
-        "torchtitan",
-        "MI250X",
-        "torchtitan",
-        lambda run: "torchtitan" in run.source and run.system == "Frontier",
-    ),
+    ("torchtitan", "MI250X", "torchtitan", lambda run: run.source.endswith("torchtitan README")),
     ("PaLM", "TPU v4", "PaLM", lambda run: run.source.startswith("PaLM")),
 )
 """Strangers that the population does not have: the parts of MI250X, and rows that were never
@@ -114,32 +109,23 @@ class Strangers:
             Stranger(name=name, machine=machine, code_base=code, rows=known[name].small())
             for name, (machine, code) in FITTED.items()
         )
-        runs = [
-            run
-            for run in published.load()
-            if run.kind == "measured" and run.status in ("read", "mixed")
-        ]
+        runs = [run for run in published.load() if run.status in ("read", "mixed")]
+        runs = [run for run in runs if run.kind == "measured"]
         others = tuple(
             Stranger(
-                name=name,
-                machine=machine,
-                code_base=code,
-                rows=rows_of([run for run in runs if choice(run)]),
+                name=name, machine=machine, code_base=code, rows=rows_of([*filter(choice, runs)])
             )
             for name, machine, code, choice in OTHERS
         )
-        return cls(
-            fitted=fitted, scored=(*(each for each in fitted if each.name != "MI250X"), *others)
-        )
+        parts = tuple(each for each in fitted if each.name != "MI250X")
+        return cls(fitted=fitted, scored=(*parts, *others))
 
     @cached_property
     def _cache(self) -> dict:
         return {}
 
     def _fitted_without(self, *unknown: Stranger) -> tuple[Stranger, ...]:
-        return tuple(
-            each for each in self.fitted if not any(each.knows(other) for other in unknown)
-        )
+        return tuple(one for one in self.fitted if not any(map(one.knows, unknown)))
 
     def prior(self, *unknown: Stranger) -> Prior:
         """Returns the population without the machines and code bases of these."""
@@ -150,10 +136,9 @@ class Strangers:
         return self._cache[key]
 
     def trial(self, one: Stranger, count: int, *unknown: Stranger) -> Trial | None:
-        """Returns a stranger's trial after `count` proposed runs; `unknown` are left out of its
-        prior beside itself.
+        """Returns a stranger's trial after `count` proposed runs, None where too few rows are left.
 
-        None where too few rows would be left.
+        `unknown` are left out of its prior beside itself.
         """
         if len(one.rows) < count + COUNTS[count]:
             return None
@@ -165,9 +150,7 @@ class Strangers:
         return self._cache[key]
 
     def others(self, one: Stranger, count: int) -> list[Trial]:
-        """Returns the trials of all strangers that share nothing with `one`, none of which has
-        seen it.
-        """
+        """Returns the trials of all that share nothing with `one`, none of which has seen it."""
         trials = [self.trial(each, count, one) for each in self.scored if not each.knows(one)]
         return [trial for trial in trials if trial is not None]
 
@@ -190,10 +173,8 @@ def limits(parts: list[Rows]) -> dict[str, tuple[float, float]]:
 
 def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], count: int) -> Trial:
     chosen = propose(rows.layouts, rows.hardware, prior.mean, np.diag(prior.spread**2), count)
-    rest, runs = (
-        rows.select(~np.isin(np.arange(len(rows)), chosen)),
-        rows.select(np.array(chosen, dtype=int)),
-    )
+    rest = rows.select(~np.isin(np.arange(len(rows)), chosen))
+    runs = rows.select(np.array(chosen, dtype=int))
     found = fitting.fit(runs, prior)
     centre, variance = interval.spread(rest.layouts, rest.hardware, found.values, found.covariance)
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if count else None
@@ -207,10 +188,9 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
 
 
 def narrowest(trials: list[list[Trial]]) -> Scales:
-    """Returns the scales of GRID with the narrowest intervals that hold 90 % after each number of
-    runs.
+    """Returns the scales of GRID with the narrowest intervals that hold 90 %.
 
-    Trials come grouped by that number, and each counts the same in its group; where no scales hold
+    Trials come by their number of runs, and each counts the same in its group; where no scales hold
     so many, those that fall short least.
     """
 
@@ -218,23 +198,17 @@ def narrowest(trials: list[list[Trial]]) -> Scales:
         total = 0.0
         for group in trials:
             halves = [each.half(scales) for each in group]
-            held = np.mean(
-                [
-                    np.mean(np.abs(each.off) <= half)
-                    for each, half in zip(group, halves, strict=True)
-                ]
-            )
-            total += float(
-                np.mean([np.median(half) for half in halves]) + SHORT * max(0.0, 0.9 - held)
-            )
+            inside = zip(group, halves, strict=True)
+            held = np.mean([np.mean(np.abs(each.off) <= half) for each, half in inside])
+            width = np.mean([np.median(half) for half in halves])
+            total += float(width + SHORT * max(0.0, 0.9 - held))
         return total
 
     return min(GRID, key=cost)
 
 
 def conformal(trial: Trial, others: list[Trial]) -> Array:
-    """Returns half of each interval by split conformal prediction with each of the others counted
-    once.
+    """Returns half of each interval by split conformal prediction, each of the others counted once.
 
     The variance that normalises errors is the kit's own with its usual scales, without the doubt
     about each machine.
@@ -275,30 +249,20 @@ class Met:
 
 
 def never_met(strangers: Strangers | None = None) -> list[Met]:
-    """Returns every stranger among the published runs after 0, 1, 5 and 10 of its runs, as far
-    as it has so many.
-    """
+    """Returns every stranger after 0, 1, 5 and 10 of its runs, as far as it has so many."""
     found, met = strangers or Strangers.of(machines()), []
     for one in found.scored:
         others = {count: found.others(one, count) for count in COUNTS}
         scales = found.narrowest(list(others.values()))
         for count in COUNTS:
             if trial := found.trial(one, count):
-                met.append(
-                    Met(
-                        name=one.name,
-                        num_runs=count,
-                        off=trial.off,
-                        half=trial.half(scales),
-                        conformal=conformal(trial, others[count]),
-                    )
-                )
+                widths = {"half": trial.half(scales), "conformal": conformal(trial, others[count])}
+                met.append(Met(name=one.name, num_runs=count, off=trial.off, **widths))
     return met
 
 
 def never_met_figure(trials: Sequence[Met]) -> Any:
-    """Returns a picture of machines never met: errors within their 90 % intervals, with 0 and with
-    5 of their runs.
+    """Returns a picture of machines never met: errors within their intervals, with 0 and 5 runs.
 
     `trials` come from `never_met`: measured over predicted time of each run, and the interval of
     the median run. A machine with too few runs to see five and predict others is named as such.
@@ -308,23 +272,12 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
         for axis, count in zip(axes, (0, 5), strict=True):
             for each in (trial for trial in trials if trial.num_runs == count):
                 place, width = names.index(each.name), float(np.median(each.half))
-                axis.barh(
-                    place,
-                    2 * np.sinh(width),
-                    left=np.exp(-width),
-                    color=BLUE,
-                    alpha=0.25,
-                    height=0.7,
-                )
+                bar = {"color": BLUE, "alpha": 0.25, "height": 0.7}
+                axis.barh(place, 2 * np.sinh(width), left=np.exp(-width), **bar)
                 outside = np.abs(each.off) > each.half
                 for mask, colour in ((~outside, BLUE), (outside, VERMILION)):
-                    axis.plot(
-                        np.exp(-each.off[mask]),
-                        np.full(mask.sum(), place),
-                        ".",
-                        color=colour,
-                        alpha=0.6,
-                    )
+                    level = np.full(mask.sum(), place)
+                    axis.plot(np.exp(-each.off[mask]), level, ".", color=colour, alpha=0.6)
             met = {trial.name for trial in trials if trial.num_runs == count}
             for place, name in enumerate(names):
                 if name not in met:
@@ -336,43 +289,31 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
             axis.set(title=f"{count} of its runs seen", xlabel="measured / predicted")
         axes[0].set_yticks(range(len(names)), names)
         axes[0].invert_yaxis()
-        figure.supxlabel(
+        told = (
             "Bar: 90 % interval of the machine's median run. Dot: a run, red where\n"
-            "it lies outside its own interval, which may be wider than the bar.",
-            x=0.005,
-            ha="left",
-            fontsize="medium",
+            "it lies outside its own interval, which may be wider than the bar."
         )
+        figure.supxlabel(told, x=0.005, ha="left", fontsize="medium")
     return figure
 
 
 def new_machine(everything: dict[str, Machine]) -> list[Row]:
-    """Returns error, coverage and width on strangers after 0, 1, 5 and 10 runs, and what
-    proposed runs are worth.
-    """
+    """Returns error, coverage and width on strangers after some runs, and what proposed ones do."""
     strangers, rows = Strangers.of(everything), []
     every = never_met(strangers)
     for count in COUNTS:
         met = [each for each in every if each.num_runs == count]
         name = f"never met, {count} runs"
-        held = float(np.mean([each.held(each.half) for each in met]))
-        instead = float(np.mean([each.held(each.conformal) for each in met]))
-        width, other = (
-            float(np.median([np.median(half) for half in halves]))
-            for halves in ([each.half for each in met], [each.conformal for each in met])
-        )
+        held, width = _held_and_width(met, [each.half for each in met])
+        instead, other = _held_and_width(met, [each.conformal for each in met])
         wide = f"times or divided by {np.exp(width):.2f}"
-        inside, errors = (
-            {each.name: each.held(each.half) for each in met},
-            {each.name: each.error for each in met},
-        )
+        errors = {each.name: each.error for each in met}
+        inside = {each.name: each.held(each.half) for each in met}
+        apart = f"its machine and code base left out: {_list(errors)}"
+        by_conformal = f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held"
+        half = f"{name}: median half-width of the interval"
         rows += [
-            row(
-                f"{name}: mean error",
-                float(np.mean(list(errors.values()))),
-                "fraction",
-                note=f"its machine and code base left out: {_list(errors)}",
-            ),
+            row(f"{name}: mean error", float(np.mean([*errors.values()])), "fraction", note=apart),
             Row(
                 name=f"{name}: coverage of the 90 % interval",
                 value=held,
@@ -381,14 +322,15 @@ def new_machine(everything: dict[str, Machine]) -> list[Row]:
                 ok=0.85 <= held <= 0.95,
                 note=f"{wide}: {_list(inside)}",
             ),
-            row(
-                f"{name}: median half-width of the interval",
-                float(np.expm1(width)),
-                "fraction",
-                note=f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held",
-            ),
+            row(half, float(np.expm1(width)), "fraction", note=by_conformal),
         ]
     return [*rows, *_proposed(strangers)]
+
+
+def _held_and_width(met: list[Met], halves: list[Array]) -> tuple[float, float]:
+    """Returns (share of rows within such intervals, half the median one), the same for each."""
+    held = [each.held(half) for each, half in zip(met, halves, strict=True)]
+    return float(np.mean(held)), float(np.median([np.median(half) for half in halves]))
 
 
 def _list(values: dict[str, float]) -> str:
@@ -396,9 +338,7 @@ def _list(values: dict[str, float]) -> str:
 
 
 def _proposed(strangers: Strangers) -> list[Row]:
-    """Returns by how much five proposed runs leave less error than five random ones, on
-    strangers with ten rows.
-    """
+    """Returns by how much less error five proposed runs leave, on strangers with ten rows."""
     ratio, wins = {}, {}
     for one in strangers.scored:
         if len(one.rows) < 10:
@@ -410,21 +350,12 @@ def _proposed(strangers: Strangers) -> list[Row]:
         drawn = [generator.choice(len(one.rows), 5, replace=False) for _ in range(DRAWS)]
         random = np.array([_error(one.rows, prior, chosen) for chosen in drawn])
         ratio[one.name], wins[one.name] = float(mine / random.mean()), float(np.mean(random > mine))
+    error, won = (float(np.mean([*each.values()])) for each in (ratio, wins))
+    than = {"at_most": 1.0, "note": _list(ratio)}
+    better = {"at_least": 0.5, "note": f"{DRAWS} draws each: {_list(wins)}"}
     return [
-        row(
-            "five proposed runs: error over that of five random",
-            float(np.mean(list(ratio.values()))),
-            "fraction",
-            at_most=1.0,
-            note=_list(ratio),
-        ),
-        row(
-            "five proposed runs: better than random draws",
-            float(np.mean(list(wins.values()))),
-            "fraction",
-            at_least=0.5,
-            note=f"{DRAWS} draws each: {_list(wins)}",
-        ),
+        row("five proposed runs: error over that of five random", error, "fraction", **than),
+        row("five proposed runs: better than random draws", won, "fraction", **better),
     ]
 
 
