@@ -171,7 +171,7 @@ def one_process():
 
 @pytest.fixture(scope="session")
 def native_run(one_process):
-    """A function: what ten steps of a model under the native engine on one process give."""
+    """A function: what a few steps of a model under the native engine on one process give."""
     from tests.parity import RECIPE, make_plan, train
 
     return lambda spec, recipe=RECIPE: one_process(train, spec, make_plan({}), recipe)

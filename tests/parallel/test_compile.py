@@ -23,6 +23,15 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """Workers are forked from this process, so that one import of what compiles serves them all."""
+    torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(
+        torch.ones(2, 2, requires_grad=True)
+    )
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {"TP2"}))
 def test_compiled_llama_equals_eager(layout, llama_spec, native_run):
