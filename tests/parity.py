@@ -52,12 +52,12 @@ def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
     )
 
 
-def some_thorough(layouts: Iterable[str], thorough: Collection[str]) -> list:
-    """Returns parameters of a test: names of layouts, some of which are trained with --thorough
-    only.
+def some_thorough(layouts: Iterable[str], thorough: Collection[str], *before: str) -> list:
+    """Returns parameters of a test: names of layouts, behind what they have in common, some of
+    which are trained with --thorough only.
     """
     return [
-        pytest.param(name, marks=pytest.mark.thorough if name in thorough else ())
+        pytest.param(*before, name, marks=pytest.mark.thorough if name in thorough else ())
         for name in layouts
     ]
 

@@ -80,16 +80,13 @@ def make_plan(changes: dict) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_llama_equals_the_native_engine(layout, llama_spec, native_run):
-    found = compare(LAYOUTS[layout], "deepspeed", llama_spec, native_run)
-    assert max(found.values()) <= TOLERANCE, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", some_thorough(GPT_LAYOUTS, THREE))
-def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, native_run):
-    found = compare(LAYOUTS[layout], "deepspeed", gpt_spec, native_run)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*some_thorough(LAYOUTS, (), "llama"), *some_thorough(GPT_LAYOUTS, THREE, "gpt")],
+)
+def test_equals_the_native_engine(family, layout, llama_spec, gpt_spec, native_run):
+    spec = {"llama": llama_spec, "gpt": gpt_spec}[family]
+    found = compare(LAYOUTS[layout], "deepspeed", spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
