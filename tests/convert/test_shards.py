@@ -36,9 +36,7 @@ def llama(num_kv_heads: int, num_layers: int = 2) -> Decoder:
 def nxd_rank(
     decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool
 ) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds of the whole model; with `fused`, query, key and value
-    in one matrix.
-    """
+    """Returns what one tensor rank holds; `fused`: query, key and value in one matrix."""
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -191,9 +189,7 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
 
 
 def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Path) -> None:
-    """With --save_xser too: it gives xser tensors in memory, which xser leaves where they are,
-    and makes its folder.
-    """
+    """With --save_xser too: xser leaves tensors in memory where they are, and makes its folder."""
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     for file in sorted((folder / "model").glob("*.pt")):
@@ -262,9 +258,7 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
 
 
 def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
-    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them: one without weights
-    after the embedding.
-    """
+    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them, one without weights."""
     folder.mkdir(parents=True)
     spec, weights = decoder.spec, decoder.state_dict()
     for rank in range(tensor):
@@ -297,9 +291,7 @@ def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -
 
 
 class Position(enum.Enum):
-    """Megatron's own arguments hold such classes too, which are not to be had where a checkpoint
-    is read.
-    """
+    """As in Megatron's own arguments, of a class that is not to be had where they are read."""
 
     LEARNED = 1
 

@@ -91,9 +91,7 @@ def test_documents_of_several_sequences_are_joined(megatron, tmp_path, code, dty
 
 
 def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
-    """Writes documents of sequences byte by byte: magic, version, type, counts, lengths,
-    offsets, first sequences.
-    """
+    """Writes byte by byte: magic, version, type, counts, lengths, offsets, first sequences."""
     form, size = {4: ("<i", 4), 8: ("<H", 2)}[code]
     sequences = [sequence for document in documents for sequence in document]
     firsts = [0, *itertools.accumulate(len(document) for document in documents)]

@@ -122,9 +122,7 @@ def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
 
 
 def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native_run, monkeypatch):
-    """Why the plan refuses them: as NxD does, the stand-in spreads the ranks over the node, and
-    not their copies.
-    """
+    """Why the plan refuses them: NxD spreads the ranks over a node, and not their copies."""
     changes = {"tensor_parallel": 4, "data_parallel": 2}
     with pytest.raises(ConfigError, match="tensor_parallel: 4 is not allowed with engine 'neuron'"):
         neuron_plan(changes).check(small_spec)

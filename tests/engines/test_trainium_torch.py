@@ -1,6 +1,4 @@
-"""The kit's part of a Trainium job is made of what torch 2.9 has: the ordinary suite runs on
-newer ones.
-"""
+"""A Trainium job's part of the kit needs torch 2.9 only; the suite runs on newer ones."""
 
 import ast
 import importlib

@@ -1,6 +1,4 @@
-"""The decoder in plain torch; its logits are held to transformers' own in
-`tests/convert/test_hugging_face.py`.
-"""
+"""The decoder in plain torch; tests/convert/test_hugging_face.py holds its logits."""
 
 import pytest
 import torch

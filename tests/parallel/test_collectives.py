@@ -1,6 +1,4 @@
-"""How often ranks talk in one step: what is gathered twice, or computed again with its sums,
-costs every step.
-"""
+"""How often ranks talk in one step: what is gathered or computed twice costs every step."""
 
 import warnings
 
@@ -14,9 +12,7 @@ LAYERS = 4
 
 @pytest.mark.parametrize("zero_stage, gathers", [(1, LAYERS + 2), (3, 2 * LAYERS + 2)])
 def test_each_weight_is_gathered_when_it_is_needed(zero_stage, gathers, llama_spec, run_standing):
-    """Blocks twice a micro-batch under ZeRO 3, but embedding and output once: their backward
-    pass needs no other.
-    """
+    """Under ZeRO 3 blocks twice a micro-batch; the backward pass of the ends needs no other."""
     plan = {"data_parallel": 2, "zero_stage": zero_stage, "micro_batch_size": 4}
     counts = run_standing(2, collectives, llama_spec, make_plan(plan))[0]
     assert counts["_allgather_base_"] == gathers
@@ -34,9 +30,7 @@ def test_tied_weights_are_gathered_once(gpt_spec, run_standing):
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spec, run_standing):
-    """What is recomputed selectively holds no sum over ranks; computed again whole, a block has
-    two more.
-    """
+    """Computed again whole, a block has two sums over ranks more; selectively it has none."""
     two_layers = llama_spec.replace(num_layers=2)
     layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel, "micro_batch_size": 8}
     none, selective = (

@@ -1,6 +1,4 @@
-"""Compiled blocks must train as eager ones do, whatever is recomputed and however the model is
-cut.
-"""
+"""Compiled blocks train as eager ones, whatever is recomputed and however the model is cut."""
 
 import functools
 import warnings

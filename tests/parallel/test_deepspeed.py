@@ -1,6 +1,4 @@
-"""The DeepSpeed engine trains as the native one on one process does, and takes over its
-checkpoints and back.
-"""
+"""The DeepSpeed engine trains as the native one does on one process, and moves checkpoints."""
 
 import contextlib
 import importlib
@@ -113,9 +111,7 @@ def test_fp16_with_a_scaled_loss_follows_fp32(layout, llama_spec, native_run):
 
 
 def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, float], float]]:
-    """Returns gradient norm, scaling and a sum over the weights of four steps, the first with
-    far too large a scale.
-    """
+    """Returns norm, scaling and a sum over the weights of four steps of far too large a scale."""
     config = deepspeed_config(plan, RECIPE)
     config["fp16"] |= {"initial_scale_power": 30, "hysteresis": 1}
     engine = DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
@@ -146,9 +142,7 @@ def test_norms_are_told_without_clipping_too(llama_spec, native_run):
 
 
 def go_on(spec: ModelSpec, plan: Plan, directory: Path, steps: range) -> list[tuple[float, float]]:
-    """Takes steps of the batches, from the checkpoint that was left before the first of them, and
-    leaves another.
-    """
+    """Takes steps of the batches, from the checkpoint before the first, and leaves another."""
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=not steps.start)
     mine = batches(spec, plan, engine.data_rank)
     if steps.start:
@@ -224,9 +218,7 @@ def test_each_batch_number_is_compared():
 
 
 def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
-    """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait for
-    ever, silently.
-    """
+    """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait."""
     for python in ("", "py311_cpu/", "py312_cpu/"):
         (tmp_path / f"{python}deepspeed_shm_comm").mkdir(parents=True)
         (tmp_path / f"{python}deepspeed_shm_comm" / "lock").touch()

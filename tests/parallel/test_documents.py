@@ -1,6 +1,4 @@
-"""Attention that ends where a document does: each document as if it were alone, on one process
-and on several.
-"""
+"""Attention that ends where a document does: each as if alone, on one process and on several."""
 
 from functools import partial
 
@@ -20,9 +18,7 @@ END = 0
 
 
 class PlainVarlen:
-    """torch's own operator, registered for CPUs, where it has no kernel: scores of each sequence
-    written out.
-    """
+    """torch's operator for CPUs, where it has no kernel: scores of each sequence written out."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -82,9 +78,7 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("kernel", [False, True], ids=["mask", "kernel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_document_as_if_alone(llama_spec, recompute, kernel):
-    """Its logits and its gradients: rotary positions are relative, so where it begins changes
-    nothing.
-    """
+    """Logits and gradients: rotary positions are relative, so where it begins changes nothing."""
     spec = llama_spec.replace(tied_embeddings=False)
     texts = documents(spec, (5, 1, 7, 3))
     decoder = build_decoder(spec, recompute=recompute)

@@ -1,6 +1,4 @@
-"""Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few
-file calls a rank.
-"""
+"""Checkpoints by several ranks: planned once, completed by themselves, resumed by few calls."""
 
 import contextlib
 import errno
@@ -82,9 +80,7 @@ def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelS
 
 
 def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
-    """Fails unless the second checkpoint, its folder and the one above had been flushed when the
-    first went.
-    """
+    """Fails unless the second checkpoint and its folders were flushed before the first went."""
     flushed, missing, fsync, rmtree = set(), [], os.fsync, shutil.rmtree
 
     def noting(handle: int) -> None:
@@ -108,16 +104,12 @@ def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
 def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
     tmp_path: Path, spec: ModelSpec
 ) -> None:
-    """A loss of power in between would else leave neither: a name in a folder is kept in memory
-    for a while.
-    """
+    """Else a loss of power would leave neither: a folder's names stay in memory for a while."""
     run_ranks(1, assert_flushed_before_deletion, tmp_path / "checkpoints", spec)
 
 
 def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
-    """Returns of each of two checkpoints whether it was whole when it got its name, by which
-    readers and a resume know it.
-    """
+    """Returns of two checkpoints whether each was whole when it got its name."""
     rename, whole = Path.rename, []
 
     def watched(folder: Path, target: Path) -> Path:
@@ -193,9 +185,7 @@ def test_left_over_of_an_old_attempt_cannot_complete_a_checkpoint(
 
 
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
-    """Returns what three saves hold of a tensor that changes meanwhile, and in how many places
-    it was copied.
-    """
+    """Returns what three saves hold of a changing tensor, and in how many places it was copied."""
     checkpoints, places = Checkpoints(directory), set()
     writer = writer_in(checkpoints.directory, 3)
     weight, found = torch.zeros(1000), []
@@ -297,9 +287,7 @@ class Engine:
 
 
 def calls_of_a_resume(run: Run, num_files: int) -> int:
-    """Returns how often this rank has called the file system to load four tensors, each in a
-    file of its own.
-    """
+    """Returns this rank's calls of the file system to load four tensors of a file each."""
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
     loader = PortableCheckpoints(run, engine, None, attempt=1)
     calls = [Mock(wraps=getattr(os, name)) for name in OF_FILES]
@@ -315,9 +303,7 @@ OF_FILES = ("stat", "lstat", "scandir", "listdir", "open")
 
 
 def write_files(run: Run, num_files: int) -> None:
-    """Makes a checkpoint of so many tiny tensors, each in a file of its own, at the step of that
-    number.
-    """
+    """Makes a checkpoint of so many tensors, each in a file of its own, at that step."""
     folder = run.checkpoints.path(num_files)
     state = {f"tensor.{i}": torch.full((2,), float(i)) for i in range(num_files)}
     each = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
@@ -348,9 +334,7 @@ class Strange(EOFError):
 
 
 def meet_an_error() -> list[str]:
-    """Returns what this rank is told of errors that rank 1 meets, and of one that rank 0 meets
-    between.
-    """
+    """Returns what this rank is told of errors of rank 1, and of one of rank 0 between."""
     told = []
     kinds = DamagedCheckpointError, CheckpointError, OSError, DataError, Strange
     for rank, kind in zip((1, 0, 1, 1, 1), kinds, strict=True):

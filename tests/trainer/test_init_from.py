@@ -1,6 +1,4 @@
-"""Training that starts from Hugging Face's weights: transformers' own loss at step 1, on every
-layout.
-"""
+"""Training that starts from Hugging Face's weights: transformers' own loss on every layout."""
 
 import json
 from pathlib import Path
@@ -36,9 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def save(folder: Path, spec: ModelSpec) -> Path:
-    """Writes a random model of two layers, with weights large enough to tell one from another, as
-    transformers itself writes it.
-    """
+    """Writes a random model of two layers, of large weights, as transformers itself does."""
     import transformers
 
     random = spec.replace(num_layers=2, vocab_size=300, init_std=0.2, tied_embeddings=True)
