@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,28 @@ def one_process():
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def run_standing() -> Iterator[Callable[..., list[Any]]]:
+    """`run_ranks` on ranks that stay until the module's tests are done."""
+    from tests.workers import StandingRanks
+
+    standing: dict[int, StandingRanks] = {}
+
+    def run(num_ranks: int, function: Callable, *args: Any) -> list[Any]:
+        quick.refuse_many(num_ranks)
+        if num_ranks not in standing:
+            standing[num_ranks] = StandingRanks(num_ranks)
+        try:
+            return standing[num_ranks].run(function, *args)
+        except BaseException:
+            standing.pop(num_ranks).close()
+            raise
+
+    yield run
+    for ranks in standing.values():
+        ranks.close()
 
 
 @pytest.fixture(scope="session")
