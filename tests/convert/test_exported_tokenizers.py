@@ -1,6 +1,4 @@
-"""A folder's tokenizer, loaded as its user does, gives the ids that the model was trained on, or
-there is no folder.
-"""
+"""A folder's tokenizer, as its user loads it, gives the ids of training, or is not written."""
 
 import inspect
 import io
@@ -99,9 +97,7 @@ def test_runs_of_spaces_whose_pieces_tie_are_joined_from_the_left(tmp_path: Path
 
 
 def test_a_unigram_model_is_written_where_its_ties_agree(tmp_path: Path) -> None:
-    """Scores are added in another precision there, so `**` and `*` may come in another order in
-    a run of stars.
-    """
+    """Scores are added in another precision there: `**` and `*` may change places in stars."""
     alphabet = [chr(code) for code in range(33, 127)]
     plain = [
         re.sub(r"(.)\1+", r"\1", line) for text in TEXTS for line in text.splitlines()

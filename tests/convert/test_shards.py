@@ -25,8 +25,8 @@ from kit.model import Decoder
 from tests.convert.models import GPT, LLAMA, assert_equal, randomised
 
 
-def llama(num_kv_heads: int) -> Decoder:
-    sizes = {"num_layers": 4, "num_heads": 8, "vocab_size": 64}
+def llama(num_kv_heads: int, num_layers: int = 2) -> Decoder:
+    sizes = {"num_layers": num_layers, "num_heads": 8, "vocab_size": 64}
     return randomised(LLAMA.replace(num_kv_heads=num_kv_heads, **sizes))
 
 
@@ -36,9 +36,7 @@ def llama(num_kv_heads: int) -> Decoder:
 def nxd_rank(
     decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool
 ) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds of the whole model; with `fused`, query, key and value
-    in one matrix.
-    """
+    """Returns what one tensor rank holds; `fused`: query, key and value in one matrix."""
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -114,17 +112,16 @@ def write_nxd(
         *[(*sizes, 1, "trn1", False) for sizes in [(2, 4), (2, 8), (2, 2), (8, 2)]],
         *[(*sizes, "trn1", False) for sizes in [(2, 4, 2), (8, 1, 4), (8, 4, 2)]],
         *[
-            (*sizes, 2, platform, fused)
+            (*sizes, 2, *how)
             for sizes in [(2, 8), (4, 8), (1, 4)]
-            for platform in ("trn1", "trn2")
-            for fused in (False, True)
+            for how in itertools.product(["trn1", "trn2"], [False, True])
         ],
     ],
 )
 def test_nxd_shards_come_back_whole_with_the_order_of_their_heads(
     num_kv_heads, tensor, pipeline, platform, fused, tmp_path
 ) -> None:
-    decoder = llama(num_kv_heads)
+    decoder = llama(num_kv_heads, max(2, pipeline))
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, pipeline, platform, fused)
     assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
 
@@ -192,9 +189,7 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
 
 
 def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Path) -> None:
-    """With --save_xser too: it gives xser tensors in memory, which xser leaves where they are,
-    and makes its folder.
-    """
+    """With --save_xser too: xser leaves tensors in memory where they are, and makes its folder."""
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     for file in sorted((folder / "model").glob("*.pt")):
@@ -207,7 +202,7 @@ def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     folder = write_nxd(llama(2), tmp_path / "step_10", 4, 2)
     for kind, wrong, message in (
         (DataError, {"ffn_hidden_size": 98}, "gate.weight has shape .* does not hold tiny"),
-        (DataError, {"num_layers": 5}, "has no weight 'model.layers.4.input_layernorm.weight'"),
+        (DataError, {"num_layers": 3}, "has no weight 'model.layers.2.input_layernorm.weight'"),
         (ConfigError, {"bias": True}, "not a Llama without biases"),
     ):
         with pytest.raises(kind, match=message):
@@ -263,9 +258,7 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
 
 
 def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
-    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them: one without weights
-    after the embedding.
-    """
+    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them, one without weights."""
     folder.mkdir(parents=True)
     spec, weights = decoder.spec, decoder.state_dict()
     for rank in range(tensor):
@@ -298,9 +291,7 @@ def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -
 
 
 class Position(enum.Enum):
-    """Megatron's own arguments hold such classes too, which are not to be had where a checkpoint
-    is read.
-    """
+    """As in Megatron's own arguments, of a class that is not to be had where they are read."""
 
     LEARNED = 1
 

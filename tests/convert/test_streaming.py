@@ -1,6 +1,4 @@
-"""Conversions hold one weight at a time: their peak memory is a fraction of the model, whatever
-they read.
-"""
+"""Conversions hold one weight at a time: their peak memory is a fraction of the model."""
 
 import ctypes
 import multiprocessing
@@ -77,9 +75,7 @@ def sources(
 
 
 def map_libraries() -> None:
-    """Maps what torch's files hold into this process: else code that runs for the first time
-    counts as the work's.
-    """
+    """Maps torch's files into this process: else its first runs count as the work's memory."""
     populate_read = 22  # linux/mman.h
     for begin, end in re.findall(
         r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE
@@ -89,9 +85,7 @@ def map_libraries() -> None:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Returns by how much the resident memory of a fork of this process rises at most, during
-    `work`.
-    """
+    """Returns the most by which a fork's resident memory rises during `work`."""
 
     def measure() -> None:
         map_libraries()

@@ -1,6 +1,4 @@
-"""build_dataset and Dataset: what is in the folder, that it is whole or absent, and that damage
-is noticed.
-"""
+"""build_dataset and Dataset: a folder is whole or absent, and damage is noticed."""
 
 import hashlib
 import json
@@ -149,9 +147,7 @@ def uneven(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path):
-    """Whatever the seed; its end is held out, as much as was asked, and nothing is in both
-    parts.
-    """
+    """Whatever the seed: its end is held out, as much as asked, and nothing is in both."""
     usual = {"vocab_size": 300, "progress": False, "skip_corrupt": True}
     dataset = build_dataset(tmp_path / "data", uneven, **usual, seed=seed)
     info, long = dataset.info, (uneven / "good.txt").read_text()

@@ -1,6 +1,4 @@
-"""A recipe's data: a plain folder, or shards and sources in phases; what does not belong
-together is refused.
-"""
+"""A recipe's data: a folder, or shards and sources in phases; what does not fit is refused."""
 
 import json
 import shutil
@@ -18,9 +16,7 @@ from kit.recipe import DataPhase, DataSource, Recipe
 
 @pytest.fixture
 def shards(tmp_path) -> Path:
-    """A folder of three Megatron shards with tokens 1, 2 and 3 only, of 100, 200 and 300 windows
-    of 8.
-    """
+    """Three Megatron shards of tokens 1, 2 and 3 only: 100, 200 and 300 windows of 8."""
     for token in (1, 2, 3):
         with TokenFileWriter(tmp_path / f"part_{token}", 300) as writer:
             for _ in range(100 * token):
@@ -88,9 +84,7 @@ def test_shares_are_what_was_read_and_open_no_file():
 
 
 def test_a_small_weight_that_is_drawn_otherwise_is_told():
-    """Counted over a million sequences; a phase of the whole run has weights that need no
-    rounding.
-    """
+    """Counted over a million sequences; one phase of the whole run needs no rounding."""
     weights = {"web": 1, "code": 4e-5, "math": 0.1}
     sources = [DataSource(paths=(name,), weight=weight) for name, weight in weights.items()]
     recipe = Recipe(data="none", num_steps=1, sources=sources)

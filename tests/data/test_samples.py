@@ -1,6 +1,4 @@
-"""Samples and Windows: a function of the sample's number, as a plain loop counts, in an order as
-good as NumPy's.
-"""
+"""Samples and Windows: functions of a sample's number, in an order as good as NumPy's."""
 
 import math
 
@@ -36,9 +34,7 @@ def test_any_part_of_any_order_is_the_same_alone(count, data):
 
 
 def test_the_order_is_as_good_as_numpys():
-    """Of the first tenth of 40 epochs: means of each statistic differ by no more than the noise
-    of both.
-    """
+    """In the first tenth of 40 epochs means differ by no more than the noise of both."""
     count, tries = 20_000, 40
     ours = [
         quality(permuted(np.arange(2000), count, (1, 0, epoch)), count) for epoch in range(tries)
@@ -111,9 +107,7 @@ def mixes(draw):
 @settings(deadline=None, max_examples=12)
 @given(mixes(), st.data())
 def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
-    """The loop draws the sources one after another; any batch, from any sample on, must be a
-    part of what it draws.
-    """
+    """The loop draws one source after another; any batch must be a part of what it draws."""
     num_sources, phases = mix
     samples = Samples([Numbers(i) for i in range(num_sources)], 1, phases)
     end, drawn = phases[-1][0] + PERIOD + 1000, np.zeros(num_sources, np.int64)

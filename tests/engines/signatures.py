@@ -1,6 +1,4 @@
-"""What the stand-in was asked, held against the recorded signatures of the real package
-(data/nxd_signatures.json).
-"""
+"""What the stand-in was asked, held against signatures recorded of the real package."""
 
 import functools
 import inspect
@@ -50,9 +48,7 @@ def check(name: str, arguments: dict) -> None:
 
 
 def recorded(module: str):
-    """Returns a decorator for a function of `module`: arguments by keyword only, checked and
-    recorded.
-    """
+    """Returns a decorator: arguments by keyword only, checked and recorded."""
 
     def decorate(function):
         @functools.wraps(function)

@@ -1,6 +1,4 @@
-"""The probe tells apart absent, placeholder, wrong, broken and working packages, each in one
-sentence.
-"""
+"""The probe tells absent, placeholder, wrong, broken and working packages apart."""
 
 import json
 import os

@@ -205,9 +205,7 @@ def test_four_tensor_ranks_are_named_group_by_group(site):
     ("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)]
 )
 def test_grouped_heads_are_laid_out_as_nxd_knows_the_platform(platform, allowed):
-    """By how many copies of a head are allowed: none of NxD's layers of grouped heads is made on
-    Trn3.
-    """
+    """By how many copies of a head are allowed; on Trn3 NxD makes no such layer."""
     grouped, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
     check_platform(HLAT_7B, whole, platform)
     for copies in (1, 4):

@@ -78,9 +78,7 @@ def is_module(name: str) -> bool:
 
 
 def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Yields place, name and call of each function of `torch.distributed` that the kit calls as
-    `dist.NAME(...)`.
-    """
+    """Yields place, name and call of each `dist.NAME(...)` of the kit."""
     for file, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -159,9 +157,7 @@ def signatures(names: set[str]) -> dict[str, list[list[str]]]:
 
 
 def make(newer_python: str) -> dict[str, Any]:
-    """Returns the record, made where torch 2.9 and Torch-XLA are; the other Python has the newer
-    torch.
-    """
+    """Returns the record, made beside torch 2.9 and Torch-XLA; another Python has a newer one."""
     asked = [newer_python, "-m", "tests.engines.trainium_torch", "inventory"]
     newer = json.loads(
         subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout

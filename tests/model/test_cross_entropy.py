@@ -52,9 +52,7 @@ def test_equals_all_logits_at_once(
 
 
 def test_only_one_backward_pass() -> None:
-    """Its gradients are scaled in place, so a second pass must not return something else in
-    silence.
-    """
+    """Gradients are scaled in place: a second pass must not return something else in silence."""
     x_NH, weight_VH, targets_N = inputs(torch.float32)
     loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     loss.backward(retain_graph=True)
@@ -85,9 +83,7 @@ def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
 
 
 def test_a_chunk_is_a_small_part_of_a_devices_memory() -> None:
-    """A fraction of the passes over the weight on a large GPU, and never more than a sixteenth
-    of its memory.
-    """
+    """Few passes over the weight on a large GPU, and at most a sixteenth of its memory."""
     assert [
         logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in (None, 2, 16, 40, 64, 80, 288)
     ] == [25, 25, 26, 27, 28, 28, 28]

@@ -1,6 +1,4 @@
-"""Process groups: how many connections and calls they take, and what is said when a rank does
-not come.
-"""
+"""Process groups: their connections and calls, and what is said when a rank does not come."""
 
 import datetime
 import os
@@ -36,9 +34,7 @@ def test_ranks_join_without_a_full_mesh() -> None:
 
 
 def listening() -> list[str]:
-    """Returns the addresses at which somebody waits for connections to the ranks' port, as the
-    kernel writes them.
-    """
+    """Returns the addresses, as the kernel writes them, at which the ranks' port is open."""
     lines = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -122,9 +118,7 @@ def test_groups_of_3072_ranks_without_a_device() -> None:
 
 
 def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
-    """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would
-    ask for each group.
-    """
+    """Returns whether DeepSpeed's grid saw no bound device, which torch asks for each group."""
     from kit.engines.deepspeed.layers import LayerBuilder
 
     world: Any = dist.group.WORLD

@@ -1,6 +1,4 @@
-"""The writer of `metrics.jsonl`, which a full disk holds up; its reader: one bad value costs its
-own step only.
-"""
+"""`metrics.jsonl`: a full disk holds up its writer, a bad value costs its reader one step."""
 
 import dataclasses
 import errno

@@ -1,6 +1,4 @@
-"""`recipe.profile_steps`: these steps are recorded on the ranks of `profile_ranks`, and no
-others.
-"""
+"""`recipe.profile_steps` are recorded on the ranks of `profile_ranks`, and no others."""
 
 import gzip
 import json

@@ -1,6 +1,4 @@
-"""The one rule of what a loss spike is: what it finds, what it leaves, and that everybody judges
-by it alike.
-"""
+"""The one rule of what a loss spike is: what it finds and leaves, and that all judge by it."""
 
 import numpy as np
 import pytest

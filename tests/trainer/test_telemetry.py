@@ -1,6 +1,4 @@
-"""What is done beside the steps on a GPU, with one that pretends; and that no tensor waits for
-the collector.
-"""
+"""What is done beside the steps on a GPU that pretends; no tensor waits for the collector."""
 
 import gc
 import json

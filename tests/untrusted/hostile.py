@@ -1,6 +1,4 @@
-"""What a stranger may send: pickles that run a program, words that a shell or a browser would
-obey, whole runs.
-"""
+"""What a stranger may send: pickles that run programs, words that a shell would obey, runs."""
 
 import contextlib
 import hashlib
@@ -59,9 +57,7 @@ class Payload(Reduced):
 
 
 def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "data") -> Run:
-    """Returns a run that has done its 40 steps, as a job would have left it, with one loss that
-    deserves an alert.
-    """
+    """Returns a run that has done its 40 steps, one of them with a loss that is an alert."""
     plan, recipe = Plan(global_batch_size=8), Recipe(data=data, num_steps=40)
     site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
     spec = spec or ModelSpec.preset("demo")
@@ -129,9 +125,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Returns what is in a folder: of each thing its kind and mode, its size, when it was last
-    written, what it holds.
-    """
+    """Returns of each thing in a folder its kind and mode, size, time and content."""
     found = {}
     for path in [folder, *folder.rglob("*")]:
         about, content = path.lstat(), ""

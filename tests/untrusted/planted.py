@@ -1,6 +1,4 @@
-"""A run into which a stranger has written: any file of it something else, and every view of it
-looked at.
-"""
+"""A run into which a stranger has written: any file something else, looked at by all views."""
 
 import contextlib
 import io
@@ -53,9 +51,7 @@ FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints",
 
 
 def whole_run(directory: Path) -> Run:
-    """Returns a run with every file that a view reads, whose job goes on, as far as its
-    heartbeat tells.
-    """
+    """Returns a run with every file that a view reads; by its heartbeat its job goes on."""
     run = finished_run(directory)
     seal(run)
     metrics = (Metric.of("acc", 0.5, 0.1, 20),)
@@ -136,9 +132,7 @@ validation_loss checkpoint_s reserved_bytes
 
 
 def mutate(directory: Path, dice: random.Random) -> list[str]:
-    """Changes a run as somebody who wants to do harm would, in one place or a few, and returns
-    what was done.
-    """
+    """Changes a run in a place or a few, as who wants to do harm would; returns what was done."""
     done = []
     if dice.random() < 0.5:  # it has ended
         ended = {"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}
@@ -279,9 +273,7 @@ class TooLong(BaseException):
 
 
 def faults(directory: Path, views: Views) -> list[str]:
-    """Returns what is wrong with the views of a run: errors but the kit's own, too much time,
-    too much memory.
-    """
+    """Returns what is wrong with views of a run: others' errors, too much time or memory."""
     names = [each.name for each in directory.iterdir() if not each.is_dir()]
 
     def table() -> None:

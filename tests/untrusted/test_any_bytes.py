@@ -1,6 +1,4 @@
-"""Any bytes in any file of a run, a data set or a site give a value or the kit's own error: no
-other, and no hang.
-"""
+"""Any bytes in any file give a value or the kit's own error: no other, and no hang."""
 
 import contextlib
 import dataclasses
@@ -63,9 +61,7 @@ def fuzzed(examples: int = 80, **strategies: st.SearchStrategy) -> Callable[[Cal
 
 
 def tables(*keys: str) -> st.SearchStrategy[bytes]:
-    """JSON tables with some of these keys and any values: nearer to the real thing than random
-    bytes.
-    """
+    """JSON tables of some of these keys: nearer to the real thing than random bytes."""
     values = json_values | st.sampled_from(["running", "demo", 1, 5, 0.5, "../x"])
     return st.dictionaries(st.sampled_from(keys), values, max_size=len(keys)).map(
         lambda t: json.dumps(t).encode()
@@ -283,9 +279,7 @@ BEGINNINGS = (
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("line", BEGINNINGS.split(";"))
 def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) -> None:
-    """Patterns that search a long line from each of its places would take hours on a few
-    megabytes.
-    """
+    """Patterns that search a line from each of its places would take hours on megabytes."""
     file = tmp_path / "log"
     with file.open("w") as stream:
         for _ in range(30):

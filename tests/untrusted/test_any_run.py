@@ -1,6 +1,4 @@
-"""Whatever stands where a file of a run should be, every view shows the run or says in a
-sentence why it cannot.
-"""
+"""Whatever a run's files are, every view shows the run or says why it cannot."""
 
 import math
 import random

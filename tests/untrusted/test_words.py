@@ -1,6 +1,4 @@
-"""Words of strangers - names, log lines, site files - are shown, and obeyed by no shell,
-terminal, browser or plot.
-"""
+"""Words of strangers are shown, and obeyed by no shell, terminal, browser or plot."""
 
 import io
 import json
@@ -67,9 +65,7 @@ def test_a_job_number_is_no_option_of_a_command(tmp_path: Path, number: str) -> 
 def test_a_run_directory_cannot_bring_its_own_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's configuration names libraries that its commands load: a stranger's must not be
-    used by a mere look.
-    """
+    """It names libraries that Slurm's commands load: a mere look must not use a stranger's."""
     monkeypatch.delenv("SLURM_CONF", raising=False)
     (tmp_path / "job.json").write_text("{}")
     config, inner = tmp_path / "slurm.conf", tmp_path / "etc" / "slurm.conf"

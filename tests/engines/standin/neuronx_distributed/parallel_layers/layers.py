@@ -32,9 +32,7 @@ class Layer(nn.Module):
 
 
 class Whole(torch.autograd.Function):
-    """As NxD since 0.11: a gradient of another dtype than the sum's is copied, and the copy with
-    the sum is dropped.
-    """
+    """As NxD since 0.11: a gradient of another dtype is copied; the copy's sum is dropped."""
 
     @staticmethod
     def forward(ctx, x, reduce_dtype):
