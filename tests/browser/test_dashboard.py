@@ -14,7 +14,7 @@ from tests.monitor.recorded import add_row, add_rows, beat, dead_process, record
 BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"
 
 
-def test_draws_curves_tiles_and_state(open_screen, tmp_path) -> None:
+def test_draws_curves_tiles_and_state(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run", steps=400))
     page = screen.page
     assert page.get_by_role("status").first.inner_text() == "▶ running"
@@ -28,7 +28,7 @@ def test_draws_curves_tiles_and_state(open_screen, tmp_path) -> None:
     screen.photograph("light")
 
 
-def test_new_steps_appear_and_a_resize_keeps_the_curves(open_screen, tmp_path) -> None:
+def test_new_steps_appear_and_a_resize_keeps_the_curves(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     screen = open_screen(run)
     add_rows(run, 101, 160)
@@ -40,7 +40,7 @@ def test_new_steps_appear_and_a_resize_keeps_the_curves(open_screen, tmp_path) -
     assert screen.sent("view")[-1]["width"] < 700, "the kernel is told the new width"
 
 
-def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path) -> None:
+def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run", steps=20_000, planned=40_000))
     page = screen.page
     coarse = int(screen.data("points"))
@@ -60,7 +60,7 @@ def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path) -> None:
     assert screen.view.start == -math.inf
 
 
-def test_keys_zoom_pan_and_reset_and_stay_in_the_view(open_screen, tmp_path) -> None:
+def test_keys_zoom_pan_and_reset_and_stay_in_the_view(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run", steps=401))
     page = screen.page
     page.evaluate("document.addEventListener('keydown', e => { window.leaked = e.key; })")
@@ -74,7 +74,7 @@ def test_keys_zoom_pan_and_reset_and_stay_in_the_view(open_screen, tmp_path) -> 
     assert page.evaluate("window.leaked") is None
 
 
-def test_axes_smoothing_and_hover(open_screen, tmp_path) -> None:
+def test_axes_smoothing_and_hover(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run", steps=400))
     page = screen.page
     page.get_by_label("x axis").select_option("tokens")
@@ -97,9 +97,7 @@ def test_axes_smoothing_and_hover(open_screen, tmp_path) -> None:
     screen.photograph("axes")
 
 
-def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(
-    open_screen, tmp_path
-) -> None:
+def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run")
     screen = open_screen(run)
     screen.click("Stop after step")
@@ -113,7 +111,7 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(
     assert take_request(run.directory, "stop")
 
 
-def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> None:
+def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True
     screen.click("Checkpoint now")
@@ -130,7 +128,7 @@ def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> 
     assert screen.text(".kit-notice") == ""
 
 
-def test_a_silent_kernel_is_not_shown_as_live(open_screen, tmp_path) -> None:
+def test_a_silent_kernel_is_not_shown_as_live(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 60000; }")
     screen.page.get_by_text("not live").wait_for()  # it looks at the clock once a second
@@ -138,7 +136,7 @@ def test_a_silent_kernel_is_not_shown_as_live(open_screen, tmp_path) -> None:
     assert "kit-stale" in screen.page.locator(".kit-monitor").get_attribute("class")
 
 
-def test_a_killed_job_is_lost_and_may_be_resumed(open_screen, tmp_path) -> None:
+def test_a_killed_job_is_lost_and_may_be_resumed(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=300)
     screen = open_screen(run)
     say(run, JobState.RUNNING, step=300, process=dead_process())
@@ -150,7 +148,7 @@ def test_a_killed_job_is_lost_and_may_be_resumed(open_screen, tmp_path) -> None:
     screen.photograph("lost")
 
 
-def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path) -> None:
+def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
     screen = open_screen(run)
     assert "step 700: loss spike" in screen.text(".kit-alerts")
@@ -164,7 +162,7 @@ def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path) -> None
     assert "from step 1 on" in screen.label("Loss")
 
 
-def test_ranks_attempts_and_baselines(open_screen, tmp_path) -> None:
+def test_ranks_attempts_and_baselines(open_screen, tmp_path):
     run = recorded_run(
         tmp_path / "run", steps=3000, planned=5000, ranks=16, pipeline=4, second_attempt_at=1800
     )
@@ -194,7 +192,7 @@ def test_ranks_attempts_and_baselines(open_screen, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("width", [1180, 480])
-def test_dark_and_narrow(open_screen, tmp_path, width: int) -> None:
+def test_dark_and_narrow(open_screen, tmp_path, width):
     screen = open_screen(
         recorded_run(tmp_path / "run", steps=900, spike_at=700), width=width, dark=True
     )
@@ -210,7 +208,7 @@ def test_dark_and_narrow(open_screen, tmp_path, width: int) -> None:
     screen.photograph(f"dark-{width}")
 
 
-def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_path) -> None:
+def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING)
     screen = open_screen(run)
     assert screen.text(".kit-badge") == "… starting"
@@ -233,7 +231,7 @@ def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_pa
     assert screen.data("step") == "21", "what was read stays"
 
 
-def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
+def test_leaving_removes_all_listeners(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     assert screen.page.evaluate("listening()") > 0
     screen.page.evaluate("stop()")
@@ -241,7 +239,7 @@ def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
     screen.refresh()
 
 
-def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path) -> None:
+def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=300)
     screen = open_screen(run)
     table = screen.page.get_by_role("table")
@@ -261,7 +259,7 @@ def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path) -> None:
     screen.photograph("table")
 
 
-def test_a_screen_reader_hears_only_what_is_new(open_screen, tmp_path) -> None:
+def test_a_screen_reader_hears_only_what_is_new(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
     screen = open_screen(run)
     screen.page.evaluate("""() => { window.spoken = [];
@@ -277,7 +275,7 @@ def test_a_screen_reader_hears_only_what_is_new(open_screen, tmp_path) -> None:
     assert "✖ lost" in spoken and any("job lost" in text for text in spoken)
 
 
-def test_an_unknown_peak_is_said_where_the_mfu_would_be(open_screen, tmp_path) -> None:
+def test_an_unknown_peak_is_said_where_the_mfu_would_be(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=50)
     Site.load("laptop").write(run.directory / "site.json")
     screen = open_screen(Run.open(run.directory))

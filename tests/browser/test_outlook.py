@@ -39,9 +39,7 @@ def _at_pace(folder: Path, times: float) -> Run:
 
 
 @pytest.mark.parametrize(("times", "dark"), [(1.0, False), (6.0, True)])
-def test_the_band_the_sentence_and_the_goodput(
-    open_screen, tmp_path, times: float, dark: bool
-) -> None:
+def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times, dark):
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
     assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
     screen.dashboard.outlook.refresh(wait=True)

@@ -18,7 +18,7 @@ DARK = (
 )
 
 
-def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab) -> None:
+def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
     notebook = Notebook(browser, lab, [CELL], "panel.ipynb")
     notebook.open()
     notebook.run_cell(0)

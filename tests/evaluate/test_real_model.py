@@ -74,7 +74,7 @@ def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bo
 
 
 @pytest.mark.thorough
-def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
+def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2):
     pinned = json.loads(PINNED.read_text())
     for name in TASKS:
         found = [value for value, _ in of_smollm2[name]]
@@ -87,7 +87,7 @@ def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
 
 
 @pytest.mark.thorough
-def test_smollm2_equals_the_harness_on_every_item(lm, of_smollm2) -> None:
+def test_smollm2_equals_the_harness_on_every_item(lm, of_smollm2):
     reference = theirs(lm)
     for name in TASKS:
         assert_equal(of_smollm2[name], answers(reference, name))

@@ -47,7 +47,7 @@ from tests.monitor.recorded import looked_at
 NODE = DEGREES | {"global_batch_size": 8}
 
 
-def test_views_work_on_an_imported_run(read: Read) -> None:
+def test_views_work_on_an_imported_run(read):
     _, run = read(frontier(), "frontier")
     row = status_row(run)
     assert (row["state"], row["step"], row["num_steps"]) == ("imported", 5, 5)
@@ -73,8 +73,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("age_s", [0, 1e6])
 def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
-    log: Path, read: Read, age_s: float, full_disk: None, monkeypatch
-) -> None:
+    log, read, age_s, full_disk, monkeypatch
+):
     changed = time.time() - age_s
     log.write_text(START + lines(*range(1, 9)))
     os.utime(log, (changed, changed))
@@ -98,9 +98,7 @@ def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
         resume(run.directory)
 
 
-def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(
-    log: Path, read: Read, full_disk: None
-) -> None:
+def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log, read, full_disk):
     seen = []
 
     def look(_: float) -> None:
@@ -118,7 +116,7 @@ def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(
     assert status_row(run)["state"] == "imported", "nobody follows it any more"
 
 
-def test_time_stamps_of_lines_are_used(read: Read) -> None:
+def test_time_stamps_of_lines_are_used(read):
     stamped = [f" [2025-04-13 23:4{i}:12]" + line(i, 50.0, tflops=400) for i in range(1, 4)]
     small = {"num_layers": 2}  # so that 50 s are believable
     times = read(START + "".join(stamped), spec=small)[1].metrics()["time"]
@@ -129,7 +127,7 @@ def every_ten_minutes(first: datetime.datetime, lines: int = 12) -> list[datetim
     return [first + datetime.timedelta(minutes=10 * i) for i in range(lines)]
 
 
-def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(read: Read) -> None:
+def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(read):
     text = titan(every_ten_minutes(datetime.datetime(2025, 6, 1, 12)))  # copied today
     found = ledger(read(text, "trn1.32xlarge", "llama3-8b", plan=NODE)[1])
     assert found.goodput == 1 and found.wall_s == pytest.approx(2 * 3600)
@@ -146,9 +144,7 @@ def berlin(monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("night", ["2025-10-26 01:30", "2025-03-30 01:30"])
-def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(
-    read: Read, berlin: None, night: str
-) -> None:
+def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(read, berlin, night):
     first = datetime.datetime.fromisoformat(night)
     report, run = read(titan(every_ten_minutes(first)), "trn1.32xlarge", "llama3-8b", plan=NODE)
     assert set(run.metrics()["step_time_s"]) == {600.0}
@@ -158,9 +154,7 @@ def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(
 
 
 @pytest.mark.parametrize("night", ["2025-10-25 23:30", "2025-03-29 23:30"])
-def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(
-    read_node: Read, night: str
-) -> None:
+def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(read_node, night):
     first = datetime.datetime.fromisoformat(night).replace(tzinfo=datetime.UTC)
     zone = ZoneInfo("Europe/Berlin")
     local = [when.astimezone(zone) for when in every_ten_minutes(first, 18)]
@@ -168,7 +162,7 @@ def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(
     assert set(metrics["step_time_s"]) == {600.0} and metrics["time"][0] == first.timestamp()
 
 
-def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node: Read) -> None:
+def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node):
     text = [f"2025-06-01T12:0{step}:00+02:00 it {step} loss=2.{step}\n" for step in (1, 2, 3)]
     pattern = r"(?P<time>\S+) it (?P<step>\d+) loss=(?P<loss>\S+)"
     report, run = read_node("".join(text), pattern=pattern)
@@ -177,7 +171,7 @@ def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node: Read) -> Non
     assert not any("zone" in note for note in report.notes)
 
 
-def test_tokens_are_those_that_the_log_counts(read: Read) -> None:
+def test_tokens_are_those_that_the_log_counts(read):
     """Iterations 5,001 to 5,100 of a batch that was 16 before: what was seen cannot be told from
     these steps.
     """
@@ -194,7 +188,7 @@ def test_tokens_are_those_that_the_log_counts(read: Read) -> None:
     assert export_table(run)["total_tokens"].to_pylist() == seen
 
 
-def test_tokens_of_sequences_that_grew_are_those_that_the_log_counts(read: Read) -> None:
+def test_tokens_of_sequences_that_grew_are_those_that_the_log_counts(read):
     """Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence were seen before
     these of 2,048.
     """
@@ -244,7 +238,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_steps_and_attempts_of_lines(log: Path, read: Read, case: str) -> None:
+def test_steps_and_attempts_of_lines(log, read, case):
     text, told = LINES[case]
     log.write_bytes(text.encode("latin-1"))
     report, run = read()
@@ -255,7 +249,7 @@ def test_steps_and_attempts_of_lines(log: Path, read: Read, case: str) -> None:
         assert told in report.notes
 
 
-def test_second_import_of_a_log_that_began_anew_keeps_nothing_of_the_first(read: Read) -> None:
+def test_second_import_of_a_log_that_began_anew_keeps_nothing_of_the_first(read):
     assert read(START + lines(1, 2) + START + line(2, 350.0))[0].attempts == 2
     report, run = read(START + line(1))
     assert report.attempts == 1 and sorted(run.plans()) == [1]
@@ -296,7 +290,7 @@ BLOWN_UP = [*np.interp(range(1, 39), [1, 15, 16, 17, 38], [9.61, 3.56, 4.61, 5.1
 LUMI, 4-alibi-bf16-nods; what is between them is made up."""
 
 
-def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(alerts_of: Alerts) -> None:
+def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(alerts_of):
     ((kind, step, message),) = alerts_of(lines_of(200, BLOWN_UP))
     assert kind == "rise" and 3201 <= step <= 3400
     assert (
@@ -318,7 +312,7 @@ SKIPPED = (
 )
 
 
-def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of: Alerts) -> None:
+def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of):
     """As its `training_log` prints it: steps with NaN are counted, and left out of the mean
     loss.
     """
@@ -332,7 +326,7 @@ def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of: Alerts)
     assert alerts_of(unprinted)[0] == ("nan", 1201, "the loss of 200 steps is not finite")
 
 
-def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of: Alerts) -> None:
+def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of):
     scales = {number: 2.0 ** max(16, 33 - number) for number in (*range(1, 16), 40)}
     skipped = {number: SKIPPED.format(scale) for number, scale in scales.items()}
     text = lines_of(1, [10.9 - 0.02 * number for number in range(1, 60)], skipped)
@@ -342,7 +336,7 @@ def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of: Alerts) ->
     assert [(kind, step) for kind, step, _ in lost] == [("nan", 30)]
 
 
-def test_missing_log_and_a_directory_of_someone_else(log: Path, read: Read) -> None:
+def test_missing_log_and_a_directory_of_someone_else(log, read):
     with pytest.raises(DataError, match="cannot be read"):
         read()
     (log.parent / "run").mkdir()
@@ -365,7 +359,7 @@ def growing(log: Path, parts: list[str]) -> Callable[[float], None]:
     return grow
 
 
-def test_follow_records_what_the_log_gains_until_training_is_done(log: Path, read: Read) -> None:
+def test_follow_records_what_the_log_gains_until_training_is_done(log, read):
     text = frontier()
     second = text.index(" iteration        2/")
     idle = growing(log, [text[second : second + 50], text[second + 50 :]])
@@ -375,7 +369,7 @@ def test_follow_records_what_the_log_gains_until_training_is_done(log: Path, rea
 
 
 @pytest.mark.parametrize("deleted", ["log", "run"])
-def test_follow_ends_when_log_or_run_is_deleted(log: Path, deleted: str) -> None:
+def test_follow_ends_when_log_or_run_is_deleted(log, deleted):
     log.write_text(lumi())
     site, out = Site.load("lumi"), log.parent / "run"
     delete = {"log": log.unlink, "run": lambda: shutil.rmtree(out)}[deleted]
@@ -384,7 +378,7 @@ def test_follow_ends_when_log_or_run_is_deleted(log: Path, deleted: str) -> None
     assert deleted == "run" or status_row(Run.open(out))["state"] == "imported"
 
 
-def test_bars_are_followed_though_none_ends_its_line(log: Path, read_node: Read) -> None:
+def test_bars_are_followed_though_none_ends_its_line(log, read_node):
     first, second, third, fourth, fifth = REDRAWN
     parts = ["\r" + third[:60], third[60:] + "\r" + fourth, "\r" + fifth]
     idle = growing(log, parts)

@@ -26,7 +26,7 @@ def _checkpoint(run: Run, step: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
 
-def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> None:
+def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run):
     first = Actions(run)
     assert not first.report(run.job.status())
     (run.directory / "control").mkdir(exist_ok=True)
@@ -41,7 +41,7 @@ def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> N
     assert told["done_at"] and told["note"] == "saved at step 120"
 
 
-def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None:
+def test_done_is_when_it_was_done_and_not_when_somebody_looked(run):
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=120)
     asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
@@ -62,7 +62,7 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None
         assert (told["done_at"], told["note"]) == (asked + 40, "the job has ended")
 
 
-def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
+def test_an_older_checkpoint_does_not_answer_a_newer_request(run):
     viewer = Actions(run)
     ask(run.directory, "checkpoint")
     viewer.report(run.job.status())
@@ -76,7 +76,7 @@ def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
     assert told["done_at"] is None, "a second request is a new one"
 
 
-def test_a_request_of_an_attempt_that_is_over_is_told_no_more(run: Run) -> None:
+def test_a_request_of_an_attempt_that_is_over_is_told_no_more(run):
     viewer = Actions(run)
     viewer.start("checkpoint", run.job.status())
     assert eventually(lambda: read_asked(run.directory, "checkpoint"), 20)

@@ -33,14 +33,14 @@ def chance(times: np.ndarray) -> tuple[int, float]:
 @pytest.mark.parametrize(
     ("spread", "memory"), [(0.02, 0.0), (0.2, 0.0), (0.5, 0.0), (0.2, 0.7), (0.5, 0.7)]
 )
-def test_noise_names_nobody(ranks: int, spread: float, memory: float) -> None:
+def test_noise_names_nobody(ranks, spread, memory):
     for seed in range(WINDOWS):
         samples = (MIN_SAMPLES, SAMPLES)[seed % 2]
         assert chance(times(ranks, samples, spread, memory, seed))[1] >= BY_CHANCE
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(ranks: int) -> None:
+def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(ranks):
     found = []
     for seed in range(2000):
         slow = times(ranks, MIN_SAMPLES, 0.1, 0.0, seed)
@@ -55,7 +55,7 @@ def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(r
     [(1.4, 0.01, MIN_SAMPLES), (1.25, 0.02, SAMPLES), (1.5, 0.1, SAMPLES), (3, 0.1, 48)],
 )
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_a_real_straggler_is_found(ranks: int, ratio: float, spread: float, samples: int) -> None:
+def test_a_real_straggler_is_found(ranks, ratio, spread, samples):
     found = 0
     for seed in range(20):
         slow = times(ranks, samples, spread, 0.5, seed)
@@ -65,7 +65,7 @@ def test_a_real_straggler_is_found(ranks: int, ratio: float, spread: float, samp
     assert found >= 18
 
 
-def test_ranks_that_say_nothing_are_not_judged() -> None:
+def test_ranks_that_say_nothing_are_not_judged():
     assert slowest_rank(np.full((4, MIN_SAMPLES), np.nan)) is None
     quiet = times(4, MIN_SAMPLES, 0.01, 0.0, 1)
     quiet[2] = np.nan
