@@ -1,6 +1,4 @@
-"""The dashboard's real front end in headless Chromium and its real kernel side; only the wire
-between is a stand-in.
-"""
+"""The dashboard's front end in headless Chromium and its kernel side; the wire is a stand-in."""
 
 import base64
 import os
@@ -187,9 +185,7 @@ def window(browser) -> Iterator[Window]:
 
 @pytest.fixture
 def open_screen(window) -> Iterator:
-    """Opens a run in an empty page; fails the test if the page threw an error or asked the network
-    for anything.
-    """
+    """Opens a run in an empty page, which must neither throw an error nor ask the network."""
     window.errors.clear()
     window.requests.clear()
     yield window.open

@@ -1,6 +1,4 @@
-"""A run directory from a stranger, in real Chromium: in the dashboard and in every table that a
-notebook shows.
-"""
+"""A run directory from a stranger, in real Chromium: the dashboard and a notebook's tables."""
 
 from tests.monitor.recorded import beat
 from tests.untrusted.hostile import SCRIPT

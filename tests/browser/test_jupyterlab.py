@@ -27,9 +27,7 @@ OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains a small model for as long as it is watched, ten steps a second, asleep
-    for most of each.
-    """
+    """A job that trains ten steps a second while it is watched, asleep for most of each."""
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64}
     spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
@@ -65,9 +63,7 @@ def opened(browser, lab, run) -> Iterator[Notebook]:
 
 @pytest.fixture
 def notebook(opened, run) -> Notebook:
-    """The notebook with a live dashboard of a running job, as the last journey left it or made
-    anew.
-    """
+    """The notebook with a live dashboard of a running job, as left by the last journey or anew."""
     if read_status(run.directory).state.is_final:
         kit.resume(run.directory)
     wait_until(

@@ -13,9 +13,7 @@ from tests.monitor.recorded import happened, recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:
-    """Returns a run of two attempts that takes so many times what is expected, with a history
-    that ends now.
-    """
+    """Returns a run that takes so many times what is expected; its history ends now."""
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     outlook = Outlook(run)
     outlook.refresh(wait=True)

@@ -1,6 +1,4 @@
-"""The panel of notebook 02 in a real JupyterLab: played with, on light and dark pages, narrow,
-and without a kernel.
-"""
+"""The panel of notebook 02 in a real JupyterLab: light, dark, narrow, and without a kernel."""
 
 import pytest
 

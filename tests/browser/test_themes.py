@@ -1,6 +1,4 @@
-"""Figures in a real JupyterLab of 1,000 pixels: of its theme, and with text no smaller than the
-page's.
-"""
+"""Figures in a real JupyterLab of 1,000 pixels: of its theme, with text of the page's size."""
 
 from collections.abc import Iterator
 

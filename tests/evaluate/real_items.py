@@ -29,9 +29,7 @@ def task_of(name: str) -> Any:
 
 
 def answers(lm: Any, task_name: str, items: list[int] | None = None) -> list[tuple[float, bool]]:
-    """Returns log-likelihood and greedy choice of each continuation of some items of a benchmark
-    (default: eight).
-    """
+    """Returns log-likelihood and greedy choice of each continuation of items (default: eight)."""
     task = task_of(task_name)
     if items is None:
         items = choose_items(task_name, len(task.eval_docs), ITEMS, seed=1234)
@@ -55,9 +53,7 @@ def sentence_answers(lm: Any, sentences: list[str]) -> list[tuple[float, bool]]:
 
 
 def main() -> None:
-    """Writes the file again, from the sentences that it holds and the items that the mirror
-    holds.
-    """
+    """Writes the file again, from its sentences and the items of the mirror."""
     from kit.convert.smollm2 import load_smollm2
     from kit.evaluate.benchmarks import Options
     from kit.evaluate.loading import decoder_lm

@@ -1,6 +1,4 @@
-"""`kit eval --devices`: which layout a model gets, and that a job's ranks score as one process
-does.
-"""
+"""`kit eval --devices`: a model's layout, and ranks that score as one process does."""
 
 import dataclasses
 import json
@@ -77,9 +75,7 @@ def test_a_model_without_its_like_or_a_site_without_room_is_refused():
 
 
 def with_memory(run: Run, share: float) -> Run:
-    """Returns a run whose site, of two devices, has memory for so much of what a scored model
-    needs.
-    """
+    """Returns a run whose site's two devices hold such a share of what a scored model needs."""
     memory = Fact(value=share * HEADROOM * 4 * SPEC.num_params / 2, source="made up")
     site = LAPTOP.replace(devices_per_node=2, device=LAPTOP.device.replace(memory_bytes=memory))
     site.write(run.directory / "site.json")

@@ -1,6 +1,4 @@
-"""Scores and texts are those of the harness's own Hugging Face model, on Llama and GPT; several
-processes give those of one.
-"""
+"""Scores and texts are those of the harness's own model; several processes give those of one."""
 
 import math
 from pathlib import Path

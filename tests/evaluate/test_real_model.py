@@ -1,6 +1,4 @@
-"""A real pretrained model on real items: pinned log-likelihoods, and equality with the harness's
-own model.
-"""
+"""A real pretrained model on real items: pinned numbers, and those of the harness's own model."""
 
 import json
 from typing import Any
@@ -20,11 +18,9 @@ from tests.evaluate.real_items import PINNED, TASKS, answers, sentence_answers
 
 pytestmark = [pytest.mark.download, pytest.mark.slow]
 EQUAL = 1e-4
-"""Nats by which an item of ours may differ from the harness's own model, in fp32 on the same
-machine."""
+"""Nats by which an item may differ from the harness's own model, in fp32 on one machine."""
 FP32_SUM = 2**-22
-"""Relative: the harness's model sums in fp32, so that it cannot tell thousands of nats apart any
-better."""
+"""Relative: in fp32 sums, thousands of nats cannot be told apart any better."""
 SAME_FILE = 5e-3
 """Nats by which another processor's rounding may move an item from the pinned numbers."""
 

@@ -1,6 +1,4 @@
-"""Suites: every task loads with the harness's own definition without network, and what cannot
-be had is named.
-"""
+"""Suites: every task loads without network by the harness's definition, or is named as missing."""
 
 import json
 import shutil
@@ -225,9 +223,7 @@ def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_
 def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(
     full_benchmarks, tmp_path
 ):
-    """Two tasks of 4 items with 2 choices and of 30 with 3 or 4, in a group as `weight_by_size:
-    false` makes it.
-    """
+    """4 items with 2 choices and 30 with 3 or 4, grouped with `weight_by_size: false`."""
     from lm_eval.api.group import Group
 
     four = [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
@@ -263,9 +259,7 @@ def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_
     ],
 )
 def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
-    """Coverage in 4,000 draws of the items: 95 % is promised, and more is allowed where shares
-    differ.
-    """
+    """95 % is promised, in 4,000 draws of the items; more is allowed where shares differ."""
     drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
     # Of an unweighted mean.
     errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)

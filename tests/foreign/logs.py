@@ -16,8 +16,7 @@ ARGUMENTS = arguments(
     " tensor_model_parallel_size=8 world_size=128 virtual_pipeline_model_parallel_size=None"
     " zero_stage=0"
 )
-"""LUMI, 175B on 16 nodes: github.com/spyysalo/lumi-llm-scaling,
-meg-ds/experiments/175B-scaling-comms."""
+"""LUMI, 175B: github.com/spyysalo/lumi-llm-scaling, meg-ds/experiments/175B-scaling-comms."""
 FRONTIER = ARGUMENTS | arguments(
     "bf16=False fp16=True ffn_hidden_size=49152 hidden_size=12288 micro_batch_size=1"
     " num_attention_heads=96 num_layers=96 pipeline_model_parallel_size=16"
@@ -34,8 +33,7 @@ MODERN = arguments(
     " untie_embeddings_and_output_weights=True use_distributed_optimizer=True window_size=None"
     " world_size=64"
 )
-"""Arguments of today's Megatron-LM, by the names and values that its logs have:
-megatron/training/arguments.py."""
+"""As the logs of today's Megatron-LM have them: megatron/training/arguments.py."""
 ENDING = """\
 ------------------------------------------------------------------------------------------------
  validation loss at iteration 2500 | lm loss value: 2.866578E+00 | lm loss PPL: 1.757677E+01 |
@@ -58,9 +56,7 @@ NEOX = """\
 
 
 def bar(step: int, clock: str, loss: str = "7.560") -> str:
-    """Returns a progress bar of NeuronX Distributed Training, as in the AWS Neuron documentation,
-    NxDT pre-training tutorial.
-    """
+    """Returns a progress bar of NeuronX Distributed Training, as in its pre-training tutorial."""
     return (
         f"Epoch 0:   0%|          | {step}/301501 [{clock}<1573:03:24, 18.79s/it, loss=7.75,"
         f" v_num=3-16, reduced_train_loss={loss}, lr=0.0003, global_step={step - 1}.0,"
@@ -148,8 +144,7 @@ completed step: 15109, seconds: 2.166, TFLOP/s: 36.739, loss: 2.191
 Completed eval step 9
 eval metrics after step: 15109, loss=9.420, total_weights=75264.0
 """
-"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two from its documentation, with this
-step."""
+"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two lines from its documentation."""
 
 
 def trained(*values: float) -> dict[str, float]:

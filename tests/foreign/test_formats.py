@@ -36,9 +36,7 @@ ROUNDED = [
 
 
 def tells(text: str, batch: int | None = 8, **told: Any) -> tuple[str, int | None, dict[str, Any]]:
-    """Returns a log, the batch that is given with it, and what it tells: facts of the run by their
-    names, and values of all its steps.
-    """
+    """Returns a log, the batch given with it, and what it tells of the run and of all its steps."""
     return text, batch, told
 
 
@@ -186,9 +184,7 @@ def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node, name):
 
 
 def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:
-    """Returns for each line of a healthy run, 20,000 steps, its step, that step's loss and the
-    mean since the last.
-    """
+    """Returns each line's step, that step's loss and the line's mean, of 20,000 healthy steps."""
     steps = np.arange(1, 20_001)
     noise = 0.015 * np.random.default_rng(seed).normal(size=20_000)
     losses = (1.8 + 9 * steps**-0.35) * (1 + noise)

@@ -1,7 +1,4 @@
-"""Import of logs: the run that comes of one, its attempts and times, its alerts, and following.
-
-Numbers are those of public logs; most lines are built like theirs.
-"""
+"""Import of logs, built like public ones: the run that comes of one, its times, its alerts."""
 
 import datetime
 import json
@@ -59,9 +56,8 @@ def test_views_work_on_an_imported_run(read):
         export_table(run)["hfu"].to_pylist()[-1],
         scalars(run, rows)[-1]["hfu"],
     ]
-    assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01), (
-        "the whole block again, as Megatron runs and counts it"
-    )
+    # The whole block again, as Megatron runs and counts it.
+    assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01)
     assert "149.46" in run.job.logs()
 
 
@@ -81,9 +77,8 @@ def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
     _, run = read(recipe={"checkpoint_every": 2})
     row = status_row(run)
     assert (row["state"], row["reason"]) == ("imported", "the log was read to its end, at step 8")
-    assert row["eta_s"] is None and run.metrics()["time"].tolist() == pytest.approx(
-        [changed - 346 * i for i in range(7, -1, -1)]
-    ), "counted back from its last change"
+    counted_back = [changed - 346 * i for i in range(7, -1, -1)]
+    assert row["eta_s"] is None and run.metrics()["time"].tolist() == pytest.approx(counted_back)
     dashboard = looked_at(run)
     now = alerts.time.monotonic()
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 1e6)
@@ -172,9 +167,7 @@ def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node):
 
 
 def test_tokens_are_those_that_the_log_counts(read):
-    """Iterations 5,001 to 5,100 of a batch that was 16 before: what was seen cannot be told from
-    these steps.
-    """
+    """Iterations 5,001 to 5,100 of a batch that was 16 before, which these steps cannot tell."""
     told = "".join(
         line(step, 60.0, batch=32, tflops=390).replace(
             f"{32 * step:12d}", f"{16 * 5000 + 32 * (step - 5000):12d}"
@@ -188,18 +181,8 @@ def test_tokens_are_those_that_the_log_counts(read):
     assert export_table(run)["total_tokens"].to_pylist() == seen
 
 
-def test_tokens_of_sequences_that_grew_are_those_that_the_log_counts(read):
-    """Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence were seen before
-    these of 2,048.
-    """
-    seen = [(3000 * 1024 + number * 2048) * 1024 for number in range(1, 5)]
-    told = [
-        line(step).replace(
-            "| elapsed", f"| consumed tokens: {tokens:12d} | actual seqlen: 2048 | elapsed"
-        )
-        for step, tokens in enumerate(seen, 3001)
-    ]
-    assert read(START + "".join(told))[1].metrics().total_tokens.tolist() == seen
+# Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence, then 2,048.
+GROWN = [(3000 * 1024 + number * 2048) * 1024 for number in range(1, 5)]
 
 
 TORN, MIXED = line(3)[:120] + "\n", line(4)[:90] + line(5)
@@ -228,7 +211,22 @@ LINES = {
     ),
     "a line for several steps; a gap stays a gap": (
         BY_TEN + lines(10, 20, 50),
-        {"attempts": 1, "steps": 30, "step": [*range(1, 21), *range(41, 51)]},
+        {
+            "attempts": 1,
+            "steps": 30,
+            "step": [*range(1, 21), *range(41, 51)],
+            "notes": "one line stands for 10 steps; each of them is recorded with the line's means",
+        },
+    ),
+    "tokens of sequences that grew are those that the log counts": (
+        START
+        + "".join(
+            line(step).replace(
+                "| elapsed", f"| consumed tokens: {tokens:12d} | actual seqlen: 2048 | elapsed"
+            )
+            for step, tokens in enumerate(GROWN, 3001)
+        ),
+        {"total_tokens": GROWN},
     ),
     "a held-out loss belongs to its step": (
         START + lines(1, 2) + VALIDATED + lines(3),
@@ -242,17 +240,12 @@ def test_steps_and_attempts_of_lines(log, read, case):
     text, told = LINES[case]
     log.write_bytes(text.encode("latin-1"))
     report, run = read()
-    assert_told(report, run, told)
+    note = told.get("notes", "")
+    assert_told(report, run, {name: value for name, value in told.items() if name != "notes"})
     assert sorted(run.plans()) == list(range(1, report.attempts + 1))
-    if case.startswith("a line for several"):
-        told = "one line stands for 10 steps; each of them is recorded with the line's means"
-        assert told in report.notes
-
-
-def test_second_import_of_a_log_that_began_anew_keeps_nothing_of_the_first(read):
-    assert read(START + lines(1, 2) + START + line(2, 350.0))[0].attempts == 2
+    assert note in " ".join(report.notes)
     report, run = read(START + line(1))
-    assert report.attempts == 1 and sorted(run.plans()) == [1]
+    assert report.attempts == 1 and sorted(run.plans()) == [1], "nothing of the first import"
     assert run.job.status().attempt == 1 and len(run.job.history) == 1
 
 
@@ -263,9 +256,7 @@ SMALL = ARGUMENTS | arguments(
 
 
 def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = None) -> str:
-    """Returns a log with a line for many steps; `changed` has the ends of some lines, from the
-    loss on, by number.
-    """
+    """Returns a log with a line for many steps, some ending otherwise from the loss on."""
     text = head(SMALL | {"log_interval": every}, vocabulary=51200)
     for number, loss in enumerate(losses, 1):
         told = line(number * every, 20.0, loss=f"{loss:.6E}", tflops=1)
@@ -293,11 +284,7 @@ LUMI, 4-alibi-bf16-nods; what is between them is made up."""
 def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(alerts_of):
     ((kind, step, message),) = alerts_of(lines_of(200, BLOWN_UP))
     assert kind == "rise" and 3201 <= step <= 3400
-    assert (
-        message
-        == "lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go back to a checkpoint"
-        " before it, unless the data became harder"
-    )
+    assert message.startswith("lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go")
     bump = [*BLOWN_UP[:16], 3.51, 3.45, 3.4, 3.36, 3.33, 3.3]
     assert alerts_of(lines_of(200, bump)) == [], "a bump of one line"
 
@@ -313,9 +300,7 @@ SKIPPED = (
 
 
 def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of):
-    """As its `training_log` prints it: steps with NaN are counted, and left out of the mean
-    loss.
-    """
+    """Its `training_log` counts steps with NaN and leaves them out of the mean loss."""
     scaled = lines_of(200, BLOWN_UP[:9], {7: " lm loss: 1.110000E+01 |" + NAN_LINE}).replace(
         "loss scale: 1.0 | grad norm: 23", "loss scale: 65536.0 | grad norm: 23"
     )

@@ -30,9 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def plainly(file: Path) -> tuple[list[dict], int]:
-    """Returns what a file holds by the rule, line by line, and how many lines were torn or
-    foreign.
-    """
+    """Returns what a file holds by the rule, line by line, and its torn or foreign lines."""
     rows, skipped = [], 0
     for text in file.read_bytes().splitlines():
         try:

@@ -1,6 +1,4 @@
-"""Whether a run is as fast as it should be: the sentence, and which part of a step is named for
-a slow one.
-"""
+"""Whether a run is as fast as it should be, and which part of a step is named for a slow one."""
 
 import dataclasses
 import json

@@ -49,9 +49,7 @@ def test_unknown_columns_and_the_facts_are_kept(run, tmp_path):
 
 
 def test_no_cell_of_a_csv_is_a_formula(run, tmp_path):
-    """A spreadsheet computes a cell that begins with = + - or @ and is no number; HYPERLINK and
-    DDE reach out of it.
-    """
+    """A spreadsheet computes what begins with = + - or @; HYPERLINK and DDE reach out of it."""
     names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
     row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5, "big": -(2**70)}
     row |= {name: name for name in names}

@@ -1,6 +1,4 @@
-"""Requests as every viewer sees them: who asked does not matter, nor whether somebody looked at
-that moment.
-"""
+"""Requests as every viewer sees them, whoever asked and whether or not somebody looked."""
 
 import json
 import time

@@ -1,6 +1,4 @@
-"""A loss that rises and does not come back: found in 400 steps or eight lines, and not where a
-healthy run looks so.
-"""
+"""A loss that rises for good: found in 400 steps or eight lines, and not in a healthy run."""
 
 import numpy as np
 import pytest
@@ -94,9 +92,7 @@ def test_reasons_that_are_known_begin_the_comparison_anew():
 @pytest.mark.parametrize("every", [1, 10, 50, 200])
 @pytest.mark.parametrize("means", [True, False])
 def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every, means):
-    """20,000 steps; a line for many was taken for as many equal losses, and the next one stood
-    out.
-    """
+    """A line for many of 20,000 steps was taken for as many equal losses; the next stood out."""
     steps = np.arange(1, 20_001)
     for seed in range(3):
         for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):

@@ -1,6 +1,4 @@
-"""Sinks: real wandb offline files and real TensorBoard event files, read back with their own
-packages.
-"""
+"""Sinks: real wandb and TensorBoard files, read back with their own packages."""
 
 import json
 import math
@@ -52,9 +50,7 @@ def _wandb_records(file: Path) -> list[Any]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Returns the records of a LevelDB log, the container of wandb's files: blocks of 32 KiB
-    after 7 bytes.
-    """
+    """Returns the records of a LevelDB log, which wandb's files are: 32 KiB a block, after 7 bytes."""
     found, part, position = [], b"", 7
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:

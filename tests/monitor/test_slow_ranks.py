@@ -1,6 +1,4 @@
-"""The slow rank: noise names nobody, however loud, and a rank that is slower than it claims to
-allow is found.
-"""
+"""The slow rank: noise names nobody, however loud, and a rank that is truly slow is found."""
 
 import math
 
@@ -13,9 +11,7 @@ WINDOWS = 400
 
 
 def times(ranks: int, samples: int, spread: float, memory: float, seed: int) -> np.ndarray:
-    """Returns step times [rank, sample] of equal ranks: lognormal noise, which remembers a share
-    `memory`.
-    """
+    """Returns step times [rank, sample] of equal ranks: lognormal noise with so much memory."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=(ranks, samples))
     for i in range(1, samples):

@@ -1,6 +1,4 @@
-"""A day of a run in a minute, and what befalls files in a day: memory and pictures stay as small
-as they were.
-"""
+"""A day of a run in a minute: memory and pictures stay small, whatever befalls the files."""
 
 import ctypes
 import gc
@@ -38,9 +36,7 @@ class Clock:
 
 
 def _resident_bytes() -> int:
-    """Returns what this process holds: without what it has freed, which other tests of it have
-    left in pieces.
-    """
+    """Returns what this process holds, without what it has freed in pieces."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -208,9 +208,7 @@ def test_facts_of_the_last_step(tmp_path):
 
 
 def test_time_left_counts_what_is_between_steps(tmp_path):
-    """After 200 of 400 steps of 36 s, with 360 s of validation after each tenth, as much is
-    left: 4 hours.
-    """
+    """200 of 400 steps of 36 s, 360 s of validation after each tenth: as much is left, 4 hours."""
     run = recorded_run(tmp_path / "run", steps=200, planned=400)
     file = run.directory / "metrics.jsonl"
     taken = [json.loads(line) for line in file.read_text().splitlines()]
