@@ -10,7 +10,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from kit.errors import ConfigError, RunError
-from kit.monitor.export import export, export_table
+from kit.monitor.export import export
 from tests.monitor.recorded import write
 
 NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
@@ -29,11 +29,6 @@ def test_each_step_once_as_the_newest_attempt_left_it(run, tmp_path, format):
     assert table["total_tokens"].to_pylist()[-1] == 40 * 2048
     assert np.allclose(table["mfu"].to_numpy(), 4096 * run.spec.flops_per_token() / 1e11)
     assert math.isnan(table["loss"][4].as_py()) and table["grad_norm"][5].as_py() == math.inf
-
-
-def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(run):
-    write(run, ['{"step": 11, "attempt": 3, "tokens": 2048}\n'])
-    assert export_table(run)["step"].to_pylist() == list(range(1, 12))
 
 
 def test_unknown_columns_and_the_facts_are_kept(run, tmp_path):
@@ -68,13 +63,10 @@ def test_nothing_is_overwritten_unasked(run, tmp_path):
     with pytest.raises(RunError, match="exists"):
         export(run, file, format="csv")
     with pytest.raises(ConfigError, match="Did you mean 'csv'"):
-        export(run, file, format="cvs", overwrite=True)  # type: ignore[arg-type]
+        export(run, file, format="cvs", overwrite=True)
     with pytest.raises(RunError, match="folder that exists"):
         export(run, tmp_path / "no" / "table.csv", format="csv")
     assert file.read_text() == "precious" and export(run, file, format="csv", overwrite=True) == 40
     assert list(tmp_path.glob("*precious*")) == [file]
-
-
-def test_run_without_steps_gives_an_empty_table(run, tmp_path):
     (run.directory / "metrics.jsonl").unlink()
     assert export(run, tmp_path / "empty.parquet", format="parquet") == 0

@@ -27,7 +27,7 @@ def why(run: Run, *options: str) -> str:
 
 @pytest.fixture
 def told(run: Run) -> Run:
-    """Queued 10 s, 5 s to start, ten steps, a pause of 2 s, silent 7 s; 20 s later six, two anew."""
+    """Queued 10 s, 5 to start, ten steps, a pause of 2 s, silent 7 s; 20 s later six, two again."""
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 0.0, JobState.QUEUED)
     happened(run, 1, 10.0, JobState.STARTING)

@@ -50,7 +50,7 @@ def _wandb_records(file: Path) -> list[Any]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Returns the records of a LevelDB log, which wandb's files are: 32 KiB a block, after 7 bytes."""
+    """Returns the records of a LevelDB log, as wandb's files are: 32 KiB a block, after 7 bytes."""
     found, part, position = [], b"", 7
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
@@ -113,11 +113,17 @@ def _write_scores(run: Run, *, step: int, value: float) -> None:
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
-def test_wandb_mode_of_the_user_that_does_not_exist_is_refused(run, monkeypatch):
+def test_a_mode_that_does_not_exist_or_a_missing_package_is_told_and_starts_nothing(
+    run, monkeypatch
+):
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(ConfigError, match="Did you mean 'online'"):
         copy_metrics(run, "wandb", follow=False)
-    assert not (run.directory / "wandb").exists()
+    for module in ("summary.writer.event_file_writer", "compat.proto.event_pb2"):
+        monkeypatch.setitem(sys.modules, f"tensorboard.{module}", None)
+    with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[tensorboard\]'"):
+        copy_metrics(run, "tensorboard", follow=False)
+    assert not {"wandb", "tensorboard"} & {file.name for file in run.directory.iterdir()}
 
 
 def test_tensorboard_has_a_curve_per_attempt(run):
@@ -152,14 +158,6 @@ def test_sink_follows_a_live_job_to_its_end(run):
     report = copy_metrics(run, "tensorboard", idle=train)
     assert job.status().state == JobState.DONE and report.end == "everything is copied"
     assert report.rows == 50 + next(added) - 41, "the steps written while it looked are all there"
-
-
-def test_missing_package_is_one_sentence_and_starts_nothing(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[tensorboard\]'"):
-        copy_metrics(run, "tensorboard", follow=False)
-    assert not (run.directory / "tensorboard").exists()
 
 
 # TensorBoard's own writer thread complains when its folder goes; the sink ends in order all the

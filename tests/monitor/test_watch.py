@@ -111,7 +111,7 @@ READERS: dict[str, Callable[[Run], dict]] = {
     "sink": lambda run: scalars(run, [STEP])[0],
     "dashboard": lambda run: Dashboard(run).read_all().facts(),
     "notebook": lambda run: {"loss": view_html(Dashboard(run).read_all(), "")},
-    "its curve": lambda run: {"loss": curve_html(Dashboard(run).read_all())},
+    "curve": lambda run: {"loss": curve_html(Dashboard(run).read_all())},
 }
 
 
