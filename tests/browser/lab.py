@@ -255,12 +255,7 @@ class Notebook:
             self.page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
 
 
-def wait_until(
-    condition: Callable[[], Any],
-    why: Callable[[], str],
-    limit_s: float = PATIENCE_S,
-    pause: Callable[[float], None] = lambda ms: time.sleep(ms / 1000),
-) -> float:
+def wait_until(condition, why, limit_s=PATIENCE_S, pause=lambda ms: time.sleep(ms / 1000)) -> float:
     """Waits for a condition, returns the seconds that took, and fails with `why` when too late."""
     start = time.monotonic()
     while not condition():

@@ -7,9 +7,7 @@ from kit.evaluate.report import EvalReport, ItemSource, Metric, TaskScore, wilso
 from tests.evaluate.conftest import task_score
 
 
-def score(
-    task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0
-) -> TaskScore:
+def score(task="piqa", *, value=0.5, items=1838, shots=0, cut=0) -> TaskScore:
     place = "baber/piqa/default/validation"
     return task_score(
         task,

@@ -120,9 +120,7 @@ TRAINER_STATE = json.dumps(
 """github.com/Jaong/Checkpoint-of-CPT at 6a9b832, trainer_state.json, shortened."""
 
 
-def head(
-    arguments: dict, *, vocabulary: int, engine_micro_batch: int | None = None, label: str = ""
-) -> str:
+def head(arguments, *, vocabulary, engine_micro_batch=None, label="") -> str:
     """Returns what Megatron prints before its first step."""
     lines = ["------------------------ arguments ------------------------"]
     lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in arguments.items()]

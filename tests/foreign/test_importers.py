@@ -25,7 +25,7 @@ from kit.monitor.goodput import ledger
 from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
-from tests.foreign.conftest import DEGREES, Read, assert_told
+from tests.foreign.conftest import DEGREES, assert_told
 from tests.foreign.logs import (
     ARGUMENTS,
     MODERN,
@@ -261,16 +261,13 @@ def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = N
     for number, loss in enumerate(losses, 1):
         told = line(number * every, 20.0, loss=f"{loss:.6E}", tflops=1)
         before, words, after = told.partition(" lm loss:")
-        changed_end = (changed or {}).get(number)
-        text += before + (words + after if changed_end is None else changed_end + "\n")
+        text += before + (changed or {}).get(number, (words + after).rstrip("\n")) + "\n"
     return text
 
 
-Alerts = Callable[[str], list[tuple[str, int, str]]]
-
-
 @pytest.fixture
-def alerts_of(read: Read) -> Alerts:
+def alerts_of(read):
+    """A function: kind, step and message of each alert of a log."""
     return lambda text: [
         (alert.kind, alert.step, alert.message) for alert in recorded_alerts(read(text)[1])
     ]

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,7 @@ from tests.monitor.recorded import lines, made, row
 from tests.pictures import check_data
 
 
-def make(
-    directory: Path,
-    *,
-    steps: int = 40,
-    step_time_s: float = 0.5,
-    spec: str | ModelSpec = "demo",
-    **plan,
-) -> Run:
+def make(directory, *, steps=40, step_time_s=0.5, spec="demo", **plan) -> Run:
     """Returns a run with recorded steps and no job."""
     rows = [row(step, step_time_s=step_time_s) for step in range(1, steps + 1)]
     return made(directory, rows, Plan(**{"global_batch_size": 8, **plan}), spec=spec)
