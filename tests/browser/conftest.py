@@ -1,6 +1,4 @@
-"""The dashboard's real front end in headless Chromium and its real kernel side; only the wire
-between is a stand-in.
-"""
+"""The dashboard's front end in headless Chromium and its kernel side; the wire is a stand-in."""
 
 import base64
 import os
@@ -14,28 +12,7 @@ from kit.monitor.widget import Monitor
 from kit.run import Run
 from tests.browser.lab import Lab, headless, why_not
 
-PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
-<body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
-const text = Uint8Array.from(atob("%s"), c => c.charCodeAt(0));
-const module = await import(URL.createObjectURL(new Blob([text], {type: 'text/javascript'})));
-const values = {}, listeners = {};
-window.sent = [];
-const model = {
-  get: (key) => values[key],
-  send: (message) => { window.sent.push(message); window.kernel?.(message); },
-  on: (event, f) => (listeners[event] ??= []).push(f),
-  off: (event, f) => { listeners[event] = (listeners[event] || []).filter((g) => g !== f); },
-};
-window.put = (changes) => {
-  for (const [key, value] of Object.entries(changes))
-    values[key] = value?.base64 === undefined ? value
-      : new DataView(Uint8Array.from(atob(value.base64), c => c.charCodeAt(0)).buffer);
-  for (const key of Object.keys(changes)) (listeners['change:' + key] || []).forEach((f) => f());
-};
-window.listening = () => Object.values(listeners).flat().length;
-window.start = () => { window.stop = module.default.render({model, el: document.getElementById('view')}); };
-window.ready = true;
-</script>"""  # noqa: E501
+PAGE = (Path(__file__).parent / "page.html").read_text()
 DARK = """document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
 document.body.style.setProperty('--jp-ui-font-color1', '#eee');
 document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
@@ -187,9 +164,7 @@ def window(browser) -> Iterator[Window]:
 
 @pytest.fixture
 def open_screen(window) -> Iterator:
-    """Opens a run in an empty page; fails the test if the page threw an error or asked the network
-    for anything.
-    """
+    """Opens a run in an empty page, which must neither throw an error nor ask the network."""
     window.errors.clear()
     window.requests.clear()
     yield window.open

@@ -1,6 +1,4 @@
-"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys in
-a real browser.
-"""
+"""A JupyterLab server of one's own, and a notebook in it as a person handles it."""
 
 import contextlib
 import importlib.util
@@ -52,9 +50,7 @@ PLACES = {
 
 
 def why_not() -> str | None:
-    """Returns what is missing for a measurement in a browser, and how to get it; None where
-    nothing is.
-    """
+    """Returns what is missing for a measurement in a browser, and how to get it."""
     for module in ("playwright", "jupyterlab"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install {module}"
@@ -134,9 +130,7 @@ class Lab:
         self.process.wait()
 
     def foreign_connections(self) -> list[str]:
-        """Returns the addresses outside this machine to which the server or one of its kernels
-        is connected.
-        """
+        """Returns addresses outside this machine to which server and kernels are connected."""
         server = psutil.Process(self.process.pid)
         peers = [
             connection.raddr.ip
@@ -204,9 +198,7 @@ class Notebook:
         self.received += len(payload)
 
     def ready(self) -> None:
-        """Waits until the notebook's kernel is connected and idle; the tool bar says so too
-        early.
-        """
+        """Waits until the kernel is connected and idle; the tool bar says so too early."""
         self.evaluate(READY)
 
     def run_cell(self, number: int, *, wait: bool = True) -> None:
@@ -263,15 +255,8 @@ class Notebook:
             self.page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
 
 
-def wait_until(
-    condition: Callable[[], Any],
-    why: Callable[[], str],
-    limit_s: float = PATIENCE_S,
-    pause: Callable[[float], None] = lambda ms: time.sleep(ms / 1000),
-) -> float:
-    """Waits for a condition, returns how long that took in seconds, and fails with `why` after
-    `limit_s`.
-    """
+def wait_until(condition, why, limit_s=PATIENCE_S, pause=lambda ms: time.sleep(ms / 1000)) -> float:
+    """Waits for a condition, returns the seconds that took, and fails with `why` when too late."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit_s, why()

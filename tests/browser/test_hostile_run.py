@@ -1,6 +1,4 @@
-"""A run directory from a stranger, in real Chromium: in the dashboard and in every table that a
-notebook shows.
-"""
+"""A run directory from a stranger, in real Chromium: the dashboard and a notebook's tables."""
 
 from tests.monitor.recorded import beat
 from tests.untrusted.hostile import SCRIPT
@@ -10,7 +8,7 @@ OWNED = """() => [document.title, document.querySelectorAll('script:not([type=mo
     document.querySelectorAll('[onerror],[onload],[onclick],iframe,object,embed,a[href]').length]"""
 
 
-def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path) -> None:
+def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path):
     screen = open_screen(hostile_run(tmp_path), baselines={SCRIPT: 2.0})
     screen.settle()
     assert SCRIPT.replace("/", "_") in screen.text(".kit-name")
@@ -22,7 +20,7 @@ def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path) -> None:
     assert screen.page.evaluate(OWNED) == ["", 0, 0]
 
 
-def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
+def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path):
     from cluster.heartbeats import read_rank_heartbeats
     from tests.monitor.recorded import recorded_run
 
@@ -41,7 +39,7 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
     assert screen.page.evaluate(OWNED) == ["", 0, 0]
 
 
-def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path) -> None:
+def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path):
     page = browser.new_page()
     for name, html in pages(hostile_run(tmp_path)).items():
         page.set_content(html)

@@ -27,9 +27,7 @@ OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains a small model for as long as it is watched, ten steps a second, asleep
-    for most of each.
-    """
+    """A job that trains ten steps a second while it is watched, asleep for most of each."""
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64}
     spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
@@ -65,9 +63,7 @@ def opened(browser, lab, run) -> Iterator[Notebook]:
 
 @pytest.fixture
 def notebook(opened, run) -> Notebook:
-    """The notebook with a live dashboard of a running job, as the last journey left it or made
-    anew.
-    """
+    """The notebook with a live dashboard of a running job, as left by the last journey or anew."""
     if read_status(run.directory).state.is_final:
         kit.resume(run.directory)
     wait_until(
@@ -95,7 +91,7 @@ def process(run: Run):
     return state.process
 
 
-def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook) -> None:
+def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook):
     package = notebook.text(".jp-CodeCell:nth-of-type(1) .jp-OutputArea-output")
     assert "site-packages" in package and str(ROOT) not in package
     assert not [each for each in notebook.save().cells[1].outputs if each.output_type == "stream"]
@@ -103,7 +99,7 @@ def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook) ->
     notebook.photograph("lab-installed")
 
 
-def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) -> None:
+def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run):
     pictures = notebook.page.locator(".jp-OutputArea-output img").all()
     assert not any(picture.is_visible() for picture in pictures), "a live view needs no picture"
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
@@ -124,7 +120,7 @@ def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) 
     assert f"saved at step {run.checkpoints.steps()[-1]:,}" in done, "the file is there"
 
 
-def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook) -> None:
+def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook):
     notebook.save()
     before = notebook.step
     notebook.page.reload()
@@ -135,7 +131,7 @@ def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook) -> None:
     assert notebook.seen("state") == "running"
 
 
-def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
+def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
     job = process(run)
     notebook.evaluate(f"async () => await {KERNEL}.restart()")
     notebook.until(lambda: "not live" in notebook.text(".kit-notice"))
@@ -148,7 +144,7 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
     assert "from step 1 " in loss(notebook), "the whole history is back"
 
 
-def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run) -> None:
+def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run):
     job = process(run)
     saved = notebook.save()
     # Two drawings and a picture of 300 columns at most, however long the run: 290 kB for one of the
@@ -165,9 +161,7 @@ def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebo
     assert process(run) == job
 
 
-def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(
-    notebook, run
-) -> None:
+def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(notebook, run):
     notebook.click("Checkpoint now")
     notebook.until(lambda: "saved at step" in notebook.text(".kit-history"))
     saved = run.checkpoints.steps()[-1]
@@ -191,7 +185,7 @@ def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attemp
     assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], "the newer"
 
 
-def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run) -> None:
+def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run):
     before = run.checkpoints.steps()
     notebook.click("Stop after step")
     notebook.click("Really stop after step?")
@@ -207,7 +201,7 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     assert "image/png" in outputs[-1].data and len(notebook.file.read_bytes()) < 400_000
 
 
-def test_nothing_has_left_the_machine(opened) -> None:
+def test_nothing_has_left_the_machine(opened):
     if opened.context is None:
         opened.open()
     assert not opened.lab.foreign_connections()

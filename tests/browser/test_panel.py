@@ -1,6 +1,4 @@
-"""The panel of notebook 02 in a real JupyterLab: played with, on light and dark pages, narrow,
-and without a kernel.
-"""
+"""The panel of notebook 02 in a real JupyterLab: light, dark, narrow, and without a kernel."""
 
 import pytest
 
@@ -18,7 +16,7 @@ DARK = (
 )
 
 
-def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab) -> None:
+def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
     notebook = Notebook(browser, lab, [CELL], "panel.ipynb")
     notebook.open()
     notebook.run_cell(0)

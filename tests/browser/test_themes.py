@@ -1,6 +1,4 @@
-"""Figures in a real JupyterLab of 1,000 pixels: of its theme, and with text no smaller than the
-page's.
-"""
+"""Figures in a real JupyterLab of 1,000 pixels: of its theme, with text of the page's size."""
 
 from collections.abc import Iterator
 
@@ -41,9 +39,7 @@ def page(browser, lab) -> Iterator[Notebook]:
 
 
 @pytest.mark.parametrize("theme, shown", [("Light", "kit-light"), ("Dark", "kit-dark")])
-def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(
-    page, theme: str, shown: str
-) -> None:
+def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(page, theme, shown):
     page.evaluate(THEME, f"JupyterLab {theme}")
     page.until(lambda: [found[0] for found in page.evaluate(SHOWN)] == [shown])
     [[_, heights, drawing]] = page.evaluate(SHOWN)
@@ -59,7 +55,7 @@ def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(
     page.photograph(f"figure-{theme.lower()}")
 
 
-def test_what_is_not_drawn_is_seen_and_sources_open_below(page) -> None:
+def test_what_is_not_drawn_is_seen_and_sources_open_below(page):
     assert "../runs/mine is not drawn. Drawn here: no runs." in page.text(".kit-figure")
     assert "Published (billion tokens)" not in page.text(".kit-figure")
     page.page.locator(".kit-figure summary").click()
