@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -178,3 +179,15 @@ def test_memory_of_a_gpu_is_in_the_metrics(tmp_path: Path, monkeypatch):
     file.write_text(file.read_text().replace("}\n", f", {added}\n"))
     for name, value in row.items():
         assert run.metrics()[name].tolist() == [value] * 3
+
+
+def test_each_thread_reads_its_own_time_in_a_cores_queue(monkeypatch):
+    opened, system_open = [], os.open
+    monkeypatch.setattr(
+        telemetry.os, "open", lambda file, flags: opened.append(file) or system_open(file, flags)
+    )
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: [telemetry.busy_s() for _ in range(3)])
+        thread.start()
+        thread.join()
+    assert len(opened) == len(set(opened)) == 2, "opened once by each"
