@@ -79,7 +79,10 @@ class Links:
         """Of all replicas: links inside a node, or the share of the network that is left, with 2
         log2 of twice the nodes steps between these.
         """
-        inside, coefficients = self._inside(self.layouts.tensor_parallel), self.coefficients
+        x, coefficients = self.layouts, self.coefficients
+        replicas = x.context_parallel * x.data_parallel
+        # Its ring is as long as the group, and goes round all neighbours between its ranks.
+        inside = np.minimum(self._inside(replicas), self._inside(x.tensor_parallel * replicas))
         rate = np.where(self._nodes > 1, np.minimum(inside, self._network_share), inside)
         hop = self.layouts.where(self._nodes > 1, coefficients.network_latency_s, 0.0)
         hops = hop * np.log2(2 * np.maximum(1.0, self._nodes))
