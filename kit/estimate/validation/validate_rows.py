@@ -127,7 +127,8 @@ def _score(
     )
     assumed = sorted({name for run in runs for name in run.assumed})
     doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
-    spread = f"median {np.median(np.abs(error)):.1%}, worst {np.abs(error).max():.0%}"
+    off = np.abs(error)
+    spread = f"median {np.median(off):.1%}, worst {off.max():.0%}, on average {error.mean():+.1%}"
     return (
         error,
         covered,
