@@ -70,8 +70,10 @@ class Links:
     def pipeline(self) -> Link:
         """Between neighbours: a pair's links on one node, else a device's part of the network."""
         one_node = self.layouts.num_devices <= self.hardware.node_devices
-        inside = self._on_node(2.0) if np.any(one_node) else self.network_rate
-        rate = self.layouts.where(one_node, inside, self.network_rate)
+        rate = self.network_rate
+        if np.any(one_node):
+            inside = self._on_node(2.0, self.layouts.num_devices)
+            rate = self.layouts.where(one_node, inside, rate)
         return Link(rate, self._hop(one_node))
 
     @cached_property
@@ -157,23 +159,24 @@ class Links:
         )
         return share * jobs ** -(self.coefficients.data_contention * self.hardware.contention)
 
-    def _inside(self, ranks: Array) -> Array:
+    def _inside(self, ranks: Array | float) -> Array:
         """Returns bytes/s of one device in groups of so many neighbours on a node."""
         hardware, near = self.hardware, ranks <= self.hardware.near_devices
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
-    def _on_node(self, ranks: Array | float) -> Array:
+    def _on_node(self, ranks: Array | float, span: Array | None = None) -> Array:
         """Returns bytes/s of one device in a group on the links of tensor parallelism: their
-        efficiency x min(1, ranks / all) ^ sharing.
+        efficiency x min(1, ranks / all) ^ sharing; `span` is how many neighbours it reaches over.
 
         On a mesh a group only has the links between its own devices; on a switch it should have
         all, but rarely has.
         """
         hardware, coefficients = self.hardware, self.coefficients
-        near = self.layouts.tensor_parallel <= hardware.near_devices
+        span = ranks if span is None else span
+        near = span <= hardware.near_devices
         nearest = np.minimum(hardware.near_devices, hardware.full_devices)
         all_ranks = self.layouts.where(near, nearest, hardware.full_devices)
-        rate = self._inside(self.layouts.tensor_parallel) * coefficients.node_efficiency
+        rate = self._inside(span) * coefficients.node_efficiency
         return rate * np.minimum(1.0, ranks / all_ranks) ** coefficients.node_sharing
 
     def _hop(self, on_node: Array) -> Array:

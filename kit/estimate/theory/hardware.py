@@ -169,7 +169,9 @@ def sustained(site: Site, dtype: str) -> float | None:
 
 
 def _check_units(site: Site) -> None:
-    """Refuses what no device has: a number in GB, GB/s or kW, as a rule."""
+    """Refuses what no device has: a number in GB, GB/s or kW, as a rule, and products above the
+    peak.
+    """
     device, links = site.device, site.links
     near = links.intra_node[0].bytes_per_s if links.intra_node else None
     for name, fact, least, unit in (
@@ -183,6 +185,13 @@ def _check_units(site: Site) -> None:
             raise ConfigError(
                 f"site {site.name}: {name}: {fact.value:,g} is not believable for {device.name}."
                 f" Give {unit}, at least {least:g}."
+            )
+    for dtype, fact in device.matmul_flops_per_s.items():
+        if fact.value > (site.peak_flops_per_s(dtype) or fact.value):
+            raise ConfigError(
+                f"site {site.name}: device.matmul_flops_per_s.{dtype}: {fact.value:.4g} is above"
+                f" the peak of {device.name}, {site.peak_flops_per_s(dtype):.4g}. Give what a"
+                " product reaches."
             )
 
 
