@@ -32,7 +32,9 @@ def validate_rows(
     All ran on `site`, if it is given. A machine whose site has published rows in the kit starts
     from these (less those that are in the CSV too: no row is scored by a fit that has seen it),
     others from the population. `calibrate` runs of each machine (never all), chosen by the kit out
-    of a random half of its rows (`seed`), are fitted and not scored.
+    of a random half of its rows (`seed`), are fitted and not scored, without published rows of
+    other software stacks: with these, stacks left out are predicted worse (6.3 instead of 5.1 %
+    after five runs).
 
     Raises:
         ConfigError: the CSV cannot be read, or holds no run whose layout is known, or one whose
@@ -102,6 +104,7 @@ def _score(
     prior = Prior.default()
     start = fitting.fit(rows_of(known, site), prior) if known else fitting.prior_only(prior)
     count = min(calibrate, len(runs) - 1)
+    known = [run for run in known if not count or run.stack == runs[0].stack]
     pool = np.arange(len(runs))
     if 0 < 3 * count < len(runs):  # a few rows are all candidates, many are halved at random
         pool = np.sort(
@@ -115,7 +118,8 @@ def _score(
     if count:
         found = fitting.fit(rows_of(fitted, site), prior, start=start.values)
     seen = rows_of(fitted, site) if fitted else None
-    error, covered = interval.errors(rows.select(rest), found, seen)
+    other = interval.OTHER_STACK if known and not count else 0.0
+    error, covered = interval.errors(rows.select(rest), found, seen, other)
     basis = (
         f"{len(known)} published rows of this machine{derived(known)}"
         if known
@@ -123,7 +127,8 @@ def _score(
     )
     assumed = sorted({name for run in runs for name in run.assumed})
     doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
-    spread = f"median {np.median(np.abs(error)):.1%}, worst {np.abs(error).max():.0%}"
+    off = np.abs(error)
+    spread = f"median {np.median(off):.1%}, worst {off.max():.0%}, on average {error.mean():+.1%}"
     return (
         error,
         covered,

@@ -87,12 +87,13 @@ class Trial:
     variance: Array
     num_untried: Array
     left_out: tuple[Array, Array]
-    """Error and variance of the runs, each predicted by the others."""
+    """Error and variance of the runs, those of each model predicted by the others."""
+    num_runs: int
 
     def half(self, scales: Scales) -> Array:
         """Returns half the 90 % interval of each row, ln."""
         misfit = scales.misfit_after(*self.left_out)
-        return scales.half_width(self.variance, misfit, self.num_untried, len(self.left_out[0]))
+        return scales.half_width(self.variance, misfit, self.num_untried, self.num_runs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,7 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
         variance=variance,
         num_untried=sum(untried.values(), np.zeros(len(rest))),
         left_out=(found.left_out_error, found.left_out_variance),
+        num_runs=count,
     )
 
 
