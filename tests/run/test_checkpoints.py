@@ -390,3 +390,16 @@ def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
         with tempfile.TemporaryFile() as file, contextlib.suppress(DamagedCheckpointError):
             file.write(content)
             reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
+
+
+def test_what_a_killed_attempt_left_is_finished_where_it_is_whole_and_else_deleted(
+    tmp_path: Path,
+) -> None:
+    left = ("100.partial-1", "200.partial-1", "050.deleting", "200.replaced-2", "300.damaged-1")
+    for name in left:
+        (tmp_path / f"step_00000{name}").mkdir()
+    for name in (left[0], left[2]):
+        (tmp_path / f"step_00000{name}" / MANIFEST).touch()
+    assert Checkpoints(tmp_path).recover() == [100]
+    names = sorted(folder.name for folder in tmp_path.iterdir())
+    assert names == ["step_00000100", "step_00000300.damaged-1"]
