@@ -94,10 +94,12 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
     (tmp_path / "spec.json").write_text(spec.to_json())
     (tmp_path / "recipe.json").write_text(recipe.replace(num_steps=100_000).to_json())
     command, piped = [sys.executable, "-c", LAUNCH, str(tmp_path)], subprocess.PIPE
-    pipes = {"stdin": piped, "stdout": piped, "stderr": piped}
-    launches = {
-        batch: subprocess.Popen([*command, batch], text=True, **pipes) for batch in ("8", "16")
-    }
+
+    def started(batch: str) -> subprocess.Popen[str]:
+        words = [*command, batch]
+        return subprocess.Popen(words, stdin=piped, stdout=piped, stderr=piped, text=True)
+
+    launches = {batch: started(batch) for batch in ("8", "16")}
     for launch in launches.values():
         assert launch.stdout and launch.stdout.readline() == "ready\n"
     start = time.monotonic()
