@@ -313,15 +313,17 @@ def append(file, text):
         stream.write(text)
 
 
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def test_what_grows_and_what_changes_and_what_goes(pair):
     there, here = pair
-    (there / "metrics.jsonl").write_text(line(1))
-    (there / "plan.json").write_text("{}")
-    (there / "control").mkdir()
-    (there / "control" / "request_stop").touch()
-    (there / "alerts.jsonl").write_text("theirs\n")
-    (here / "alerts.jsonl").write_text("ours\n")
-    (here / "notes.json").write_text("mine")
+    theirs = {"metrics.jsonl": line(1), "plan.json": "{}", "control/request_stop": ""}
+    write(there, {**theirs, "alerts.jsonl": "theirs\n"})
+    write(here, {"alerts.jsonl": "ours\n", "notes.json": "mine"})
     fetch(here)
     inode = (here / "metrics.jsonl").stat().st_ino
     append(there / "metrics.jsonl", line(2) + '{"step": 3')
@@ -379,11 +381,9 @@ def test_links_on_both_sides_lead_nowhere(pair, tmp_path):
     """Nor does what is there come under the names by which a mirror knows whose it is."""
     there, here = pair
     mine, names = tmp_path / "mine", ("state.json", "metrics.jsonl", "logs/attempt_01/x.log")
-    for name in (*names, "ranks/x.json"):
-        (mine / name).parent.mkdir(parents=True, exist_ok=True)
-        (mine / name).write_text("kept")
-    for name in (*names, "site.json", "login.json", "login_seen.json", ".hidden.json"):
-        (there / name).write_text("theirs")
+    write(mine, dict.fromkeys((*names, "ranks/x.json"), "kept"))
+    own = ("site.json", "login.json", "login_seen.json", ".hidden.json")
+    write(there, dict.fromkeys((*names, *own), "theirs"))
     for name in ("plan.json", "eval"):
         (there / name).symlink_to(mine / "state.json")
     for name in ("state.json", "ranks", "logs"):
