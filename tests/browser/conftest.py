@@ -1,7 +1,6 @@
 """The dashboard's front end in headless Chromium and its kernel side; the wire is a stand-in."""
 
 import base64
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from kit.monitor.curves import View
 from kit.monitor.widget import Monitor
 from kit.run import Run
-from tests.browser.lab import Lab, headless, why_not
+from tests.browser.lab import Lab, headless, photograph, why_not
 
 PAGE = (Path(__file__).parent / "page.html").read_text()
 DARK = """document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
@@ -120,11 +119,7 @@ class Screen:
         )
 
     def photograph(self, name: str) -> None:
-        """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
-        if folder := os.environ.get("KIT_SCREENSHOTS"):
-            self.page.screenshot(
-                path=Path(folder) / f"{name}.png", full_page=True, animations="disabled"
-            )
+        photograph(self.page, name, whole=True)
 
 
 class Window:

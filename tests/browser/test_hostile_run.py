@@ -1,6 +1,7 @@
 """A run directory from a stranger, in real Chromium: the dashboard and a notebook's tables."""
 
-from tests.monitor.recorded import beat
+from cluster.heartbeats import read_rank_heartbeats
+from tests.monitor.recorded import beat, recorded_run
 from tests.untrusted.hostile import SCRIPT
 from tests.untrusted.test_words import hostile_run, pages
 
@@ -21,17 +22,13 @@ def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path):
 
 
 def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path):
-    from cluster.heartbeats import read_rank_heartbeats
-    from tests.monitor.recorded import recorded_run
-
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)
     screen = open_screen(run)
     for step in range(300, 360):
         beat(run, step, slow_rank=2)
         for heartbeat in read_rank_heartbeats(run.directory, 1):
-            heartbeat.replace(host=SCRIPT).write(
-                run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
-            )
+            file = run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
+            heartbeat.replace(host=SCRIPT).write(file)
         screen.dashboard.ranks.look()
     screen.refresh()
     assert SCRIPT in screen.page.locator(".kit-heat").get_attribute("aria-label")

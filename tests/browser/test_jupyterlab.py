@@ -22,6 +22,15 @@ from tests.browser.lab import KERNEL, Notebook, wait_until
 from tests.environments import ROOT
 
 pytestmark = pytest.mark.slow
+CELL = """import pathlib, time
+import kit, kit.monitor
+run = kit.Run.open(%r)
+print(kit.__file__)"""
+MONITOR = "kit.monitor.Monitor(run, baselines={'published': 4.5})"
+BUSY = """pathlib.Path('begun').touch()
+while pathlib.Path('busy').exists():
+    time.sleep(0.05)
+pathlib.Path('ended').touch()"""
 OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 
@@ -32,9 +41,8 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
     spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
     hook.write_text("import time\n\n\ndef on_step(state):\n    time.sleep(0.09)\n    return {}\n")
-    rates = {"learning_rate": 1e-3, "warmup_steps": 20}
-    data, hook_file = str(tiny_dataset.directory), str(hook)
-    recipe = Recipe(data=data, num_steps=1_000_000, hook=hook_file, **rates)
+    given = {"data": str(tiny_dataset.directory), "hook": str(hook), "num_steps": 1_000_000}
+    recipe = Recipe(learning_rate=1e-3, warmup_steps=20, **given)
     plan = Plan(micro_batch_size=4, global_batch_size=4)
     run = kit.launch(tmp_path_factory.mktemp("lab") / "small", spec=spec, plan=plan, recipe=recipe)
     yield run
@@ -45,18 +53,7 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def opened(browser, lab, run) -> Iterator[Notebook]:
     """A notebook with three cells; every request of its pages is kept."""
-    cells = [
-        (
-            "import pathlib, time\nimport kit, kit.monitor\n"
-            f"run = kit.Run.open({str(run.directory)!r})\nprint(kit.__file__)"
-        ),
-        "kit.monitor.Monitor(run, baselines={'published': 4.5})",
-        (
-            "pathlib.Path('begun').touch()\nwhile pathlib.Path('busy').exists():\n   "
-            " time.sleep(0.05)\npathlib.Path('ended').touch()"
-        ),
-    ]
-    notebook = Notebook(browser, lab, cells)
+    notebook = Notebook(browser, lab, [CELL % str(run.directory), MONITOR, BUSY])
     yield notebook
     notebook.context and notebook.context.close()
 

@@ -48,7 +48,9 @@ def lines(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def made(directory, rows, *plans, spec="demo", site="laptop", planned=80, peak=1e11) -> Run:
+def made(
+    directory, rows, *plans, spec: str | ModelSpec = "demo", site="laptop", planned=80, peak=1e11
+) -> Run:
     """Returns a run of these steps and of an attempt for each plan, without a job."""
     where = Site.load(site)
     run = new_run(

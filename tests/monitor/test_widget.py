@@ -120,10 +120,14 @@ def displayed(monkeypatch) -> list[dict]:
 
 
 def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path, monkeypatch):
-    widget = show(recorded_run(tmp_path / "run", steps=300), baselines={"published": 2.0})
-    shown = displayed(monkeypatch)
-    widget._ipython_display_()
-    view, picture = shown
+    run, shown = recorded_run(tmp_path / "run", steps=300), displayed(monkeypatch)
+    empty = show(recorded_run(tmp_path / "empty", steps=0, state=JobState.STARTING))
+    widget = show(run, baselines={"published": 2.0})
+    for each in (empty, widget):
+        each._ipython_display_()
+    assert empty.frame["n"] == 0 and empty.facts["state"] == "starting"
+    assert "image/png" in shown[1], "of an empty run too"
+    view, picture = shown[2:]
     assert view["text/plain"] == "run: running, step 300 of 1000"
     assert "application/vnd.jupyter.widget-view+json" in view and "image/png" not in view
     assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
@@ -146,14 +150,6 @@ def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monk
     assert widget.facts["failure"]
     monkeypatch.undo()
     until(lambda: widget.facts["failure"] == "")
-
-
-def test_an_empty_run_has_a_view_and_a_picture(show, tmp_path, monkeypatch):
-    widget = show(recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING))
-    assert widget.frame["n"] == 0 and widget.facts["state"] == "starting"
-    shown = displayed(monkeypatch)
-    widget._ipython_display_()
-    assert "image/png" in shown[1]
 
 
 def test_closing_ends_the_threads(show, tmp_path):
