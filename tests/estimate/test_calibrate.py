@@ -299,6 +299,13 @@ def test_the_interval_of_a_published_calibration_holds_its_own_runs():
     assert np.mean((prediction.low_s < measured) & (measured < prediction.high_s)) >= 0.85
 
 
+def test_published_runs_are_of_other_software_than_the_readers():
+    site, runs = Site.load("dgx-h100"), published.of_site("dgx-h100")
+    ours, theirs = calibrate(runs, site), published_calibration(site)
+    assert ours.coefficients == theirs.coefficients
+    assert theirs.misfit**2 == pytest.approx(ours.misfit**2 + interval.OTHER_STACK**2)
+
+
 def test_published_runs_calibrate_their_site_and_no_other():
     frontier, h100 = (published_calibration(Site.load(name)) for name in ("frontier", "dgx-h100"))
     assert frontier.num_runs == 20 and frontier.error < 0.15

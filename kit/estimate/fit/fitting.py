@@ -186,37 +186,35 @@ def fit(
     curvature, _ = _normal_equations(error, slopes, weight, values, mean, spread)
     covariance = np.linalg.inv(curvature)
     weights = weight * (TAIL + 1) / (TAIL + error**2)
-    left_out = [
-        _left_out(error[rows], slopes[rows], weights[rows], covariance)
-        for rows in _by_shape(rows.layouts)
-    ]
-    off, variance = NOISE * np.array(left_out).T
+    off, variance = _left_out(rows.layouts, error, slopes, weights, covariance)
     return Fit(
         values=values[:size],
         covariance=covariance[:size, :size],
         stack_factors=values[size:],
         left_out_error=off,
-        left_out_variance=NOISE * variance,
+        left_out_variance=variance,
     )
 
 
-def _by_shape(layouts: Layouts) -> list[Array]:
-    """Returns the indices of the rows of each model."""
-    shape = np.stack([np.broadcast_to(layouts.num_layers, layouts.shape), layouts.hidden_size])
-    _, group = np.unique(shape, axis=1, return_inverse=True)
-    return [np.flatnonzero(group.ravel() == each) for each in range(group.max() + 1)]
-
-
-def _left_out(error: Array, slopes: Array, weights: Array, covariance: Array) -> tuple:
-    """Returns (root of the mean squared error, mean variance) of some rows, as if all others alone
-    had been fitted, by their leverage.
+def _left_out(
+    layouts: Layouts, error: Array, slopes: Array, weights: Array, covariance: Array
+) -> tuple[Array, Array]:
+    """Returns (root of the mean squared error, mean variance) of the rows of each model, as if all
+    others alone had been fitted, by their leverage.
     """
-    root = np.sqrt(weights)
-    leverage, axes = np.linalg.eigh(root[:, None] * (slopes @ covariance @ slopes.T) * root)
-    leverage = np.clip(leverage, 0.0, MOST_LEVERAGE)
-    off = axes @ ((axes.T @ (root * error)) / (1 - leverage)) / root
-    variance = axes**2 @ (leverage / (1 - leverage)) / weights
-    return np.sqrt(np.mean(off**2)), np.mean(variance)
+    shapes = np.stack(np.broadcast_arrays(layouts.num_layers, layouts.hidden_size, error)[:2])
+    model = np.unique(shapes, axis=1, return_inverse=True)[1].ravel()
+    told = []
+    for rows in (model == each for each in range(model.max() + 1)):
+        root = np.sqrt(weights[rows])
+        own = root[:, None] * (slopes[rows] @ covariance @ slopes[rows].T) * root
+        leverage, axes = np.linalg.eigh(own)
+        leverage = np.clip(leverage, 0.0, MOST_LEVERAGE)
+        off = axes @ (axes.T @ (root * error[rows]) / (1 - leverage)) / root
+        variance = axes**2 @ (leverage / (1 - leverage)) / root**2
+        told.append((np.sqrt(np.mean(off**2)), np.mean(variance)))
+    off, variance = np.array(told).T
+    return NOISE * off, NOISE**2 * variance
 
 
 def prior_only(prior: Prior) -> Fit:

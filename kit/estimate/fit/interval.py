@@ -52,7 +52,7 @@ class Scales:
     """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""
     worth: float = 6.0
     """Models that this belief is worth against those that ran on the machine."""
-    doubt: float = 2.0
+    doubt: float = 2.25
     """Variance of a coefficient on a machine never met, over what the few machines of the fit
     show."""
 

@@ -46,7 +46,7 @@ class Links:
         network, in 2 log2 of the nodes steps of a tree.
         """
         ranks, coefficients = self.layouts.tensor_parallel, self.coefficients
-        rate, inside = self._on_node(ranks), np.minimum(ranks, self.hardware.node_devices)
+        rate, inside = self._on_node(ranks, ranks), np.minimum(ranks, self.hardware.node_devices)
         return Link(
             np.where(
                 ranks <= self.hardware.node_devices, rate, np.minimum(rate, self._network_rate)
@@ -62,7 +62,7 @@ class Links:
         """
         ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
         groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
-        rate, fits = self._on_node(ranks), ranks <= self.hardware.node_devices
+        rate, fits = self._on_node(ranks, ranks), ranks <= self.hardware.node_devices
         crossing = np.minimum(rate, self._network_rate / groups)
         return Link(np.where(fits, rate, crossing), self._hop(fits))
 
@@ -70,10 +70,10 @@ class Links:
     def pipeline(self) -> Link:
         """Between neighbours: a pair's links on one node, else a device's part of the network."""
         one_node = self.layouts.num_devices <= self.hardware.node_devices
-        rate = self.network_rate
+        inside: Array | float = 1.0
         if np.any(one_node):
             inside = self._on_node(2.0, self.layouts.num_devices)
-            rate = self.layouts.where(one_node, inside, rate)
+        rate = self.layouts.where(one_node, inside, self.network_rate)
         return Link(rate, self._hop(one_node))
 
     @cached_property
@@ -159,12 +159,12 @@ class Links:
         )
         return share * jobs ** -(self.coefficients.data_contention * self.hardware.contention)
 
-    def _inside(self, ranks: Array | float) -> Array:
+    def _inside(self, ranks: Array) -> Array:
         """Returns bytes/s of one device in groups of so many neighbours on a node."""
         hardware, near = self.hardware, ranks <= self.hardware.near_devices
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
-    def _on_node(self, ranks: Array | float, span: Array | None = None) -> Array:
+    def _on_node(self, ranks: Array | float, span: Array) -> Array:
         """Returns bytes/s of one device in a group on the links of tensor parallelism: their
         efficiency x min(1, ranks / all) ^ sharing; `span` is how many neighbours it reaches over.
 
@@ -172,7 +172,6 @@ class Links:
         all, but rarely has.
         """
         hardware, coefficients = self.hardware, self.coefficients
-        span = ranks if span is None else span
         near = span <= hardware.near_devices
         nearest = np.minimum(hardware.near_devices, hardware.full_devices)
         all_ranks = self.layouts.where(near, nearest, hardware.full_devices)

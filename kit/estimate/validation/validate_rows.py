@@ -14,7 +14,7 @@ from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
 from kit.estimate.fit.fitting import FEWEST_READINGS, Prior, fit_reserve
-from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit.measured_rows import hardware_of, rows_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.hardware import NARROW
@@ -37,8 +37,8 @@ def validate_rows(
     after five runs).
 
     Raises:
-        ConfigError: the CSV cannot be read, or holds no run whose layout is known, or one whose
-            machine is not (`hardware_of`).
+        ConfigError: the CSV cannot be read, or holds no run whose layout is known, or none whose
+            machine is (`hardware_of`).
     """
     if calibrate < 0:
         raise ConfigError(
@@ -51,6 +51,10 @@ def validate_rows(
             f"{file}: no row has a layout and a time or an out-of-memory label. "
             f"{_reasons([*refused, *left_out])}"
         )
+    lacking = [_lacking(run, site) for run in measured]
+    if lacking and all(lacking):
+        raise ConfigError("; ".join(dict.fromkeys(lacking)))
+    measured = [run for run, lacks in zip(measured, lacking, strict=True) if not lacks]
     table, errors, inside = [], [], []
     for system in dict.fromkeys(run.system for run in measured):
         own = [run for run in measured if run.system == system]
@@ -71,7 +75,19 @@ def validate_rows(
     table += readings([run for run in runs if run.memory_bytes])
     table.append(row("rows refused", len(refused), note=_reasons(refused)))
     table.append(row("rows left out", len(left_out), note=_reasons(left_out)))
+    if unplaced := list(filter(None, lacking)):
+        note = "; ".join(dict.fromkeys(unplaced))
+        table.append(row("rows of a machine without numbers", len(unplaced), note=note))
     return tuple(table)
+
+
+def _lacking(run: PublishedRun, site: Site | None) -> str:
+    """Returns which numbers step time needs and the run's machine lacks, or nothing."""
+    try:
+        hardware_of(run, site)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _reasons(lines: published.Lines) -> str:

@@ -32,7 +32,9 @@ COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
 GRID = tuple(
     Scales(misfit=misfit, worth=worth, doubt=doubt)
     for misfit, worth, doubt in itertools.product(
-        (0.04, 0.05, 0.06, 0.07, 0.08, 0.1), (2.0, 3.0, 4.0, 6.0), (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        (0.04, 0.05, 0.06, 0.07, 0.08, 0.1),
+        (2.0, 3.0, 4.0, 6.0),
+        (1.0, 1.5, 2.0, 2.25, 2.5, 3.0, 4.0, 6.0),
     )
 )
 SHORT = 10.0
