@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint import state_dict_saver
 
+from cluster.process import become_rank as end_with
 from cluster.site import Site
 from kit.engines.process_group import start_process_group
 from kit.parallel.groups import final_barrier
@@ -130,12 +131,10 @@ class StandingRanks:
         self.processes, self.pipes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, num_ranks, port, there), daemon=True
-            )
-            process.start()
+            given = rank, num_ranks, os.getpid(), port, there
+            self.processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self.processes[-1].start()
             there.close()  # so that a rank that ends is told by the end of its pipe
-            self.processes.append(process)
             self.pipes.append(here)
 
     def run(self, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -154,23 +153,21 @@ class StandingRanks:
         return [found[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for each in self.processes:
+            each.kill()
+            each.join()
 
 
-def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, keeper: int, port: int, pipe: Connection) -> None:
+    end_with(keeper)
     become_rank(rank, num_ranks, port)
     start_gloo()
-    parent = os.getppid()
-    while os.getppid() == parent:  # which may be killed, and then nobody asks
-        if pipe.poll(1.0):
-            function, args = pipe.recv()
-            try:
-                pipe.send((function(*args), None))
-            except BaseException:
-                pipe.send((None, traceback.format_exc()))
-    os._exit(1)
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
 
 
 def become_rank(rank: int, num_ranks: int, port: int) -> None:
