@@ -23,10 +23,9 @@ from kit.parallel.groups import final_barrier
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests import quick
-from tests.runs import new_run
+from tests.runs import new_run, seal
 
 
 def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
@@ -36,21 +35,8 @@ def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> R
 
 def complete_checkpoint(run: Run, state: dict[str, torch.Tensor], step: int) -> None:
     """Writes a complete checkpoint of these tensors into a run, as the trainer does."""
-    folder = run.checkpoints.path(step)
-    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
-    sequences = run.plan.global_batch_size * step
-    manifest = Manifest(
-        step=step,
-        attempt=1,
-        samples=sequences,
-        tokens=sequences * run.spec.sequence_length,
-        seed=run.recipe.seed,
-        time=0.0,
-        spec=run.spec,
-        plan=run.plan,
-        files={file.name: file.stat().st_size for file in folder.iterdir()},
-    )
-    run.checkpoints.complete(folder, manifest)
+    state_dict_saver.save(state, checkpoint_id=run.checkpoints.path(step), no_dist=True)
+    seal(run, step)
 
 
 def start_gloo() -> None:

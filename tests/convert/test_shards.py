@@ -100,9 +100,8 @@ def write_nxd(
             here += ["model.embed_tokens"] if stage == 0 else []
             here += ["model.norm", "lm_head"] if stage == pipeline - 1 else []
             state = {n: w for n, w in held.items() if n.startswith(tuple(here))}
-            torch.save(
-                state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
-            )
+            file = f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+            torch.save(state, folder / "model" / file)
     return folder
 
 
@@ -171,9 +170,7 @@ def torch_xla_serialization(monkeypatch) -> None:
     sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
 
 
-def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
-    torch_xla_serialization, tmp_path: Path
-) -> None:
+def test_nxd_shards_of_a_file_a_tensor(torch_xla_serialization, tmp_path: Path) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     write_xser(folder)
@@ -308,9 +305,7 @@ def write_arguments(folder: Path, **entries) -> None:
         ("grouped llama", 1, 2),
     ],
 )
-def test_megatron_layers_come_back_whole(
-    family: str, first: int, tensor: int, tmp_path: Path
-) -> None:
+def test_megatron_layers(family: str, first: int, tensor: int, tmp_path: Path) -> None:
     decoder = randomised(GPT) if family == "gpt" else llama(2)
     folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=first)
     assert_equal(import_megatron_deepspeed(folder, decoder.spec).decoder(), decoder)

@@ -68,9 +68,8 @@ def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
         "use_master_weights_in_ckpt": True,
     }
     layout = told["pipeline_config"]
-    assert layout["pipeline_cuts"] == [
-        f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)
-    ]
+    cuts = [f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)]
+    assert layout["pipeline_cuts"] == cuts
     assert layout["num_microbatches"] == 32 and layout["use_zero1_optimizer"]
     assert layout["broadcast_and_average_loss"] and not layout["return_loss_on_cpu"]
     assert json.loads(json.dumps(told)) == told, "what is shown is what is told"
@@ -241,9 +240,7 @@ def trn3(tmp_path) -> Site:
         (HLAT_70B, "trn3", "num_kv_heads: 8 for num_heads 64 .*'neuron' is not allowed on 'trn3'"),
     ],
 )
-def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(
-    plan, site, message, trn3, tmp_path
-):
+def test_devices_of_another_engine_are_refused_everywhere(plan, site, message, trn3, tmp_path):
     spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
     site = trn3 if site == "trn3" else Site.load(site)
     asked = {"spec": spec, "plan": plan, "recipe": RECIPE, "site": site}

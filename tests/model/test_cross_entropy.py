@@ -22,9 +22,8 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x_NH, weight_VH = (
-        torch.randn(n, H, generator=generator).to(dtype).requires_grad_() for n in (N, V)
-    )
+    drawn = (torch.randn(n, H, generator=generator).to(dtype) for n in (N, V))
+    x_NH, weight_VH = (each.requires_grad_() for each in drawn)
     return x_NH, weight_VH, torch.randint(V, (N,), generator=generator)
 
 
@@ -33,9 +32,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_equals_all_logits_at_once(
-    dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch
-) -> None:
+def test_equals_all_logits_at_once(dtype, tolerance, compiled, monkeypatch) -> None:
     # What would be compiled.
     monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)
     x_NH, weight_VH, targets_N = inputs(dtype)
@@ -65,9 +62,8 @@ def test_no_gradients_are_made_for_validation() -> None:
     with torch.no_grad():
         loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     assert loss.grad_fn is None
-    assert loss.item() == pytest.approx(
-        F.cross_entropy(x_NH @ weight_VH.T, targets_N).item(), rel=1e-6
-    )
+    expected = F.cross_entropy(x_NH @ weight_VH.T, targets_N).item()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:

@@ -45,9 +45,7 @@ class SmallDisk(io.FileIO):
     [(b"", b""), (b'{"step": 0}\n', b'{"step": 0}\n'), (b'{"step": 0, "lo', b'{"step": 0, "lo\n')],
     ids=["new", "whole", "torn"],
 )
-def test_rows_wait_for_room_and_are_written_whole_and_in_order(
-    tmp_path: Path, before: bytes, ended: bytes
-) -> None:
+def test_rows_wait_for_room_and_are_written_whole(tmp_path: Path, before: bytes, ended: bytes):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
     writer = MetricsWriter(file)
