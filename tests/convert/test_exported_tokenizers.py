@@ -133,9 +133,8 @@ def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
     other = tokenizers.Tokenizer.from_str(trained.data.decode())
     other.enable_truncation(max_length=3)
     other.enable_padding(length=64)
-    other.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
-    )
+    template = {"single": f"{END_OF_TEXT} $A", "special_tokens": [(END_OF_TEXT, 0)]}
+    other.post_processor = tokenizers.processors.TemplateProcessing(**template)
     tokenizer = BytePairTokenizer(other.to_str().encode())
     theirs = exported(tokenizer, tmp_path / "model")
     ids = [theirs(text)["input_ids"] for text in HARD_TEXTS]

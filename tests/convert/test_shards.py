@@ -54,9 +54,8 @@ def nxd_rank(
             mine[name] = cut(weight, 1)
     for layer in range(spec.num_layers):
         mlp, attention = f"model.layers.{layer}.mlp", f"model.layers.{layer}.self_attn"
-        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(
-            [cut(weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up")]
-        )
+        gate_up = [cut(weights[f"{mlp}.{part}_proj.weight"]) for part in ("gate", "up")]
+        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(gate_up)
         q, k, v, o = (weights[f"{attention}.{p}_proj.weight"] for p in "qkvo")
         if spec.num_kv_heads == spec.num_heads:
             mine[f"{attention}.qkv_proj.weight"] = torch.cat([cut(q), cut(k), cut(v)])
@@ -229,11 +228,8 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
         for head in range(spec.num_kv_heads):
             if head * tensor // spec.num_kv_heads == rank:
                 for part, count in (("query", group), ("key", 1), ("value", 1)):
-                    fused.append(
-                        weights[f"attention.{part}.{kind}"][
-                            head * count * size : (head + 1) * count * size
-                        ]
-                    )
+                    rows = slice(head * count * size, (head + 1) * count * size)
+                    fused.append(weights[f"attention.{part}.{kind}"][rows])
         mine[f"self_attention.query_key_value.{kind}"] = torch.cat(fused)
         up = weights[f"feed_forward.up.{kind}"].chunk(tensor)[rank]
         gate = [weights[f"feed_forward.gate.{kind}"].chunk(tensor)[rank]] if spec.gated else []

@@ -47,10 +47,8 @@ def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
 
 
 def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_dataset, shards):
-    sources = [
-        DataSource(paths=(str(shards / f"part_{i}"),), weight=weight)
-        for i, weight in ((1, 1), (2, 0), (3, 1))
-    ]
+    weights = (1, 1), (2, 0), (3, 1)
+    sources = [DataSource(paths=(f"{shards}/part_{i}",), weight=weight) for i, weight in weights]
     ends = (400, (3, 1, 0)), (1601, (0, 1, 1))
     phases = tuple(DataPhase(until_tokens=end, weights=weights) for end, weights in ends)
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)

@@ -45,10 +45,8 @@ def test_the_order_is_as_good_as_numpys():
 
 
 def test_seeds_sources_and_epochs_have_orders_of_their_own():
-    orders = [
-        permuted(np.arange(1000), 1000, key)
-        for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 10, 0))
-    ]
+    keys = (1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 10, 0)
+    orders = [permuted(np.arange(1000), 1000, key) for key in keys]
     for i, first in enumerate(orders):
         assert all(abs(np.corrcoef(first, other)[0, 1]) < 0.15 for other in orders[:i])
 

@@ -160,11 +160,8 @@ def make(newer_python: str) -> dict[str, Any]:
     said = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True)
     newer = json.loads(said.stdout)
     older = inventory(list(newer))
-    lacks = {
-        module: sorted(set(names) - set(older.get(module, ())))
-        for module, names in newer.items()
-        if module in older
-    }
+    both = {module: names for module, names in newer.items() if module in older}
+    lacks = {module: sorted(set(names) - set(older[module])) for module, names in both.items()}
     called = {name for _, name, _ in group_calls()}
     plain = signatures(called)
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]

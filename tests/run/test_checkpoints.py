@@ -142,9 +142,7 @@ def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec, is_replaced: b
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "replaced"])
-def test_a_checkpoint_writes_nothing_where_its_run_was_deleted_or_replaced(
-    tmp_path: Path, spec: ModelSpec, is_replaced: bool
-) -> None:
+def test_nothing_is_written_where_a_run_was_deleted(tmp_path, spec, is_replaced) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec, is_replaced):
@@ -233,9 +231,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     return read["weight"].tolist(), waited, saver.stall_s
 
 
-def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
-    tmp_path: Path, spec: ModelSpec, recipe
-) -> None:
+def test_a_save_is_copied_beside_a_step_and_before_its_update(tmp_path, spec, recipe) -> None:
     run = local_run(tmp_path / "run", spec, Plan(), recipe)
     [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
     assert held == [0.0, 0.0], "as it was when it was saved"
