@@ -16,16 +16,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint import state_dict_saver
 
+from cluster.process import become_rank as end_with
 from cluster.site import Site
 from kit.engines.process_group import start_process_group
 from kit.parallel.groups import final_barrier
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests import quick
-from tests.runs import new_run
+from tests.runs import new_run, seal
 
 
 def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
@@ -35,21 +35,8 @@ def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> R
 
 def complete_checkpoint(run: Run, state: dict[str, torch.Tensor], step: int) -> None:
     """Writes a complete checkpoint of these tensors into a run, as the trainer does."""
-    folder = run.checkpoints.path(step)
-    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
-    sequences = run.plan.global_batch_size * step
-    manifest = Manifest(
-        step=step,
-        attempt=1,
-        samples=sequences,
-        tokens=sequences * run.spec.sequence_length,
-        seed=run.recipe.seed,
-        time=0.0,
-        spec=run.spec,
-        plan=run.plan,
-        files={file.name: file.stat().st_size for file in folder.iterdir()},
-    )
-    run.checkpoints.complete(folder, manifest)
+    state_dict_saver.save(state, checkpoint_id=run.checkpoints.path(step), no_dist=True)
+    seal(run, step)
 
 
 def start_gloo() -> None:
@@ -130,12 +117,10 @@ class StandingRanks:
         self.processes, self.pipes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, num_ranks, port, there), daemon=True
-            )
-            process.start()
+            given = rank, num_ranks, os.getpid(), port, there
+            self.processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self.processes[-1].start()
             there.close()  # so that a rank that ends is told by the end of its pipe
-            self.processes.append(process)
             self.pipes.append(here)
 
     def run(self, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -154,23 +139,21 @@ class StandingRanks:
         return [found[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for each in self.processes:
+            each.kill()
+            each.join()
 
 
-def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, keeper: int, port: int, pipe: Connection) -> None:
+    end_with(keeper)
     become_rank(rank, num_ranks, port)
     start_gloo()
-    parent = os.getppid()
-    while os.getppid() == parent:  # which may be killed, and then nobody asks
-        if pipe.poll(1.0):
-            function, args = pipe.recv()
-            try:
-                pipe.send((function(*args), None))
-            except BaseException:
-                pipe.send((None, traceback.format_exc()))
-    os._exit(1)
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
 
 
 def become_rank(rank: int, num_ranks: int, port: int) -> None:

@@ -54,9 +54,8 @@ def nxd_rank(
             mine[name] = cut(weight, 1)
     for layer in range(spec.num_layers):
         mlp, attention = f"model.layers.{layer}.mlp", f"model.layers.{layer}.self_attn"
-        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(
-            [cut(weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up")]
-        )
+        gate_up = [cut(weights[f"{mlp}.{part}_proj.weight"]) for part in ("gate", "up")]
+        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(gate_up)
         q, k, v, o = (weights[f"{attention}.{p}_proj.weight"] for p in "qkvo")
         if spec.num_kv_heads == spec.num_heads:
             mine[f"{attention}.qkv_proj.weight"] = torch.cat([cut(q), cut(k), cut(v)])
@@ -100,9 +99,8 @@ def write_nxd(
             here += ["model.embed_tokens"] if stage == 0 else []
             here += ["model.norm", "lm_head"] if stage == pipeline - 1 else []
             state = {n: w for n, w in held.items() if n.startswith(tuple(here))}
-            torch.save(
-                state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
-            )
+            file = f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+            torch.save(state, folder / "model" / file)
     return folder
 
 
@@ -171,9 +169,7 @@ def torch_xla_serialization(monkeypatch) -> None:
     sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
 
 
-def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
-    torch_xla_serialization, tmp_path: Path
-) -> None:
+def test_nxd_shards_of_a_file_a_tensor(torch_xla_serialization, tmp_path: Path) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     write_xser(folder)
@@ -232,11 +228,8 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
         for head in range(spec.num_kv_heads):
             if head * tensor // spec.num_kv_heads == rank:
                 for part, count in (("query", group), ("key", 1), ("value", 1)):
-                    fused.append(
-                        weights[f"attention.{part}.{kind}"][
-                            head * count * size : (head + 1) * count * size
-                        ]
-                    )
+                    rows = slice(head * count * size, (head + 1) * count * size)
+                    fused.append(weights[f"attention.{part}.{kind}"][rows])
         mine[f"self_attention.query_key_value.{kind}"] = torch.cat(fused)
         up = weights[f"feed_forward.up.{kind}"].chunk(tensor)[rank]
         gate = [weights[f"feed_forward.gate.{kind}"].chunk(tensor)[rank]] if spec.gated else []
@@ -308,9 +301,7 @@ def write_arguments(folder: Path, **entries) -> None:
         ("grouped llama", 1, 2),
     ],
 )
-def test_megatron_layers_come_back_whole(
-    family: str, first: int, tensor: int, tmp_path: Path
-) -> None:
+def test_megatron_layers(family: str, first: int, tensor: int, tmp_path: Path) -> None:
     decoder = randomised(GPT) if family == "gpt" else llama(2)
     folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=first)
     assert_equal(import_megatron_deepspeed(folder, decoder.spec).decoder(), decoder)

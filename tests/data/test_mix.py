@@ -31,9 +31,8 @@ def mixed(dataset, *sources: DataSource, phases=()) -> Recipe:
 
 def test_a_plain_path_reads_the_datasets_own_text(tiny_dataset, recipe):
     samples = training_samples(recipe, 16)
-    assert np.array_equal(
-        samples.batch(5, 9), tiny_dataset.samples("train", 16, recipe.seed).batch(5, 9)
-    )
+    own = tiny_dataset.samples("train", 16, recipe.seed)
+    assert np.array_equal(samples.batch(5, 9), own.batch(5, 9))
     windows = (tiny_dataset.train.num_tokens - 1) // 16
     assert samples.epochs(2 * windows) == [2.0]
 
@@ -48,14 +47,10 @@ def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
 
 
 def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_dataset, shards):
-    sources = [
-        DataSource(paths=(str(shards / f"part_{i}"),), weight=weight)
-        for i, weight in ((1, 1), (2, 0), (3, 1))
-    ]
-    phases = (
-        DataPhase(until_tokens=400, weights=(3, 1, 0)),
-        DataPhase(until_tokens=1601, weights=(0, 1, 1)),
-    )
+    weights = (1, 1), (2, 0), (3, 1)
+    sources = [DataSource(paths=(f"{shards}/part_{i}",), weight=weight) for i, weight in weights]
+    ends = (400, (3, 1, 0)), (1601, (0, 1, 1))
+    phases = tuple(DataPhase(until_tokens=end, weights=weights) for end, weights in ends)
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
     # Phases begin at samples 0, 50 and 201: the first that is wholly beyond.
     read = samples.batch(0, 300)[:, 0]

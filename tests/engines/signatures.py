@@ -29,11 +29,8 @@ def signature(parameters: list[list[str]]) -> inspect.Signature:
     made = []
     for name, kind, *default in parameters:
         value = default[0] if default else inspect.Parameter.empty
-        made.append(
-            inspect.Parameter(
-                name, kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), default=value
-            )
-        )
+        how = kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        made.append(inspect.Parameter(name, how, default=value))
     return inspect.Signature(made)
 
 

@@ -237,10 +237,8 @@ def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float
     assert manifest.samples == SAVED * BATCH
     assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
     Checkpoints(folder).verify(manifest, manifest.files)
-    return [
-        engine.train_step(samples, 1e-3)
-        for samples in batches(spec, plan, engine.data_rank)[SAVED:]
-    ]
+    rest = batches(spec, plan, engine.data_rank)[SAVED:]
+    return [engine.train_step(samples, 1e-3) for samples in rest]
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"data_parallel": 2, "zero_stage": 1}])

@@ -65,9 +65,8 @@ def test_groups_are_called_as_torch_2_9_and_torch_xla_take_it():
     refused, calls = [], 0
     for place, name, call in group_calls():
         named = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
-        is_whole = len(named) == len(call.keywords) and not any(
-            isinstance(each, ast.Starred) for each in call.args
-        )
+        starred = any(isinstance(each, ast.Starred) for each in call.args)
+        is_whole = len(named) == len(call.keywords) and not starred
         for of in ("torch", "torch_xla"):
             if name not in record()[of]:
                 continue

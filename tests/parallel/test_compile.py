@@ -24,9 +24,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
     """Workers are forked from this process, so that one import of what compiles serves them all."""
-    torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(
-        torch.ones(2, 2, requires_grad=True)
-    )
+    ones = torch.ones(2, 2, requires_grad=True)
+    torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(ones)
     torch._dynamo.reset()
 
 

@@ -94,9 +94,8 @@ def test_equals_the_native_engine(family, layout, llama_spec, gpt_spec, native_r
     some_thorough([name for name in LAYOUTS if "ZeRO 0" not in name], {*LAYOUTS} - {*IN_BF16}),
 )
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
-    assert_trains_in_bf16(
-        {"zero_stage": 1, **LAYOUTS[layout]}, "deepspeed", llama_spec, one_process
-    )
+    changes = {"zero_stage": 1, **LAYOUTS[layout]}
+    assert_trains_in_bf16(changes, "deepspeed", llama_spec, one_process)
 
 
 @pytest.mark.slow
@@ -262,9 +261,8 @@ def probe_anew(folder: Path) -> tuple[int, str]:
 
 def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
     (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text(
-        'raise RuntimeError("undefined symbol: deepspeed_op")'
-    )
+    broken = 'raise RuntimeError("undefined symbol: deepspeed_op")'
+    (tmp_path / "deepspeed" / "__init__.py").write_text(broken)
     code, said = in_a_child(lambda: probe_anew(tmp_path))
     told = "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install"
     assert code == 1 and told in said and "Traceback" not in said
@@ -273,12 +271,10 @@ def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
 def test_a_notebook_shows_the_message_alone(capsys):
     from IPython.core.interactiveshell import InteractiveShell
 
-    code = (
-        "from kit.engines.deepspeed import package; raise package.DeepSpeedError('it is too old')"
-    )
+    code = "from kit.engines.deepspeed import package; raise package.DeepSpeedError('too old')"
     InteractiveShell(history_manager=None).run_cell(code)
     shown = capsys.readouterr().out
-    assert "DeepSpeedError: plan.engine 'deepspeed' needs DeepSpeed 0.19: it is too old" in shown
+    assert "DeepSpeedError: plan.engine 'deepspeed' needs DeepSpeed 0.19: too old" in shown
     assert "Traceback" not in shown and "---->" not in shown
 
 

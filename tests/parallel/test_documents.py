@@ -65,10 +65,8 @@ for operator, plain in (
 
 
 def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    texts = [
-        torch.randint(1, spec.vocab_size, (1, length), generator=generator) for length in lengths
-    ]
+    random = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, spec.vocab_size, (1, length), generator=random) for length in lengths]
     for text in texts:
         text[0, -1] = END
     return texts

@@ -35,11 +35,8 @@ def test_ranks_join_without_a_full_mesh() -> None:
 
 def listening() -> list[str]:
     """Returns the addresses, as the kernel writes them, at which the ranks' port is open."""
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     port = f":{int(os.environ['MASTER_PORT']):04X}"
     return [line[1] for line in lines if line[3] == "0A" and line[1].endswith(port)]
 

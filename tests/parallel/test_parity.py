@@ -105,9 +105,7 @@ UNEVEN = {
     "layout", some_thorough(UNEVEN, [name for name in UNEVEN if "TP2" in name])
 )
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_uneven_stages_equal_one_process(
-    family, layout, llama_spec, gpt_spec, native_run, run_standing
-):
+def test_uneven_stages(family, layout, llama_spec, gpt_spec, native_run, run_standing):
     layers, changes = UNEVEN[layout]
     spec, plan = {"llama": llama_spec, "gpt": gpt_spec}[family], make_plan(changes)
     spec = spec.replace(num_layers=layers)
@@ -140,9 +138,8 @@ def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_proce
 
 def test_copies_of_a_shard_are_summed_once_a_step(llama_spec, run_standing):
     """However many micro-batches there are, of which each reduces inside its group under ZeRO 3."""
-    plans = [
-        make_plan({**LAYOUTS["DP4, ZeRO 3 over 2"], "global_batch_size": size}) for size in (4, 16)
-    ]
+    layout = LAYOUTS["DP4, ZeRO 3 over 2"]
+    plans = [make_plan({**layout, "global_batch_size": size}) for size in (4, 16)]
     few, many = run_standing(4, _sums_over_copies, llama_spec, plans)[0]
     assert few == many > 0
 

@@ -89,9 +89,8 @@ def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
 
     def asking(folder: Path, *args: Any, **kwargs: Any) -> None:
         newest = directory / "step_00000002"
-        missing.extend(
-            p.name for p in (*newest.iterdir(), newest, directory) if p.stat().st_ino not in flushed
-        )
+        asked = *newest.iterdir(), newest, directory
+        missing.extend(path.name for path in asked if path.stat().st_ino not in flushed)
         rmtree(folder, *args, **kwargs)
 
     os.fsync, shutil.rmtree = noting, asking
@@ -101,9 +100,7 @@ def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
     assert Checkpoints(directory).steps() == [2] and not missing
 
 
-def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
-    tmp_path: Path, spec: ModelSpec
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_one_goes(tmp_path: Path, spec: ModelSpec) -> None:
     """Else a loss of power would leave neither: a folder's names stay in memory for a while."""
     run_ranks(1, assert_flushed_before_deletion, tmp_path / "checkpoints", spec)
 
@@ -145,9 +142,7 @@ def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec, is_replaced: b
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "replaced"])
-def test_a_checkpoint_writes_nothing_where_its_run_was_deleted_or_replaced(
-    tmp_path: Path, spec: ModelSpec, is_replaced: bool
-) -> None:
+def test_nothing_is_written_where_a_run_was_deleted(tmp_path, spec, is_replaced) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec, is_replaced):
@@ -163,9 +158,7 @@ def begin_without_the_folder(directory: Path, spec: ModelSpec) -> list[int]:
     return Checkpoints(directory).steps()
 
 
-def test_checkpoints_that_somebody_removed_do_not_end_a_run(
-    tmp_path: Path, spec: ModelSpec
-) -> None:
+def test_checkpoints_that_somebody_removed_end_no_run(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, begin_without_the_folder, tmp_path / "checkpoints", spec) == [[2]]
 
 
@@ -178,9 +171,7 @@ def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:
     return writer.checkpoints.steps()
 
 
-def test_left_over_of_an_old_attempt_cannot_complete_a_checkpoint(
-    tmp_path: Path, spec: ModelSpec
-) -> None:
+def test_an_old_attempt_cannot_complete_a_checkpoint(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, complete_as_left_over, tmp_path, spec) == [[]]
 
 
@@ -240,9 +231,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     return read["weight"].tolist(), waited, saver.stall_s
 
 
-def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
-    tmp_path: Path, spec: ModelSpec, recipe
-) -> None:
+def test_a_save_is_copied_beside_a_step_and_before_its_update(tmp_path, spec, recipe) -> None:
     run = local_run(tmp_path / "run", spec, Plan(), recipe)
     [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
     assert held == [0.0, 0.0], "as it was when it was saved"
@@ -356,9 +345,7 @@ CheckpointError Strange: seen by rank 1"""
     assert run_ranks(3, meet_an_error) == [said.splitlines()] * 3
 
 
-def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
-    tmp_path: Path, spec: ModelSpec, monkeypatch
-) -> None:
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, spec, monkeypatch) -> None:
     run_ranks(1, save_thrice, tmp_path, spec)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"of.0": torch.zeros(7)}

@@ -121,9 +121,7 @@ def test_a_run_starts_from_them_once(tmp_path: Path, llama_spec, recipe) -> None
     assert "resumed from step 3" in log and "started from" not in log, "its folder may be gone"
 
 
-def test_what_does_not_fit_is_refused_before_a_launch(
-    tmp_path: Path, llama_spec, tiny_dataset, monkeypatch
-) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, llama_spec, tiny_dataset, monkeypatch) -> None:
     folder = save(tmp_path / "theirs", llama_spec)
     spec = load_spec(str(folder))
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder))

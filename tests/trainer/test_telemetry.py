@@ -55,9 +55,7 @@ def test_no_tensor_waits_for_pythons_collector(llama_spec, engine, changes):
     assert left < 3, "not one a step; what torch makes once and keeps may be among them"
 
 
-def test_garbage_is_collected_at_the_same_steps_also_after_something_turned_the_collector_on(
-    monkeypatch,
-):
+def test_garbage_is_collected_at_the_same_steps_whatever_turned_it_on(monkeypatch):
     collected = []
     monkeypatch.setattr(gc, "collect", collected.append)
     try:

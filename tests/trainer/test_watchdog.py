@@ -29,9 +29,8 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
         watchdog.faulthandler.dump_traceback = lambda **_: None
         watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        dog = Watchdog(
-            **{"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []} | settings
-        )
+        usual = {"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []}
+        dog = Watchdog(**usual | settings)
         dog.on_start()
         act(dog)
         time.sleep(30)

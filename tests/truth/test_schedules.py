@@ -18,9 +18,8 @@ RECIPE = Recipe(
 def theirs(schedule: str, warmup_steps: int, **options: float | str) -> list[float]:
     """Returns transformers' rate of steps 1 to 1,200, the peak where it is 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-    scheduler: Any = optimization.get_scheduler(
-        schedule, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=options
-    )
+    asked = schedule, optimizer, warmup_steps, STEPS
+    scheduler: Any = optimization.get_scheduler(*asked, scheduler_specific_kwargs=options)
     return [PEAK * scheduler.lr_lambdas[0](step) for step in range(1, STEPS + 201)]
 
 

