@@ -174,7 +174,7 @@ STATEMENTS = {
     "kit/papers": 1818,  # verdicts from kinds and numbers, how layouts are known, names at lines
     "kit/parallel": 400,  # agreement of ranks, which stood in kit.run
     "kit/rehearsal": 174,
-    "kit/run": 806,  # instead of a run that another process replaced being written to
+    "kit/run": 811,  # nothing written to a run in the place of another; names in the first plan
     "kit/show": 307,  # one legend above its panel, instead of legends on the data
     "kit/trainer": 780,  # callbacks, not an order that comments hold; 0.2 ms less a step
 }
