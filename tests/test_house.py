@@ -144,8 +144,8 @@ STATEMENTS = {
     "kit/papers": 1818,  # verdicts from kinds and numbers, how layouts are known, names at lines
     "kit/parallel": 400,  # agreement of ranks, which stood in kit.run
     "kit/rehearsal": 174,
-    "kit/run": 806,  # instead of a run that another process replaced being written to
-    "kit/show": 309,  # the same drawing gives the same bytes, instead of PNGs beside it; no dpi option
+    "kit/run": 811,  # nothing written to a run in the place of another; names in the first plan
+    "kit/show": 309,  # the same drawing gives the same bytes, instead of PNGs beside it
     "kit/trainer": 780,  # callbacks, not an order that comments hold; 0.2 ms less a step
 }
 """The most that each folder may hold: statements of Python without docstrings, since lines can be
