@@ -34,16 +34,16 @@ class RankHeartbeat(Record):
     attempt: int = field_doc("attempt it belongs to")
     step: int = field_doc("last finished step")
     time: float = field_doc("unix time of that step's end")
-    step_time_s: float | None = field_doc("its duration", default=None)
+    step_time_s: float | None = field_doc("seconds that this step took", default=None)
     host: str | None = field_doc("where the rank runs", default=None)
     work_s: float | None = field_doc(
-        "of that step: without the wait for other ranks, where it is known", default=None
+        "seconds of that step without the wait for other ranks, where that is known", default=None
     )
     parts_s: tuple[float | None, ...] = field_doc(
         "medians of its last steps, in the order of PARTS", default=()
     )
     own_s: float | None = field_doc(
-        "of its last steps the median of `work_s`, where its waits are known", default=None
+        "median of `work_s` over its last steps, where its waits are known", default=None
     )
 
     @property

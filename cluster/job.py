@@ -79,7 +79,7 @@ class JobSpec(Record):
     variables.
     """
 
-    name: str = field_doc("shown in queues and titles", one_line)
+    name: str = field_doc("what queues and titles call the job", one_line)
     run_dir: str = field_doc("run directory; made absolute")
     argv: tuple[str, ...] = field_doc("the command of one rank", check_command_line)
     num_processes: int = field_doc("ranks over all nodes: one per device")
@@ -89,7 +89,7 @@ class JobSpec(Record):
         default=False,
     )
     environment: dict[str, str] = field_doc(
-        "added to the environment of every rank", check_for_ranks, default_factory=dict
+        "variables added to the environment of every rank", check_for_ranks, default_factory=dict
     )
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
     time_limit_s: float | None = field_doc(

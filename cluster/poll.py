@@ -28,9 +28,13 @@ ANSWER_WAIT_S = 20.0
 class SchedulerAnswer(Record):
     """What a scheduler says about a job."""
 
-    state: JobState | None = field_doc("in our words; none: it could not be asked")
+    state: JobState | None = field_doc(
+        "state in the words of JobState; none: the scheduler could not be asked"
+    )
     reason: str = field_doc("one line for people")
-    exit_code: int | None = field_doc("of a job that has ended; 128 + n for signal n", default=None)
+    exit_code: int | None = field_doc(
+        "exit code of a job that has ended; 128 + n for signal n", default=None
+    )
     time: float = field_doc("unix time of the question", default_factory=time.time)
 
 

@@ -30,7 +30,7 @@ class Process(Record):
 
     pid: int = field_doc("process id")
     start_ticks: int = field_doc("clock ticks from boot to its start: field 22 of /proc/PID/stat")
-    boot_id: str = field_doc("of the kernel that ran it")
+    boot_id: str = field_doc("boot id of the kernel that ran it")
     host: str = field_doc("host name")
 
     @classmethod

@@ -136,10 +136,11 @@ class Walltime(Record):
     """The longest job that a number of nodes may ask for."""
 
     max_nodes: int | None = field_doc(
-        "jobs of up to so many nodes; none for all larger ones", from_one, default=None
+        "holds for jobs of up to so many nodes; none: for all larger ones", from_one, default=None
     )
     max_hours: float = field_doc(
-        "may run so long", must(lambda hours: 0 < hours < math.inf, "Give hours above 0.")
+        "hours that such a job may run",
+        must(lambda hours: 0 < hours < math.inf, "Give hours above 0."),
     )
 
 
@@ -156,7 +157,9 @@ class Broadcast(Record):
     the shared one.
     """
 
-    directory: str = field_doc("on the node-local disk; may name $USER and $SLURM_JOB_ID", a_path)
+    directory: str = field_doc(
+        "folder on the node-local disk; may name $USER and $SLURM_JOB_ID", a_path
+    )
     archive: str | None = field_doc(
         "tar file of a venv, or made by conda-pack; none reads the shared environment", default=None
     )
@@ -166,7 +169,9 @@ class Broadcast(Record):
 class Compilation(Record):
     """A job of its own that compiles ahead, and the cache that it leaves for the run."""
 
-    command: tuple[str, ...] = field_doc("put before the command of the compile job", check_lines)
+    command: tuple[str, ...] = field_doc(
+        "words put before the command of the compile job", check_lines
+    )
     variable: str = field_doc("environment variable that names the cache", a_variable)
     shared_cache: str = field_doc(
         "written by the compile job, seen by all nodes; may name $USER", a_path
@@ -181,7 +186,7 @@ class SchedulerTable(Record):
     """What the tables of all schedulers say alike."""
 
     environment: dict[str, str] = field_doc(
-        "of every rank", check_environment, default_factory=dict
+        "variables set for every rank", check_environment, default_factory=dict
     )
     profiles: dict[str, dict[str, str]] = field_doc(
         "named sets of variables that a job may add", check_profiles, default_factory=dict
@@ -193,7 +198,8 @@ class SchedulerTable(Record):
         default=300,
     )
     compilation: Compilation | None = field_doc(
-        "ahead of the run; under Kubernetes node_cache is a directory of the host", default=None
+        "compiles ahead of the run; under Kubernetes node_cache is a directory of the host",
+        default=None,
     )
 
 
@@ -202,7 +208,7 @@ class Slurm(SchedulerTable):
     """The `[slurm]` table: how jobs are asked for and how ranks are started."""
 
     account: str | None = field_doc(
-        "who pays; none where the cluster does not ask", a_word, default=None
+        "account that pays; none where the cluster does not ask", a_word, default=None
     )
     partition: str | None = field_doc("queue; none for the default one", a_word, default=None)
     qos: str | None = field_doc("quality of service", a_word, default=None)
@@ -217,17 +223,25 @@ class Slurm(SchedulerTable):
         "srun: one task per rank; torchrun: one per node that starts the node's ranks",
         default="srun",
     )
-    cpus_per_task: int | None = field_doc("of each task of the launcher", from_one, default=None)
-    gpus_per_node: str | None = field_doc(
-        "such as '8' or 'mi250:8'; each rank sees all of them", a_word, default=None
+    cpus_per_task: int | None = field_doc(
+        "CPUs of each task of the launcher", from_one, default=None
     )
-    gpus_per_task: int | None = field_doc("each rank sees only its own", from_one, default=None)
-    gpu_bind: str | None = field_doc("such as 'closest'", a_word, default=None)
-    cpu_bind: str | None = field_doc("such as 'mask_cpu:0xfe,...'", a_word, default=None)
+    gpus_per_node: str | None = field_doc(
+        "GPUs of a node, such as '8' or 'mi250:8'; each rank sees all of them", a_word, default=None
+    )
+    gpus_per_task: int | None = field_doc(
+        "GPUs of a task; each rank sees only its own", from_one, default=None
+    )
+    gpu_bind: str | None = field_doc(
+        "how GPUs are bound to tasks, such as 'closest'", a_word, default=None
+    )
+    cpu_bind: str | None = field_doc(
+        "how CPUs are bound to tasks, such as 'mask_cpu:0xfe,...'", a_word, default=None
+    )
     srun_options: tuple[str, ...] = field_doc(
         "more options of srun, one each", an_option, check_lines, default=()
     )
-    modules: tuple[str, ...] = field_doc("loaded in this order", a_word, default=())
+    modules: tuple[str, ...] = field_doc("modules, loaded in this order", a_word, default=())
     setup: tuple[str, ...] = field_doc(
         "shell lines, run once on the first node", check_lines, default=()
     )
@@ -235,20 +249,24 @@ class Slurm(SchedulerTable):
         "shell lines, run by each task of the launcher", check_lines, default=()
     )
     environment_one_node: dict[str, str] = field_doc(
-        "added in jobs of one node", check_environment, default_factory=dict
+        "variables added in jobs of one node", check_environment, default_factory=dict
     )
     environment_several_nodes: dict[str, str] = field_doc(
-        "added in larger jobs", check_environment, default_factory=dict
+        "variables added in jobs of several nodes", check_environment, default_factory=dict
     )
     network_interfaces: tuple[str, ...] = field_doc(
-        "of the fast network, for the collectives' sockets", a_word, default=()
+        "interfaces of the fast network, for the collectives' sockets", a_word, default=()
     )
     master_port: int | None = field_doc(
-        "where ranks meet; none: from the job number", from_one, default=None
+        "port at which ranks meet; none: derived from the job number", from_one, default=None
     )
     max_nodes: int | None = field_doc("largest job of the partition", from_one, default=None)
-    walltime: tuple[Walltime, ...] = field_doc("smallest jobs first", check_sizes, default=())
-    broadcast: Broadcast | None = field_doc("of the Python environment", default=None)
+    walltime: tuple[Walltime, ...] = field_doc(
+        "longest job by number of nodes, smallest jobs first", check_sizes, default=()
+    )
+    broadcast: Broadcast | None = field_doc(
+        "copies the Python environment to the nodes' own disks", default=None
+    )
 
     def max_seconds(self, num_nodes: int) -> float | None:
         """Returns how long a job of so many nodes may run, or None where the site does not say."""
@@ -290,7 +308,7 @@ class Kubernetes(SchedulerTable):
         "where that file system appears in the pods; run directories lie below it"
     )
     resources: dict[str, str] = field_doc(
-        "of one pod, requested and limited alike; quantities as text"
+        "resources of one pod, requested and limited alike; quantities as text"
     )
     node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)
     tolerations: tuple[str, ...] = field_doc("taints that the pods accept, by key", default=())
@@ -300,8 +318,10 @@ class Kubernetes(SchedulerTable):
     kind: Literal["Job", "JobSet"] = field_doc(
         "Job: needs no operator; JobSet: starts all pods again when one is lost", default="Job"
     )
-    max_restarts: int = field_doc("of a JobSet, or of a Job of one pod", from_one, default=10)
-    master_port: int = field_doc("where ranks meet", from_one, default=29500)
+    max_restarts: int = field_doc(
+        "restarts of a JobSet, or of a Job of one pod", from_one, default=10
+    )
+    master_port: int = field_doc("port at which ranks meet", from_one, default=29500)
     setup: tuple[str, ...] = field_doc(
         "shell lines, run by each pod before the command", check_lines, default=()
     )

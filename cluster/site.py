@@ -83,7 +83,7 @@ class Device(Record):
     memory_bytes: Fact | None = field_doc("memory of one device", default=None)
     memory_bytes_per_s: Fact | None = field_doc("memory bandwidth of one device", default=None)
     watts: Fact | None = field_doc(
-        "that one device draws: measured, or at most, by its thermal design", default=None
+        "power that one device draws: measured, or the most by its thermal design", default=None
     )
     peak_flops_per_s: dict[str, Fact] = field_doc(
         "dense peak by dtype", check_rates, default_factory=dict
@@ -125,15 +125,17 @@ class IntraNodeLink(Record):
     """Bandwidth inside a node, for groups of devices up to a size."""
 
     num_devices: int = field_doc("largest group of neighbouring devices that this bandwidth serves")
-    bytes_per_s: Fact = field_doc("of one device, one direction")
+    bytes_per_s: Fact = field_doc("bandwidth of one device, one direction")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links(Record):
     """What joins devices; a bandwidth that is not known is left out."""
 
-    intra_node: tuple[IntraNodeLink, ...] = field_doc("smallest group first", default=())
-    inter_node_bytes_per_s: Fact | None = field_doc("of a whole node, one direction", default=None)
+    intra_node: tuple[IntraNodeLink, ...] = field_doc("in a node, smallest group first", default=())
+    inter_node_bytes_per_s: Fact | None = field_doc(
+        "of a node to all others, one way", default=None
+    )
     topology: Literal["fat_tree", "dragonfly", "torus"] | None = field_doc(
         "of the network between nodes; fat_tree: a full one, in which each node always has its"
         " whole bandwidth",
@@ -147,9 +149,9 @@ class Storage(Record):
     left out.
     """
 
-    write_bytes_per_s: Fact | None = field_doc("of the whole file system", default=None)
-    read_bytes_per_s: Fact | None = field_doc("of the whole file system", default=None)
-    quota_bytes: Fact | None = field_doc("that a project may keep on it", default=None)
+    write_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
+    read_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
+    quota_bytes: Fact | None = field_doc("bytes that a project may keep on it", default=None)
     metadata_calls_per_s: Fact | None = field_doc(
         "files opened, made, renamed and asked about", default=None
     )
@@ -204,13 +206,13 @@ class Site(Record):
     engine: Literal["native", "deepspeed", "neuron"] = field_doc(
         "what plans are made for, unless another is named", default="native"
     )
-    device: Device = field_doc("one of them")
-    links: Links = field_doc("between them", default_factory=Links)
-    storage: Storage = field_doc("shared by all nodes", default_factory=Storage)
+    device: Device = field_doc("one device")
+    links: Links = field_doc("what joins the devices", default_factory=Links)
+    storage: Storage = field_doc("the file system that all nodes share", default_factory=Storage)
     open_files: Fact | None = field_doc(
-        "that a process may have at most, sockets included", default=None
+        "most files that a process may have open, sockets included", default=None
     )
-    price_per_node_hour: Fact | None = field_doc("in USD", default=None)
+    price_per_node_hour: Fact | None = field_doc("in USD, of one node", default=None)
     base: str | None = field_doc(
         "packaged site whose facts hold where the file gives none", default=None
     )

@@ -80,10 +80,10 @@ GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)
 class SchedulerJob(Record):
     """The name under which a scheduler knows a job."""
 
-    scheduler: Literal["slurm", "kubernetes"] = field_doc("who started it")
+    scheduler: Literal["slurm", "kubernetes"] = field_doc("scheduler that started it")
     # It becomes a word of a command, and must not be taken for an option.
     id: str = field_doc(
-        "its number or name there",
+        "the job's number or name there",
         must(
             re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*").fullmatch,
             "Give letters, digits and . _ / -, not - first.",
@@ -98,7 +98,7 @@ class SchedulerJob(Record):
 class AttemptState(Record):
     """What an attempt does."""
 
-    state: JobState = field_doc("in the words of JobState")
+    state: JobState = field_doc("state in the words of JobState")
     attempt: int = field_doc("counts the starts of this run directory from 1")
     step: int | None = field_doc("last finished optimizer step", default=None)
     reason: str = field_doc("one line for people", default="")
@@ -112,9 +112,11 @@ class RunState(AttemptState):
 
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
     step_time_s: float | None = field_doc("recent seconds per step", default=None)
-    process: Process | None = field_doc("answers for the job: its supervisor", default=None)
+    process: Process | None = field_doc(
+        "process that answers for the job: its supervisor", default=None
+    )
     scheduler_job: SchedulerJob | None = field_doc(
-        "answers for the job where a scheduler runs it", default=None
+        "job that answers where a scheduler runs it", default=None
     )
     notice: str = field_doc("what the ranks want people to know while they go on", default="")
 
@@ -154,7 +156,8 @@ class AskedRequest(Record):
 
     asked_at: float = field_doc("unix time of the request")
     by_person: bool = field_doc(
-        "false: by the supervisor, whose job goes on after it", default=True
+        "whether a person asked; false: the supervisor did, and its job goes on after it",
+        default=True,
     )
 
 

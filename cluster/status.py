@@ -37,7 +37,7 @@ class JobStatus(AttemptState):
     """What a job does now, and why we think so."""
 
     heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
-    exit_code: int | None = field_doc("of a job that has ended", default=None)
+    exit_code: int | None = field_doc("exit code of a job that has ended", default=None)
 
 
 def read_status(run_dir: Path) -> JobStatus:

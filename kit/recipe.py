@@ -148,7 +148,7 @@ class Recipe(Record):
         "native and deepspeed)",
         default=None,
     )
-    profile_ranks: tuple[int, ...] = field_doc("of which processes", default=(0,))
+    profile_ranks: tuple[int, ...] = field_doc("ranks whose steps are recorded", default=(0,))
     sources: tuple[DataSource, ...] = field_doc(
         "a mix to train on, in place of the text in data", default=()
     )

@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,31 @@ def one_process():
     return get
 
 
+@pytest.fixture(scope="module")
+def run_standing() -> Iterator[Callable[..., list[Any]]]:
+    """`run_ranks` on ranks that stay until the module's tests are done."""
+    from tests.workers import StandingRanks
+
+    standing: dict[int, StandingRanks] = {}
+
+    def run(num_ranks: int, function: Callable, *args: Any) -> list[Any]:
+        quick.refuse_many(num_ranks)
+        if num_ranks not in standing:
+            standing[num_ranks] = StandingRanks(num_ranks)
+        try:
+            return standing[num_ranks].run(function, *args)
+        except BaseException:
+            standing.pop(num_ranks).close()
+            raise
+
+    yield run
+    for ranks in standing.values():
+        ranks.close()
+
+
 @pytest.fixture(scope="session")
 def native_run(one_process):
-    """A function: what ten steps of a model under the native engine on one process give."""
+    """A function: what a few steps of a model under the native engine on one process give."""
     from tests.parity import RECIPE, make_plan, train
 
     return lambda spec, recipe=RECIPE: one_process(train, spec, make_plan({}), recipe)

@@ -1,4 +1,5 @@
-"""Ten steps of a plan, and how far they are from the native engine's on one process.
+"""A few steps of a plan, and how far they are from the native engine's on one process: the
+measure of every engine.
 
 `python -m tests.parity_table` prints it for all engines and layouts.
 """
@@ -17,7 +18,8 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from tests.workers import run_ranks
 
-STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
+STEPS, BATCH, TOLERANCE = 6, 8, 1e-5
+"""In so many steps a tenth of the weight decay too little moves the gradient norm by 5e-5."""
 REPEATS, LARGE_STEP = 18, 4e-3
 """Of `overfit`: a third of the steps, four times as large, tell lost master weights (3 %) nearly
 as 60 did (5 %)."""
@@ -42,10 +44,14 @@ def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
     return Plan.from_dict(given | changes)
 
 
-def some_thorough(layouts: Iterable[str], thorough: Collection[str]) -> list:
-    """Returns parameters of a test: layouts, some of which are trained with --thorough only."""
-    marks = {name: pytest.mark.thorough if name in thorough else () for name in layouts}
-    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+def some_thorough(layouts: Iterable[str], thorough: Collection[str], *before: str) -> list:
+    """Returns parameters of a test: names of layouts, behind what they have in common, some of
+    which are trained with --thorough only.
+    """
+    return [
+        pytest.param(*before, name, marks=pytest.mark.thorough if name in thorough else ())
+        for name in layouts
+    ]
 
 
 def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:
@@ -80,12 +86,17 @@ def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
 
 
 def compare(
-    layout: dict, engine: str, spec: ModelSpec, native_run: Callable, recipe: Recipe = RECIPE
+    layout: dict,
+    engine: str,
+    spec: ModelSpec,
+    native_run: Callable,
+    recipe: Recipe = RECIPE,
+    run: Callable = run_ranks,
 ) -> dict[str, float]:
     """Returns `differences` of an engine's layout and the native engine on one process."""
     plan = make_plan(layout, engine)
     spec = fit(spec, plan)
-    found = run_ranks(plan.num_devices, train, spec, plan, recipe)
+    found = run(plan.num_devices, train, spec, plan, recipe)
     return differences(found, native_run(spec, recipe))
 
 
@@ -97,7 +108,11 @@ def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
 
 
 def assert_trains_in_bf16(
-    layout: dict[str, Any], engine: str, spec: ModelSpec, one_process: Callable
+    layout: dict[str, Any],
+    engine: str,
+    spec: ModelSpec,
+    one_process: Callable,
+    run: Callable = run_ranks,
 ) -> None:
     """Holds a layout in bf16 to the native engine on one process: the gradient, and its effect.
 
@@ -108,7 +123,7 @@ def assert_trains_in_bf16(
     size = BATCH // (count * layout.get("data_parallel", 1))
     plan = make_plan({"micro_batch_size": size, **layout, "precision": "bf16"}, engine)
     spec = fit(spec, plan)
-    per_rank = run_ranks(plan.num_devices, overfit, spec, plan)
+    per_rank = run(plan.num_devices, overfit, spec, plan)
     assert_agreed(per_rank)
     steps, expected = per_rank[0], one_process(overfit, spec, make_plan({"precision": "bf16"}))
     found = [abs(steps[0][1] / expected[0][1] - 1), abs(steps[-1][0] / expected[-1][0] - 1)]

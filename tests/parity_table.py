@@ -22,8 +22,10 @@ from tests.checkpoints import facts, nxd_in
 from tests.engines import test_neuron
 from tests.engines.conftest import STANDIN, VERSIONS, install
 from tests.parallel import test_deepspeed, test_parity
-from tests.parity import CPU, STEPS, Trained, batches, build, differences, fit, make_plan
+from tests.parity import CPU, Trained, batches, build, differences, fit, make_plan
 from tests.workers import run_ranks
+
+STEPS = 10
 
 SHAPES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
 SHAPES |= {"ffn_hidden_size": 64, "vocab_size": 128, "sequence_length": 16}
@@ -38,7 +40,7 @@ ENGINES = {
 def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Trained:
     """Returns what this rank says of ten steps, and leaves its weights in `folder`."""
     engine = build(spec, plan)
-    mine = batches(spec, plan, engine.data_rank)
+    mine = batches(spec, plan, engine.data_rank, STEPS)
     said = engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
     if plan.engine == "neuron":
         checkpoints = nxd_in(folder, spec, engine)

@@ -7,6 +7,7 @@ from cluster.site import Site
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 
 
@@ -20,3 +21,25 @@ def new_run(
     for name, text in run.asked().items():
         write_atomic(run.directory / name, text)
     return run
+
+
+def seal(run: Run, step: int) -> None:
+    """Writes the manifest that belongs to the files of a checkpoint, as its trainer would, or
+    somebody who has changed them.
+    """
+    folder = run.checkpoints.path(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    samples = run.plan.global_batch_size * step
+    manifest = Manifest(
+        step=step,
+        attempt=1,
+        samples=samples,
+        tokens=samples * run.spec.sequence_length,
+        seed=run.recipe.seed,
+        time=0.0,
+        spec=run.spec,
+        plan=run.plan,
+        files={file.name: file.stat().st_size for file in folder.iterdir()},
+    )
+    run.checkpoints.complete(folder, manifest)

@@ -7,6 +7,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint import state_dict_saver
 
+from cluster.process import become_rank as end_with
 from cluster.site import Site
 from kit.engines.process_group import start_process_group
 from kit.parallel.groups import final_barrier
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests import quick
-from tests.runs import new_run
+from tests.runs import new_run, seal
 
 
 def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
@@ -34,21 +35,8 @@ def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> R
 
 def complete_checkpoint(run: Run, state: dict[str, torch.Tensor], step: int) -> None:
     """Writes a complete checkpoint of these tensors into a run, as the trainer does."""
-    folder = run.checkpoints.path(step)
-    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
-    sequences = run.plan.global_batch_size * step
-    manifest = Manifest(
-        step=step,
-        attempt=1,
-        samples=sequences,
-        tokens=sequences * run.spec.sequence_length,
-        seed=run.recipe.seed,
-        time=0.0,
-        spec=run.spec,
-        plan=run.plan,
-        files={file.name: file.stat().st_size for file in folder.iterdir()},
-    )
-    run.checkpoints.complete(folder, manifest)
+    state_dict_saver.save(state, checkpoint_id=run.checkpoints.path(step), no_dist=True)
+    seal(run, step)
 
 
 def start_gloo() -> None:
@@ -113,6 +101,59 @@ def _worker(
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
         os._exit(1)
+
+
+class StandingRanks:
+    """Gloo ranks that stay, and run one function after another: what torch makes in the first
+    steps of a process costs more than all steps of a tiny model.
+
+    For functions that leave their process as they found it. Ranks of which one failed are closed.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        import torch._dynamo  # noqa: F401  # as above
+
+        context, port = mp.get_context("fork"), free_port()
+        self.processes, self.pipes = [], []
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            given = rank, num_ranks, os.getpid(), port, there
+            self.processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self.processes[-1].start()
+            there.close()  # so that a rank that ends is told by the end of its pipe
+            self.pipes.append(here)
+
+    def run(self, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
+        """Returns `function(*args)` of every rank, as `run_ranks` does."""
+        found: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        while waiting:
+            ready = wait([*waiting], timeout_s)
+            assert ready, f"only ranks {sorted(found)} of {len(self.pipes)} returned"
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                found[rank], error = pipe.recv()
+                assert error is None, f"rank {rank} failed:\n{error}"
+        return [found[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for each in self.processes:
+            each.kill()
+            each.join()
+
+
+def _serve(rank: int, num_ranks: int, keeper: int, port: int, pipe: Connection) -> None:
+    end_with(keeper)
+    become_rank(rank, num_ranks, port)
+    start_gloo()
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
 
 
 def become_rank(rank: int, num_ranks: int, port: int) -> None:

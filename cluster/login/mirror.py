@@ -71,9 +71,9 @@ class Mirror(Record):
     """login.json: where the run is that this directory mirrors."""
 
     login: str = field_doc("name of the login node in ~/.ssh/config")
-    python: str = field_doc("Python there")
-    source: str = field_doc("folder of the kit there")
-    directory: str = field_doc("run directory there")
+    python: str = field_doc("Python on the other side")
+    source: str = field_doc("folder of the kit on the other side")
+    directory: str = field_doc("run directory on the other side")
 
     @property
     def note(self) -> Path:
@@ -134,11 +134,13 @@ def command(source: str, python: str, module: str, *words: str) -> str:
 class Seen(Record):
     """login_seen.json: what was last heard from there."""
 
-    time: float = field_doc("unix time here; 0: nothing yet", default=0.0)
+    time: float = field_doc("unix time on this side; 0: nothing was heard yet", default=0.0)
     status: dict[str, Any] = field_doc("JobStatus as the other side knew it", default_factory=dict)
-    began: float | None = field_doc("unix time there at which the run began", default=None)
-    alerts: int = field_doc("bytes of the alerts there that are among those here", default=0)
-    trouble: str = field_doc("what has been in the way of hearing more since", default="")
+    began: float | None = field_doc(
+        "unix time on the other side at which the run began", default=None
+    )
+    alerts: int = field_doc("bytes of the other side's alerts that were copied", default=0)
+    trouble: str = field_doc("why nothing more was heard since", default="")
 
     @property
     def age_s(self) -> float:

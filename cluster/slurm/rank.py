@@ -36,7 +36,7 @@ class Failure(Record):
 
     rank: int = field_doc("global rank")
     code: int = field_doc("its exit code; -n for signal n")
-    node: str = field_doc("where")
+    node: str = field_doc("node that it ran on")
     time: float = field_doc("unix time of its end")
 
 

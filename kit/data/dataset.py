@@ -75,8 +75,8 @@ class StoredFile(Record):
     """A file of the dataset folder."""
 
     name: str = field_doc("file name", check_file_name)
-    size_bytes: int = field_doc("its size")
-    sha256: str = field_doc("its hash")
+    size_bytes: int = field_doc("size of the file")
+    sha256: str = field_doc("hash of that file")
 
     @classmethod
     def of(cls, file: Path) -> Self:
@@ -89,9 +89,9 @@ class DatasetInfo(Record):
     """What dataset.json holds."""
 
     format: int = field_doc("version of this layout")
-    settings: BuildSettings = field_doc("what was asked")
+    settings: BuildSettings = field_doc("settings that were asked for")
     tokenizer_file: str = field_doc("name of the tokenizer's file", check_file_name)
-    tokenizer_sha256: str = field_doc("its hash")
+    tokenizer_sha256: str = field_doc("hash of that file")
     vocab_size: int = field_doc("token ids are below this")
     eos_id: int = field_doc("token that ends every document")
     dtype: str = field_doc("type of a stored token")

@@ -46,7 +46,7 @@ class Benchmark(Record):
 
     definition: str = field_doc("folder of the task's definition, below the harness's own `tasks`")
     repository: str = field_doc("hub data set that the definition reads")
-    licence: str = field_doc("of the data set")
+    licence: str = field_doc("licence of the data set")
     configs: tuple[str, ...] = field_doc(
         "configurations that the definition reads", default=("default",)
     )
@@ -70,14 +70,14 @@ class Benchmark(Record):
 class TaskSettings(Record):
     """What is asked of a model."""
 
-    task: str = field_doc("name in the harness, or `heldout`")
+    task: str = field_doc("name of the task in the harness, or `heldout`")
     num_fewshot: int | None = field_doc(
         "solved examples in the prompt; None: what the task defines, or zero", default=None
     )
     num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
-    temperature: float = field_doc("of sampled texts; 0 is greedy", default=0.0)
+    temperature: float = field_doc("temperature of sampled texts; 0 is greedy", default=0.0)
     top_p: float = field_doc(
-        "of sampled texts: only the most likely tokens of this total probability", default=1.0
+        "sampled texts use only the most likely tokens of this total probability", default=1.0
     )
 
     @property
@@ -91,7 +91,7 @@ class TaskRequest(TaskSettings):
     """One task to score, and how."""
 
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
-    column: str | None = field_doc("of HLAT's Table II or V", default=None)
+    column: str | None = field_doc("column of HLAT's Table II or V", default=None)
     limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
 
 

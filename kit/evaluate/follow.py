@@ -29,7 +29,7 @@ class Followed(Record):
     step: int = field_doc("optimizer step of the checkpoint")
     scored: bool = field_doc("whether its scores are in eval/")
     seconds: float = field_doc(
-        "what it cost: loading and scoring, on the machine that did it", default=0.0
+        "seconds of loading and scoring, on the machine that did it", default=0.0
     )
     said: str = field_doc("scores, or why there are none")
 

@@ -74,15 +74,15 @@ class ItemSource(Record):
 class Metric(Record):
     """One number of a task."""
 
-    name: str = field_doc("as the harness calls it")
-    value: float = field_doc("a fraction for accuracies, bits for bits_per_byte")
+    name: str = field_doc("name of the number, as the harness calls it")
+    value: float = field_doc("the number: a fraction for accuracies, bits for bits_per_byte")
     stderr: float | None = field_doc(
         "the harness's own standard error, which is zero where no item or all are right; None: it"
         " has no formula",
         default=None,
     )
     low: float | None = field_doc("lower end of the 95 % interval, see `Metric.of`", default=None)
-    high: float | None = field_doc("its upper end", default=None)
+    high: float | None = field_doc("upper end of the 95 % interval", default=None)
 
     @classmethod
     def of(cls, name: str, value: float, stderr: float | None, num_items: float) -> Self:
@@ -129,17 +129,17 @@ def wilson(share: float, num_items: float) -> tuple[float, float]:
 class TaskScore(TaskSettings):
     """The scores of one task."""
 
-    metrics: tuple[Metric, ...] = field_doc("in the order of the task's definition")
+    metrics: tuple[Metric, ...] = field_doc("its numbers, in the order of the task's definition")
     num_items: int = field_doc("items scored")
     total_items: int = field_doc("items of the whole split")
     limit: int | None = field_doc(
         "items asked for, drawn at random; None when all were scored", default=None
     )
     seed: int | None = field_doc(
-        "of that draw and of sampled texts; None where nothing is random", default=None
+        "seed of that draw and of sampled texts; None where nothing is random", default=None
     )
     precision: str = field_doc(
-        "of the weights: scores in bf16 are not those in fp32", default="fp32"
+        "precision of the weights: scores in bf16 are not those in fp32", default="fp32"
     )
     num_truncated: int = field_doc(
         "prompts cut on the left to the model's sequence length", default=0
@@ -151,8 +151,8 @@ class TaskScore(TaskSettings):
     chance: float | None = field_doc(
         "accuracy of guessing; None where nothing is guessed, or unknown", default=None
     )
-    task_version: str = field_doc("of the task's definition")
-    harness_version: str = field_doc("of lm-eval")
+    task_version: str = field_doc("version of the task's definition")
+    harness_version: str = field_doc("version of lm-eval")
     data: tuple[ItemSource, ...] = field_doc("files that the items came from")
     seconds: float = field_doc("time to score")
     note: str = field_doc(
@@ -209,7 +209,7 @@ class TaskScore(TaskSettings):
 class Unscored(TaskSettings):
     """A task of a suite that could not be scored."""
 
-    reason: str = field_doc("why, and what would mend it")
+    reason: str = field_doc("why it could not be scored, and what would mend it")
     num_files: int = field_doc("files of its data that were there", default=0)
 
     def __str__(self) -> str:
@@ -224,15 +224,17 @@ class EvalReport(Shown, Record):
 
     name: str = field_doc("model or run")
     step: int | None = field_doc("optimizer step of the checkpoint", default=None)
-    checkpoint: str | None = field_doc("its folder in the run directory", default=None)
+    checkpoint: str | None = field_doc(
+        "folder of the checkpoint in the run directory", default=None
+    )
     tokens_seen: int | None = field_doc("training tokens up to the checkpoint", default=None)
     attempt: int | None = field_doc("attempt of the run that wrote the checkpoint", default=None)
-    seconds: float = field_doc("what the evaluation cost, loading the model included", default=0.0)
+    seconds: float = field_doc("seconds of the evaluation, loading the model included", default=0.0)
     weights_sha256: str | None = field_doc(
         "hash of the weight files of a Hugging Face folder", default=None
     )
     tokenizer_sha256: str = field_doc("hash of the tokenizer's file")
-    scores: tuple[TaskScore, ...] = field_doc("one for each task", default=())
+    scores: tuple[TaskScore, ...] = field_doc("scores, one for each task", default=())
     unscored: tuple[Unscored, ...] = field_doc(
         "what was asked for and could not be scored", default=()
     )

@@ -43,10 +43,10 @@ class Limits(Record):
     HumanEval's own harness gives 3 s (github.com/openai/human-eval, execution.py).
     """
 
-    cpu_s: int = field_doc("processor time", default=3)
-    wall_s: float = field_doc("time on the clock, start of the process included", default=10.0)
-    memory_bytes: int = field_doc("address space", default=512 * MIB)
-    file_bytes: int = field_doc("largest file", default=1 * MIB)
+    cpu_s: int = field_doc("seconds of processor time", default=3)
+    wall_s: float = field_doc("seconds on the clock, start of the process included", default=10.0)
+    memory_bytes: int = field_doc("bytes of address space", default=512 * MIB)
+    file_bytes: int = field_doc("bytes of the largest file", default=1 * MIB)
 
     def resources(self) -> dict[str, int]:
         """Returns the limits by their names in the module `resource`."""

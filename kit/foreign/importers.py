@@ -40,8 +40,8 @@ POLL_S = 2.0
 class ImportReport(Record):
     """import.json: where the steps of an imported run come from, and what to know about them."""
 
-    log: str = field_doc("absolute path")
-    format: str = field_doc("who wrote it, one of `kit.foreign.formats.NAMES`, or pattern")
+    log: str = field_doc("absolute path of the log")
+    format: str = field_doc("trainer that wrote it, one of `kit.foreign.formats.NAMES`, or pattern")
     lines: int = field_doc("lines read")
     steps: int = field_doc("steps recorded, repeated ones too")
     attempts: int = field_doc("starts of the trainer")

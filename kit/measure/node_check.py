@@ -39,10 +39,10 @@ CPU_NUMBERS, DEVICE_NUMBERS = 2**20, 2**24
 class NodeRate(Record):
     """What one node was seen to do."""
 
-    node: str = field_doc("its name")
-    matmul_flops_per_s: float = field_doc("matrix product, of its slowest rank")
+    node: str = field_doc("name of the node")
+    matmul_flops_per_s: float = field_doc("rate of matrix products of its slowest rank")
     bytes_per_s: float | None = field_doc(
-        "of its first rank, one direction, to its better neighbour", default=None
+        "bandwidth of its first rank to its better neighbour, one direction", default=None
     )
 
 
@@ -50,9 +50,9 @@ class NodeRate(Record):
 class NodeReport(Record):
     """What all nodes of a job were seen to do."""
 
-    dtype: str = field_doc("of the matrix products")
-    num_ranks: int = field_doc("over all nodes")
-    nodes: tuple[NodeRate, ...] = field_doc("in rank order")
+    dtype: str = field_doc("dtype of the matrix products")
+    num_ranks: int = field_doc("ranks over all nodes")
+    nodes: tuple[NodeRate, ...] = field_doc("nodes in rank order")
     all_reduce_bytes_per_s: float | None = field_doc(
         "sent by each rank while all of them add up a tensor", default=None
     )

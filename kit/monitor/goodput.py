@@ -48,12 +48,12 @@ class Share(Record):
     """Where the time of one attempt went."""
 
     attempt: int = field_doc("counts the starts of the run from 1")
-    devices: int = field_doc("that it held")
+    devices: int = field_doc("devices that it held")
     usd_per_hour: float | None = field_doc(
         "of all its nodes: `usd_per_hour`; None: its site tells no price"
     )
-    seconds: dict[str, float] = field_doc("by part")
-    end: str = field_doc("the last that was heard of it, one line")
+    seconds: dict[str, float] = field_doc("seconds by part")
+    end: str = field_doc("one line: what was last heard of it")
 
     @property
     def held_s(self) -> float:
@@ -70,9 +70,11 @@ class Share(Record):
 class Ledger(Record):
     """Where the time of a run went."""
 
-    run: str = field_doc("its name")
-    attempts: tuple[Share, ...] = field_doc("in their order")
-    idle_s: float = field_doc("between attempts that nobody had asked for; in no part")
+    run: str = field_doc("name of the run")
+    attempts: tuple[Share, ...] = field_doc("attempts in their order")
+    idle_s: float = field_doc(
+        "seconds between attempts, which nobody had asked for; they are in no part"
+    )
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -32,7 +32,9 @@ LIMIT_S = 10.0
 class Settings(Record):
     """config.toml: what a user wants of every run."""
 
-    on_alert: str | None = field_doc("a line of sh", default=None)
+    on_alert: str | None = field_doc(
+        "command, a line of sh, that is run for each alert", default=None
+    )
 
 
 class OnAlert:

@@ -157,8 +157,8 @@ SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
 class SinkReport(Record):
     """What a sink has done."""
 
-    to: str = field_doc("wandb or tensorboard")
-    folder: str = field_doc("its files")
+    to: str = field_doc("where steps are copied to: wandb or tensorboard")
+    folder: str = field_doc("folder of its files")
     rows: int = field_doc("steps copied by this start of the sink")
     attempts: tuple[int, ...] = field_doc("attempts they belong to")
     skipped_lines: int = field_doc("torn or foreign lines")

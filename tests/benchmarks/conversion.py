@@ -35,8 +35,7 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
     alone(make_run, workplace / "run", spec)
     (seconds, files), peak_bytes, _ = alone(export, workplace, spec, shard_bytes)
     size = 4e-9 * spec.num_params
-    note = f"{size:,.1f} GB in fp32 to {files} files; before, both copies were whole:"
-    note += f" {1.5 * size:,.0f} GB"
+    note = f"{size:,.1f} GB in fp32 to {files} files"
     speed = f"{size / seconds:.2f} GB/s of fp32"
     name = f"export of {spec.name}"
     return [

@@ -25,7 +25,6 @@ from tests.data.orders import quality
 DOCUMENTS, TOKENS, SHARDS = 1_500_000_000, 1_800_000_000_000, 300
 SEQUENCE_LENGTH, SEQUENCES, BATCHES = 4096, 4, 200
 DRAWS, EPOCHS, WHOLE = 100_000, 40, 10_000_000
-BEFORE = "before: 40 GB and 16 to 32 min, extrapolated from 1e7 documents"
 
 
 def measure(
@@ -53,7 +52,7 @@ def measure(
     memory_row = "memory of a rank above the bare interpreter"
     distance, drawn = "order against NumPy's, furthest statistic", f"of {whole:,}, all drawn"
     return [
-        row(memory_row, memory / 1e6, "MB", at_most=100, note=BEFORE),
+        row(memory_row, memory / 1e6, "MB", at_most=100),
         row("from the files to the first batch", first_s, "s", at_most=1.0, note=size),
         row("a later batch", 1e3 * batch_s, "ms", at_most=5.0, note=batch),
         row(distance, worst, "standard errors", at_most=4.0, note=noise),

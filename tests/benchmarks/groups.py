@@ -1,5 +1,4 @@
-"""Ranks joining: descriptors, reads of the store and CPU seconds, with gloo's full mesh (before)
-and lazily (the kit).
+"""Ranks joining: descriptors, reads of the store and CPU seconds.
 
 The ranks are forked and do nothing but join, make the groups for control and checkpoints, and use
 each once. Descriptors and reads are counts; of many processes on few cores, CPU seconds are good to
@@ -10,7 +9,6 @@ import datetime
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from kit.show.results import Row, row
 from tests.workers import run_ranks
 
 RANKS = 128
+GROUPS = 2
+"""The world's, which is control's too, and that of checkpoints."""
 c10d: Any = dist.distributed_c10d
 SEEN: dict[str, Any] = {}
 """Of this rank's process."""
@@ -56,20 +56,7 @@ class CountingStore(c10d.Store):
 
 
 def join_lazily() -> None:
-    """Joins as the kit does."""
-    _count()
-    process_group.start_process_group()
-
-
-def join_fully() -> None:
-    """Joins as torch does by default."""
-    _count()
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
-    dist.init_process_group("gloo", **process_group.local_store(datetime.timedelta(minutes=5)))
-    SEEN["reads_to_join"] = SEEN["store"].reads
-
-
-def _count() -> None:
+    """Joins as a rank of the kit, counting."""
     local_store = process_group.local_store
 
     def counted(*args: Any) -> dict[str, Any]:
@@ -83,12 +70,12 @@ def _count() -> None:
 
     process_group.local_store, process_group.connect = counted, first
     SEEN.update(descriptors=_descriptors(), cpu=time.process_time())
+    process_group.start_process_group()
 
 
 def use(groups: int) -> dict[str, float]:
     """Returns what one rank has seen once so many groups were made and used."""
-    made = [dist.group.WORLD, *(cpu_group(f"group {number}") for number in range(1, groups))]
-    for group in made:
+    for group in (dist.group.WORLD, *(cpu_group(f"group {i}") for i in range(1, groups))):
         dist.broadcast(torch.zeros(2), src=0, group=group)
         dist.barrier(group)
     return {
@@ -104,37 +91,18 @@ def _descriptors() -> int:
 
 
 def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
-    """Returns the rows of both ways; nothing is written."""
-    # Control was a group of its own; where the world's is on the CPU, the kit now takes that.
-    return [
-        *_way("before, full mesh", join_fully, ranks, 3),
-        *_way("lazy", join_lazily, ranks, 2, most_descriptors=40, most_reads=0),
-    ]
-
-
-def _way(
-    name: str,
-    join: Callable[[], None],
-    ranks: int,
-    groups: int,
-    most_descriptors: int | None = None,
-    most_reads: int | None = None,
-) -> list[Row]:
-    """Returns the rows of one way to join; the most of any rank but the first counts."""
-    first, *others = seen = run_ranks(ranks, use, groups, start=join)
-    found = {key: max(rank[key] for rank in others) for key in first}
+    """Returns what ranks that join and use their groups need, of any but the first the most;
+    nothing is written.
+    """
+    first, *others = seen = run_ranks(ranks, use, GROUPS, start=join_lazily)
+    most = {key: max(rank[key] for rank in others) for key in first}
+    note = f"{ranks} ranks, {GROUPS} groups; rank 0, with the store: "
     cpu_s = statistics.median(rank["cpu_s"] for rank in seen)
-    note = f"{ranks} ranks, {groups} groups; rank 0, with the store: "
     opened, spent = f"{note}{first['descriptors']}", f"median; {note}{first['cpu_s']:.2f} s"
-    counts = (
-        ("descriptors of a rank", "descriptors", most_descriptors, opened),
-        ("reads of the store to join", "reads_to_join", most_reads, "one group"),
-        ("reads of the store in all", "reads", None, "groups in use"),
-    )
+    to_join, in_all = "lazy: reads of the store to join", "lazy: reads of the store in all"
     return [
-        *(
-            row(f"{name}: {told}", found[key], at_most=most, note=n)
-            for told, key, most, n in counts
-        ),
-        row(f"{name}: CPU of a rank", cpu_s, "s", note=spent),
+        row("lazy: descriptors of a rank", most["descriptors"], at_most=40, note=opened),
+        row(to_join, most["reads_to_join"], at_most=0, note="one group"),
+        row(in_all, most["reads"], note="groups in use"),
+        row("lazy: CPU of a rank", cpu_s, "s", note=spent),
     ]

@@ -4,7 +4,6 @@ four nodes; nothing without Slurm.
 
 import contextlib
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from kit.rehearsal import Rehearsal, rehearse
 from kit.run import Run
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
+from tests.benchmarks.startup import at_step
 
 PLAN = kit.Plan(
     pipeline_parallel=2, tensor_parallel=2, data_parallel=2, zero_stage=1, global_batch_size=8
@@ -39,11 +39,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         run = kit.launch(workplace / "run", spec=spec, plan=PLAN, recipe=recipe, site=site)
         stack.callback(run.job.wait, 60)
         stack.callback(run.job.cancel)
-        while (run.job.status().step or 0) < 60:
-            if run.job.status().state.is_final:
-                raise RuntimeError(f"rehearsal: the job has ended: {run.job.status().reason}")
-            time.sleep(0.5)
-        return _compare(told, run)
+        return _compare(told, at_step(run, 60))
 
 
 def _compare(told: Rehearsal, run: Run) -> list[Row]:

@@ -1,10 +1,6 @@
 """How long a user waits: for `import kit`, from `launch` to the first optimizer step of the demo
 model, and from `git clone` to the first loss by phase, as `make demo` does it with the caches as
-they are. And what recording costs a run: metrics, heartbeats, requests, asynchronous checkpoints.
-
-The last comes from the run's own records: time outside steps is what the stamps of `metrics.jsonl`
-leave when the step times are taken off. A checkpoint also slows the steps during which it is
-written; that is the excess of the steps after it over the median step.
+they are.
 """
 
 import os
@@ -13,8 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from kit.data import Dataset
 from kit.errors import RunError
@@ -22,7 +17,6 @@ from kit.launcher import launch
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.metrics import Metrics
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
 from tests.benchmarks.turns import median_row
@@ -33,12 +27,7 @@ LAYOUTS = {
     "1 process": ONE,
     "TP2 x PP2, 4 processes": ONE.replace(tensor_parallel=2, pipeline_parallel=2),
 }
-RECORDED = {"1 process": ONE, "DP2, 2 processes": ONE.replace(data_parallel=2)}
-CHECKPOINT_EVERY = 50
-NUM_CHECKPOINTS = 5
-SLOWED_STEPS = 2
-"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
-about one."""
+REPEATS = 3
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
@@ -46,7 +35,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     rows = [_import_row(package) for package in ("kit", "cluster")]
     rows.append(row("`import torch`, for comparison", _import_s("torch", repeats=3)[0], "s"))
     for name, plan in LAYOUTS.items():
-        times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(3)]
+        times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(REPEATS)]
         rows.append(median_row(f"`kit launch` to first step, {name}", times, "s"))
     return rows
 
@@ -62,24 +51,37 @@ def first_step_s(directory: Path, plan: Plan, dataset: Dataset) -> float:
     return float(run.metrics()["time"][0]) - start
 
 
-def trained(
-    directory: Path, plan: Plan, dataset: Dataset, *, num_steps: int, checkpoint_every: int | None
-) -> Run:
+def trained(directory: Path, plan: Plan, dataset: Dataset, **recipe: Any) -> Run:
     """Returns a run of the demo model that has ended.
 
     Raises:
-        RuntimeError: it failed; with the end of its log.
+        RuntimeError: it failed.
     """
-    recipe = Recipe(
-        data=str(dataset.directory),
-        num_steps=num_steps,
-        learning_rate=1e-3,
-        checkpoint_every=checkpoint_every,
-    )
-    run = launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
+    return ended(launched(directory, plan, dataset, **recipe))
+
+
+def launched(directory: Path, plan: Plan, dataset: Dataset, **recipe: Any) -> Run:
+    """Returns a run of the demo model that has just been launched."""
+    asked = Recipe(data=str(dataset.directory), learning_rate=1e-3, **recipe)
+    return launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=asked)
+
+
+def ended(run: Run) -> Run:
+    """Returns a run once its job is done, or raises RuntimeError with what it says instead."""
     status = run.job.wait(600)
     if status.state != "done":
         raise RuntimeError(f"{run.directory} is {status.state}: {status.reason}")
+    return run
+
+
+def at_step(run: Run, step: int) -> Run:
+    """Returns a run once its job has done so many steps, or raises RuntimeError if it ends
+    before.
+    """
+    while ((status := run.job.status()).step or 0) < step:
+        if status.state.is_final:
+            raise RuntimeError(f"{run.directory} is {status.state}: {status.reason}")
+        time.sleep(0.1)
     return run
 
 
@@ -165,45 +167,3 @@ def _output(command: list[str], folder: Path) -> str:
         words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise RunError(f"`{' '.join(command[:4])} ...` failed: {words}")
     return done.stdout
-
-
-def measure_overhead(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns, as fractions of the run time, what recording and checkpoints cost the demo model."""
-    rows, steps = [], CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1
-    for name, plan in RECORDED.items():
-        run = trained(
-            workplace / name, plan, dataset, num_steps=steps, checkpoint_every=CHECKPOINT_EVERY
-        )
-        step_s, recording_s, checkpoint_s, slowed_s = costs(run.metrics()).values()
-        checkpoint_s += slowed_s
-        share = (recording_s + checkpoint_s / CHECKPOINT_EVERY) / step_s
-        note = (
-            f"{1e3 * recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f}"
-            f" ms every {CHECKPOINT_EVERY} steps of {step_s:.2f} s"
-        )
-        told = f"metrics and checkpoints, {name}"
-        rows.append(row(told, share, "fraction", at_most=0.01, note=note))
-    return rows
-
-
-def costs(metrics: Metrics) -> dict[str, float]:
-    """Returns what recording and checkpoints cost in a run with a checkpoint every
-    `CHECKPOINT_EVERY` steps, seconds.
-
-    step_s: of one step. recording_s: between two steps, for metrics, heartbeat and requests.
-    checkpoint_s: more than that where a checkpoint starts, the copy that lets training go on.
-    slowed_s: by how much the steps during which it is written are slower. The median checkpoint
-    counts for all, so that other work in one of them does not decide.
-    """
-    step_s, stamps, steps = metrics["step_time_s"], metrics["time"], metrics["step"]
-    between_s = np.diff(stamps) - step_s[1:]
-    after = steps[1:] % CHECKPOINT_EVERY == 1
-    recording_s = float(np.median(between_s[~after]))
-    first = np.flatnonzero(after) + 1
-    slowed = [step_s[i : i + SLOWED_STEPS].sum() - SLOWED_STEPS * np.median(step_s) for i in first]
-    return {
-        "step_s": float(np.median(step_s)),
-        "recording_s": recording_s,
-        "checkpoint_s": float(np.median(between_s[after])) - recording_s,
-        "slowed_s": float(np.median(slowed)),
-    }

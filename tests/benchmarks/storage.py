@@ -1,6 +1,5 @@
 """Checkpoints on this machine: saving and loading beside a plain write of as many bytes; and rank
-0's CPU seconds for planning and describing a save of gpt-1t, as torch does it by default and as the
-kit does.
+0's CPU seconds for planning and describing a save of gpt-1t.
 
 Saving: the stall is what `save` keeps training waiting for, the copy. Writing goes on behind it,
 and how much that slows the steps is in the table of recording.
@@ -22,11 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,7 +34,7 @@ from kit.parallel.apply import build_decoders
 from kit.parallel.groups import build_mesh
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint import DESCRIPTION, Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter, SteadyPlanner, Writer
 from kit.show.results import Row, row
@@ -134,17 +130,15 @@ PLAN = Plan(
 def measure_planning(
     workplace: Path, stages: int = 64, spec: ModelSpec = TRILLION, plan: Plan = PLAN
 ) -> list[Row]:
-    """Returns CPU seconds of a first and a second save of so many stages, 48 ranks each, and of the
-    way before.
-    """
-    old, new = (alone(seconds, workplace, stages, way, spec, plan).found for way in (False, True))
-    note = f"{new['items']:,} tensors and parts to write, .metadata of {new['bytes'] / 1e6:.1f} MB"
-    (_, before), (first, later), ranks = old["seconds"], new["seconds"], f"{new['ranks']:,} ranks"
-    all_told = f"{note}, sent to every rank at the end"
+    """Returns rank 0's CPU seconds of a first and a later save of so many stages, 48 ranks each."""
+    found = alone(saves, workplace, stages, spec, plan).found
+    first, later = found["seconds"]
+    note = f"{found['items']:,} tensors and parts to write, .metadata of"
+    note += f" {found['files'][DESCRIPTION] / 1e6:.1f} MB"
+    ranks = f"of {found['ranks']:,} ranks"
     return [
-        row(f"before: every save of {ranks}", before, "s", note=all_told),
-        row(f"first save of {ranks}", first, "s", at_most=15.0, note=note),
-        row(f"later saves of {ranks}", later, "s", at_most=5.0, note="the plan is kept"),
+        row(f"first save {ranks}", first, "s", at_most=15.0, note=note),
+        row(f"later saves {ranks}", later, "s", at_most=5.0, note="the plan is kept"),
     ]
 
 
@@ -194,39 +188,37 @@ def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[
     ]
 
 
-def seconds(folder: Path, stages: int, ours: bool, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
-    """Returns rank 0's CPU seconds of two saves, ranks, items and bytes of the description; of
-    the kit's way or torch's own.
+def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+    """Returns rank 0's CPU seconds of two saves, and of each how many ranks, items, and bytes by
+    file there are.
+
+    Checkpoints 1 and 2 of `folder` get their description and nothing else.
     """
     own = plans_of_a_stage(spec, plan)
     plans = [each for stage in range(stages) for each in of_stage(own, spec, plan, stage)]
     sent, items = [pickle.dumps(each) for each in plans], sum(len(each.items) for each in plans)
     del plans, own
-    planner: Any = SteadyPlanner() if ours else DefaultSavePlanner()
-    took, results, path = [], [], folder
-    for save in range(2):
-        path = folder / f"{stages}-{ours}-{save}"
-        path.mkdir()
-        writer: Any = Writer(path, planner, lambda *_: None) if ours else FileSystemWriter(path)
+    planner, files = SteadyPlanner(), dict[str, int]()
+    took, results = [], []
+    for save in (1, 2):
+        path = Checkpoints(folder).path(save)
+        path.mkdir(parents=True)
+        writer = Writer(path, planner, lambda sizes, _: files.update(sizes))
         start = time.process_time()
-        if ours:
-            gc.disable()  # as the trainer does
+        gc.disable()  # as the trainer does
         planner.set_up_planner({}, is_coordinator=True)
         gathered = [pickle.loads(each) for each in sent]
         planned, described = planner.create_global_plan(gathered)
         scattered = [pickle.dumps(each) for each in writer.prepare_global_plan(planned)]
         paused = time.process_time()
-        if save == 0:
-            results = [pickle.dumps(_results(pickle.loads(each))) for each in scattered]
+        results = results or [pickle.dumps(_results(pickle.loads(each))) for each in scattered]
         resumed = time.process_time()
         writer.finish(described, [pickle.loads(each) for each in results])
         took.append(time.process_time() - resumed + paused - start)
         gc.enable()
-        if ours:
-            # What ranks whose plan has not changed send.
-            sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
-    size = (path / ".metadata").stat().st_size
-    return {"seconds": took, "ranks": len(sent), "items": items, "bytes": size}
+        # What ranks whose plan has not changed send.
+        sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
+    return {"seconds": took, "ranks": len(sent), "items": items, "files": files}
 
 
 def _results(plan: Any) -> list[Any]:

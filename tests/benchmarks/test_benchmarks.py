@@ -25,15 +25,18 @@ from tests.benchmarks import (
     evaluate,
     gpu,
     groups,
+    growth,
     monitor,
+    overhead,
     scale,
     startup,
     storage,
     train_speed,
+    waits,
 )
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.alone import Alone
-from tests.benchmarks.startup import CHECKPOINT_EVERY, costs
+from tests.benchmarks.overhead import CHECKPOINT_EVERY, costs
 from tests.browser import lab
 from tests.environments import ROOT
 
@@ -41,6 +44,16 @@ DOCUMENT = (ROOT / "BENCHMARKS.md").read_text()
 PLAN = Plan(
     tensor_parallel=2, pipeline_parallel=4, data_parallel=2, zero_stage=1, global_batch_size=4
 )
+GROWN = {
+    "start": (64, 128),
+    "checkpoint": (64, 128),
+    "steps": (100, 400),
+    "documents": (100, 400),
+    "order": (1000, 4000),
+    "layouts": (8, 64),
+    "runs": (2, 4),
+    "items": (3, 6),
+}
 SIZES = {"search": 1024, "rank": 512, "heartbeats": 300, "monitor": 2000, "metrics": 50_000}
 
 
@@ -73,7 +86,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         with ProcessPoolExecutor(1, context, initializer=quiet, initargs=("ignore",)) as pool:
             return Alone(pool.submit(function, *arguments).result(), 500_000_000, 0)
 
-    for module in (conversion, scale, storage):
+    for module in (conversion, growth, overhead, scale, storage):
         monkeypatch.setattr(module, "alone", alone)
 
 
@@ -91,10 +104,10 @@ def test_checkpoints_are_saved_and_loaded_beside_a_plain_write(
 
 
 def test_first_and_later_saves_are_planned_and_timed(llama_spec, tmp_path: Path, forked) -> None:
-    before, first, later = assert_documented(
+    first, later = assert_documented(
         "planning", storage.measure_planning(tmp_path, 2, llama_spec, PLAN)
     ).values()
-    assert before.name.endswith("8 ranks") and min(before.value, first.value, later.value) > 0
+    assert first.name.endswith("8 ranks") and first.value > later.value > 0
     assert int(first.note.split()[0]) > 8 * 3
 
 
@@ -112,11 +125,49 @@ def test_every_case_of_scale_is_measured(tmp_path: Path, forked) -> None:
     assert len(rows) == 7 and all(each.target and each.value > 0 for each in rows.values())
 
 
-def test_groups_are_measured_both_ways(tmp_path: Path) -> None:
-    rows = [*assert_documented("groups", groups.measure(tmp_path, 12)).values()]
-    before, lazy = rows[:4], rows[4:]
-    assert all(each.ok for each in lazy[:2])
-    assert lazy[0].value < before[0].value and before[1].value >= 12
+def test_growth_is_fitted_to_what_each_kind_of_work_takes(
+    tiny_dataset, tmp_path: Path, forked
+) -> None:
+    assert set(GROWN) == set(growth.KINDS)
+    rows = growth.measure(tmp_path, tiny_dataset, GROWN)
+    assert {_sizeless(each.name) for each in rows} == documented("growth")
+    assert all(np.isfinite(each.value) and each.note.count(",") >= 2 for each in rows)
+
+
+def test_what_is_steeper_than_linear_is_said_to_be_so() -> None:
+    linear = growth.exponent_row("a", {10: 2.0, 100: 20.0, 1000: 200.0})
+    square = growth.exponent_row("b", {10: 0.01, 100: 1.0})
+    assert (linear.value, linear.ok) == (pytest.approx(1), True) and "steeper" not in linear.note
+    assert (square.value, square.ok) == (pytest.approx(2), False)
+    assert square.note == "steeper than linear: 0.0100, 1 s at 10, 100"
+
+
+def test_what_is_done_beside_the_engine_is_told_by_who_does_it(
+    tiny_dataset, spec, tmp_path: Path, monkeypatch, forked
+) -> None:
+    monkeypatch.setattr(overhead.heartbeat, "BEAT_EVERY_S", 0.1)
+    monkeypatch.setattr(overhead.loop, "ASKED_STEPS", 8)
+    monkeypatch.setattr(overhead.loop, "ASKED_EVERY_S", 60)
+    found = overhead.measure_beside(tmp_path, tiny_dataset, steps=100, spec=spec)
+    assert {_sizeless(each.name) for each in found} == documented("beside")
+    step, look, beat, whole = found
+    assert step.value > 0 and beat.value > 0
+    assert whole.value == pytest.approx(step.value + look.value + beat.value / 2)
+    assert {"hook", "telemetry", "metrics"} <= set(re.findall(r"[a-z]+", step.note))
+
+
+@pytest.mark.thorough
+def test_waits_of_a_run_that_is_there_and_of_a_reader(tiny_dataset, tmp_path: Path) -> None:
+    rows = assert_documented("waits", waits.measure(tmp_path, tiny_dataset, repeats=1))
+    assert all(each.value > 0 for each in rows.values())
+
+
+def test_ranks_join_without_a_full_mesh(tmp_path: Path) -> None:
+    descriptors, to_join, in_all, _ = assert_documented(
+        "groups", groups.measure(tmp_path, 12)
+    ).values()
+    assert descriptors.value < 2 * 12, "a full mesh has a connection to each rank in each group"
+    assert to_join.value == 0 and in_all.value > 0
 
 
 def test_data_is_read_both_ways_and_text_is_encoded(

@@ -1,9 +1,6 @@
-"""The dashboard's real front end in headless Chromium and its real kernel side; only the wire
-between is a stand-in.
-"""
+"""The dashboard's front end in headless Chromium and its kernel side; the wire is a stand-in."""
 
 import base64
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,30 +9,9 @@ import pytest
 from kit.monitor.curves import View
 from kit.monitor.widget import Monitor
 from kit.run import Run
-from tests.browser.lab import Lab, headless, why_not
+from tests.browser.lab import Lab, headless, photograph, why_not
 
-PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
-<body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
-const text = Uint8Array.from(atob("%s"), c => c.charCodeAt(0));
-const module = await import(URL.createObjectURL(new Blob([text], {type: 'text/javascript'})));
-const values = {}, listeners = {};
-window.sent = [];
-const model = {
-  get: (key) => values[key],
-  send: (message) => { window.sent.push(message); window.kernel?.(message); },
-  on: (event, f) => (listeners[event] ??= []).push(f),
-  off: (event, f) => { listeners[event] = (listeners[event] || []).filter((g) => g !== f); },
-};
-window.put = (changes) => {
-  for (const [key, value] of Object.entries(changes))
-    values[key] = value?.base64 === undefined ? value
-      : new DataView(Uint8Array.from(atob(value.base64), c => c.charCodeAt(0)).buffer);
-  for (const key of Object.keys(changes)) (listeners['change:' + key] || []).forEach((f) => f());
-};
-window.listening = () => Object.values(listeners).flat().length;
-window.start = () => { window.stop = module.default.render({model, el: document.getElementById('view')}); };
-window.ready = true;
-</script>"""  # noqa: E501
+PAGE = (Path(__file__).parent / "page.html").read_text()
 DARK = """document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
 document.body.style.setProperty('--jp-ui-font-color1', '#eee');
 document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
@@ -143,11 +119,7 @@ class Screen:
         )
 
     def photograph(self, name: str) -> None:
-        """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
-        if folder := os.environ.get("KIT_SCREENSHOTS"):
-            self.page.screenshot(
-                path=Path(folder) / f"{name}.png", full_page=True, animations="disabled"
-            )
+        photograph(self.page, name, whole=True)
 
 
 class Window:
@@ -187,9 +159,7 @@ def window(browser) -> Iterator[Window]:
 
 @pytest.fixture
 def open_screen(window) -> Iterator:
-    """Opens a run in an empty page; fails the test if the page threw an error or asked the network
-    for anything.
-    """
+    """Opens a run in an empty page, which must neither throw an error nor ask the network."""
     window.errors.clear()
     window.requests.clear()
     yield window.open

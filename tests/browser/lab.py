@@ -1,6 +1,4 @@
-"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys in
-a real browser.
-"""
+"""A JupyterLab server of one's own, and a notebook in it as a person handles it."""
 
 import contextlib
 import importlib.util
@@ -39,6 +37,10 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
+JUPYTERLAB = (
+    "-m jupyterlab --no-browser --allow-root --LabApp.expose_app_in_browser=True"
+    " --IdentityProvider.token= --ServerApp.password="
+)
 PLACES = {
     "HOME": "",
     "JUPYTER_CONFIG_DIR": "config",
@@ -52,9 +54,7 @@ PLACES = {
 
 
 def why_not() -> str | None:
-    """Returns what is missing for a measurement in a browser, and how to get it; None where
-    nothing is.
-    """
+    """Returns what is missing for a measurement in a browser, and how to get it."""
     for module in ("playwright", "jupyterlab"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install {module}"
@@ -96,18 +96,8 @@ class Lab:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        command = [
-            str(self.python),
-            "-m",
-            "jupyterlab",
-            "--no-browser",
-            "--allow-root",
-            f"--port={port}",
-            "--LabApp.expose_app_in_browser=True",
-            "--IdentityProvider.token=",
-            "--ServerApp.password=",
-            f"--ServerApp.root_dir={self.folder}",
-        ]
+        own = [f"--port={port}", f"--ServerApp.root_dir={self.folder}"]
+        command = [str(self.python), *JUPYTERLAB.split(), *own]
         places = {name: str(self.home / place) for name, place in PLACES.items()}
         environment = outside(**places, **self.environment)
         with self.log.open("a") as output:
@@ -116,27 +106,23 @@ class Lab:
 
     def stop(self) -> None:
         """Ends the server and its kernels, as Ctrl-C twice would."""
-        left = (
-            psutil.Process(self.process.pid).children(recursive=True)
-            if self.process.poll() is None
-            else []
-        )
-        self.process.terminate()
+        server, left = self.process, []
+        if server.poll() is None:
+            left = psutil.Process(server.pid).children(recursive=True)
+        server.terminate()
         # It waits for a kernel that does not end.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(15)
+            server.wait(15)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # And not a job that a kernel has started.
                 if "ipykernel" in " ".join(process.cmdline()):
                     process.kill()
-        self.process.kill()
-        self.process.wait()
+        server.kill()
+        server.wait()
 
     def foreign_connections(self) -> list[str]:
-        """Returns the addresses outside this machine to which the server or one of its kernels
-        is connected.
-        """
+        """Returns addresses outside this machine to which server and kernels are connected."""
         server = psutil.Process(self.process.pid)
         peers = [
             connection.raddr.ip
@@ -170,11 +156,8 @@ class Notebook:
     def __init__(self, browser: Any, lab: Lab, cells: list[str], name: str = "watch.ipynb") -> None:
         self.browser, self.lab, self.file = browser, lab, lab.folder / name
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        book.metadata["kernelspec"] = {
-            "name": "python3",
-            "display_name": "Python 3",
-            "language": "python",
-        }
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        book.metadata["kernelspec"] = kernel
         nbformat.write(book, self.file)
         self.requests: list[str] = []
         self.received = 0
@@ -204,9 +187,7 @@ class Notebook:
         self.received += len(payload)
 
     def ready(self) -> None:
-        """Waits until the notebook's kernel is connected and idle; the tool bar says so too
-        early.
-        """
+        """Waits until the kernel is connected and idle; the tool bar says so too early."""
         self.evaluate(READY)
 
     def run_cell(self, number: int, *, wait: bool = True) -> None:
@@ -258,20 +239,18 @@ class Notebook:
         )
 
     def photograph(self, name: str) -> None:
-        """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
-        if folder := os.environ.get("KIT_SCREENSHOTS"):
-            self.page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
+        photograph(self.page, name)
 
 
-def wait_until(
-    condition: Callable[[], Any],
-    why: Callable[[], str],
-    limit_s: float = PATIENCE_S,
-    pause: Callable[[float], None] = lambda ms: time.sleep(ms / 1000),
-) -> float:
-    """Waits for a condition, returns how long that took in seconds, and fails with `why` after
-    `limit_s`.
-    """
+def photograph(page: Any, name: str, *, whole: bool = False) -> None:
+    """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
+    if folder := os.environ.get("KIT_SCREENSHOTS"):
+        file = Path(folder) / f"{name}.png"
+        page.screenshot(path=file, full_page=whole, animations="disabled")
+
+
+def wait_until(condition, why, limit_s=PATIENCE_S, pause=lambda ms: time.sleep(ms / 1000)) -> float:
+    """Waits for a condition, returns the seconds that took, and fails with `why` when too late."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit_s, why()

@@ -1,8 +1,7 @@
-"""A run directory from a stranger, in real Chromium: in the dashboard and in every table that a
-notebook shows.
-"""
+"""A run directory from a stranger, in real Chromium: the dashboard and a notebook's tables."""
 
-from tests.monitor.recorded import beat
+from cluster.heartbeats import read_rank_heartbeats
+from tests.monitor.recorded import beat, recorded_run
 from tests.untrusted.hostile import SCRIPT
 from tests.untrusted.test_words import hostile_run, pages
 
@@ -10,7 +9,7 @@ OWNED = """() => [document.title, document.querySelectorAll('script:not([type=mo
     document.querySelectorAll('[onerror],[onload],[onclick],iframe,object,embed,a[href]').length]"""
 
 
-def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path) -> None:
+def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path):
     screen = open_screen(hostile_run(tmp_path), baselines={SCRIPT: 2.0})
     screen.settle()
     assert SCRIPT.replace("/", "_") in screen.text(".kit-name")
@@ -22,18 +21,14 @@ def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path) -> None:
     assert screen.page.evaluate(OWNED) == ["", 0, 0]
 
 
-def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
-    from cluster.heartbeats import read_rank_heartbeats
-    from tests.monitor.recorded import recorded_run
-
+def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)
     screen = open_screen(run)
     for step in range(300, 360):
         beat(run, step, slow_rank=2)
         for heartbeat in read_rank_heartbeats(run.directory, 1):
-            heartbeat.replace(host=SCRIPT).write(
-                run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
-            )
+            file = run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
+            heartbeat.replace(host=SCRIPT).write(file)
         screen.dashboard.ranks.look()
     screen.refresh()
     assert SCRIPT in screen.page.locator(".kit-heat").get_attribute("aria-label")
@@ -41,7 +36,7 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
     assert screen.page.evaluate(OWNED) == ["", 0, 0]
 
 
-def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path) -> None:
+def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path):
     page = browser.new_page()
     for name, html in pages(hostile_run(tmp_path)).items():
         page.set_content(html)

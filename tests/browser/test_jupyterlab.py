@@ -22,21 +22,27 @@ from tests.browser.lab import KERNEL, Notebook, wait_until
 from tests.environments import ROOT
 
 pytestmark = pytest.mark.slow
+CELL = """import pathlib, time
+import kit, kit.monitor
+run = kit.Run.open(%r)
+print(kit.__file__)"""
+MONITOR = "kit.monitor.Monitor(run, baselines={'published': 4.5})"
+BUSY = """pathlib.Path('begun').touch()
+while pathlib.Path('busy').exists():
+    time.sleep(0.05)
+pathlib.Path('ended').touch()"""
 OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains a small model for as long as it is watched, ten steps a second, asleep
-    for most of each.
-    """
+    """A job that trains ten steps a second while it is watched, asleep for most of each."""
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64}
     spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
     hook.write_text("import time\n\n\ndef on_step(state):\n    time.sleep(0.09)\n    return {}\n")
-    rates = {"learning_rate": 1e-3, "warmup_steps": 20}
-    data, hook_file = str(tiny_dataset.directory), str(hook)
-    recipe = Recipe(data=data, num_steps=1_000_000, hook=hook_file, **rates)
+    given = {"data": str(tiny_dataset.directory), "hook": str(hook), "num_steps": 1_000_000}
+    recipe = Recipe(learning_rate=1e-3, warmup_steps=20, **given)
     plan = Plan(micro_batch_size=4, global_batch_size=4)
     run = kit.launch(tmp_path_factory.mktemp("lab") / "small", spec=spec, plan=plan, recipe=recipe)
     yield run
@@ -47,27 +53,14 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def opened(browser, lab, run) -> Iterator[Notebook]:
     """A notebook with three cells; every request of its pages is kept."""
-    cells = [
-        (
-            "import pathlib, time\nimport kit, kit.monitor\n"
-            f"run = kit.Run.open({str(run.directory)!r})\nprint(kit.__file__)"
-        ),
-        "kit.monitor.Monitor(run, baselines={'published': 4.5})",
-        (
-            "pathlib.Path('begun').touch()\nwhile pathlib.Path('busy').exists():\n   "
-            " time.sleep(0.05)\npathlib.Path('ended').touch()"
-        ),
-    ]
-    notebook = Notebook(browser, lab, cells)
+    notebook = Notebook(browser, lab, [CELL % str(run.directory), MONITOR, BUSY])
     yield notebook
     notebook.context and notebook.context.close()
 
 
 @pytest.fixture
 def notebook(opened, run) -> Notebook:
-    """The notebook with a live dashboard of a running job, as the last journey left it or made
-    anew.
-    """
+    """The notebook with a live dashboard of a running job, as left by the last journey or anew."""
     if read_status(run.directory).state.is_final:
         kit.resume(run.directory)
     wait_until(
@@ -95,7 +88,7 @@ def process(run: Run):
     return state.process
 
 
-def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook) -> None:
+def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook):
     package = notebook.text(".jp-CodeCell:nth-of-type(1) .jp-OutputArea-output")
     assert "site-packages" in package and str(ROOT) not in package
     assert not [each for each in notebook.save().cells[1].outputs if each.output_type == "stream"]
@@ -103,7 +96,7 @@ def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook) ->
     notebook.photograph("lab-installed")
 
 
-def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) -> None:
+def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run):
     pictures = notebook.page.locator(".jp-OutputArea-output img").all()
     assert not any(picture.is_visible() for picture in pictures), "a live view needs no picture"
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
@@ -124,7 +117,7 @@ def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) 
     assert f"saved at step {run.checkpoints.steps()[-1]:,}" in done, "the file is there"
 
 
-def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook) -> None:
+def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook):
     notebook.save()
     before = notebook.step
     notebook.page.reload()
@@ -135,7 +128,7 @@ def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook) -> None:
     assert notebook.seen("state") == "running"
 
 
-def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
+def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
     job = process(run)
     notebook.evaluate(f"async () => await {KERNEL}.restart()")
     notebook.until(lambda: "not live" in notebook.text(".kit-notice"))
@@ -148,7 +141,7 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
     assert "from step 1 " in loss(notebook), "the whole history is back"
 
 
-def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run) -> None:
+def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run):
     job = process(run)
     saved = notebook.save()
     # Two drawings and a picture of 300 columns at most, however long the run: 290 kB for one of the
@@ -165,9 +158,7 @@ def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebo
     assert process(run) == job
 
 
-def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(
-    notebook, run
-) -> None:
+def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(notebook, run):
     notebook.click("Checkpoint now")
     notebook.until(lambda: "saved at step" in notebook.text(".kit-history"))
     saved = run.checkpoints.steps()[-1]
@@ -191,7 +182,7 @@ def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attemp
     assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], "the newer"
 
 
-def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run) -> None:
+def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run):
     before = run.checkpoints.steps()
     notebook.click("Stop after step")
     notebook.click("Really stop after step?")
@@ -207,7 +198,7 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     assert "image/png" in outputs[-1].data and len(notebook.file.read_bytes()) < 400_000
 
 
-def test_nothing_has_left_the_machine(opened) -> None:
+def test_nothing_has_left_the_machine(opened):
     if opened.context is None:
         opened.open()
     assert not opened.lab.foreign_connections()

@@ -13,9 +13,7 @@ from tests.monitor.recorded import happened, recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:
-    """Returns a run of two attempts that takes so many times what is expected, with a history
-    that ends now.
-    """
+    """Returns a run that takes so many times what is expected; its history ends now."""
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     outlook = Outlook(run)
     outlook.refresh(wait=True)
@@ -39,9 +37,7 @@ def _at_pace(folder: Path, times: float) -> Run:
 
 
 @pytest.mark.parametrize(("times", "dark"), [(1.0, False), (6.0, True)])
-def test_the_band_the_sentence_and_the_goodput(
-    open_screen, tmp_path, times: float, dark: bool
-) -> None:
+def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times, dark):
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
     assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
     screen.dashboard.outlook.refresh(wait=True)

@@ -1,24 +1,19 @@
-"""The panel of notebook 02 in a real JupyterLab: played with, on light and dark pages, narrow,
-and without a kernel.
-"""
+"""The panel of notebook 02 in a real JupyterLab: light, dark, narrow, and without a kernel."""
 
 import pytest
 
 from tests.browser.lab import Notebook
 
 pytestmark = pytest.mark.slow
-CELL = (
-    "import kit\nfrom kit.estimate import Panel\nPanel('gpt-175b', 'frontier',"
-    " kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,\n"
-    "    global_batch_size=640, recompute='full', precision='bf16'))"
-)
-DARK = (
-    "async () => await window.jupyterapp.commands.execute('apputils:change-theme', {theme:"
-    " 'JupyterLab Dark'})"
-)
+CELL = """import kit
+from kit.estimate import Panel
+Panel('gpt-175b', 'frontier',
+    kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,
+    global_batch_size=640, recompute='full', precision='bf16'))"""
+DARK = "async () => await jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"  # noqa: E501
 
 
-def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab) -> None:
+def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
     notebook = Notebook(browser, lab, [CELL], "panel.ipynb")
     notebook.open()
     notebook.run_cell(0)
@@ -28,36 +23,31 @@ def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab) -> None:
     still = notebook.page.locator("img[alt='the panel']")
     assert still.count() == 1 and not still.is_visible(), "a live panel needs no still"
 
-    tensor = notebook.page.get_by_label("tensor")
-    tensor.fill("8")
-    tensor.press("Enter")
+    def give(degree: str) -> None:
+        tensor = notebook.page.get_by_label("tensor")
+        tensor.fill(degree)
+        tensor.press("Enter")
+
+    give("8")
     notebook.until(lambda: picture.get_attribute("alt") != before)
     notebook.click("Plan(...)")
-    notebook.until(
-        lambda: (
-            "kit.Plan(tensor_parallel=8, pipeline_parallel=16" in notebook.text(".jp-OutputArea")
-        )
-    )
+    plan = "kit.Plan(tensor_parallel=8, pipeline_parallel=16"
+    notebook.until(lambda: plan in notebook.text(".jp-OutputArea"))
     notebook.photograph("panel-light")
-    tensor.fill("7")
-    tensor.press("Enter")
-    notebook.until(
-        lambda: "Impossible: devices: 128 is no multiple" in notebook.text("[role=alert]")
-    )
-    tensor.fill("4")
-    tensor.press("Enter")
+    give("7")
+    refused = "Impossible: devices: 128 is no multiple"
+    notebook.until(lambda: refused in notebook.text("[role=alert]"))
+    give("4")
     notebook.until(lambda: picture.count() == 1 and picture.get_attribute("alt") == before)
 
     notebook.evaluate(DARK)
     notebook.page.set_viewport_size({"width": 700, "height": 1250})
     notebook.page.wait_for_timeout(300)
     notebook.photograph("panel-dark-narrow")
-    assert "invert" in picture.evaluate("image => getComputedStyle(image).filter"), (
-        "dark as its page"
-    )
+    shown = picture.evaluate("image => getComputedStyle(image).filter")
+    assert "invert" in shown, "dark as its page"
 
     live, left = notebook.save().cells[0].outputs
-    assert "widget-view" in str(live.data) and {"image/png", "text/html"} <= set(left.data), (
-        "a still is saved"
-    )
+    assert "widget-view" in str(live.data)
+    assert {"image/png", "text/html"} <= set(left.data), "a still is saved"
     notebook.context.close()

@@ -1,6 +1,4 @@
-"""Figures in a real JupyterLab of 1,000 pixels: of its theme, and with text no smaller than the
-page's.
-"""
+"""Figures in a real JupyterLab of 1,000 pixels: of its theme, with text of the page's size."""
 
 from collections.abc import Iterator
 
@@ -40,30 +38,24 @@ def page(browser, lab) -> Iterator[Notebook]:
     notebook.context and notebook.context.close()
 
 
-@pytest.mark.parametrize("theme, shown", [("Light", "kit-light"), ("Dark", "kit-dark")])
-def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(
-    page, theme: str, shown: str
-) -> None:
+@pytest.mark.parametrize(("theme", "shown"), [("Light", "kit-light"), ("Dark", "kit-dark")])
+def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(page, theme, shown):
     page.evaluate(THEME, f"JupyterLab {theme}")
     page.until(lambda: [found[0] for found in page.evaluate(SHOWN)] == [shown])
     [[_, heights, drawing]] = page.evaluate(SHOWN)
     [[text, _], [_, ground]] = page.evaluate(PAGE)
-    assert len(heights) > 8 and min(heights) >= DIGIT * float(text.removesuffix("px")), (
-        "as it is drawn"
-    )
+    smallest = DIGIT * float(text.removesuffix("px"))
+    assert len(heights) > 8 and min(heights) >= smallest, "as it is drawn"
     colour = GROUND if shown == "kit-light" else DARK[GROUND.lower()]
     parts = ", ".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
-    assert colour.lower() in drawing and ground == f"rgb({parts})", (
-        "the figure's ground is the page's"
-    )
+    assert colour.lower() in drawing and ground == f"rgb({parts})", "the ground is the page's"
     page.photograph(f"figure-{theme.lower()}")
 
 
-def test_what_is_not_drawn_is_seen_and_sources_open_below(page) -> None:
+def test_what_is_not_drawn_is_seen_and_sources_open_below(page):
     assert "../runs/mine is not drawn. Drawn here: no runs." in page.text(".kit-figure")
     assert "Published (billion tokens)" not in page.text(".kit-figure")
     page.page.locator(".kit-figure summary").click()
     assert "Published (billion tokens)" in page.text(".kit-figure")
-    assert page.page.locator("table td", has_text="HLAT, 1740B tokens").count() == 1, (
-        "a table is a table"
-    )
+    cells = page.page.locator("table td", has_text="HLAT, 1740B tokens")
+    assert cells.count() == 1, "a table is a table"

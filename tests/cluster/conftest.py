@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,14 +52,39 @@ def small_disk(tmp_path_factory):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@contextlib.contextmanager
+def configured(cluster: Sandbox, **settings: object) -> Iterator[None]:
+    """Gives settings of slurm.conf other values for a while, as an administrator may have them."""
+    file = cluster.path("etc", "slurm.conf")
+    before = text = file.read_text()
+    for name, value in settings.items():
+        text = re.sub(rf"(?m)^{name}=.*", f"{name}={value}", text)
+
+    def put(content: str) -> None:
+        file.write_text(content)
+        cluster.run("scontrol", "reconfigure")
+
+    put(text)
+    try:
+        yield
+    finally:
+        put(before)
+
+
 @pytest.fixture(scope="session")
-def slurm_cluster(tmp_path_factory, small_disk):
-    """Four nodes without accounting; isolated from each other where this process may do that."""
+def slurm_cluster(tmp_path_factory, small_disk, pytestconfig):
+    """Four nodes without accounting; isolated from each other where this process may do that.
+
+    What has not ended when it is cancelled is killed soon, but with limits as long as in use.
+    """
     if reason := why_not():
         pytest.skip(reason)
     sandbox = Sandbox.start(tmp_path_factory.mktemp("slurm") / "sandbox")
-    yield sandbox
-    sandbox.stop()
+    with contextlib.ExitStack() as until_the_end:
+        until_the_end.callback(sandbox.stop)
+        if not pytestconfig.getoption("--real-limits"):
+            until_the_end.enter_context(configured(sandbox, KillWait=2))
+        yield sandbox
 
 
 def be_client(cluster: Sandbox, monkeypatch: pytest.MonkeyPatch, poll_s: float = 0.5) -> None:
@@ -90,9 +117,7 @@ def reset(cluster: Sandbox) -> None:
             for node in not_idle:
                 recover(cluster, node)
         if time.monotonic() > deadline:
-            raise JobError(
-                f"the nodes of {cluster.root} do not become idle: {cluster.node_states()}"
-            )
+            raise JobError(f"the nodes do not become idle: {cluster.node_states()}")
         time.sleep(0.5)
 
 
@@ -106,43 +131,51 @@ class LoginNode:
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         for name in ("host", "client"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
-            )
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+            subprocess.run(words, check=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation asks for it
         variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
-        self.config, self.folder, self.control = folder / "sshd_config", folder, folder / "master"
-        self.config.write_text(
-            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile"
-            f" {folder}/client.pub\nUsePAM no\nStrictModes no\nPidFile none\nPasswordAuthentication"
-            f" no\nSetEnv {variables}\n"
-        )
-        (folder / "ssh_config").write_text(
-            f"Host frontier\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/client\n"
-            f" IdentitiesOnly yes\n UserKnownHostsFile {folder}/known\n StrictHostKeyChecking"
-            f" accept-new\n ControlMaster auto\n ControlPath {self.control}\n ControlPersist yes\n"
-        )
+        self.config, self.folder = folder / "sshd_config", folder
+        self.config.write_text(f"""
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/client.pub
+UsePAM no
+StrictModes no
+PidFile none
+PasswordAuthentication no
+SetEnv {variables}
+""")
+        (folder / "ssh_config").write_text(f"""
+Host frontier
+HostName 127.0.0.1
+Port {port}
+IdentityFile {folder}/client
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known
+StrictHostKeyChecking accept-new
+ControlMaster auto
+ControlPath {folder}/master
+ControlPersist yes
+""")
         self.process: subprocess.Popen | None = None
 
     def on(self) -> None:
         assert SSHD
         log = self.folder / "sshd.log"
-        self.process = subprocess.Popen(
-            [SSHD, "-D", "-f", self.config, "-E", log], start_new_session=True
-        )
+        words = [SSHD, "-D", "-f", self.config, "-E", log]
+        self.process = subprocess.Popen(words, start_new_session=True)
         assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 10)
-        (self.folder / "sshd.log").write_text("")
+        log.write_text("")
 
     def off(self) -> None:
         """Ends sshd and the connection that is open."""
-        found = subprocess.run(
-            ["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"],
-            capture_output=True,
-            text=True,
-        )
+        words = ["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"]
+        found = subprocess.run(words, capture_output=True, text=True)
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -158,11 +191,8 @@ def login_node(sandbox, tmp_path, monkeypatch):
         pytest.skip("no sshd here: apt-get install openssh-server")
     # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a
     # minute for a lock that a killed command has left.
-    variables = {
-        "SLURM_CONF": sandbox.environment["SLURM_CONF"],
-        "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path / "home"),
-    }
+    variables = {"OMP_NUM_THREADS": "1", "HOME": str(tmp_path / "home")}
+    variables["SLURM_CONF"] = sandbox.environment["SLURM_CONF"]
     (tmp_path / "home").mkdir()
     node = LoginNode(tmp_path, variables)
     node.on()

@@ -1,6 +1,4 @@
-"""A filled-in EKS site and a job for it, for the tests of manifests and of the Kubernetes
-client.
-"""
+"""A filled-in EKS site and a job for it, for the tests of Kubernetes."""
 
 from cluster.job import JobSpec
 from cluster.site import Site
@@ -15,12 +13,13 @@ def eks(shared="/fsx", **changes):
 
 
 def training_job(shared="/fsx", **changes):
-    given = dict(
-        name="hlat 7B",
-        run_dir=f"{shared}/runs/7b",
-        working_directory=str(shared),
-        num_processes=2048,
-        num_nodes=64,
-        argv=("/home/me/venv/bin/python", "-m", "kit.train", "--run", f"{shared}/runs/7b"),
-    )
-    return JobSpec(**(given | changes))
+    run_dir = f"{shared}/runs/7b"
+    given = {
+        "name": "hlat 7B",
+        "run_dir": run_dir,
+        "working_directory": str(shared),
+        "num_processes": 2048,
+        "num_nodes": 64,
+        "argv": ("/home/me/venv/bin/python", "-m", "kit.train", "--run", run_dir),
+    }
+    return JobSpec(**{**given, **changes})

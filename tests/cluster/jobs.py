@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from cluster.job import Job, JobSpec
 from cluster.process import Process
@@ -13,9 +14,9 @@ LAPTOP = Site.load("laptop")
 STANDIN = str(Path(__file__).parent / "standin.py")
 
 
-def job_spec(run_dir: Path, *argv: str, num_processes: int = 4, **changes) -> JobSpec:
+def job_spec(run_dir: Path | str, *argv: str, num_processes: int = 4, **changes) -> JobSpec:
     """Returns a job of a rank a node, unless another number of nodes is given."""
-    fields = {"name": run_dir.name, "num_nodes": num_processes, **changes}
+    fields = {"name": Path(run_dir).name, "num_nodes": num_processes, **changes}
     return JobSpec(run_dir=str(run_dir), argv=argv, num_processes=num_processes, **fields)
 
 
@@ -23,6 +24,12 @@ def standin(run_dir: Path, steps: float = 10, step_s: float = 0.1, *more: float,
     """Returns such a job of the stand-in for a trainer, whose words these are."""
     words = (str(word) for word in (run_dir, steps, step_s, *more))
     return job_spec(run_dir, sys.executable, STANDIN, *words, **changes)
+
+
+def with_slurm(site: Site, **changes: Any) -> Site:
+    """Returns a site with other fields of Slurm, as one has who has filled them in."""
+    assert site.slurm is not None
+    return site.replace(slurm=site.slurm.replace(**changes))
 
 
 def scheduler_job(job: Job) -> SchedulerJob:

@@ -1,6 +1,4 @@
-"""A disk that is full under a run directory: what is recorded, begun, asked and said there all
-the same, or not.
-"""
+"""A disk that is full under a run directory: what is recorded, begun, asked and said."""
 
 import errno
 import os
@@ -22,12 +20,10 @@ from cluster.state import (
     ask,
     last_attempt,
     log_path,
-    read_asked,
     read_exit,
     read_history,
     read_state,
     record_event,
-    take_request,
     update_state,
 )
 from cluster.submission import submit
@@ -46,7 +42,9 @@ def run_dir(mount_memory):
     return run_dir
 
 
-def filler(run_dir: Path) -> Path:
+@pytest.fixture
+def filler(run_dir):
+    """What can take all room from the run."""
     return run_dir.parent / "filler"
 
 
@@ -54,24 +52,20 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    "word", [b"word ", b"\xff"], ids=["text", "what JSON makes six times as long"]
-)
-def test_end_of_an_attempt_is_recorded(run_dir, word):
+@pytest.mark.parametrize("word", [b"word ", b"\xff"], ids=["text", "six times as long in JSON"])
+def test_end_of_an_attempt_is_recorded(run_dir, filler, word):
     log_path(run_dir, 1, 0).write_bytes(20_000 * word)
-    fill(filler(run_dir))
-    record_end(
-        RunDirectory(run_dir), 1, AttemptOutcome(78, "rank 0 ended with code 78", failing_rank=0)
-    )
+    fill(filler)
+    outcome = AttemptOutcome(78, "rank 0 ended with code 78", failing_rank=0)
+    record_end(RunDirectory(run_dir), 1, outcome)
     report, state = read_exit(run_dir), read_state(run_dir)
-    assert report is not None and report.reason.startswith("rank 0 ended with code 78")
+    assert report is not None and report.reason.startswith(outcome.reason)
     assert report.reason.endswith("; No space left on device") and len(report.log_tail) > 16_000
     assert state is not None and (state.state, state.reason) == (JobState.FAILED, report.reason)
     assert read_history(run_dir)[-1].state is JobState.FAILED
-    filler(run_dir).unlink()
-    assert (
-        claim_attempt(run_dir) == 2 and (run_dir / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
-    )
+    filler.unlink()
+    assert claim_attempt(run_dir) == 2
+    assert (run_dir / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
 
 
 def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkeypatch):
@@ -93,110 +87,101 @@ def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkey
     assert report is not None and report.reason == f"because; {os.strerror(code)}"
 
 
-def test_attempt_begins_as_a_whole_or_not_at_all(run_dir):
+def test_attempt_begins_as_a_whole_or_not_at_all(run_dir, filler):
     ask(run_dir, "checkpoint")
-    begun = set()
+    begun, reserve = set(), {run_dir / RESERVE: None}
     for leave in range(0, RESERVE_BYTES + 40_000, 4096):
-        fill(filler(run_dir), leave)
+        fill(filler, leave)
         before, attempt = contents(run_dir), last_attempt(run_dir)
         try:
             assert next_attempt(run_dir, attempt, "it was killed") == attempt + 1
         except OSError as error:
             assert error.errno == errno.ENOSPC
-            now = contents(run_dir)
-            assert {**now, run_dir / RESERVE: None} == {**before, run_dir / RESERVE: None}, leave
+            assert {**contents(run_dir), **reserve} == {**before, **reserve}, leave
         else:
             begun.add(leave)
             state = read_state(run_dir)
-            assert (
-                state is not None
-                and state.attempt == attempt + 1
-                and log_path(run_dir, attempt + 1, 0).parent.is_dir()
-            )
+            assert state is not None and state.attempt == attempt + 1
+            assert log_path(run_dir, attempt + 1, 0).parent.is_dir()
             assert len((run_dir / RESERVE).read_bytes()) == RESERVE_BYTES
-        filler(run_dir).unlink()
+        filler.unlink()
     assert begun and min(begun) >= RESERVE_BYTES
 
 
 def test_launch_into_a_full_disk_leaves_nothing(mount_memory):
     disk = mount_memory("size=1m")
-    fill(filler(disk / "run"))
+    fill(disk / "filler")
     with pytest.raises(OSError, match="No space left"), claimed(disk / "run", {}):
         pass
     assert not list(disk.rglob("attempt_*"))
 
 
+FILL = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.disks import fill
+filler = Path(sys.argv[1])
+"""
+
+
 def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
-    run_dir = mount_memory("size=2m") / "run"
-    code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from tests.disks import fill; from"
-        " pathlib import Path\n"
-    )
-    code += f"fill(Path({str(filler(run_dir))!r})); os.kill(os.getpid(), 9)"
-    job = job_spec(run_dir, sys.executable, "-S", "-c", code, num_processes=1)
+    disk = mount_memory("size=2m")
+    words = ("-S", "-c", f"{FILL}fill(filler); os.kill(os.getpid(), 9)", str(disk / "filler"))
+    job = job_spec(disk / "run", sys.executable, *words, num_processes=1)
     status = submit(job, LAPTOP).wait(60)
     assert status.state is JobState.FAILED and status.attempt == 1
-    assert status.reason.startswith(
-        "rank 0 was killed by SIGKILL (often: out of memory); not started again: "
-    )
-    assert (
-        status.reason.count("No space left on device") == 1
-        and "; the disk is full: " in status.reason
-    )
-    assert last_attempt(run_dir) == 1
+    killed = "rank 0 was killed by SIGKILL (often: out of memory); not started again: "
+    assert status.reason.startswith(killed) and "; the disk is full: " in status.reason
+    assert status.reason.count("No space left on device") == 1
+    assert last_attempt(disk / "run") == 1
 
 
-def test_request_waits_for_room(run_dir):
-    ask(run_dir, "stop")
-    fill(filler(run_dir))
-    assert not take_request(run_dir, "stop", step=8) and read_asked(run_dir, "stop")
-    filler(run_dir).unlink()
-    assert take_request(run_dir, "stop", step=9) and not read_asked(run_dir, "stop")
-
-
-def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir):
+def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir, filler):
     lost = {"process": Process.current().replace(start_ticks=1)}
     for change in ({}, lost, {"state": JobState.FAILED}):
         update_state(run_dir, attempt=1, lost_node=None, **change)
         assert "full" not in read_status(run_dir).reason
-        fill(filler(run_dir), 4096)
+        fill(filler, 4096)
         assert read_status(run_dir).reason.endswith("; the disk is full: 4,096 bytes free")
-        filler(run_dir).unlink()
+        filler.unlink()
     write_end(run_dir, 1, AttemptOutcome(0, "done"))
-    fill(filler(run_dir))
+    fill(filler)
     assert read_status(run_dir).reason == "done"
 
 
-def test_line_that_was_cut_off_costs_no_other(run_dir):
+def test_line_that_was_cut_off_costs_no_other(run_dir, filler):
     state = read_state(run_dir)
     assert state is not None
-    fill(filler(run_dir))
+    fill(filler)
     for number in range(60):  # to the end of a page and beyond
         record_event(run_dir, state.replace(reason=f"{number}"))
-    filler(run_dir).unlink()
+    filler.unlink()
     record_event(run_dir, state.replace(reason="room again"))
-    lines = (run_dir / "history.jsonl").read_bytes().splitlines()
-    assert (
-        read_history(run_dir)[-1].reason == "room again"
-        and len(read_history(run_dir)) == len(lines) - 1
-    )
-    append_lines(run_dir / "new.jsonl", b"1\n")
-    append_lines(run_dir / "new.jsonl", b"2")
-    append_lines(run_dir / "new.jsonl", b"3\n")
+    lines, history = (run_dir / "history.jsonl").read_bytes().splitlines(), read_history(run_dir)
+    assert history[-1].reason == "room again" and len(history) == len(lines) - 1
+    for line in (b"1\n", b"2", b"3\n"):
+        append_lines(run_dir / "new.jsonl", line)
     assert (run_dir / "new.jsonl").read_bytes() == b"1\n2\n3\n"
 
 
-def test_process_outlives_a_log_on_a_full_disk(run_dir):
-    code = (
-        "import sys, traceback; from cluster.files import outlive_full_log;"
-        " outlive_full_log()\nprint('before', flush=True)\nfrom tests.disks import fill; from"
-        " pathlib import Path; fill(Path(sys.argv[1]))\ntry: 1 / 0\nexcept ZeroDivisionError:"
-        " traceback.print_exc()\nfor _ in range(9): print('lost ' * 1000, flush=True); print('lost"
-        " ' * 1000, file=sys.stderr)\nPath(sys.argv[1]).unlink(); print('\\u00e4fter')\n"
-    )
+def test_process_outlives_a_log_on_a_full_disk(run_dir, filler):
+    code = f"""{FILL}
+import traceback
+from cluster.files import outlive_full_log
+outlive_full_log()
+print('before', flush=True)
+fill(filler)
+try: 1 / 0
+except ZeroDivisionError: traceback.print_exc()
+for _ in range(9):
+    print('lost ' * 1000, flush=True)
+    print('lost ' * 1000, file=sys.stderr)
+filler.unlink()
+print('\u00e4fter')"""
     with (run_dir / "log").open("ab") as log:
-        command = [sys.executable, "-c", code, str(filler(run_dir))]
-        assert subprocess.run(command, stdout=log, stderr=log, cwd=ROOT).returncode == 0
+        command = [sys.executable, "-S", "-c", code, str(filler)]
+        assert subprocess.run(command, stdout=log, stderr=log).returncode == 0
     text = (run_dir / "log").read_text()
     assert text.startswith("before\n") and text.endswith("äfter\n") and text.count("lost") < 2000
 

@@ -15,13 +15,9 @@ NODES = "NodeName=node[1-4]"
 
 
 def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, recipe, tmp_path):
-    run = kit.launch(
-        tmp_path / "run",
-        spec=spec,
-        plan=Plan(global_batch_size=4),
-        recipe=recipe.replace(num_steps=40),
-        site=site,
-    )
+    short = recipe.replace(num_steps=40)
+    plan = Plan(global_batch_size=4)
+    run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=short, site=site)
     assert run.job.wait(240).state is JobState.DONE, run.job.logs()
     sandbox.run("scontrol", "update", NODES, "State=drain", "Reason=held")
     first = follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=interrupt)
@@ -29,12 +25,9 @@ def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, reci
     jobs = run.directory / "eval" / "jobs"
     numbers = {folder.name: slurm_number(folder) for folder in jobs.iterdir()}
     found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=release(sandbox)))
-    assert sorted((one.step, one.scored) for one in found) == [(20, True), (40, True)], (
-        "in whatever order they end"
-    )
-    assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers, (
-        "started again, it took them up"
-    )
+    # In whatever order they end; and started again, it took them up.
+    assert sorted((one.step, one.scored) for one in found) == [(20, True), (40, True)]
+    assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers
     for step in (20, 40):
         report = EvalReport.read(run.directory / "eval" / f"step_{step:08d}.json")
         assert report.step == step and report["heldout"].metric("bits_per_byte").value > 0

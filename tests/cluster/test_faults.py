@@ -1,13 +1,11 @@
 """What goes wrong on real clusters, done to a real Slurm: each fault ends as promised, in so many
-seconds.
+seconds. The rows go to results/faults.json.
 
-The rows go to results/faults.json. Nodes that are cut off or switched off need namespaces, hence
-root.
+Nodes that are cut off or switched off need namespaces, hence root.
 """
 
 import contextlib
 import functools
-import itertools
 import os
 import re
 import shutil
@@ -32,7 +30,8 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
-from tests.cluster.jobs import STANDIN, job_spec, occupy, scheduler_job, standin
+from tests.cluster.conftest import configured
+from tests.cluster.jobs import STANDIN, job_spec, occupy, scheduler_job, standin, with_slurm
 from tests.cluster.recovery import power_off, recover
 from tests.cluster.waiting import eventually, processes
 from tests.runs import new_run
@@ -44,12 +43,10 @@ DP4 = Plan(data_parallel=4, zero_stage=1, micro_batch_size=1, global_batch_size=
 
 @pytest.fixture(scope="module", autouse=True)
 def results():
-    load = load_average()
+    load, command = load_average(), "pytest tests/cluster/test_faults.py"
     yield
     if ROWS:
-        write_results(
-            "faults", ROWS, command="pytest tests/cluster/test_faults.py", load_before=load
-        )
+        write_results("faults", ROWS, command=command, load_before=load)
 
 
 @pytest.fixture
@@ -80,9 +77,8 @@ def event(job: Job, state: str, since: float, timeout_s: float = 100.0) -> Event
     """Waits for a change of state and returns it."""
 
     def found():
-        return next(
-            (e for e in read_history(job.run_dir) if e.time >= since and e.state == state), None
-        )
+        later = (each for each in read_history(job.run_dir) if each.time >= since)
+        return next((each for each in later if each.state == state), None)
 
     seen = eventually(found, timeout_s)
     assert seen, job.status()
@@ -99,21 +95,25 @@ def measured(name: str, seconds: float, *, at_most: float | None = None, note: s
     assert at_most is None or seconds <= at_most
 
 
+def took(name: str, start: float, *, at_most: float | None = None, note: str = "") -> None:
+    measured(name, time.time() - start, at_most=at_most, note=note)
+
+
+def kill(process: int) -> float:
+    """Returns the time just after SIGKILL, whose consequences are later."""
+    os.kill(process, signal.SIGKILL)
+    return time.time()
+
+
 def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tmp_path):
     job = submit(standin(tmp_path / "killed", 150, 0.2), site)
     at_step(job, 20)
-    start = time.time()
-    os.kill(rank_process(job, 2), signal.SIGKILL)
-    resumed = event(job, "running", start + 0.01)
-    measured(
-        "rank killed: running again",
-        resumed.time - start,
-        at_most=30,
-        note=event(job, "requeued", start).reason,
-    )
+    start = kill(rank_process(job, 2))
+    resumed, reason = event(job, "running", start), event(job, "requeued", start).reason
+    measured("rank killed: running again", resumed.time - start, at_most=30, note=reason)
     job.stop()
     assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) == 2
-    assert "rank 2 on node3 was killed by SIGKILL" in event(job, "requeued", start).reason
+    assert "rank 2 on node3 was killed by SIGKILL" in reason
 
 
 def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
@@ -121,10 +121,9 @@ def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
     spec = job_spec(tmp_path / "crash", sys.executable, "-c", code, num_processes=1)
     start = time.time()
     status = submit(spec, site).wait(120)
-    measured(
-        "rank that always crashes: given up", time.time() - start, at_most=60, note=status.reason
-    )
-    assert status.state is JobState.FAILED and status.exit_code == 137 and status.attempt == 3
+    took("rank that always crashes: given up", start, at_most=60, note=status.reason)
+    found = (status.state, status.exit_code, status.attempt)
+    assert found == (JobState.FAILED, 137, 3)
     assert "given up after 3 starts without a new step" in status.reason
 
 
@@ -222,9 +221,8 @@ def test_node_that_stalls_for_less_than_the_limit_loses_nothing(nodes, hanging_j
     assert state
     at_step(job, (state.step or 0) + 10)
     time.sleep(5)
-    lost = float(last_attempt(job.run_dir) - 1)
     what = f"{node} frozen for {stall_s} s, hung_after_s {limit_s:g}: attempts lost"
-    measured(what, lost, at_most=0.0)
+    measured(what, float(last_attempt(job.run_dir) - 1), at_most=0.0)
     job.stop()
     assert job.wait(120).state is JobState.DONE
 
@@ -253,9 +251,8 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     nodes.cut("node2")
     nodes.cut("node3")
     requeued = event(job, "requeued", start, 150)
-    assert (
-        requeued.lost_node == "node2,node3" and "node2, node3 no longer answer" in requeued.reason
-    )
+    assert requeued.lost_node == "node2,node3"
+    assert "node2, node3 no longer answer" in requeued.reason
     gone = eventually(lambda: not processes(str(job.run_dir)), 60)
     assert gone, "a node that is cut off still runs a rank"
     assert eventually(lambda: "CG" in nodes.run("squeue", "--noheader", "--format=%t"), 30)
@@ -275,16 +272,8 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
 @pytest.fixture
 def impatient(nodes):
     """A function: after how long Slurm takes a node for down, as an administrator may have it."""
-    file = nodes.path("etc", "slurm.conf")
-    text = file.read_text()
-
-    def after(seconds):
-        file.write_text(text.replace("SlurmdTimeout=300", f"SlurmdTimeout={seconds}"))
-        nodes.run("scontrol", "reconfigure")
-
-    yield after
-    file.write_text(text)
-    nodes.run("scontrol", "reconfigure")
+    with contextlib.ExitStack() as until_the_end:
+        yield lambda seconds: until_the_end.enter_context(configured(nodes, SlurmdTimeout=seconds))
 
 
 def supervisors(job: Job) -> set[int]:
@@ -322,10 +311,9 @@ def test_job_that_was_submitted_just_before_its_supervisor_died_goes_on(
     job = hanging_job(5.0, num_nodes=4)
     at_step(job, 10)
     monkeypatch.setenv("KIT_FOLLOWS", f"{scheduler_job(job).id}/1")
-    follower, start = slurm._sbatch(job.run_dir, "submit.sh"), time.time()
+    follower = slurm._sbatch(job.run_dir, "submit.sh")
     (supervisor,) = supervisors(job)
-    os.kill(supervisor, signal.SIGKILL)
-    event(job, "running", start)
+    event(job, "running", kill(supervisor))
     assert scheduler_job(job).id == follower
     stops(job)
 
@@ -348,11 +336,7 @@ def test_node_lost_twice_is_left_out(nodes, hanging_job):
     assert slurm.lost_nodes(job.run_dir) == ["node2"]
     assert eventually(lambda: running(job), 180), job.status()
     found = nodes_of(nodes, job)
-    measured(
-        "node lost twice: running without it",
-        time.time() - start,
-        note=f"now on {', '.join(found)}",
-    )
+    took("node lost twice: running without it", start, note=f"now on {', '.join(found)}")
     assert "node2" not in found
     job.cancel()
     job.wait(30)
@@ -361,91 +345,77 @@ def test_node_lost_twice_is_left_out(nodes, hanging_job):
 def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
     # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when
     # no shell is there.
-    soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=10))
-    job = submit(standin(tmp_path / "limit", 350, 0.2, time_limit_s=60), soon)
-    start = time.time()
+    spec = standin(tmp_path / "limit", 350, 0.2, time_limit_s=60)
+    job, start = submit(spec, with_slurm(site, stop_before_end_s=10)), time.time()
     stopped = event(job, "requeued", start, 90)
     assert "time limit is near" in stopped.reason
     resumed = event(job, "running", stopped.time)
-    measured(
-        "time limit near: saved, requeued, running again", resumed.time - stopped.time, at_most=60
-    )
+    what = "time limit near: saved, requeued, running again"
+    measured(what, resumed.time - stopped.time, at_most=60)
     saved = (stopped.step or 0) + 1
     assert resumed.step == saved, "no step is lost and none is done twice"
     job.stop()
     assert job.wait(60).state is JobState.DONE
 
 
-def test_scancel(sandbox, site, tmp_path):
-    job = submit(standin(tmp_path / "cancelled", 300), site)
+@pytest.fixture
+def started(site, tmp_path):
+    """A running job of four ranks."""
+    job = submit(standin(tmp_path / "run", 300), site)
     at_step(job, 10)
+    return job
+
+
+def test_scancel(started):
     start = time.time()
-    job.cancel()
-    status = job.wait(30)
-    measured("scancel: ended and said so", time.time() - start, at_most=15, note=status.reason)
-    assert (status.state, status.exit_code) == (JobState.FAILED, 143)
+    started.cancel()
+    status = started.wait(30)
+    took("scancel: ended and said so", start, at_most=15, note=status.reason)
+    found = (status.state, status.exit_code, status.reason)
+    assert found == (JobState.FAILED, 143, "cancelled (scancel)")
     assert eventually(lambda: not processes(STANDIN))
 
 
 def test_hopeless_submission_says_why(sandbox, site, tmp_path):
     failed = sandbox.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").strip()
-    after = site.replace(
-        slurm=site.slurm.replace(sbatch_options=(f"--dependency=afterok:{failed}",))
-    )
+    after = with_slurm(site, sbatch_options=(f"--dependency=afterok:{failed}",))
     start = time.time()
     job = submit(standin(tmp_path / "hopeless"), after)
-    reason = eventually(
-        lambda: (found := job.status().reason).count("will not start") and found, 20
-    )
-    measured("hopeless submission: reason shown", time.time() - start, at_most=20, note=str(reason))
-    assert (
-        reason
-        and job.state is JobState.QUEUED
-        and "DependencyNeverSatisfied" in reason
-        and "Cancel it" in reason
-    )
+    assert eventually(lambda: "will not start" in job.status().reason, 20), job.status()
+    reason = job.status().reason
+    took("hopeless submission: reason shown", start, at_most=20, note=reason)
+    assert job.state is JobState.QUEUED
+    assert "DependencyNeverSatisfied" in reason and "Cancel it" in reason
     job.cancel()
     assert job.wait(5).state is JobState.FAILED
 
 
-def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
-    job = submit(standin(tmp_path / "beheaded", 300), site)
-    at_step(job, 10)
-    start = time.time()
-    (supervisor,) = supervisors(job)
-    os.kill(supervisor, signal.SIGKILL)
-    status = job.wait(60)
-    measured(
-        "supervisor killed, no accounting: end known",
-        time.time() - start,
-        at_most=60,
-        note=status.reason,
-    )
+def test_killed_supervisor_is_seen_without_accounting(started):
+    (supervisor,) = supervisors(started)
+    start = kill(supervisor)
+    status = started.wait(60)
+    what = "supervisor killed, no accounting: end known"
+    took(what, start, at_most=60, note=status.reason)
     assert status.state is JobState.FAILED and status.reason.startswith("Slurm: FAILED")
     assert eventually(lambda: not processes(STANDIN), 60)
 
 
 def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
-    job = submit(standin(tmp_path / "restart", 100, 0.2), site)
+    job = submit(standin(tmp_path / "restart", 80, 0.2), site)
     at_step(job, 10)
     off = sandbox.path("run", "controller.off")
     off.touch()
     os.kill(int(sandbox.path("run", "slurmctld.pid").read_text()), signal.SIGTERM)
     threading.Timer(10, off.unlink).start()
-    start = time.time()
-    worst = 0.0
+    start, waits_s = time.time(), []
     while time.time() - start < 12:
         asked = time.monotonic()
         assert job.state in (JobState.RUNNING, JobState.STARTING)
-        worst = max(worst, time.monotonic() - asked)
+        waits_s.append(time.monotonic() - asked)
         time.sleep(0.2)
     assert job.wait(60).state is JobState.DONE and last_attempt(job.run_dir) == 1
-    measured(
-        "controller restarted: longest wait for a status",
-        worst,
-        at_most=25,
-        note="the job did not notice",
-    )
+    what, note = "controller restarted: longest wait for a status", "the job did not notice"
+    measured(what, max(waits_s), at_most=25, note=note)
 
 
 def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, tmp_path):
@@ -454,22 +424,18 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
     (run_dir / "checkpoints").symlink_to(nodes.path("scratch"))
     start = time.time()
     status = submit(standin(run_dir), site).wait(60)
-    measured(
-        "node-local checkpoint directory: refused",
-        time.time() - start,
-        at_most=30,
-        note=status.reason.replace(f"{tmp_path}/", ""),
-    )
+    note = status.reason.replace(f"{tmp_path}/", "")
+    took("node-local checkpoint directory: refused", start, at_most=30, note=note)
     assert status.state is JobState.FAILED and "not a shared directory" in status.reason
     assert not list((run_dir / "logs").glob("attempt*/*"))
 
 
-def test_launches_leave_nothing_behind(request, sandbox, site, tmp_path):
-    start, count = time.time(), 20 if request.config.getoption("--real-limits") else 5
+def test_launches_leave_nothing_behind(sandbox, site, tmp_path, is_full):
+    start, count = time.time(), 20 if is_full else 5
     for number in range(count):
         job = submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
         assert job.wait(60).state is JobState.DONE
-    measured(f"{count} launches of 4 ranks on 4 nodes", time.time() - start, note="no process left")
+    took(f"{count} launches of 4 ranks on 4 nodes", start, note="no process left")
     assert eventually(lambda: not processes(str(tmp_path)), 10)
 
 
@@ -488,24 +454,15 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     assert unbroken.job.wait(300).state is JobState.DONE, unbroken.job.logs()
     run = kit.launch(tmp_path / "broken", spec=spec, plan=DP4, recipe=recipe, site=site)
     at_step(run.job, 15)
-    start = time.time()
-    os.kill(rank_process(run.job, 3), signal.SIGKILL)
-    resumed = event(run.job, "running", start + 0.01)
-    measured(
-        "training, rank killed: first step of the restart",
-        resumed.time - start,
-        note="start of 4 ranks included",
-    )
+    start = kill(rank_process(run.job, 3))
+    what, note = "training, rank killed: first step of the restart", "start of 4 ranks included"
+    measured(what, event(run.job, "running", start).time - start, note=note)
     at_step(run.job, 30)
     start = time.time()
     occupy(sandbox, 2, partition="urgent")
     preempted = event(run.job, "preempted", start)
-    measured(
-        "training, preempted: checkpoint written",
-        preempted.time - start,
-        at_most=20,
-        note=preempted.reason,
-    )
+    what = "training, preempted: checkpoint written"
+    measured(what, preempted.time - start, at_most=20, note=preempted.reason)
     status = run.job.wait(300)
     assert (status.state, status.attempt) == (JobState.DONE, 3), run.job.history
     ours, theirs = run.metrics(), unbroken.metrics()
@@ -513,48 +470,40 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     assert sorted(set(ours["attempt"].tolist())) == [1, 2, 3]
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
     difference = float(np.abs(ours["loss"] / theirs["loss"] - 1).max())
-    ROWS.append(
-        row("training, killed and preempted: largest difference in loss", difference, at_most=1e-6)
-    )
+    what = "training, killed and preempted: largest difference in loss"
+    ROWS.append(row(what, difference, at_most=1e-6))
     spent, history = ledger(run), read_history(run.directory)
-    assert (
-        spent.wall_s == pytest.approx(history[-1].time - history[0].time, rel=1e-6)
-        and spent.idle_s == 0
-    )
+    whole_s = history[-1].time - history[0].time
+    assert spent.wall_s == pytest.approx(whole_s, rel=1e-6) and spent.idle_s == 0
     parts = spent.seconds
-    assert all(
-        parts[part] > 0 for part in ("repeated", "start-up", "lost", "waiting", "checkpoints")
-    ), parts
-    assert 0 < spent.goodput < 1 and parts["productive"] == pytest.approx(
-        ours["step_time_s"].sum(), rel=0.5
-    )
+    costs = ("repeated", "start-up", "lost", "waiting", "checkpoints")
+    assert all(parts[part] > 0 for part in costs), parts
+    assert 0 < spent.goodput < 1
+    assert parts["productive"] == pytest.approx(ours["step_time_s"].sum(), rel=0.5)
 
 
+@pytest.mark.thorough
 def test_disk_full_during_a_checkpoint_keeps_the_older_one(
     nodes, small_disk, site, spec, recipe, tmp_path
 ):
+    """On one machine: tests/test_train.py. That code 78 is final for Slurm too: test_slurm.py."""
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
-    folder = small_disk / "checkpoints"
+    folder, filler = small_disk / "checkpoints", small_disk / "filler"
     folder.mkdir()
-    run = new_run(
-        tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site
-    )
+    endless = recipe.replace(num_steps=100_000)
+    run = new_run(tmp_path / "full", spec=spec, plan=plan, recipe=endless, site=site)
     run.checkpoints.directory.symlink_to(folder)
     submit(launcher.job_spec(run), site)
     try:
         assert eventually(lambda: run.checkpoints.steps(), 120), run.job.logs()
         start = time.time()
-        filler = small_disk / "filler"
         with pytest.raises(OSError, match="No space left"), filler.open("wb") as stream:
-            for _ in itertools.count():
+            while True:
                 stream.write(bytes(1 << 16))
                 stream.flush()
         status = run.job.wait(120)
-        measured(
-            "disk full during a checkpoint: failed and said so",
-            time.time() - start,
-            note=status.reason.replace(f"{tmp_path}/", ""),
-        )
+        what, note = "disk full during a checkpoint", status.reason.replace(f"{tmp_path}/", "")
+        took(f"{what}: failed and said so", start, note=note)
         assert status.state is JobState.FAILED and "o space left" in status.reason, status
         assert status.attempt == 1, "trying again would end the same way"
         newest = run.checkpoints.steps()[-1]

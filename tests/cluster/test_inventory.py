@@ -1,6 +1,4 @@
-"""A first site file from what a cluster says: recorded resources of other clusters, and the real
-Slurm here.
-"""
+"""A first site file from what a cluster says: recorded resources of others, and the real Slurm."""
 
 import shlex
 import tomllib
@@ -54,19 +52,10 @@ def test_generic_resources(gres, expected):
     assert (int(count), kind) == expected and said["devices_per_node"] == (expected[0] or 64)
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        ("2-00:00:00", 172800),
-        ("12:00:00", 43200),
-        ("30:00", 1800),
-        ("1:30", 90),
-        ("infinite", None),
-        ("n/a", None),
-    ],
-)
-def test_time_limits(limit, expected):
-    assert inventory.seconds(limit) == expected
+def test_time_limits():
+    limits = {"2-00:00:00": 172800, "12:00:00": 43200, "30:00": 1800, "1:30": 90}
+    for limit, seconds in {**limits, "infinite": None, "n/a": None}.items():
+        assert inventory.seconds(limit) == seconds
 
 
 LINES = """\
@@ -104,9 +93,8 @@ def test_what_slurm_does_not_know_is_left_open(tmp_path):
     site, text = write(tmp_path)
     assert (site.name, site.slurm.partition, site.slurm.cpus_per_task) == ("big-gpu", "gpu", 32)
     assert site.device.name == "GPU a100" and not site.device.peak_flops_per_s
-    assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text, (
-        "40 or 80 GB: GRES does not say"
-    )
+    # 40 or 80 GB: GRES does not say.
+    assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text
     assert site.slurm.account == "EDIT" and site.slurm.sbatch_options == ("--mem=0",)
     with pytest.raises(ConfigError, match="slurm.account"):
         check_submittable(site)
@@ -118,12 +106,8 @@ def test_what_slurm_does_not_know_is_left_open(tmp_path):
 def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
     _, text = write(tmp_path, login="frontier")
     filled = text.replace("/EDIT/", "/home/me/").replace('account = "EDIT"', 'account = "abc123"')
-    for name, value in (
-        ("price_per_node_hour", "9"),
-        ("memory_bytes", "85899345920"),
-        ("bf16", "312e12"),
-        ("inter_node_bytes_per_s", "100e9"),
-    ):
+    edited = {"price_per_node_hour": "9", "memory_bytes": "85899345920"}
+    for name, value in {**edited, "bf16": "312e12", "inter_node_bytes_per_s": "100e9"}.items():
         assert f"# EDIT: {name} = {{ value = 0" in filled
         filled = filled.replace(f"# EDIT: {name} = {{ value = 0", f"{name} = {{ value = {value}")
     (tmp_path / "mine.toml").write_text(filled)
@@ -133,22 +117,18 @@ def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
     assert site.links.inter_node_bytes_per_s.value == 100e9 and site.price_per_node_hour.value == 9
 
 
+def kit_site_init(file, *words):
+    return CliRunner().invoke(app, ["site", "init", str(file), *words])
+
+
 def test_a_file_of_this_machine(tmp_path):
-    file = tmp_path / "desk.toml"
-    done = CliRunner().invoke(app, ["site", "init", str(file), "--local"])
-    assert done.exit_code == 0, (done.output, done.exception)
-    site = Site.load(str(file))
-    assert (
-        site.scheduler == "local"
-        and site.devices_per_node >= 1
-        and "kit launch runs/first --site" in done.output
-    )
-    wrong = CliRunner().invoke(
-        app, ["site", "init", str(tmp_path / "b.toml"), "--local", "--account", "x"]
-    )
-    assert (
-        "--account: not with --local" in str(wrong.exception) and not (tmp_path / "b.toml").exists()
-    )
+    done = kit_site_init(tmp_path / "desk.toml", "--local")
+    assert done.exit_code == 0 and "kit launch runs/first --site" in done.output, done.exception
+    site = Site.load(tmp_path / "desk.toml")
+    assert site.scheduler == "local" and site.devices_per_node >= 1
+    wrong = kit_site_init(tmp_path / "b.toml", "--local", "--account", "x")
+    assert "--account: not with --local" in str(wrong.exception)
+    assert not (tmp_path / "b.toml").exists()
 
 
 def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
@@ -156,23 +136,13 @@ def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
     import torch
 
     told = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=84929347584)
-    for name, value in (
-        ("is_available", True),
-        ("device_count", 2),
-        ("get_device_properties", told),
-    ):
+    says = {"is_available": True, "device_count": 2, "get_device_properties": told}
+    for name, value in says.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    app(["site", "init", str(tmp_path / "desk.toml"), "--local"], standalone_mode=False)
-    site = Site.load(str(tmp_path / "desk.toml"))
+    assert kit_site_init(tmp_path / "desk.toml", "--local").exit_code == 0
+    site = Site.load(tmp_path / "desk.toml")
     assert site.device.is_gpu and "H100" in site.device.name and site.devices_per_node == 2
     assert site.device.memory_bytes.value == pytest.approx(84929347584, rel=1e-5)
-
-
-def test_what_is_no_partition_and_no_answer_of_slurm_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--partition: 'gpuu' is unknown. Did you mean 'gpu'"):
-        write(tmp_path, "gpuu")
-    with pytest.raises(JobError, match="is not of the form"):
-        inventory.nodes_of("PARTITION AVAIL TIMELIMIT")
 
 
 @pytest.fixture
@@ -186,9 +156,7 @@ def login_node(monkeypatch):
     def ssh(login, command, data=b"", timeout_s=0.0):
         asked.append(shlex.split(shlex.split(command)[-1]))
         if asked[-1][0] not in answers:
-            raise JobError(
-                f"{login}: exit code 127: bash: line 1: {asked[-1][0]}: No such file or directory"
-            )
+            raise JobError(f"{login}: exit code 127: {asked[-1][0]}: No such file or directory")
         return answers[asked[-1][0]].encode()
 
     for place in (machines, submit, mirror):
@@ -202,55 +170,39 @@ def test_what_is_advised_after_a_first_file_needs_no_connection(
     monkeypatch.chdir(tmp_path)
     app(["site", "init", "my.toml", "--login", "frontier"], standalone_mode=False)
     said = capsys.readouterr().out.splitlines()
-    marked = [
-        (n, line)
-        for n, line in enumerate((tmp_path / "my.toml").read_text().splitlines(), 1)
-        if "EDIT:" in line
-    ]
+    lines = enumerate((tmp_path / "my.toml").read_text().splitlines(), 1)
+    marked = [(n, line) for n, line in lines if "EDIT:" in line]
     assert said[2:] == [f"  my.toml, line {n}: {line}" for n, line in marked]
-    assert marked[0][0] > 1 and any("# EDIT: inter_node" in line for line in said), (
-        "the heading is nothing to edit"
-    )
+    assert marked[0][0] > 1, "the heading is nothing to edit"
+    assert any("# EDIT: inter_node" in line for line in said)
     asked = len(login_node)
     advised = shlex.split(said[1].split("kit ")[1])
     assert advised == ["launch", "runs/first", "--site", "my.toml", "--show"]
     app(advised, standalone_mode=False)
-    left = (
-        "site.there.python: in my.toml",
-        "site.there.folder: in my.toml",
-        "site.slurm.account: in my.toml",
-    )
-    assert [line.strip() for line in capsys.readouterr().err.splitlines()][1:] == list(left)
-    with pytest.raises(
-        ConfigError,
-        match=r"there.python, .*account: still 'EDIT'. Write your own values in the site",
+    left = [line.strip() for line in capsys.readouterr().err.splitlines()][1:]
+    fields = ("site.there.python", "site.there.folder", "site.slurm.account")
+    assert left == [f"{field}: in my.toml" for field in fields]
+    to_another_folder = [*advised[:2], "--there", "/runs/x", *advised[2:-1]]
+    for words, message in (
+        (advised[:-1], r"there.python, .*account: still 'EDIT'. Write your own values in the site"),
+        (to_another_folder, r"^site.there.python, site.there.folder: still 'EDIT'"),
     ):
-        app(advised[:-1], standalone_mode=False)
-    with pytest.raises(ConfigError, match=r"^site.there.python, site.there.folder: still 'EDIT'"):
-        app(
-            ["launch", "runs/first", "--there", "/runs/x", "--site", "my.toml"],
-            standalone_mode=False,
-        )
+        with pytest.raises(ConfigError, match=message):
+            app(words, standalone_mode=False)
     assert len(login_node) == asked and not (tmp_path / "runs").exists()
 
 
 def test_the_command_on_a_real_slurm(sandbox, tmp_path):
     file = tmp_path / "mine.toml"
-    done = CliRunner().invoke(app, ["site", "init", str(file)])
-    assert done.exit_code == 0, done.output
-    site = Site.load(str(file))
+    done = kit_site_init(file)
+    assert done.exit_code == 0 and "Other partitions: " in done.output, done.output
+    site = Site.load(file)
     check_submittable(site)
     assert site.name == "sandbox" and site.slurm.partition in done.output
-    assert "Other partitions: " in done.output
-    again = CliRunner().invoke(app, ["site", "init", str(file)])
-    assert again.exit_code and "already exists" in str(again.exception)
+    assert "already exists" in str(kit_site_init(file).exception)
 
 
 def test_where_there_is_no_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = CliRunner().invoke(app, ["site", "init", str(tmp_path / "mine.toml")])
-    assert (
-        done.exit_code
-        and "give --login NAME" in str(done.exception)
-        and not list(tmp_path.iterdir())
-    )
+    done = kit_site_init(tmp_path / "mine.toml")
+    assert "give --login NAME" in str(done.exception) and not list(tmp_path.iterdir())

@@ -1,5 +1,4 @@
-"""From a chair to the cluster and back, as a person goes: JupyterLab on a laptop without Slurm,
-ssh, a real Slurm.
+"""From a chair to the cluster and back: JupyterLab on a laptop without Slurm, ssh, a real Slurm.
 
 KIT_SCREENSHOTS names a folder for a picture of each station.
 """
@@ -98,19 +97,12 @@ def rates(sandbox, site, tiny_dataset, tmp_path) -> dict[str, float]:
     now.
     """
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=30, learning_rate=1e-3)
-    run = kit.launch(
-        tmp_path / "first",
-        spec=SPEC,
-        plan=PLAN,
-        recipe=recipe,
-        site=site.replace(devices_per_node=1),
-    )
+    own = site.replace(devices_per_node=1)
+    run = kit.launch(tmp_path / "first", spec=SPEC, plan=PLAN, recipe=recipe, site=own)
     assert run.job.wait(timeout_s=180).state == "done", run.job.logs()
     device = as_it_runs(run).device
-    return {
-        "peak": device.peak_flops_per_s["fp32"].value,
-        "rate": device.matmul_flops_per_s["fp32"].value,
-    }
+    rates = {"peak": device.peak_flops_per_s, "rate": device.matmul_flops_per_s}
+    return {name: facts["fp32"].value for name, facts in rates.items()}
 
 
 @pytest.fixture
@@ -131,9 +123,8 @@ def notebook(
     (folder / "frontier.toml").write_text(text)
     assert Site.load(str(folder / "frontier.toml")).there
     lab = Lab(laptop_python, tmp_path / "home-of-the-laptop", folder)
-    found = Notebook(
-        browser, lab, [cell.format(data=str(tiny_dataset.directory)) for cell in CELLS]
-    )
+    cells = [cell.format(data=str(tiny_dataset.directory)) for cell in CELLS]
+    found = Notebook(browser, lab, cells)
     yield found
     found.context and found.context.close()
     lab.stop()
@@ -155,20 +146,14 @@ def picture(notebook: Notebook, name: str) -> None:
 
 
 def test_the_journey(notebook, login_node, tmp_path) -> None:
-    here, there = (
-        tmp_path / "laptop" / "runs" / "from-my-chair",
-        tmp_path / "there" / "from-my-chair",
-    )
+    here, there = (tmp_path / side / "from-my-chair" for side in ("laptop/runs", "there"))
     notebook.open(width=1300)
     notebook.run_cell(0)
     notebook.run_cell(1)
     notebook.page.wait_for_selector(".kit-monitor[data-draws]")
     notebook.until(lambda: notebook.seen("state") == "running" and notebook.step > 30, 180)
-    assert (
-        (here / "login.json").exists()
-        and not (here / "checkpoints").exists()
-        and (there / "submit.sh").exists()
-    )
+    assert (here / "login.json").exists() and not (here / "checkpoints").exists()
+    assert (there / "submit.sh").exists()
     notebook.until(lambda: notebook.text(".kit-verdict"), 120)
     notebook.photograph("journey-1-live")
 
@@ -184,10 +169,8 @@ def test_the_journey(notebook, login_node, tmp_path) -> None:
         assert notebook.text(".kit-badge") == "last seen running"
         picture(notebook, "journey-3-lost")
         login_node.on()
-        notebook.until(
-            lambda: notebook.step > step and "no connection" not in notebook.text(".kit-reason"),
-            120,
-        )
+        notebook.until(lambda: notebook.step > step, 120)
+        notebook.until(lambda: "no connection" not in notebook.text(".kit-reason"), 120)
 
     notebook.click("Stop after step")
     notebook.click("Really stop after step?")
@@ -196,13 +179,8 @@ def test_the_journey(notebook, login_node, tmp_path) -> None:
     picture(notebook, "journey-4-stopped")
     notebook.click("Resume")
     notebook.until(lambda: notebook.seen("attempt") == "2" and notebook.step > stopped + 20, 180)
-    notebook.until(
-        lambda: (
-            notebook.page.locator(".kit-shares").count()
-            and "Goodput" in notebook.text(".kit-shares")
-        ),
-        60,
-    )
+    shares = notebook.page.locator(".kit-shares")
+    notebook.until(lambda: shares.count() and "Goodput" in notebook.text(".kit-shares"), 60)
     picture(notebook, "journey-5-resumed")
     notebook.click("Stop now")
     notebook.click("Really stop now?")
@@ -214,6 +192,5 @@ def test_the_journey(notebook, login_node, tmp_path) -> None:
     notebook.photograph("journey-6-ledger")
     assert "productive" in told and "start-up" in told, told
     rows = [json.loads(line) for line in (here / "metrics.jsonl").read_text().splitlines()]
-    assert {row["attempt"] for row in rows} == {1, 2} and Run.open(here).metrics()["step"].tolist()[
-        -1
-    ] > stopped
+    assert {row["attempt"] for row in rows} == {1, 2}
+    assert Run.open(here).metrics()["step"].tolist()[-1] > stopped

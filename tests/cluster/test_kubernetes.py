@@ -1,9 +1,8 @@
 """Kubernetes: submission and status by the real kubectl, against a server with the real API's
 paths.
 
-No cluster can run here. The server keeps what it is sent and answers as the API does, with the
-fields that it documents; conditions and counts, which a real cluster would add, are put there by
-the tests.
+No cluster can run here. The server answers as the API does, with the fields that it documents; what
+a real cluster would add, conditions and counts, the tests put there.
 """
 
 import json
@@ -21,6 +20,7 @@ from cluster.state import JobError, JobState
 from cluster.submission import submit
 from tests.cluster.eks import eks, training_job
 from tests.cluster.jobs import scheduler_job
+from tests.cluster.shell import programs
 
 KINDS = {
     "v1": ("Service", "ConfigMap"),
@@ -32,20 +32,17 @@ OPENAPI = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
 def discovery():
     """What kubectl asks first: which kinds there are."""
-    versions = [{"groupVersion": name, "version": name.split("/")[1]} for name in list(KINDS)[1:]]
-    groups = [{"name": each["groupVersion"].split("/")[0], "versions": [each]} for each in versions]
-    answers = {"/api": {"versions": ["v1"]}, "/apis": {"kind": "APIGroupList", "groups": groups}}
     can = {"namespaced": True, "verbs": ["create", "delete", "get", "list", "watch"]}
-    for version, names in KINDS.items():
-        ones = ((kind, kind.lower()) for kind in names)
-        kinds = [
-            {"name": f"{one}s", "singularName": one, "kind": kind, **can} for kind, one in ones
-        ]
-        answers[f"/apis/{version}" if "/" in version else "/api/v1"] = {
-            "groupVersion": version,
-            "resources": kinds,
-        }
-    return answers
+    answers, groups = {}, []
+    for version, kinds in KINDS.items():
+        ones = [(kind, kind.lower()) for kind in kinds]
+        named = [{"name": f"{one}s", "singularName": one, "kind": kind} for kind, one in ones]
+        place = f"/apis/{version}" if "/" in version else "/api/v1"
+        answers[place] = {"groupVersion": version, "resources": [each | can for each in named]}
+        group, _, short = version.partition("/")
+        groups += [{"name": group, "versions": [{"groupVersion": version, "version": short}]}]
+    groups = {"kind": "APIGroupList", "groups": groups[1:]}
+    return {"/api": {"versions": ["v1"]}, "/apis": groups, **answers}
 
 
 class Api(ThreadingHTTPServer):
@@ -85,17 +82,12 @@ class ApiHandler(BaseHTTPRequestHandler):
             return self._answer(200, b"", OPENAPI)
         if path in self.server.objects:
             return self._answer(200, self.server.objects[path])
-        wanted = dict(
-            part.split("=") for part in query.get("labelSelector", [""])[0].split(",") if part
-        )
-        items = [
-            item
-            for place, item in self.server.objects.items()
-            if place.rpartition("/")[0] == path
-            and wanted.items() <= item["metadata"]["labels"].items()
-        ]
-        if not wanted:
+        selector = query.get("labelSelector")
+        if not selector:
             return self._refuse(404, "not found")
+        wanted = dict(part.split("=") for part in selector[0].split(",")).items()
+        here = (item for at, item in self.server.objects.items() if at.rpartition("/")[0] == path)
+        items = [item for item in here if wanted <= item["metadata"]["labels"].items()]
         self._answer(200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
 
     def do_DELETE(self):
@@ -134,12 +126,10 @@ def api(tmp_path, monkeypatch):
         pytest.skip("kubectl is not installed: kubernetes.io/docs/tasks/tools")
     server = Api()
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
+    address = {"server": f"http://127.0.0.1:{server.server_address[1]}"}
     config = {
-        "apiVersion": "v1",
-        "kind": "Config",
         "current-context": "fake",
-        "clusters": [{"name": "fake", "cluster": {"server": address}}],
+        "clusters": [{"name": "fake", "cluster": address}],
         "users": [{"name": "me", "user": {"token": "x"}}],
         "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "me"}}],
     }
@@ -152,25 +142,37 @@ def api(tmp_path, monkeypatch):
     server.server_close()
 
 
+@pytest.fixture
+def submitted(api, tmp_path):
+    """A function: a job on EKS, with other fields of the site, and what the server made of it."""
+
+    def send(**changes):
+        job = submit(training_job(tmp_path), eks(tmp_path, **changes))
+        (made,) = api.of_kind("jobs") or api.of_kind("jobsets")
+        return job, made
+
+    return send
+
+
+JOBS = "/apis/batch/v1/namespaces/default/jobs"
+
+
 def look(job):
     ours = scheduler_job(job)
     return kubernetes.query([ours])[ours.id]
 
 
-def test_submit_look_and_cancel(api, tmp_path):
-    job = submit(training_job(tmp_path), eks(tmp_path))
+def test_submit_look_and_cancel(api, submitted, tmp_path):
+    job, made = submitted()
     sent = json.loads((job.run_dir / "submit.json").read_text())["items"]
     name = sent[0]["metadata"]["name"]
     assert scheduler_job(job).id == f"job/{name}" and scheduler_job(job).config == "fake/default"
-    (made,), (service,), (script,) = map(api.of_kind, ("jobs", "services", "configmaps"))
+    (service,), (script,) = map(api.of_kind, ("services", "configmaps"))
     assert (made["spec"], service["spec"]) == (sent[0]["spec"], sent[1]["spec"])
     assert script["data"] == sent[2]["data"] == {"run.sh": (job.run_dir / "run.sh").read_text()}
     assert job.status().state is JobState.QUEUED
-    with pytest.raises(JobError, match="in use"):
-        submit(training_job(tmp_path), eks(tmp_path))
     job.cancel()
-    assert not api.objects
-    assert ("Background", f"/apis/batch/v1/namespaces/default/jobs/{name}") in api.requests
+    assert not api.objects and ("Background", f"{JOBS}/{name}") in api.requests
     assert job.status().state.is_final
     kubernetes.cancel(scheduler_job(job), job.run_dir)  # gone already
     with pytest.raises(JobError, match="does not belong to this run"):
@@ -181,43 +183,38 @@ def condition(kind, status="True", **more):
     return {"type": kind, "status": status, **more}
 
 
-def test_states_in_our_words(api, tmp_path):
-    job = submit(training_job(tmp_path), eks(tmp_path, queue="trn1"))
-    (made,) = api.of_kind("jobs")
+def test_states_in_our_words(api, submitted):
+    job, made = submitted(queue="trn1")
 
-    def having(**status):
-        made["status"] = status
+    def having(*conditions, **counts):
+        made["status"] = {"conditions": [*conditions], **counts}
         return look(job)
 
-    suspended = having(conditions=[condition("Suspended")])
+    suspended = having(condition("Suspended"))
     assert suspended.state is JobState.QUEUED and "admitted by its queue" in suspended.reason
     made["spec"]["suspend"] = False
-    for status in ({}, {"active": 64}, {"active": 64, "ready": 63}):
-        waiting = having(**status, conditions=[condition("Suspended", "False")])
+    for counts in ({}, {"active": 64}, {"active": 64, "ready": 63}):
+        waiting = having(condition("Suspended", "False"), **counts)
         assert waiting.state is JobState.QUEUED
         instance = f"app.kubernetes.io/instance={scheduler_job(job).id[4:]}"
         assert f"kubectl describe pods --selector={instance}`" in waiting.reason
     ready = having(active=64, ready=64, failed=1)
     assert (ready.state, ready.reason) == (JobState.RUNNING, "all pods are ready (restart 1)")
-    assert having(active=3, ready=3, succeeded=61).state is JobState.RUNNING, (
-        "the others have ended"
-    )
-    message = (
-        "Container node for pod default/a failed with exit code 78 matching FailJob rule at index 0"
-    )
-    failed = having(conditions=[condition("Failed", reason="PodFailurePolicy", message=message)])
-    assert failed.state is JobState.FAILED and failed.exit_code == 1
+    some_have_ended = having(active=3, ready=3, succeeded=61)
+    assert some_have_ended.state is JobState.RUNNING
+    message = "Container node failed with exit code 78 matching FailJob rule at index 0"
+    failed = having(condition("Failed", reason="PodFailurePolicy", message=message))
+    assert (failed.state, failed.exit_code) == (JobState.FAILED, 1)
     assert failed.reason == f"Kubernetes: PodFailurePolicy: {message}. `kit resume` starts it again"
-    assert having(conditions=[condition("Complete")]).state is JobState.DONE
+    assert having(condition("Complete")).state is JobState.DONE
     made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
     assert having(active=64, ready=64).state is JobState.STOPPING
     api.objects.clear()
     assert look(job).state is JobState.LOST
 
 
-def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
-    job = submit(training_job(tmp_path), eks(tmp_path))
-    (made,) = api.of_kind("jobs")
+def test_stopped_job_is_requeued_as_the_next_attempt(api, submitted, tmp_path):
+    job, made = submitted()
     made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded")]
     assert job.status().state is JobState.FAILED and "kit resume" in job.status().reason
     eks("/elsewhere").write(job.run_dir / "site.json")
@@ -226,56 +223,49 @@ def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
     assert api.of_kind("jobs") == [made], "a requeue that cannot be has ended nothing"
     eks(tmp_path).write(job.run_dir / "site.json")
     job.requeue()
-    assert [path for how, path in api.requests if how == "Foreground"] == [
-        f"/apis/batch/v1/namespaces/default/jobs/{made['metadata']['name']}",
-        f"/api/v1/namespaces/default/configmaps/{made['metadata']['name']}",
-        f"/api/v1/namespaces/default/services/{made['metadata']['name']}",
-    ], "it is gone when its pods are"
+    core, name = "/api/v1/namespaces/default", made["metadata"]["name"]
+    gone = [f"{place}/{name}" for place in (JOBS, f"{core}/configmaps", f"{core}/services")]
+    # Each is gone when its pods are.
+    assert [path for how, path in api.requests if how == "Foreground"] == gone
     (made,) = api.of_kind("jobs")
     assert made["metadata"]["name"].endswith("-2")
     assert job.status().attempt == 2 and job.status().state is JobState.QUEUED
     assert f"job/{made['metadata']['name']}" in (job.run_dir / "run.sh").read_text()
 
 
-def test_job_set_goes_through_its_own_path(api, tmp_path):
-    job = submit(training_job(tmp_path), eks(tmp_path, kind="JobSet"))
-    (made,) = api.of_kind("jobsets")
+def test_job_set_goes_through_its_own_path(api, submitted):
+    job, made = submitted(kind="JobSet")
     assert ("POST", "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets") in api.requests
     assert not api.of_kind("services"), "the operator makes the Service of a JobSet"
-    made["status"] |= {
-        "restarts": 2,
-        "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}],
-    }
+    pods = {"name": "node", "active": 1, "ready": 0}
+    made["status"] |= {"restarts": 2, "replicatedJobsStatus": [pods]}
     assert look(job).state is JobState.QUEUED
-    made["status"]["replicatedJobsStatus"][0]["ready"] = 1
+    pods["ready"] = 1
     assert look(job).reason == "all pods are ready (restart 2)"
     job.cancel()
     assert not api.objects
 
 
-def test_refusal_is_told_in_the_words_of_the_cluster(api, tmp_path):
+def test_refusal_is_told_in_the_words_of_the_cluster(api, submitted, tmp_path):
     api.refusal = ("services", 403, "services is forbidden: User me cannot create")
     with pytest.raises(JobError, match=r"kubectl create: .*services is forbidden"):
-        submit(training_job(tmp_path), eks(tmp_path))
+        submitted()
     assert not api.objects, "half a job was left behind"
     assert not (tmp_path / "runs").exists(), "nor anything of the run"
     api.refusal = None
-    submit(training_job(tmp_path), eks(tmp_path))
+    submitted()
 
 
-def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch):
-    job = submit(training_job(tmp_path), eks(tmp_path))
+def test_silent_cluster_and_missing_kubectl_are_told(api, submitted, tmp_path, monkeypatch):
+    job, _ = submitted()
     api.shutdown()
     api.server_close()
     with pytest.raises(JobError, match="kubectl get: .*refused"):
         look(job)
-    slow = tmp_path / "bin" / "kubectl"
-    slow.parent.mkdir()
-    slow.write_text("#!/bin/sh\nexec sleep 20\n")
-    slow.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{slow.parent}:/bin:/usr/bin")
-    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 0.5)
-    with pytest.raises(JobError, match=r"kubectl delete timed out: no answer within 0\.5 s"):
+    bin_ = programs(tmp_path / "bin", {"kubectl": "exec sleep 20"})
+    monkeypatch.setenv("PATH", f"{bin_}:/bin:/usr/bin")
+    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 0.1)
+    with pytest.raises(JobError, match=r"kubectl delete timed out: no answer within 0\.1 s"):
         kubernetes.cancel(scheduler_job(job), job.run_dir)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(JobError, match="kubectl is not installed here"):

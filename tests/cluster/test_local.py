@@ -1,6 +1,4 @@
-"""The local launcher, with real processes: start, end, failure, kill, reattach, and nothing left
-behind.
-"""
+"""The local launcher, with real processes: start, end, failure, kill, reattach, nothing left."""
 
 import os
 import resource
@@ -11,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,9 @@ from tests.cluster.waiting import eventually, processes
 
 ROOT = Path(local.__file__).parents[2]
 SLEEP = "import time; time.sleep(60)"
+PRINT_AND_SLEEP = f"print('up', flush=True)\n{SLEEP}"
 FAST = [sys.executable, "-S", "-c"]
+DONE, FAILED = JobState.DONE, JobState.FAILED
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,18 @@ def spec(run_dir, code, num_processes=2, **changes):
     return JobSpec(run_dir=str(run_dir), argv=(*FAST, code), num_processes=num_processes, **fields)
 
 
-def until(file):
-    """Returns the code of a rank that waits for a file."""
-    return f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)\n"
+@pytest.fixture
+def launch(tmp_path):
+    """A function: a job whose ranks run some code, in this directory."""
+    return lambda code, *size, **changes: submit(spec(tmp_path, code, *size, **changes), LAPTOP)
+
+
+@pytest.fixture
+def until_go(tmp_path):
+    """The code of a rank that waits for a file."""
+    return (
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)\n"
+    )
 
 
 def printed(job, rank=0):
@@ -56,72 +66,51 @@ def printed(job, rank=0):
     return eventually(lambda: (job.logs(rank) or "").partition("\n")[0])
 
 
-def test_success_and_what_a_rank_finds(tmp_path, monkeypatch):
-    monkeypatch.setenv("FROM_CALLER", "kept")
-    monkeypatch.setenv("RANK", "99")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    names = (
-        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER"
-        " OMP_NUM_THREADS WINS"
-    )
-    code = (
-        f"import os, sys; print(*(os.environ[n] for n in '{names}'.split()));"
-        " print(os.environ['MASTER_PORT'])\n"
-    )
-    code += "store = os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']\n"
-    code += "print('err', os.getcwd(), sys.stdin.read() == '', store, file=sys.stderr)"
-    job = submit(
-        spec(
-            tmp_path / "run", code, 3, environment={"WINS": "yes"}, working_directory=str(tmp_path)
-        ),
-        LAPTOP,
-    )
+def test_success_and_what_a_rank_finds(tmp_path, launch, monkeypatch):
+    for name, value in {"FROM_CALLER": "kept", "RANK": "99", "OMP_NUM_THREADS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER"
+    names += " OMP_NUM_THREADS WINS TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    code = f"""
+import os, sys
+print(*(os.environ[n] for n in '{names}'.split()))
+print(os.environ['MASTER_PORT'])
+print('err', os.getcwd(), sys.stdin.read() == '', file=sys.stderr)"""
+    job = launch(code, 3, environment={"WINS": "yes"}, working_directory=str(tmp_path))
     status = job.wait(20)
-    assert (status.state, status.exit_code, status.attempt) == (JobState.DONE, 0, 1)
+    assert (status.state, status.exit_code, status.attempt) == (DONE, 0, 1)
     ports = set()
     for rank in range(3):
         first, port, error = job.logs(rank).splitlines()
-        assert first == f"{rank} {rank} 3 3 127.0.0.1 1 kept 3 yes"
-        assert error == f"err {tmp_path} True 1"
+        assert first == f"{rank} {rank} 3 3 127.0.0.1 1 kept 3 yes 1"
+        assert error == f"err {tmp_path} True"
         ports.add(int(port))
     assert len(ports) == 1 and ports.pop() > 1024
     report = read_exit(job.run_dir)
     assert report is not None and (report.rc, report.attempt, report.failing_rank) == (0, 1, None)
-    assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is JobState.DONE)
+    assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is DONE)
     assert "done" in job._repr_html_() and "done" in repr(job)
 
 
-def test_first_failing_rank_ends_the_others_and_is_named(tmp_path):
+def test_first_failing_rank_ends_the_others_and_is_named(launch):
     words = "'bad <data>' + 100 * ' because'"
-    code = (
-        "import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise"
-        f" ValueError({words})\n{SLEEP}"
-    )
-    job = submit(spec(tmp_path, code, 3), LAPTOP)
+    fail = f"time.sleep(0.2); raise ValueError({words})"
+    job = launch(f"import os, time\nif os.environ['RANK'] == '1': {fail}\n{SLEEP}", 3)
     status = job.wait(20)  # the others are ended
-    assert status.state is JobState.FAILED and status.exit_code == 1
-    assert status.reason.startswith(
-        "rank 1 ended with code 1: ValueError: bad <data> because because "
-    )
-    assert status.reason.endswith(" because …") and len(status.reason) > 500, (
-        "cut between words, and it says so"
-    )
+    assert (status.state, status.exit_code, status.attempt) == (FAILED, 1, 1)
+    assert status.reason.startswith("rank 1 ended with code 1: ValueError: bad <data> because ")
+    # Cut between words, and it says so.
+    assert status.reason.endswith(" because …") and len(status.reason) > 500
     report = read_exit(job.run_dir)
     assert report is not None and report.failing_rank == 1 and "Traceback" in report.log_tail
-    assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is JobState.FAILED)
+    assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is FAILED)
     assert "&lt;data&gt;" in job._repr_html_()
 
 
-def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_started(tmp_path):
-    child = (
-        "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print('up',"
-        f" flush=True); {SLEEP}"
-    )
-    code = (
-        "import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
-        f"subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}"
-    )
-    job = submit(spec(tmp_path, code, 1, grace_s=0.5), LAPTOP)
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_started(launch):
+    deaf = "import os, signal, subprocess; signal.signal(15, signal.SIG_IGN)\n"
+    child = f"{deaf}os.setsid(); {PRINT_AND_SLEEP}"
+    job = launch(f"{deaf}subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}", 1, grace_s=0.5)
     assert printed(job) == "up"
     start = time.monotonic()
     job.cancel()
@@ -129,46 +118,35 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_st
     assert time.monotonic() - start > 0.4
 
 
-def test_rank_gets_the_grace_time_to_clean_up(tmp_path):
-    code = (
-        "import signal, sys\nsignal.signal(15, lambda *_: (print('saved'),"
-        f" sys.exit(0)))\nprint('up')\n{SLEEP}"
-    )
-    job = submit(spec(tmp_path, code, 1), LAPTOP)
+def test_rank_gets_the_grace_time_to_clean_up(launch):
+    clean_up = "signal.signal(15, lambda *_: (print('saved'), sys.exit(0)))"
+    job = launch(f"import signal, sys\n{clean_up}\n{PRINT_AND_SLEEP}", 1)
     assert printed(job) == "up"
     job.cancel()
     status = job.wait(20)
-    assert (status.state, status.exit_code) == (JobState.FAILED, 143)
+    assert (status.state, status.exit_code) == (FAILED, 143)
     assert job.logs().splitlines()[-1] == "saved"
     job.cancel()  # of a job that has ended: nothing happens
 
 
-def test_time_limit_ends_the_job(tmp_path):
-    status = submit(spec(tmp_path, SLEEP, time_limit_s=0.3), LAPTOP).wait(20)
-    assert (
-        status.state is JobState.FAILED and status.reason == "the time limit of 0.3 s was reached"
-    )
+def test_time_limit_ends_the_job(launch):
+    status = launch(SLEEP, time_limit_s=0.3).wait(20)
+    assert (status.state, status.reason) == (FAILED, "the time limit of 0.3 s was reached")
 
 
 def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_shows_as_lost(
-    tmp_path, mark
+    launch, mark
 ):
-    grandchild = (
-        f"import subprocess; subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True);"
-        f" print(1)\n{SLEEP}"
-    )
-    job = submit(spec(tmp_path, grandchild), LAPTOP)
+    child = f"subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True)"
+    job = launch(f"import subprocess; {child}\n{PRINT_AND_SLEEP}")
     assert printed(job, 0) and printed(job, 1)
     assert len(processes("", mark)) == 6  # guard, supervisor, 2 ranks, 2 children
     os.kill(supervisor(job).pid, signal.SIGKILL)
     assert eventually(lambda: not processes("", mark), 5), processes("", mark)
     status = job.status()
-    assert (
-        status.state is JobState.LOST
-        and "left no exit.json" in status.reason
-        and status.exit_code is None
-    )
-    assert submit(spec(tmp_path, "pass"), LAPTOP).wait(20).attempt == 2
+    assert (status.state, status.exit_code) == (JobState.LOST, None)
+    assert "left no exit.json" in status.reason
+    assert launch("pass").wait(20).attempt == 2
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "renamed", "emptied"])
@@ -186,20 +164,19 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
         run_dir.mkdir()
         (run_dir / "job.json").write_text("of somebody else")
     assert eventually(lambda: not processes("", mark), 20), processes("", mark)
-    left = sorted(path.name for path in run_dir.glob("[!.]*"))
-    assert left == (["job.json"] if fate == "replaced" else []), (
-        "nothing was written after its directory was gone"
-    )
+    # Nothing was written after its directory was gone.
+    left = [path.name for path in run_dir.glob("[!.]*")]
+    assert left == (["job.json"] if fate == "replaced" else [])
     assert run_dir.exists() == (fate in ("replaced", "emptied"))
 
 
-def test_job_does_not_need_its_guard(tmp_path, mark):
-    job = submit(spec(tmp_path, until(tmp_path / "go")), LAPTOP)
-    guard = [pid for pid in processes("", mark) if pid == os.getpgid(supervisor(job).pid)]
-    os.kill(guard[0], signal.SIGKILL)
-    assert eventually(lambda: guard[0] not in processes("", mark))
+def test_job_does_not_need_its_guard(tmp_path, launch, until_go, mark):
+    job = launch(until_go)
+    (guard,) = (pid for pid in processes("", mark) if pid == os.getpgid(supervisor(job).pid))
+    os.kill(guard, signal.SIGKILL)
+    assert eventually(lambda: guard not in processes("", mark))
     (tmp_path / "go").touch()
-    assert job.wait(20).state is JobState.DONE
+    assert job.wait(20).state is DONE
 
 
 STEPPING = f"""
@@ -207,11 +184,11 @@ import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from cluster.state import update_state
-run_dir, attempt = Path(sys.argv[1]), int(os.environ["KIT_ATTEMPT"])
-update_state(run_dir, attempt=attempt, state="running", step={{step}}, heartbeat=time.time())
-{{end}}
+run_dir, attempt = Path.cwd(), int(os.environ["KIT_ATTEMPT"])
+def take(step):
+    update_state(run_dir, attempt=attempt, state="running", step=step, heartbeat=time.time())
 """
-"""A rank that takes one step and then does as it is told."""
+"""A rank that can take steps."""
 
 
 @pytest.mark.parametrize(
@@ -221,88 +198,75 @@ update_state(run_dir, attempt=attempt, state="running", step={{step}}, heartbeat
         ("attempt", "sys.exit(attempt < 3)", 3, "the one rank ended with code 0"),
         ("5", "os.kill(os.getpid(), 9)", 4, "given up after 3 starts without a new step"),
         ("attempt", "sys.exit(os.EX_CONFIG)", 1, "rank 0 ended with code 78"),
-        (
-            "attempt",
-            "(run_dir / 'control' / 'request_stop').touch(); os.kill(os.getpid(), 9)",
-            1,
-            "SIGKILL",
-        ),
+        ("5", "Path('control/request_stop').touch(); os.kill(os.getpid(), 9)", 1, "SIGKILL"),
     ],
     ids=["killed", "failed", "always killed", "useless to retry", "asked to stop"],
 )
-def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, step, end, attempts, reason):
-    job = spec(tmp_path, STEPPING.format(step=step, end=end), 1)
-    handle = submit(job.replace(argv=[*job.argv, str(tmp_path)]), LAPTOP)
-    status = handle.wait(60)
-    assert status.attempt == attempts and reason in status.reason, (status, handle.logs())
-    assert [event.attempt for event in handle.history if event.state is JobState.FAILED] in (
-        [],
-        [attempts],
-    )
+def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, launch, step, end, attempts, reason):
+    job = launch(f"{STEPPING}take({step})\n{end}", 1, working_directory=str(tmp_path))
+    status = job.wait(60)
+    assert status.attempt == attempts and reason in status.reason, (status, job.logs())
+    failed = [event.attempt for event in job.history if event.state is FAILED]
+    assert failed in ([], [attempts])
 
 
-def test_reattach_from_a_new_interpreter(tmp_path):
-    job = submit(spec(tmp_path, "print('up')\n" + until(tmp_path / "go") + "print('end')"), LAPTOP)
-    code = (
-        "import sys; from cluster.job import Job\njob = Job.attach(sys.argv[1]);"
-        " print(job.status().state, flush=True)\nopen(job.run_dir / 'go',"
-        " 'w').close()\nprint(*job.follow(1)); print(job.wait(20).state)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(job.run_dir)], cwd=ROOT, capture_output=True, text=True
-    )
+def test_reattach_from_a_new_interpreter(launch, until_go):
+    job = launch(f"print('up')\n{until_go}print('end')")
+    code = """
+import sys
+from cluster.job import Job
+job = Job.attach(sys.argv[1])
+print(job.status().state, flush=True)
+open(job.run_dir / 'go', 'w').close()
+print(*job.follow(1))
+print(job.wait(20).state)"""
+    words = [sys.executable, "-c", code, str(job.run_dir)]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.split("\n") == ["starting", "up end", "done", ""], run.stderr
 
 
-def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
-    job = spec(tmp_path, until(tmp_path / "go") + "print('survived')")
-    code = (
-        "import os, sys; from cluster.job import JobSpec; from cluster.site import Site\n"
-        "from cluster.submission import submit\n"
-        "submit(JobSpec.from_json(sys.argv[1]), Site.load('laptop'))\n"
-        "os.killpg(0, 9)"  # what the end of a kernel or a terminal does to its process group
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, job.to_json()], cwd=ROOT, start_new_session=True
-    )
+def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path, until_go):
+    """Which ends its process group, as the end of a kernel or a terminal does."""
+    code = """
+import os, sys
+from cluster.job import JobSpec
+from cluster.site import Site
+from cluster.submission import submit
+submit(JobSpec.from_json(sys.argv[1]), Site.load('laptop'))
+os.killpg(0, 9)"""
+    words = [sys.executable, "-c", code, spec(tmp_path, until_go + "print('survived')").to_json()]
+    run = subprocess.run(words, cwd=ROOT, start_new_session=True)
     assert run.returncode == -signal.SIGKILL
     handle = Job.attach(tmp_path)
     assert handle.status().state is JobState.STARTING
     (tmp_path / "go").touch()
-    assert handle.wait(20).state is JobState.DONE and handle.logs(1) == "survived\n"
+    assert handle.wait(20).state is DONE and handle.logs(1) == "survived\n"
 
 
-def test_of_two_simultaneous_submissions_one_wins(tmp_path):
-    results = []
-
-    def launch(name):
+def test_of_simultaneous_submissions_one_wins(tmp_path, launch, until_go):
+    def submitted(name):
         try:
-            results.append(submit(spec(tmp_path, until(tmp_path / "go"), name=name), LAPTOP))
+            return launch(until_go, name=name)
         except JobError as error:
-            results.append(error)
+            return str(error)
 
-    threads = [threading.Thread(target=launch, args=(name,)) for name in ("a", "b", "c")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [result for result in results if isinstance(result, Job)]
-    assert len(winners) == 1 and all(
-        "in use" in str(loser) for loser in results if loser is not winners[0]
-    )
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(submitted, "abc"))
+    losers = [result for result in results if isinstance(result, str)]
+    assert len(losers) == 2 and all("in use" in loser for loser in losers)
     (tmp_path / "go").touch()
-    assert winners[0].wait(20).attempt == 1
+    (winner,) = (result for result in results if isinstance(result, Job))
+    assert winner.wait(20).attempt == 1
 
 
-def test_attempts_are_counted_and_keep_their_logs(tmp_path):
+def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
     code = (
-        "import os; print('attempt', os.environ['KIT_ATTEMPT']); raise"
-        " SystemExit(os.environ['KIT_ATTEMPT'] == '1')"
+        "import os; n = os.environ['KIT_ATTEMPT']; print('attempt', n); raise SystemExit(n == '1')"
     )
-    assert submit(spec(tmp_path, code, 1), LAPTOP).wait(20).state is JobState.FAILED
+    assert launch(code, 1).wait(20).state is FAILED
     ask(tmp_path, "stop")  # too late for attempt 1, and none of attempt 2's business
-    job = submit(spec(tmp_path, code, 1), LAPTOP)
-    assert (job.wait(20).state, job.status().attempt) == (JobState.DONE, 2)
+    job = launch(code, 1)
+    assert (job.wait(20).state, job.status().attempt) == (DONE, 2)
     assert (
         job.logs() == job.logs(attempt=2) == "attempt 2\n" and job.logs(attempt=1) == "attempt 1\n"
     )
@@ -312,34 +276,8 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path):
             job.logs(**wrong)
 
 
-def test_stop_is_taken_by_the_trainer_at_a_step_boundary(tmp_path):
-    code = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from pathlib import Path
-from cluster.state import take_request, update_state
-run_dir, attempt = Path({str(tmp_path)!r}), int(os.environ["KIT_ATTEMPT"])
-for step in range(1, 1000):
-    time.sleep(0.02)
-    update_state(run_dir, attempt=attempt, state="running", step=step, step_time_s=0.02, heartbeat=time.time())
-    if take_request(run_dir, "checkpoint"):
-        print("checkpoint", flush=True)
-    if take_request(run_dir, "stop"):
-        update_state(run_dir, attempt=attempt, state="stopping")
-        break
-"""  # noqa: E501
-    job = submit(spec(tmp_path, code, 1), LAPTOP)
-    assert eventually(lambda: job.status().state is JobState.RUNNING)
-    job.checkpoint()
-    assert printed(job) == "checkpoint"
-    job.stop()
-    status = job.wait(20)
-    assert status.state is JobState.DONE and status.step and status.step > 1
-    assert status.reason == f"stopped on request at step {status.step}"
-
-
-def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
-    job = submit(spec(tmp_path, SLEEP, 1), LAPTOP)
+def test_left_over_of_an_older_attempt_cannot_write(tmp_path, launch, mark):
+    job = launch(SLEEP, 1)
     left_over = supervisor(job)
     # From a host that has given attempt 1 up.
     state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)
@@ -350,71 +288,50 @@ def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
     assert job.status().attempt == 2
 
 
-def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(tmp_path):
+def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(
+    tmp_path, launch, until_go
+):
     """The last line comes without its end."""
-    code = (
-        "import"
-        f" sys\nprint('first')\n{until(tmp_path / 'go')}print('second')\nsys.stdout.write('rest')"
-    )
-    job = submit(spec(tmp_path, code, 1), LAPTOP)
+    code = f"import sys\nprint('first')\n{until_go}print('second')\nsys.stdout.write('rest')"
+    job = launch(code, 1)
     lines = job.follow(poll_s=0.05)
     assert next(lines) == "first"
     with pytest.raises(TimeoutError, match="still starting"):
         job.wait(0.05)
     (tmp_path / "go").touch()
-    assert list(lines) == ["second", "rest"] and job.wait(20).state is JobState.DONE
+    assert list(lines) == ["second", "rest"] and job.wait(20).state is DONE
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["a b", "it's", 'say "no"', "$HOME `id` \\", "Zürich 東京 🚀", "two\nlines", "-rf", "*;&|"],
+    "word", ['-rf a b it\'s say "no"', "$HOME `id` \\ *;&| Zürich 東京 🚀\ntwo lines"]
 )
 def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
     directory = tmp_path / word
     directory.mkdir()
-    code = (
-        "import os, sys; found = [os.environ['WORD'], sys.argv[1], os.path.basename(os.getcwd())]\n"
-    )
-    code += "print(found == 3 * [eval(sys.argv[2])])"
+    code = """
+import os, sys
+found = [os.environ['WORD'], sys.argv[1], os.path.basename(os.getcwd())]
+print(found == 3 * [eval(sys.argv[2])])"""
     given = {"environment": {"WORD": word}, "working_directory": str(directory)}
     argv = (*FAST, code, word, ascii(word))
     handle = submit(job_spec(directory / "run", *argv, num_processes=1, **given), LAPTOP)
-    assert handle.wait(20).state is JobState.DONE and handle.logs() == "True\n"
-    script = directory / "run" / "submit.sh"
+    assert handle.wait(20).state is DONE and handle.logs() == "True\n"
     # By hand: the next attempt.
-    subprocess.run(["bash", script], check=True, stdout=subprocess.DEVNULL)
+    script = ["bash", directory / "run" / "submit.sh"]
+    subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
     assert handle.status().attempt == 2 and handle.logs() == "True\n"
 
 
-def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path):
-    job = submit(spec(tmp_path, "print('up')"), LAPTOP)
+def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path, launch):
+    job = launch("pass")
     job.wait(20)
-    job.spec.replace(argv=[*FAST, f"print('up')\n{SLEEP}"]).write(tmp_path / "job.json")
-    with subprocess.Popen(
-        ["bash", tmp_path / "submit.sh"], stdout=subprocess.PIPE, process_group=0
-    ) as script:
-        assert eventually(
-            lambda: (tmp_path / "logs" / "attempt_02" / "rank_00001.log").exists()
-        ) and printed(job, 1)
-        os.killpg(script.pid, signal.SIGINT)
-        assert script.wait(20) == 130
+    job.spec.replace(argv=[*FAST, PRINT_AND_SLEEP]).write(tmp_path / "job.json")
+    script = ["bash", tmp_path / "submit.sh"]
+    with subprocess.Popen(script, stdout=subprocess.DEVNULL, process_group=0) as process:
+        assert eventually(lambda: job.status().attempt == 2) and printed(job, 1) == "up"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == 130
     assert job.status().reason == "cancelled by SIGINT"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"argv": ("no-such-program",)}, "no-such-program"),
-        ({"argv": ("./train.sh",)}, "not an executable"),
-        ({"working_directory": "/no/such/directory"}, "not a directory"),
-        ({"num_processes": 3072}, "at most 256"),
-        ({"num_nodes": 2}, "another site"),
-    ],
-)
-def test_impossible_job_is_refused_before_anything_is_written(tmp_path, change, message):
-    with pytest.raises(ConfigError, match=message):
-        submit(spec(tmp_path / "run", "pass").replace(**change), LAPTOP)
-    assert not (tmp_path / "run").exists()
 
 
 def test_requeue_that_cannot_be_ends_nothing(tmp_path):
@@ -434,26 +351,24 @@ def test_unusable_run_directory_is_refused(tmp_path):
     with pytest.raises(JobError, match="file"):
         submit(spec(tmp_path / "file", "pass"), LAPTOP)
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(JobError, match="no job here"):
-        Job.attach(tmp_path)
 
 
-def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(tmp_path):
+def test_five_launches_leave_no_process_no_zombie_and_no_descriptor(launch):
+    """Each costs less than ten starts of a bare Python."""
+
     def used_s() -> float:
         kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
 
     start = used_s()
-    for _ in range(10):
+    for _ in range(5):
         subprocess.run([sys.executable, "-c", "pass"], check=True)
     bare_s, descriptors = used_s() - start, len(os.listdir("/proc/self/fd"))
-    for attempt in range(1, 11):
-        job = submit(spec(tmp_path, "pass"), LAPTOP)
+    for attempt in range(1, 6):
+        job = launch("pass")
         assert job.wait(20, poll_s=0.02).attempt == attempt
-        assert job.status().state is JobState.DONE
+        assert job.status().state is DONE
     assert len(os.listdir("/proc/self/fd")) == descriptors
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
     assert not children.split(), "the submitting process has zombies"
-    assert used_s() - start - bare_s < 10 * bare_s, (
-        "CPU time of a submission, in starts of a bare Python"
-    )
+    assert used_s() - start - bare_s < 10 * bare_s

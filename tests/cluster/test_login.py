@@ -1,6 +1,4 @@
-"""Jobs of the sandbox from a process without Slurm, through a real sshd of its own on a free
-port.
-"""
+"""Jobs of the sandbox from a process without Slurm, through a real sshd of its own."""
 
 import json
 import os
@@ -34,6 +32,7 @@ from kit.monitor.on_alert import OnAlert
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from tests.cluster.jobs import standin
+from tests.cluster.shell import programs
 from tests.cluster.waiting import eventually
 from tests.monitor.recorded import recorded_run
 
@@ -68,10 +67,7 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
     job = submission.submit(lone(here), behind)
     assert (there / "submit.sh").exists() and not (here / "submit.sh").is_symlink()
-    assert (
-        Site.read(there / "site.json").login is None
-        and Site.read(here / "site.json").login == "frontier"
-    )
+    assert [Site.read(at / "site.json").login for at in (there, here)] == [None, "frontier"]
     assert eventually(lambda: (job.status().step or 0) > 2), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs()
     with pytest.raises(JobError, match="in use"):
@@ -82,26 +78,21 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
         submission.submit(lone(tmp_path / "laptop" / "late"), behind)
     assert not (tmp_path / "laptop" / "late").exists()
     step = job.status().step or 0
-    assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), (
-        job.status()
-    )
+    assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason)
     status = job.status()
     assert status.state is JobState.RUNNING and "ssh" in status.reason and "-fN" in status.reason
     with pytest.raises(NoConnectionError, match="Open one: `ssh -F .* -fN -- frontier`"):
         job.stop()
     login_node.on()
-    assert eventually(
-        lambda: (job.status().step or 0) > step and "no connection" not in job.status().reason
-    )
+    assert eventually(lambda: (job.status().step or 0) > step)
+    assert eventually(lambda: "no connection" not in job.status().reason)
 
     second = attach(tmp_path / "other" / "run", behind, str(there))
     second.stop()
     assert eventually(lambda: job.status().state is JobState.DONE), job.status()
     assert [event.state for event in job.history][-1] == "done"
     job.requeue()
-    assert eventually(
-        lambda: second.status().attempt == 2 and second.status().state is JobState.RUNNING
-    )
+    assert eventually(lambda: second.status().attempt == 2 and second.state is JobState.RUNNING)
     job.cancel()
     assert eventually(lambda: second.status().state.is_final), second.status()
     # Its last processes may still write.
@@ -129,11 +120,8 @@ def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
 
 def test_launch_of_a_training_run(behind, tmp_path):
     """Data and checkpoints are only there; scripts name paths of that side."""
-    here, there, data = (
-        tmp_path / "laptop" / "run",
-        tmp_path / "there" / "run",
-        tmp_path / "there" / "data",
-    )
+    here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
+    data = tmp_path / "there" / "data"
     data.mkdir(parents=True)
     recipe = kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3)
     with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
@@ -145,12 +133,12 @@ def test_launch_of_a_training_run(behind, tmp_path):
     told = render(launcher.job_spec(run), run.site)
     assert told == (there / "submit.sh").read_text(), "as it is shown before"
     assert str(there) in told and str(here) not in told
-    (there / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (there / "checkpoints" / "step_00000005" / "manifest.json").write_text('{"time": 1e9}')
+    checkpoint = there / "checkpoints" / "step_00000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text('{"time": 1e9}')
     assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
-    assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9), (
-        "not when it was looked at"
-    )
+    # Not when it was looked at.
+    assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9)
     with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
         run.checkpoints.manifest(5)
     with pytest.raises(RunError, match="finished its 5 steps"):
@@ -167,20 +155,21 @@ def test_a_first_site_file_from_the_other_side(behind, tmp_path):
     assert (site.name, site.login) == ("sandbox", "frontier") and "/EDIT/runs" in done.output
 
 
+def with_python(site, python):
+    return site.replace(there=site.there.replace(python=str(python)))
+
+
 def test_refusals_leave_nothing(behind, tmp_path):
-    (tmp_path / "there" / "taken").mkdir(parents=True)
-    (tmp_path / "there" / "taken" / "thesis.tex").touch()
+    taken, laptop = tmp_path / "there" / "taken", tmp_path / "laptop"
+    taken.mkdir(parents=True)
+    (taken / "thesis.tex").touch()
     with pytest.raises(JobError, match="frontier: .*taken exists there already"):
-        submission.submit(lone(tmp_path / "laptop" / "taken"), behind)
-    assert not (tmp_path / "laptop").exists()
-    with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
-        refuse_lacking(behind, ["data/demo"], "torch")
+        submission.submit(lone(laptop / "taken"), behind)
     with pytest.raises(ConfigError, match="is not on frontier"):
         refuse_lacking(behind, [f"{tmp_path}/nowhere"], "torch")
-    there = behind.there.replace(python="/no/python")
     with pytest.raises(JobError, match="frontier: exit code 12[67].*no/python"):
-        submission.submit(lone(tmp_path / "laptop" / "run"), behind.replace(there=there))
-    assert not (tmp_path / "laptop").exists()
+        submission.submit(lone(laptop / "run"), with_python(behind, "/no/python"))
+    assert not laptop.exists()
 
 
 def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
@@ -190,21 +179,11 @@ def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
     venv.create(tmp_path / "bare", symlinks=True)
     data, here = tmp_path / "there" / "data", tmp_path / "laptop" / "run"
     data.mkdir(parents=True)
-    bare = behind.replace(
-        there=behind.there.replace(python=str(tmp_path / "bare" / "bin" / "python"))
-    )
-    with pytest.raises(
-        ConfigError, match=r"there.python: .*/bare/bin/python on frontier has no torch"
-    ):
-        kit.launch(
-            here,
-            **DEMO,
-            recipe=kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3),
-            site=bare,
-        )
-    assert not here.exists() and [path.name for path in data.parent.iterdir()] == ["data"], (
-        "nothing was submitted"
-    )
+    bare = with_python(behind, tmp_path / "bare" / "bin" / "python")
+    recipe = kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3)
+    with pytest.raises(ConfigError, match=r"there.python: .*/bin/python on frontier has no torch"):
+        kit.launch(here, **DEMO, recipe=recipe, site=bare)
+    assert not here.exists() and [path.name for path in data.parent.iterdir()] == ["data"]
     refuse_lacking(behind, [str(data)], "torch")
     for own in (
         {"environment": {"PYTHONPATH": "/opt/torch"}},
@@ -226,31 +205,30 @@ def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
 def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    hosts = (
+    (tmp_path / "config").write_text(
         f"Host closed\n HostName 127.0.0.1\n Port {port}\nHost unknown\n HostName nowhere.invalid\n"
     )
-    (tmp_path / "config").write_text(hosts)
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
-    for name, first in (
-        ("closed", "Connection refused.*Port in"),
-        ("unknown", "resolve hostname.*HostName in"),
-    ):
-        with pytest.raises(NoConnectionError, match=f"{first} ~/.ssh/config. Open one: "):
+    told = {"closed": "Connection refused.*Port", "unknown": "resolve hostname.*HostName"}
+    for name, first in told.items():
+        with pytest.raises(NoConnectionError, match=f"{first} in ~/.ssh/config. Open one: "):
             connection.ssh(name, "true")
 
 
 @pytest.fixture
 def same_machine(tmp_path, monkeypatch):
     """A stand-in for ssh, which runs the command here; all that it writes is readable by all."""
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(
-        '#!/bin/bash\ncase " $* " in *" -G "*) exit 1 ;; esac\necho "$@" >> "$0.calls"\n'
-        'while [ "$1" != frontier ]; do shift; done\nshift\numask 0\n'
-        '[ -e "$0.off" ] && { echo "ssh: no route to frontier" >&2; exit 255; }\n'
-        'case "$*" in rsync*) ;; *) echo "Welcome to Frontier!" ;; esac\nexec bash -c "$*"\n'
-    )
-    ssh.chmod(0o755)
+    fake = """
+case " $* " in *" -G "*) exit 1 ;; esac
+echo "$@" >> "$0.calls"
+while [ "$1" != frontier ]; do shift; done
+shift
+umask 0
+[ -e "$0.off" ] && { echo "ssh: no route to frontier" >&2; exit 255; }
+case "$*" in rsync*) ;; *) echo "Welcome to Frontier!" ;; esac
+exec bash -c "$*"
+"""
+    ssh = programs(tmp_path / "bin", {"ssh": fake}) / "ssh"
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))
     return ssh
@@ -259,10 +237,9 @@ def same_machine(tmp_path, monkeypatch):
 @pytest.fixture
 def next_door(same_machine, tmp_path):
     """A site whose login node is this machine."""
+    there = There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
     site = Site.load("laptop").replace(scheduler="slurm", login="frontier", name="mine")
-    return site.replace(
-        there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
-    )
+    return site.replace(there=there)
 
 
 def test_source_travels_once_and_is_its_users_alone(next_door, tmp_path):
@@ -275,9 +252,8 @@ def test_source_travels_once_and_is_its_users_alone(next_door, tmp_path):
     pwned = tmp_path / "pwned"
     (folder / "cluster" / "login" / "answer.py").write_text(f"open({str(pwned)!r}, 'w')")
     theirs = [lambda: folder.chmod(0o770), lambda: folder.chmod(0o707)]
-    theirs += (
-        [lambda: folder.chmod(0o700) or os.chown(folder, 65534, 65534)] if os.geteuid() == 0 else []
-    )
+    if os.geteuid() == 0:
+        theirs.append(lambda: folder.chmod(0o700) or os.chown(folder, 65534, 65534))
     mine = mirror_at("/run").replace(source=str(folder)).own()
     for done in theirs:
         done()
@@ -288,17 +264,13 @@ def test_source_travels_once_and_is_its_users_alone(next_door, tmp_path):
 
 
 def test_scripts_of_the_other_side_name_nothing_of_this_machine():
-    """Nor does the advice in them about many nodes; rendered without asking, so no login node is
-    needed.
-    """
+    """Nor does the advice in them about many nodes. No login node is asked."""
     there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
     site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
     job = lone(ROOT / "run").replace(num_nodes=20, num_processes=20)
     told = render(job.replace(argv=(sys.executable, "-m", "kit.train", "--run", job.run_dir)), site)
-    assert (
-        "tar -C /opt/env -cf" in told
-        and "exec /opt/env/bin/python -m kit.train --run /project/runs/run" in told
-    )
+    assert "tar -C /opt/env -cf" in told
+    assert "exec /opt/env/bin/python -m kit.train --run /project/runs/run" in told
     assert str(ROOT) not in told and str(Path(sys.executable).parent) not in told
 
 
@@ -306,11 +278,8 @@ def test_source_that_a_site_file_names_may_be_anybodys(next_door, tmp_path):
     source = tmp_path / "opt" / "kit"
     shutil.copytree(ROOT / "cluster", source / "cluster")
     source.chmod(0o777)
-    refuse_lacking(
-        next_door.replace(there=next_door.there.replace(sync=False, source=str(source))),
-        [],
-        "torch",
-    )
+    there = next_door.there.replace(sync=False, source=str(source))
+    refuse_lacking(next_door.replace(there=there), [], "torch")
 
 
 @pytest.fixture
@@ -334,32 +303,33 @@ def fetch(here):
     mirror.fetch(here, mirror.Mirror.read(here / "login.json"))
 
 
-def line(step):
-    return (
-        json.dumps(
-            {"step": step, "loss": 2.5, "grad_norm": 1.25, "tokens": 4096, "step_time_s": 0.5}
-        )
-        + "\n"
-    )
+def line(step, loss=2.5):
+    row = {"step": step, "loss": loss, "grad_norm": 1.25, "tokens": 4096, "step_time_s": 0.5}
+    return json.dumps({**row, "attempt": 1}) + "\n"
+
+
+def append(file, text):
+    with file.open("a") as stream:
+        stream.write(text)
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def test_what_grows_and_what_changes_and_what_goes(pair):
     there, here = pair
-    (there / "metrics.jsonl").write_text(line(1))
-    (there / "plan.json").write_text("{}")
-    (there / "control").mkdir()
-    (there / "control" / "request_stop").touch()
-    (there / "alerts.jsonl").write_text("theirs\n")
-    (here / "alerts.jsonl").write_text("ours\n")
-    (here / "notes.json").write_text("mine")
+    theirs = {"metrics.jsonl": line(1), "plan.json": "{}", "control/request_stop": ""}
+    write(there, {**theirs, "alerts.jsonl": "theirs\n"})
+    write(here, {"alerts.jsonl": "ours\n", "notes.json": "mine"})
     fetch(here)
     inode = (here / "metrics.jsonl").stat().st_ino
-    with (there / "metrics.jsonl").open("a") as stream:
-        stream.write(line(2) + '{"step": 3')
+    append(there / "metrics.jsonl", line(2) + '{"step": 3')
+    append(there / "alerts.jsonl", 'more\n{"torn')
     (there / "plan.json").write_text("[]")
     (there / "control" / "request_stop").unlink()
-    with (there / "alerts.jsonl").open("a") as stream:
-        stream.write('more\n{"torn')
     for _ in range(2):
         fetch(here)
     grown = here / "metrics.jsonl"
@@ -411,11 +381,9 @@ def test_links_on_both_sides_lead_nowhere(pair, tmp_path):
     """Nor does what is there come under the names by which a mirror knows whose it is."""
     there, here = pair
     mine, names = tmp_path / "mine", ("state.json", "metrics.jsonl", "logs/attempt_01/x.log")
-    for name in (*names, "ranks/x.json"):
-        (mine / name).parent.mkdir(parents=True, exist_ok=True)
-        (mine / name).write_text("kept")
-    for name in (*names, "site.json", "login.json", "login_seen.json", ".hidden.json"):
-        (there / name).write_text("theirs")
+    write(mine, dict.fromkeys((*names, "ranks/x.json"), "kept"))
+    own = ("site.json", "login.json", "login_seen.json", ".hidden.json")
+    write(there, dict.fromkeys((*names, *own), "theirs"))
     for name in ("plan.json", "eval"):
         (there / name).symlink_to(mine / "state.json")
     for name in ("state.json", "ranks", "logs"):
@@ -465,51 +433,28 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
     look = watching()
     assert eventually(lambda: look() == 40) and not told.exists()
 
-    found = Alert(
-        kind="straggler",
-        level="warning",
-        message="rank 1 is slow",
-        attempt=1,
-        step=41,
-        time=time.time(),
+    now = time.time()
+    slow = Alert(
+        kind="straggler", level="warning", message="rank 1 is slow", attempt=1, step=41, time=now
     )
-    AlertLog(there / "alerts.jsonl").add([found])
-    with (there / "metrics.jsonl").open("a") as stream:
-        stream.write(
-            json.dumps({**json.loads(line(41)), "loss": float("nan"), "attempt": 1}) + "\n"
-        )
-    assert eventually(
-        lambda: (
-            look()
-            and told.exists()
-            and "is slow" in told.read_text()
-            and "loss" in told.read_text()
-        )
-    )
+    AlertLog(there / "alerts.jsonl").add([slow])
+    append(there / "metrics.jsonl", line(41, loss=float("nan")))
+
+    def are_told():
+        text = look() and told.exists() and told.read_text()
+        return text and "is slow" in text and "loss" in text
+
+    assert eventually(are_told)
     again = watching()  # after a reboot: `kit watch RUN`
     assert eventually(lambda: again() == 41)
     assert len(told.read_text().splitlines()) == 2
 
 
-def test_site_file_is_checked():
-    with pytest.raises(ConfigError, match="either source, .* or sync"):
-        There(python="/usr/bin/python3", folder="/lustre/me")
-    with pytest.raises(
-        ConfigError, match=r"there.folder: 'runs' is not allowed. Give an absolute path"
-    ):
-        There(python="/usr/bin/python3", folder="runs", sync=True)
-    with pytest.raises(ConfigError, match="site.login: '-oProxyCommand=x' is not allowed"):
-        Site.load("frontier").replace(login="-oProxyCommand=x")
-
-
 def test_the_command_that_opens_a_connection(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("Host frontier\n HostName 127.0.0.1\n")
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
+    # A name that begins like an option is none.
     told = connection.open_command("-oProxyCommand=touch x")
-    assert told.endswith(" -- '-oProxyCommand=touch x'"), (
-        "a name that begins like an option is none"
-    )
-    told = connection.open_command("frontier")
-    assert told.startswith(
-        f"ssh -F {tmp_path}/config -fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'"
-    )
+    assert told.endswith(" -- '-oProxyCommand=touch x'")
+    master = "-fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'"
+    assert connection.open_command("frontier").startswith(f"ssh -F {tmp_path}/config {master}")

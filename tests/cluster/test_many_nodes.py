@@ -1,8 +1,7 @@
 """A job of many ranks on many real Slurm nodes; `--real-limits` (make faults): 64 nodes of 8 light
-ranks, else 9.
+ranks, else 9. The rows of the full form go to results/many_nodes.json.
 
-The nodes share one host, so a node is lost by freezing all its processes. The rows of the full form
-go to results/many_nodes.json.
+The nodes share one host, so a node is lost by freezing all its processes.
 """
 
 import contextlib
@@ -21,16 +20,16 @@ from kit.show.results import Row, row
 from tests.benchmarks.results import load_average, write_results
 from tests.cluster.conftest import be_client
 from tests.cluster.jobs import STANDIN, standin
-from tests.cluster.test_faults import at_step, event, supervisors
+from tests.cluster.test_faults import at_step, event, kill, supervisors
 from tests.cluster.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PER_NODE, LIMIT_S = 8, 40
 # Only rank 0 costs a Python, beside the keepers.
-LIGHT = (
-    'if [ "$RANK" = 0 ]; then exec "$@"; fi; echo "attempt $KIT_ATTEMPT rank $RANK"; exec sleep'
-    " 1000"
-)
+LIGHT = """\
+if [ "$RANK" = 0 ]; then exec "$@"; fi
+echo "attempt $KIT_ATTEMPT rank $RANK"
+exec sleep 1000"""
 
 
 @pytest.fixture
@@ -66,21 +65,15 @@ def survives_a_frozen_node(job, node, rows) -> int:
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
     requeued = event(job, "requeued", lost_at, LIMIT_S + 120)
-    what = f"one node frozen, ranks end after {LIMIT_S} s: noticed"
-    rows.append(row(what, requeued.time - lost_at, "s", at_most=LIMIT_S + 90, note=requeued.reason))
+    took_s, what = requeued.time - lost_at, f"one node frozen, ranks end after {LIMIT_S} s: noticed"
+    rows.append(row(what, took_s, "s", at_most=LIMIT_S + 90, note=requeued.reason))
     assert requeued.lost_node == node
     for process in frozen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     resumed = event(job, "running", lost_at, 400)
-    rows.append(
-        row(
-            "one node frozen: running again after",
-            resumed.time - lost_at,
-            "s",
-            note="2 cores for all",
-        )
-    )
+    what, took_s = "one node frozen: running again after", resumed.time - lost_at
+    rows.append(row(what, took_s, "s", note="2 cores for all"))
     return resumed.attempt
 
 
@@ -89,61 +82,42 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     load, num_nodes = load_average(), len(many.nodes)
     ranks = PER_NODE * num_nodes
     site = Site.load(many.site_file).replace(devices_per_node=PER_NODE)
-    size = {"num_processes": ranks, "num_nodes": num_nodes}
-    if is_full:
-        spec = standin(tmp_path / "run", 100_000, 1, LIMIT_S, **size)
-    else:
-        spec = standin(tmp_path / "run", 100_000, 1, **size)
+    words = (100_000, 1, LIMIT_S) if is_full else (100_000, 1)
+    spec = standin(tmp_path / "run", *words, num_processes=ranks, num_nodes=num_nodes)
+    if not is_full:
         spec = spec.replace(argv=("bash", "-c", LIGHT, "rank", *spec.argv))
     start = time.time()
     job = submit(spec, site)
     at_step(job, 3, 300)
-    rows.append(
-        row(f"{num_nodes} nodes x {PER_NODE} ranks: third step after", time.time() - start, "s")
-    )
+    what = f"{num_nodes} nodes x {PER_NODE} ranks: third step after"
+    rows.append(row(what, time.time() - start, "s"))
     folder = log_path(job.run_dir, 1, 0).parent
     assert not list(job.run_dir.glob("ranks/*.json*")), "no file of a rank"
-    assert {file.name for file in folder.iterdir()} == {
-        "rank_00000.log",
-        *(f"node_{n}.log" for n in range(num_nodes)),
-    }
-    assert job.logs(0).startswith("attempt 1 rank 0") and f"attempt 1 rank {ranks - 1}" in job.logs(
-        ranks - 1
-    )
+    logs = {file.name for file in folder.iterdir()}
+    assert logs == {"rank_00000.log", *(f"node_{n}.log" for n in range(num_nodes))}
+    assert job.logs(0).startswith("attempt 1 rank 0")
+    assert f"attempt 1 rank {ranks - 1}" in job.logs(ranks - 1)
 
     (pid,) = supervisors(job)
-    before, begun = seconds_used(pid), time.monotonic()
-    time.sleep(60 if is_full else 3)
-    share = (seconds_used(pid) - before) / (time.monotonic() - begun)
-    rows.append(
-        row(
-            f"supervisor of {ranks} ranks: share of a core",
-            share,
-            at_most=0.05 if is_full else None,
-        )
-    )
+    if is_full:
+        before, begun = seconds_used(pid), time.monotonic()
+        time.sleep(60)
+        share = (seconds_used(pid) - before) / (time.monotonic() - begun)
+        rows.append(row(f"supervisor of {ranks} ranks: share of a core", share, at_most=0.05))
 
     attempt = survives_a_frozen_node(job, many.nodes[39], rows) if is_full else 1
-    start = time.time()
     (victim,) = processes(STANDIN if is_full else "sleep\x001000", f"RANK={ranks - 1}")
-    os.kill(victim, signal.SIGKILL)
+    start = kill(victim)
     again = event(job, "requeued", start)
     assert f"rank {ranks - 1} on" in again.reason and "SIGKILL" in again.reason
     own = log_path(job.run_dir, attempt, ranks - 1).read_text()
-    assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1, (
-        "its words, and no others'"
-    )
+    # Its words, and no others'.
+    assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1
     if is_full:
-        resumed = event(job, "running", start, 400)
-        rows.append(
-            row("rank killed: running again in the same allocation", resumed.time - start, "s")
-        )
+        took_s = event(job, "running", start, 400).time - start
+        rows.append(row("rank killed: running again in the same allocation", took_s, "s"))
     job.cancel()
     assert eventually(lambda: not processes(str(tmp_path)), 120)
     if is_full:
-        write_results(
-            "many_nodes",
-            rows,
-            command="pytest tests/cluster/test_many_nodes.py --real-limits",
-            load_before=load,
-        )
+        command = "pytest tests/cluster/test_many_nodes.py --real-limits"
+        write_results("many_nodes", rows, command=command, load_before=load)

@@ -1,6 +1,4 @@
-"""The last sections of notebooks at cluster scale, on a real Slurm: with the site file, model,
-layout and recipe of their reader.
-"""
+"""The last sections of notebooks at cluster scale, on a real Slurm, with their reader's files."""
 
 import json
 import re
@@ -30,13 +28,11 @@ def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytes
     folder.mkdir()
     spec.write(folder / "spec.json")
     Plan(data_parallel=4, zero_stage=1, global_batch_size=8).write(folder / "plan.json")
-    (folder / "recipe.json").write_text(
-        json.dumps({"learning_rate": 5e-3, "min_learning_rate": 1e-3, "seed": 7})
-    )
+    own = {"learning_rate": 5e-3, "min_learning_rate": 1e-3, "seed": 7}
+    (folder / "recipe.json").write_text(json.dumps(own))
     site = Path(sandbox.site_file).read_text()
-    (folder / "my-site.toml").write_text(
-        re.sub('^name = ".*"', 'name = "my-site"', site, count=1, flags=re.MULTILINE)
-    )
+    site = re.sub('(?m)^name = ".*"', 'name = "my-site"', site, count=1)
+    (folder / "my-site.toml").write_text(site)
 
     def run(name: str) -> list[Run]:
         document = nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", as_version=4)
@@ -45,10 +41,8 @@ def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytes
                 cell.source = PARAMETERS.format(data=str(tiny_dataset.directory))
         nbformat.write(document, folder / f"{name}.ipynb")
         execute(folder / f"{name}.ipynb", tmp_path / "executed" / f"{name}.ipynb")
-        return [
-            Run.open(found.parent)
-            for found in sorted((tmp_path / "runs").glob("cluster-*/spec.json"))
-        ]
+        made = sorted((tmp_path / "runs").glob("cluster-*/spec.json"))
+        return [Run.open(found.parent) for found in made]
 
     return run
 
@@ -82,9 +76,8 @@ def assert_runs(name: str, steps: list[int], run_notebook, spec) -> None:
         assert run.plans()[1].data_parallel == 4, "the reader's layout"
     if name == "00_quickstart":
         assert runs[0].plan.data_parallel == 2, "then on half as many replicas"
-        assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2, (
-            "scored by jobs, not in the kernel"
-        )
+        # By jobs, not in the kernel.
+        assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2
 
 
 @pytest.mark.slow

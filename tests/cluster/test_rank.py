@@ -22,14 +22,9 @@ def keeper(tmp_path):
     started = []
 
     def start(script, rank=0):
-        environment = {
-            **os.environ,
-            "KIT_RUN_DIR": str(tmp_path),
-            "KIT_ATTEMPT": "1",
-            "SLURM_PROCID": str(rank),
-        }
+        given = {"KIT_RUN_DIR": str(tmp_path), "KIT_ATTEMPT": "1", "SLURM_PROCID": str(rank)}
         words = [sys.executable, "-S", "-m", "cluster.slurm.rank", "sh", "-c", script]
-        started.append(subprocess.Popen(words, env=environment))
+        started.append(subprocess.Popen(words, env={**os.environ, **given}))
         return started[-1]
 
     failures_of(tmp_path, 1).mkdir(parents=True)
@@ -40,13 +35,12 @@ def keeper(tmp_path):
 
 
 def test_a_failure_is_recorded_and_nothing_is_left_of_its_rank(keeper, tmp_path):
-    process = keeper(
-        f"sleep 1000 & echo $! > {shlex.quote(str(tmp_path / 'left'))}; kill -9 $$", rank=3
-    )
+    left = tmp_path / "left"
+    process = keeper(f"sleep 1000 & echo $! > {shlex.quote(str(left))}; kill -9 $$", rank=3)
     assert process.wait(30) == 137
     failure = Failure.read(failures_of(tmp_path, 1) / "rank_00003.json")
     assert (failure.rank, failure.code) == (3, -9)
-    assert not os.path.exists(f"/proc/{(tmp_path / 'left').read_text().strip()}")
+    assert not os.path.exists(f"/proc/{left.read_text().strip()}")
     assert keeper("exit 0").wait(30) == 0 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
 
 
@@ -66,10 +60,9 @@ def test_a_rank_does_not_hear_sigterm_and_the_first_one_s_keeper_tells_the_super
     signal.signal(signal.SIGTERM, lambda *_: heard.append(time.time()))
     try:
         update_state(tmp_path, attempt=1, state="running", process=Process.current())
-        process = keeper(
-            f"cd {shlex.quote(str(tmp_path))}; touch begun; until [ -e end ]; do sleep 0.05; done",
-            rank,
-        )
+        folder = shlex.quote(str(tmp_path))
+        wait = "touch begun; until [ -e end ]; do sleep 0.05; done"
+        process = keeper(f"cd {folder}; {wait}", rank)
         assert eventually((tmp_path / "begun").exists, 30)
         process.terminate()
         assert bool(eventually(lambda: heard, 1)) == (rank == 0)
@@ -80,21 +73,17 @@ def test_a_rank_does_not_hear_sigterm_and_the_first_one_s_keeper_tells_the_super
 
 
 def test_logs_of_a_rank_or_of_its_node_are_found(tmp_path):
-    logs = tmp_path / "logs" / "attempt_01"
-    logs.mkdir(parents=True)
-    for name in ("node_1.log", "rank_00010.log"):
-        (logs / name).write_text("words")
-    found = [find_log(tmp_path, 1, rank, 8).name for rank in (0, 9, 10)]
-    assert found == ["rank_00000.log", "node_1.log", "rank_00010.log"]
-
-
-def test_words_of_a_rank_are_taken_out_of_the_log_of_its_node_alone(tmp_path):
     folder = tmp_path / "logs" / "attempt_01"
     folder.mkdir(parents=True)
-    (folder / "node_1.log").write_bytes(
-        b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n"
+    (folder / "rank_00010.log").write_text("words")
+    said = b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n"
+    (folder / "node_1.log").write_bytes(said)
+    found = [find_log(tmp_path, 1, rank, 8).name for rank in (0, 9, 10)]
+    assert found == ["rank_00000.log", "node_1.log", "rank_00010.log"]
+    for attempt in (1, 2):
+        keep_last_lines(tmp_path, attempt, 9, 9, 8)
+    assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n", (
+        "taken out of its node's"
     )
-    keep_last_lines(tmp_path, 1, 9, 9, 8)
-    keep_last_lines(tmp_path, 2, 9, 9, 8)
-    assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n"
-    assert [file.name for file in (tmp_path / "logs").rglob("*rank*")] == ["rank_00009.log"]
+    names = sorted(file.name for file in (tmp_path / "logs").rglob("*rank*"))
+    assert names == ["rank_00009.log", "rank_00010.log"], "none of an attempt that said nothing"

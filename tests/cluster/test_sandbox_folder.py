@@ -1,6 +1,4 @@
-"""The folder of a sandbox: nothing that somebody else can have put there is believed, written
-through or run.
-"""
+"""The folder of a sandbox: nothing that others can have put there is believed, written or run."""
 
 import os
 import stat
@@ -24,49 +22,47 @@ def common():
         yield Path(folder)
 
 
-def all_refuse(root: Path, monkeypatch, capsys, why: str) -> None:
-    """Every use of the folder says what is wrong with it."""
-    with pytest.raises(
-        JobError,
-        match=rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give",
-    ):
-        Sandbox.find(root)
-    monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
-    for action in ("start", "stop", "status"):
-        monkeypatch.setattr("sys.argv", ["sandbox", action, "--root", str(root)])
-        assert main() == 1 and "Remove it" in capsys.readouterr().err
+@pytest.fixture
+def assert_all_refuse(monkeypatch, capsys):
+    """Holds that every use of a folder says what is wrong with it."""
+
+    def hold(root, why):
+        message = rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give"
+        with pytest.raises(JobError, match=message):
+            Sandbox.find(root)
+        monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
+        for action in ("start", "stop", "status"):
+            monkeypatch.setattr("sys.argv", ["sandbox", action, "--root", str(root)])
+            assert main() == 1 and "Remove it" in capsys.readouterr().err
+
+    return hold
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "open").mkdir()
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, assert_all_refuse):
+    folder = tmp_path / "open"
+    folder.mkdir()
     for mode, word in ((0o777, "drwxrwxrwx"), (0o770, "drwxrwx---"), (0o1777, "drwxrwxrwt")):
-        (tmp_path / "open").chmod(mode)
-        all_refuse(tmp_path / "open", monkeypatch, capsys, word)
-    (tmp_path / "open").chmod(0o755)
-    assert Sandbox.find(tmp_path / "open") is None
-    (tmp_path / "link").symlink_to(tmp_path / "open")
+        folder.chmod(mode)
+        assert_all_refuse(folder, word)
+    folder.chmod(0o755)
+    assert Sandbox.find(folder) is None
+    (tmp_path / "link").symlink_to(folder)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("link", "dangling"):
-        all_refuse(tmp_path / name, monkeypatch, capsys, "l")
     (tmp_path / "file").touch()
-    all_refuse(tmp_path / "file", monkeypatch, capsys, "-")
-    assert not list((tmp_path / "open").iterdir()) and not (tmp_path / "nowhere").exists()
+    for name, word in (("link", "l"), ("dangling", "l"), ("file", "-")):
+        assert_all_refuse(tmp_path / name, word)
+    assert not list(folder.iterdir()) and not (tmp_path / "nowhere").exists()
 
 
-def test_a_folder_of_another_user_is_refused(common, monkeypatch, capsys):
+def test_a_folder_of_another_user_is_refused(common, assert_all_refuse):
     """Though it is closed now: what was put there before is theirs."""
     if os.geteuid():
         pytest.skip("only root can become somebody else")
     (common / "key").write_bytes(b"secret")
     plant = f'mkdir -p "$0/etc" && ln -s {common}/key "$0/etc/munge.key" && chmod 700 "$0"'
-    subprocess.run(
-        ["sh", "-c", plant, common / "sandbox"],
-        check=True,
-        user=65534,
-        group=65534,
-        extra_groups=[],
-    )
-    all_refuse(common / "sandbox", monkeypatch, capsys, "drwx------, of user 65534")
+    nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+    subprocess.run(["sh", "-c", plant, common / "sandbox"], check=True, **nobody)
+    assert_all_refuse(common / "sandbox", "drwx------, of user 65534")
     assert (common / "key").read_bytes() == b"secret"
     assert [path.name for path in (common / "sandbox").rglob("*")] == ["etc", "munge.key"]
 

@@ -24,8 +24,8 @@ from cluster.slurm import queries as slurm_queries
 from cluster.state import JobError, JobState, SchedulerJob, read_exit
 from cluster.submission import submit
 from tests.cluster.conftest import be_client
-from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin
-from tests.cluster.shell import WORDS
+from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin, with_slurm
+from tests.cluster.shell import WORDS, programs
 from tests.cluster.waiting import eventually
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_launch_jobs.ipynb"
@@ -41,7 +41,6 @@ def test_life_of_a_job(sandbox, site, tmp_path):
         assert job.logs(rank) == f"attempt 1 rank {rank} from step 0\n"
     assert [event.state for event in job.history] == ["queued", "starting", "running", "done"]
     assert {event.job_id for event in job.history[1:]} == {scheduler_job(job).id}
-    assert (job.run_dir / "submit.sh").read_text().startswith("#!/bin/bash\n#")
     assert list(job.follow(3)) == ["attempt 1 rank 3 from step 0"]
 
 
@@ -52,22 +51,18 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
     """The real sbatch submits and then says nothing, or that nobody has answered. Of the two jobs
     that a second launch makes, one runs.
     """
-    sbatch, stand_in = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
-    run_dir = tmp_path / "run"
-    spec = standin(run_dir, 30)
+    sbatch, run_dir = shutil.which("sbatch"), tmp_path / "run"
+    spec = standin(run_dir, 5)
     assert submit(spec, site).wait(60).state is JobState.DONE
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=drain", "Reason=test")
-    stand_in.parent.mkdir()
-    stand_in.write_text(f'#!/bin/sh\n{sbatch} "$@" >&2; {last}\n')
-    stand_in.chmod(0o755)
+    fakes = programs(tmp_path / "bin", {"sbatch": f'{sbatch} "$@" >&2; {last}'})
+    told = rf"timed out.*been accepted.*squeue --me.*for {run_dir}, and `scancel`"
     with monkeypatch.context() as silent:
-        silent.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
+        silent.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
         silent.setattr(slurm, "SUBMIT_TIMEOUT_S", 2.0)
-        with pytest.raises(
-            JobError, match=rf"timed out.*been accepted.*squeue --me.*for {run_dir}, and `scancel`"
-        ):
+        with pytest.raises(JobError, match=told):
             submit(spec, site)
-    job = submit(standin(run_dir, 60), site)
+    job = submit(standin(run_dir, 30), site)
     waiting = sandbox.run("squeue", "--noheader", "--format=%i %Z").splitlines()
     assert len(waiting) == 2 and all(str(run_dir) in line for line in waiting)
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=resume")
@@ -80,10 +75,12 @@ def test_reattach_from_another_shell_and_stop(sandbox, site, tmp_path, monkeypat
     """Which does not know of this Slurm: the run does."""
     job = submit(standin(tmp_path / "run", 500), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
-    code = (
-        f"from cluster.job import Job; job = Job.attach({str(job.run_dir)!r}); now = job.status();"
-        " print(now.state, 'does not answer' in now.reason); job.stop()"
-    )
+    code = f"""
+from cluster.job import Job
+job = Job.attach({str(job.run_dir)!r})
+now = job.status()
+print(now.state, 'does not answer' in now.reason)
+job.stop()"""
     with monkeypatch.context() as elsewhere:
         elsewhere.delenv("SLURM_CONF")
         words = [sys.executable, "-c", code]
@@ -93,39 +90,30 @@ def test_reattach_from_another_shell_and_stop(sandbox, site, tmp_path, monkeypat
     assert status.state is JobState.DONE and "stopped on request at step" in status.reason
 
 
-def test_cancelled_while_waiting_and_while_running(sandbox, site, tmp_path):
-    alone = site.replace(slurm=site.slurm.replace(sbatch_options=("--exclusive",)))
-    first, second = (submit(standin(tmp_path / name, 600), alone) for name in ("first", "second"))
-    assert eventually(lambda: first.state is JobState.RUNNING)
-    assert eventually(
-        lambda: "Resources" in second.status().reason or "Priority" in second.status().reason
-    )
-    assert second.state is JobState.QUEUED
-    second.cancel()
-    assert second.wait(5).reason == "cancelled while it waited"
-    first.cancel()
-    status = first.wait(20)
-    assert (status.state, status.exit_code, status.reason) == (
-        JobState.FAILED,
-        143,
-        "cancelled (scancel)",
-    )
+def test_cancelled_while_waiting(sandbox, site, tmp_path):
+    occupy(sandbox, 600)
+    job = submit(standin(tmp_path / "run"), site)
+    whys = ("Resources", "Priority")
+    assert eventually(lambda: any(why in job.status().reason for why in whys)), job.status()
+    assert job.state is JobState.QUEUED
+    job.cancel()
+    assert job.wait(5).reason == "cancelled while it waited"
 
 
 def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, site, tmp_path):
     """Of a running job under its number, of an ended one as a new job."""
-    spec = standin(tmp_path / "run", 60)
+    spec = standin(tmp_path / "run", 30)
     job = submit(spec, site)
     with pytest.raises(JobError, match="in use"):
         submit(spec, site)
-    assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 10)
+    assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 5)
     number = scheduler_job(job).id
     job.requeue()
     status = job.wait(60)
     assert (status.state, status.attempt, scheduler_job(job).id) == (JobState.DONE, 2, number)
     assert "requeued" in [event.state for event in job.history]
     job.requeue()
-    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 60\n"
+    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 30\n"
 
 
 def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
@@ -138,57 +126,52 @@ def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, t
 
 
 def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):
-    code = (
-        "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit('no <such>"
-        " thing')\ntime.sleep(600)"
-    )
+    """Not started again, though it had done a step: it would end the same way."""
+    code = f"""
+import os, pathlib, sys, time
+from cluster.state import update_state
+if os.environ['RANK'] == '2':
+    update_state(pathlib.Path({str(tmp_path / "run")!r}), attempt=1, state='running', step=1)
+    print('no <such> thing', file=sys.stderr)
+    sys.exit(os.EX_CONFIG)
+time.sleep(600)"""
     job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
     status = job.wait(60)  # the others are ended
-    assert (status.state, status.exit_code) == (JobState.FAILED, 1)
-    assert status.reason == "rank 2 on node3 ended with code 1: no <such> thing"
+    assert (status.state, status.exit_code, status.attempt) == (JobState.FAILED, 78, 1)
+    assert status.reason == "rank 2 on node3 ended with code 78: no <such> thing"
 
     def shown():  # COMPLETING until all nodes have cleaned up
         return sandbox.run("scontrol", "show", "job", scheduler_job(job).id)
 
-    assert eventually(lambda: "JobState=FAILED" in shown()) and "ExitCode=1:0" in shown(), (
-        "Slurm knows the truth too"
-    )
+    assert eventually(lambda: "JobState=FAILED" in shown())
+    assert "ExitCode=78:0" in shown(), "Slurm knows the truth too"
 
 
 def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_path):
     """A venv by the command that a refusal names: keepers and ranks run from the disk of their
     node.
     """
-    venv = tmp_path / "venv"
+    venv, run_dir = tmp_path / "venv", tmp_path / "run"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
-    (packages / "packed.py").write_text(
-        "import os\nprint(__file__, os.environ['SLURMD_NODENAME'])\n"
-    )
-    job = job_spec(tmp_path / "run", str(venv / "bin" / "python"), "-c", "import packed")
+    told = "import os\nprint(__file__, os.environ['SLURMD_NODENAME'])\n"
+    (packages / "packed.py").write_text(told)
+    python, words = str(venv / "bin" / "python"), ("-c", "import packed")
     with pytest.MonkeyPatch.context() as here:
-        here.setattr(sys, "executable", job.argv[0])
-        with pytest.raises(
-            ConfigError, match="65 nodes would all read Python.*Above 64 nodes nothing is sent"
-        ) as refused:
-            preflight.check(job.replace(num_nodes=65, num_processes=65), site)
-    command = str(refused.value).split("`")[1]
-    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+        here.setattr(sys, "executable", python)
+        with pytest.raises(ConfigError, match="65 nodes would all read.*Above 64 nodes") as refused:
+            preflight.check(job_spec(run_dir, python, *words, num_processes=65), site)
+    subprocess.run(str(refused.value).split("`")[1], shell=True, cwd=tmp_path, check=True)
     shutil.rmtree(venv)
     scratch = sandbox.path("scratch") if sandbox.isolated else tmp_path / "disk"
-    broadcast = Broadcast(
-        directory=f"{scratch}/$SLURMD_NODENAME", archive=str(tmp_path / "environment.tar")
-    )
-    packed = site.replace(slurm=site.slurm.replace(broadcast=broadcast))
-    sent = submit(job.replace(argv=("python", *job.argv[1:])), packed)
+    disk, archive = f"{scratch}/$SLURMD_NODENAME", str(tmp_path / "environment.tar")
+    packed = with_slurm(site, broadcast=Broadcast(directory=disk, archive=archive))
+    sent = submit(job_spec(run_dir, "python", *words), packed)
     assert sent.wait(60).state is JobState.DONE, sent.status()
     for rank in range(4):
         file, node = sent.logs(rank).split()
-        assert (
-            node == f"node{rank + 1}"
-            and file.startswith(str(scratch))
-            and "site-packages/packed.py" in file
-        )
+        assert node == f"node{rank + 1}" and file.startswith(str(scratch))
+        assert "site-packages/packed.py" in file
 
 
 def test_text_stays_text_and_what_the_user_exports_stays_out_of_it(
@@ -198,10 +181,10 @@ def test_text_stays_text_and_what_the_user_exports_stays_out_of_it(
     habits = {"SQUEUE_FORMAT": "%j", "SBATCH_PARTITION": "absent", "SLURM_JOB_ID": "7"}
     for name, value in {**habits, "HF_TOKEN": "hf_veryS3cret"}.items():
         monkeypatch.setenv(name, value)
-    code = (
-        "import json, os, sys; token = os.environ['HF_TOKEN']; print(json.dumps([sys.argv[1:],"
-        " os.environ['ODD'], os.environ['RANK'], os.getcwd(), token[::-1]]))"
-    )
+    code = """
+import json, os, sys
+token = os.environ['HF_TOKEN'][::-1]
+print(json.dumps([sys.argv[1:], os.environ['ODD'], os.environ['RANK'], os.getcwd(), token]))"""
     run_dir, odd = tmp_path / 'it\'s $(touch canary)\n`x` é "q" * ;&|', "\r\n\u202e".join(WORDS)
     run_dir.mkdir()
     where = {"num_nodes": 2, "working_directory": str(run_dir), "environment": {"ODD": odd}}
@@ -221,11 +204,11 @@ def test_text_stays_text_and_what_the_user_exports_stays_out_of_it(
     "name", ["frontier", "generic-gpu-slurm", "lumi", "perlmutter", "trn1.32xlarge"]
 )
 def test_slurm_understands_the_directives_of_each_site(sandbox, tmp_path, name):
-    site = Site.load(name)
-    assert site.slurm is not None
     # What this cluster does not have: accounts, features, GPUs, so many cores.
-    table = site.slurm.replace(account=None, partition="batch", qos=None, constraint=None)
-    site = site.replace(slurm=table.replace(gpus_per_node=None, cpus_per_task=1))
+    site = with_slurm(
+        Site.load(name), **dict.fromkeys(("account", "qos", "constraint", "gpus_per_node"))
+    )
+    site = with_slurm(site, partition="batch", cpus_per_task=1)
     (tmp_path / "logs").mkdir()
     job = job_spec(tmp_path, "true", num_processes=2, time_limit_s=3600)
     for file_name, text in scripts(job, site).items():
@@ -239,85 +222,76 @@ def test_agent_of_each_node_starts_its_ranks(sandbox, site, tmp_path):
     """torchrun, as Trainium wants it: its agents meet, every rank gets its number, log and a
     deaf ear for SIGTERM.
     """
-    code = (
-        "import os, signal; deaf = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN;"
-        " print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE',"
-        " 'LOCAL_WORLD_SIZE')), deaf)"
-    )
-    agents = site.replace(slurm=site.slurm.replace(launcher="torchrun"))
+    code = """
+import os, signal
+names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')
+print(*(os.environ[name] for name in names), signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)"""
     spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_nodes=2)
-    job = submit(spec, agents)
+    job = submit(spec, with_slurm(site, launcher="torchrun"))
     assert job.wait(120).state is JobState.DONE, job.status()
-    assert [job.logs(rank) for rank in range(4)] == [
-        f"{rank} {rank % 2} 4 2 True\n" for rank in range(4)
-    ]
+    told = [job.logs(rank) for rank in range(4)]
+    assert told == [f"{rank} {rank % 2} 4 2 True\n" for rank in range(4)]
 
 
 def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, site, tmp_path):
-    code = (
-        "import os, pathlib; cache = pathlib.Path(os.environ['CACHE']); "
-        "cache.joinpath('graph').write_text('compiled') if 'COMPILING' in os.environ else "
-        "print(cache.name, cache.joinpath('graph').read_text())"
-    )
-    compilation = Compilation(
-        command=("env", "COMPILING=1"),
-        variable="CACHE",
-        shared_cache=str(tmp_path / "shared"),
-        node_cache=str(tmp_path / "disk"),
-    )
-    compiling = site.replace(slurm=site.slurm.replace(compilation=compilation))
+    code = """
+import os, pathlib
+graph = pathlib.Path(os.environ['CACHE']) / 'graph'
+graph.write_text('compiled') if 'COMPILING' in os.environ else print(graph.read_text(), graph)"""
+    places = {"shared_cache": str(tmp_path / "shared"), "node_cache": str(tmp_path / "disk")}
+    compilation = Compilation(command=("env", "COMPILING=1"), variable="CACHE", **places)
     # One node: those of the sandbox share a disk, and would copy into the same folder at once.
     spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=2, num_nodes=1)
-    job = submit(spec, compiling)
+    job = submit(spec, with_slurm(site, compilation=compilation))
     assert job.wait(120).state is JobState.DONE, job.status()
-    assert job.logs(0) == "disk compiled\n"
+    assert job.logs(0) == f"compiled {tmp_path}/disk/graph\n"
 
 
 @pytest.mark.parametrize(
-    ("changes", "partition", "message"),
+    ("changes", "partition", "error", "message"),
     [
-        ({"argv": ("no-such-program",)}, "batch", "no-such-program.*not an executable"),
-        ({"run_dir": "/dev/shm/run"}, "batch", "memory of this one machine"),
-        ({"num_nodes": 9, "num_processes": 9}, "batch", "'batch' has 4.*sinfo"),
-        ({"num_nodes": 2, "time_limit_s": 7200}, "debug", "'debug' gives at most 1800"),
+        ({"argv": ("no-such-program",)}, "batch", ConfigError, "no-such-program.*not an exec"),
+        ({"run_dir": "/dev/shm/run"}, "batch", ConfigError, "memory of this one machine"),
+        ({"num_nodes": 9, "num_processes": 9}, "batch", ConfigError, "'batch' has 4.*sinfo"),
+        ({"num_nodes": 2, "time_limit_s": 7200}, "debug", ConfigError, "gives at most 1800"),
+        ({}, "batchh", JobError, "invalid partition"),  # in Slurm's words
     ],
 )
-def test_refused_before_anything_is_written(sandbox, site, tmp_path, changes, partition, message):
-    there = site.replace(slurm=site.slurm.replace(partition=partition))
-    with pytest.raises(ConfigError, match=message):
-        submit(standin(tmp_path / "run").replace(**changes), there)
+def test_refused_and_nothing_is_written(
+    sandbox, site, tmp_path, changes, partition, error, message
+):
+    with pytest.raises(error, match=message):
+        submit(standin(tmp_path / "run").replace(**changes), with_slurm(site, partition=partition))
     assert not (tmp_path / "run").exists()
 
 
-def test_refusal_by_slurm_is_shown_in_its_words(sandbox, site, tmp_path):
-    wrong = site.replace(slurm=site.slurm.replace(partition="batchh"))
-    with pytest.raises(JobError, match="invalid partition"):
-        submit(standin(tmp_path / "run"), wrong)
-    assert not (tmp_path / "run").exists(), "nothing is left of it"
+def slurm_job(number, **more):
+    return SchedulerJob(scheduler="slurm", id=str(number), **more)
+
+
+def all_running(jobs):
+    return {job.id: SchedulerAnswer(state=JobState.RUNNING, reason=str(job)) for job in jobs}
 
 
 def test_many_looks_are_few_questions():
     asked = []
 
     def ask(jobs):
-        asked.append(sorted(job.id for job in jobs))
-        return {
-            job.id: SchedulerAnswer(state=JobState.RUNNING, reason=f"job {job.id}") for job in jobs
-        }
+        asked.append(len(jobs))
+        return all_running(jobs)
 
     poller = Poller(ask)
     poller.interval_s = 0.3
-    jobs = [SchedulerJob(scheduler="slurm", id=str(number)) for number in range(50)]
-    for _ in range(20):
-        for job in jobs:
-            assert poller.answer(job).reason == f"job {job.id}"
+    jobs = [slurm_job(number) for number in range(50)]
+    for job in 20 * jobs:
+        assert poller.answer(job).reason == str(job)
     assert len(asked) <= 50, "the first look of each job may ask"
     before = len(asked)
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         poller.answer(jobs[0])
         time.sleep(0.001)
-    assert 1 <= len(asked) - before <= 4 and len(asked[-1]) == 50
+    assert 1 <= len(asked) - before <= 4 and asked[-1] == 50
 
 
 def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
@@ -328,16 +302,12 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
         asked.append([job.config for job in jobs])
         if jobs[0].config == "gone":
             over.wait(60)
-        return {
-            job.id: SchedulerAnswer(state=JobState.RUNNING, reason=str(job.config)) for job in jobs
-        }
+        return all_running(jobs)
 
     poller = Poller(ask)
-    gone, here = (
-        SchedulerJob(scheduler="slurm", id="1", config=config) for config in ("gone", "here")
-    )
+    gone, here = (slurm_job(1, config=config) for config in ("gone", "here"))
     assert "has not answered yet" in poller.answer(gone).reason
-    assert poller.answer(here).reason == "here", "though the other is still being asked"
+    assert poller.answer(here).reason == str(here), "though the other is still being asked"
     assert asked == [["gone"], ["here"]]
     over.set()
 
@@ -350,28 +320,24 @@ def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch, deaf):
         return ""
 
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
-    look = Poller(slurm.query).answer(SchedulerJob(scheduler="slurm", id="1"))
+    look = Poller(slurm.query).answer(slurm_job(1))
     assert look.state is None, "else it would be sent a second time"
     assert f"slurm does not answer: {deaf[0]}: Unable to contact" in look.reason
 
 
 def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch):
-    rows = {
-        "1": "FAILED|0:0|Unknown",
-        "2": "FAILED|3:0|2026-11-23T22:33:01",
-        "3": "RUNNING|0:0|Unknown",
-    }
+    ended = "2026-11-23T22:33:01"
+    rows = {"1": "FAILED|0:0|Unknown", "2": f"FAILED|3:0|{ended}", "3": "RUNNING|0:0|Unknown"}
 
     def answer(words, *_, **__):
         if words[0] == "scontrol":
             raise JobError("slurm_load_jobs error: Invalid job id specified")
-        return next(
-            (row + "\n" for number, row in rows.items() if f"--jobs={number}" in words[1:]), ""
-        )
+        found = [row for number, row in rows.items() if f"--jobs={number}" in words[1:]]
+        return "".join(f"{row}\n" for row in found)
 
     monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
-    found = slurm.query([SchedulerJob(scheduler="slurm", id=number) for number in rows])
+    found = slurm.query([slurm_job(number) for number in rows])
     told = [(each.state, each.exit_code) for each in found.values()]
     assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
 
@@ -380,12 +346,11 @@ def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_pat
     if not sandbox.isolated:
         pytest.skip("only isolated nodes have a network of their own")
     wanted = sandbox.values()["network"]
-    roots = (tmp_path / f"sandbox-{number}" for number in range(100_000))
-    root = next(
-        root
-        for root in roots
-        if Sandbox(root=str(root), isolated=True).values()["network"] == wanted
-    )
+
+    def would_take_it(root):
+        return Sandbox(root=str(root), isolated=True).values()["network"] == wanted
+
+    root = next(filter(would_take_it, (tmp_path / f"sandbox-{n}" for n in range(100_000))))
     other = Sandbox.start(root)
     try:
         assert other.shift and other.values()["network"] != wanted  # or one after the next
@@ -396,35 +361,43 @@ def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_pat
         other.stop()
 
 
-def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch):
-    if reason := why_not():
-        pytest.skip(reason)
-    root = tmp_path / "sandbox"
-    sandbox = Sandbox.start(root, num_nodes=2, isolated=False)
-    try:
-        assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
-        again = Sandbox.start(root)
-        assert again == sandbox.replace(was_running=True), "a second start finds the first"
-        assert again.was_running and not sandbox.was_running
-        be_client(sandbox, monkeypatch)
-        job = submit(standin(tmp_path / "run", num_nodes=2), Site.load(sandbox.site_file))
-        assert job.wait(60).state is JobState.DONE
-    finally:
+@pytest.fixture
+def start_sandbox(tmp_path):
+    """A function: a sandbox in a folder of its own, which ends with the test."""
+    started = []
+
+    def start(root=tmp_path / "sandbox", **how):
+        if reason := why_not(accounting=how.get("accounting", False)):
+            pytest.skip(reason)
+        started.append(Sandbox.start(root, **how))
+        return started[-1]
+
+    yield start
+    for sandbox in started:
         sandbox.stop()
-        sandbox.stop()
-    assert not root.exists() and Sandbox.find(root) is None
 
 
-def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypatch):
-    if reason := why_not():
-        pytest.skip(reason)
+def test_sandbox_without_namespaces_and_its_idempotent_end(start_sandbox, tmp_path, monkeypatch):
+    sandbox = start_sandbox(num_nodes=2, isolated=False)
+    assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
+    again = Sandbox.start(tmp_path / "sandbox")
+    assert again == sandbox.replace(was_running=True), "a second start finds the first"
+    assert again.was_running and not sandbox.was_running
+    be_client(sandbox, monkeypatch)
+    job = submit(standin(tmp_path / "run", num_nodes=2), Site.load(sandbox.site_file))
+    assert job.wait(60).state is JobState.DONE
+    sandbox.stop()
+    assert not (tmp_path / "sandbox").exists() and Sandbox.find(tmp_path / "sandbox") is None
+
+
+def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(start_sandbox, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.sandbox.default_root", lambda: tmp_path / "mine")
-    mine = Sandbox.start(num_nodes=2, isolated=False)
+    mine = start_sandbox(tmp_path / "mine", num_nodes=2, isolated=False)
     cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells}
     names: dict = {}
+    job = occupy(mine, 600, num_nodes=2)
+    eventually(lambda: mine.run("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
     try:
-        job = occupy(mine, 600, num_nodes=2)
-        eventually(lambda: mine.run("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
         for cell in ("parameters", "imports", "start-sandbox"):
             exec(cells[cell], names)
         occupy(names["sandbox"], 0, partition="urgent")
@@ -434,28 +407,25 @@ def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypa
         assert left.run("squeue", "--noheader", "--format=%i %T").split() == [job, "RUNNING"]
         assert [path.name for path in tmp_path.iterdir()] == ["mine"], "the notebook's own has gone"
     finally:
-        mine.stop()
         if "sandbox" in names:
             names["sandbox"].stop()
 
 
 @pytest.mark.slow
-def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeypatch):
-    if reason := why_not(accounting=True):
-        pytest.skip(reason)
-    sandbox = Sandbox.start(tmp_path / "sandbox", num_nodes=1, accounting=True)
-    try:
-        be_client(sandbox, monkeypatch)
-        code = "import sys; sys.exit(3)"
-        spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=1)
-        job = submit(spec, Site.load(sandbox.site_file))
-        assert job.wait(60).exit_code == 3
-        this = scheduler_job(job)
-        monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
-        monkeypatch.setattr(slurm_queries, "_show", lambda job_id, config: {})
-        look = eventually(
-            lambda: (found := slurm.query([this])[this.id]).state is JobState.FAILED and found
-        )
-        assert look and look.exit_code == 3 and "FAILED" in look.reason
-    finally:
-        sandbox.stop()
+def test_accounting_is_asked_when_the_controller_has_forgotten(
+    start_sandbox, tmp_path, monkeypatch
+):
+    sandbox = start_sandbox(num_nodes=1, accounting=True)
+    be_client(sandbox, monkeypatch)
+    words = (sys.executable, "-c", "import sys; sys.exit(3)")
+    job = submit(job_spec(tmp_path / "run", *words, num_processes=1), Site.load(sandbox.site_file))
+    assert job.wait(60).exit_code == 3
+    this = scheduler_job(job)
+    for forgotten in ("_squeue", "_show"):
+        monkeypatch.setattr(slurm_queries, forgotten, lambda job, config: {})
+
+    def found():
+        return slurm.query([this])[this.id]
+
+    assert eventually(lambda: found().state is JobState.FAILED)
+    assert found().exit_code == 3 and "FAILED" in found().reason

@@ -1,15 +1,11 @@
-"""Batch scripts: what they say is compared with the sites' documentation and the papers, and they
-are run.
+"""Batch scripts: golden files are what a user sees, and a fake `srun` runs every task here.
 
-In place of Slurm stands a fake `srun` that runs every task here, one after the other; the real one
-is used in test_slurm.py. The golden files are what a user sees. After a wanted change:
-KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
+The real one: test_slurm.py. After a wanted change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
 """
 
 import difflib
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -19,10 +15,11 @@ from hypothesis import strategies as st
 
 from cluster import slurm
 from cluster.job import JobSpec
-from cluster.render import scripts
+from cluster.render import render, scripts
 from cluster.scheduler import Broadcast
 from cluster.site import Site
 from cluster.slurm import script as slurm_script
+from tests.cluster.jobs import job_spec, with_slurm
 from tests.cluster.shell import hostile_text, programs, shellcheck, told
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -66,43 +63,29 @@ exec "$@" """  # noqa: E501
 }
 
 
-def frontier():
-    """Frontier with the values that only a user knows."""
-    site = Site.load("frontier")
-    assert site.slurm is not None
-    broadcast = Broadcast(
-        directory="/mnt/bb/$USER/environment", archive="/lustre/orion/abc123/environment.tar"
-    )
-    return site.replace(slurm=site.slurm.replace(account="abc123", broadcast=broadcast))
+BROADCAST = Broadcast(
+    directory="/mnt/bb/$USER/environment", archive="/lustre/orion/abc123/environment.tar"
+)
+FRONTIER = with_slurm(Site.load("frontier"), account="abc123", broadcast=BROADCAST)
+TRN1 = with_slurm(Site.load("trn1.32xlarge"), partition="compute1")
 
 
-def trn1():
-    site = Site.load("trn1.32xlarge")
-    assert site.slurm is not None
-    return site.replace(slurm=site.slurm.replace(partition="compute1"))
+def training_job(name, num_processes, num_nodes, **changes):
+    run_dir, python = f"/shared/runs/{name}", "/shared/environment/bin/python"
+    given = {"num_nodes": num_nodes, "working_directory": "/shared/work", **changes}
+    words = (python, "-m", "kit.train", "--run", run_dir)
+    return job_spec(run_dir, *words, num_processes=num_processes, **given)
 
 
-def training_job(name, *, tensor, pipeline, data, num_nodes, environment=None):
-    return JobSpec(
-        name=name,
-        run_dir=f"/shared/runs/{name}",
-        num_processes=tensor * pipeline * data,
-        num_nodes=num_nodes,
-        argv=("/shared/environment/bin/python", "-m", "kit.train", "--run", f"/shared/runs/{name}"),
-        environment=environment or {},
-        working_directory="/shared/work",
-    )
-
-
-# Layouts of the papers. Frontier: launch scripts of Dash et al.
+# Ranks and nodes of the papers. Frontier: launch scripts of Dash et al.
 # (github.com/sajal-vt/Megatron-DeepSpeed-ORNL), 1T on the 3,072 GCDs of arXiv 2312.12705. HLAT:
 # github.com/awslabs/HLAT and arXiv 2404.10630, on instances of 32 cores.
 JOBS = {
-    "frontier-22b": (frontier, dict(tensor=1, pipeline=8, data=2, num_nodes=2)),
-    "frontier-175b": (frontier, dict(tensor=4, pipeline=16, data=2, num_nodes=16)),
-    "frontier-1t": (frontier, dict(tensor=8, pipeline=64, data=6, num_nodes=384)),
-    "hlat-7b": (trn1, dict(tensor=8, pipeline=1, data=256, num_nodes=64)),
-    "hlat-70b": (trn1, dict(tensor=32, pipeline=8, data=32, num_nodes=256)),
+    "frontier-22b": (FRONTIER, 16, 2),
+    "frontier-175b": (FRONTIER, 128, 16),
+    "frontier-1t": (FRONTIER, 3072, 384),
+    "hlat-7b": (TRN1, 2048, 64),
+    "hlat-70b": (TRN1, 8192, 256),
 }
 
 
@@ -113,11 +96,10 @@ def portable(monkeypatch):
     monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", Path("/shared/kit"))
 
 
-def render_golden(name):
-    make_site, layout = JOBS[name]
-    site = make_site()
-    environment = site.profile(name) if name.startswith("hlat") else None
-    return scripts(training_job(name, **layout, environment=environment), site)
+def texts_of(name):
+    site, *size = JOBS[name]
+    environment = site.profile(name) if name.startswith("hlat") else {}
+    return scripts(training_job(name, *size, environment=environment), site)
 
 
 def directives(script):
@@ -134,28 +116,13 @@ def directives(script):
     return found
 
 
-def exports(script):
-    """Returns exported variables with their literal or unevaluated values."""
-    found = {}
-    for line in script.splitlines():
-        if match := re.match(r"\s*export ([A-Za-z_].*)", line):
-            for word in shlex.split(match[1], comments=True):
-                name, equals, value = word.partition("=")
-                if equals:
-                    found[name] = value
-    return found
-
-
-def launch(script):
-    """Returns the words of the last command: options of srun, then what it starts."""
-    words = shlex.split(script[script.rindex("\nexec ") :].replace("\\\n", " "))
-    return words[words.index("srun") :]
-
-
 @pytest.mark.parametrize("name", ["frontier-1t", "hlat-70b"])
 def test_golden_scripts_are_what_users_see(portable, name):
-    """submit.sh as a whole, and what compile.sh has instead of its lines."""
-    texts = render_golden(name)
+    """submit.sh as a whole, and what compile.sh has instead of its lines.
+
+    Frontier as docs.olcf.ornl.gov has it: "PyTorch on Frontier" (batch script, best practices).
+    """
+    texts = texts_of(name)
     run = texts.pop("submit.sh")
     kept = {f"{name}.submit.sh": run}
     for other, text in texts.items():
@@ -167,144 +134,68 @@ def test_golden_scripts_are_what_users_see(portable, name):
         assert text == (GOLDEN / file_name).read_text()
 
 
+# Of the released launch scripts, github.com/awslabs/HLAT, 7b/.
+HLAT_7B = """\
+    export XLA_USE_BF16=1
+    export XLA_DOWNCAST_BF16=0
+    export NEURON_RT_STOCHASTIC_ROUNDING_EN=1
+    export NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS=3
+    export NEURON_RT_ENABLE_VERBOSE_NUMERICAL_ERRORS=0
+    export NEURON_TRANSFER_WITH_STATIC_RING_OPS=''
+"""
+
+
 @pytest.mark.parametrize(
-    ("name", "nodes", "ranks", "time"),
+    ("name", "golden", "time"),
     [
-        ("frontier-22b", 2, 16, "02:00:00"),
-        ("frontier-175b", 16, 128, "02:00:00"),
-        ("frontier-1t", 384, 3072, "12:00:00"),
+        ("frontier-22b", "frontier-1t", "02:00:00"),
+        ("frontier-175b", "frontier-1t", "02:00:00"),
+        ("hlat-7b", "hlat-70b", ""),
     ],
 )
-def test_frontier_as_olcf_documents_it(portable, name, nodes, ranks, time):
-    """docs.olcf.ornl.gov: "PyTorch on Frontier" (batch script, best practices) and the
-    scheduling policy's bins.
-    """
-    script = render_golden(name)["submit.sh"]
-    asked = {
-        "--nodes": str(nodes),
-        "--time": time,
-        "--account": "abc123",
-        "--partition": "batch",
-        "--constraint": "nvme",
-        "--network": "disable_rdzv_get",
-        "--requeue": "",
-        "--open-mode": "append",
-        "--signal": "B:USR1@600",
-    }
-    assert asked.items() <= directives(script).items()
-    modules = re.findall(r"^module load (\S+)", script, re.MULTILINE)
-    assert modules[:3] == ["PrgEnv-gnu/8.7.0", "cpe/26.03", "miniforge3/23.11.0-0"]
-    assert modules[3:] == ["rocm/7.1.1", "rccl-net-plugin", "craype-accel-amd-gfx90a"]
-    variables = {
-        "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
-        "NCCL_NET": "OFI",
-        "FI_CXI_RDZV_PROTO": "alt_read",
-        "OMP_NUM_THREADS": "7",
-        "KIT_ENVIRONMENT": "/mnt/bb/$USER/environment",
-    }
-    assert variables.items() <= exports(script).items()
-    assert "$SLURM_LOCALID" in exports(script)["MIOPEN_USER_DB_PATH"]
-    assert "memhooks" not in script and "torch.distributed.run" not in script
-    words = f"--nodes={nodes} --ntasks={ranks} --cpus-per-task=7 --gpus-per-task=1"
-    more = "--gpu-bind=closest --kill-on-bad-exit=1"
-    assert {*words.split(), *more.split()} <= {*launch(script)}
-    archive = "/lustre/orion/abc123/environment.tar"
-    assert f'sbcast --force {archive} "$KIT_ENVIRONMENT/environment.tar"' in script
-    assert "exec python -m kit.train" in script, "ranks must start from the node's own disk"
+def test_scripts_of_other_sizes_differ_in_their_numbers_and_profile_alone(
+    portable, name, golden, time
+):
+    expected = (GOLDEN / f"{golden}.submit.sh").read_text().replace(golden, name)
+    (_, ranks, nodes), (_, all_ranks, all_nodes) = JOBS[name], JOBS[golden]
+    for before, after in (
+        (f"{all_ranks:,} ranks", f"{ranks:,} ranks"),
+        (f"--ntasks={all_ranks}", f"--ntasks={ranks}"),
+        (f"{all_nodes} nodes", f"{nodes} nodes"),
+        (f"nodes={all_nodes}", f"nodes={nodes}"),
+        (f"--ntasks={all_nodes}", f"--ntasks={nodes}"),
+        ("12:00:00", time),
+    ):
+        expected = expected.replace(before, after)
+    if ranks <= 64:  # each writes its own log
+        expected = expected.replace('[ "$RANK" != 0 ] || exec >>', "exec >>")
+    if golden == "hlat-70b":
+        profile = r"    export XLA_USE_BF16=0\n(    export .*\n)+"
+        expected = re.sub(profile, lambda _: HLAT_7B, expected)
+    assert texts_of(name)["submit.sh"] == expected
 
 
 def test_frontier_uses_sockets_on_one_node(portable):
-    job = training_job("small", tensor=8, pipeline=1, data=1, num_nodes=1)
-    assert exports(scripts(job, frontier())["submit.sh"])["NCCL_NET"] == "Socket"
+    script = scripts(training_job("small", 8, 1), FRONTIER)["submit.sh"]
+    assert "export NCCL_NET=Socket\n" in script
 
 
 def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_path):
-    job = training_job("web", tensor=8, pipeline=1, data=1, num_nodes=1)
-    job = job.replace(argv=("/bin/echo", "it's $HOME", "--part"), working_directory=str(tmp_path))
-    site, quiet = frontier(), "module() { true; }; SLURM_ARRAY_TASK_ID=2; "
-    script = slurm.array_script(job, site, 12)
+    job = training_job("web", 8, 1, working_directory=str(tmp_path))
+    job = job.replace(argv=("/bin/echo", "it's $HOME", "--part"))
+    script = slurm.array_script(job, FRONTIER, 12)
+    asked = {"--nodes": "1", "--account": "abc123", "--time": "02:00:00", "--requeue": ""}
+    asked["--output"] = "logs/task-%a.log"
     options = directives(script)
-    assert (options["--nodes"], options["--account"], options["--time"]) == (
-        "1",
-        "abc123",
-        "02:00:00",
-    )
-    assert (
-        options["--output"] == "logs/task-%a.log"
-        and "--requeue" in options
-        and "--signal" not in options
-    )
-    said = subprocess.run(
-        ["bash", "-c", quiet + script], capture_output=True, text=True, check=True
-    ).stdout
+    assert asked.items() <= options.items() and "--signal" not in options
+    words = ["bash", "-c", f"module() {{ true; }}; SLURM_ARRAY_TASK_ID=2; {script}"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert said == "it's $HOME --part 2/12\n"
-
-
-# Variables of the released launch scripts, github.com/awslabs/HLAT, 7b/ and 70b/.
-HLAT_COMMON = {
-    "NEURON_CC_FLAGS": "--model-type transformer --distribution-strategy=llm-training",
-    "NEURON_FUSE_SOFTMAX": "1",
-    "NEURON_RT_EXEC_TIMEOUT": "4000",
-    "MALLOC_ARENA_MAX": "64",
-    "FI_PROVIDER": "efa",
-    "FI_EFA_USE_DEVICE_RDMA": "1",
-    "FI_EFA_FORK_SAFE": "1",
-}
-HLAT = {
-    "hlat-7b": {
-        "XLA_USE_BF16": "1",
-        "XLA_DOWNCAST_BF16": "0",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
-        "NEURON_TRANSFER_WITH_STATIC_RING_OPS": "",
-        "NEURON_RT_ENABLE_VERBOSE_NUMERICAL_ERRORS": "0",
-    },
-    "hlat-70b": {
-        "XLA_USE_BF16": "0",
-        "XLA_DOWNCAST_BF16": "1",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "31",
-        "NEURON_EXPERIMENTAL_COMPRESS_RG": "1",
-        "TORCH_DIST_INIT_BARRIER": "0",
-    },
-}
-
-
-@pytest.mark.parametrize(("name", "nodes"), [("hlat-7b", 64), ("hlat-70b", 256)])
-def test_trainium_as_hlat_released_it(portable, name, nodes):
-    texts = render_golden(name)
-    assert list(texts) == ["compile.sh", "submit.sh"], "the compile job comes first"
-    for script in texts.values():
-        variables = exports(script)
-        expected = HLAT_COMMON | HLAT[name]
-        assert {key: variables.get(key) for key in expected} == expected
-        assert variables["MASTER_PORT"] == "41000"
-        assert f"--nnodes={nodes}" in script and "--nproc-per-node=32" in script
-        assert "ulimit -n 131071" in script
-        assert "ip_local_reserved_ports=44000,48620,41000,23456" in script
-        assert directives(script)["--nodes"] == str(nodes) and "--exclusive" in directives(script)
-        assert directives(script)["--cpus-per-task"] == "128"
-        assert f"--ntasks={nodes}" in launch(script)
-    absent = set(HLAT["hlat-7b"] | HLAT["hlat-70b"]) - set(HLAT[name])
-    assert not absent & set(exports(texts["submit.sh"]))
-    assert (
-        "exec neuron_parallel_compile" in texts["compile.sh"]
-        and "neuron_parallel" not in texts["submit.sh"]
-    )
-    assert exports(texts["compile.sh"])["NEURON_COMPILE_CACHE_URL"].startswith("/fsx/")
-    assert exports(texts["submit.sh"])["NEURON_COMPILE_CACHE_URL"].startswith("/local_storage/")
-    assert "cluster.slurm.supervisor" not in texts["compile.sh"], (
-        "a compile job is no attempt of the run"
-    )
 
 
 @pytest.mark.parametrize("name", ["lumi", "perlmutter", "generic-gpu-slurm", *JOBS])
 def test_scripts_pass_shellcheck(portable, name):
-    if name in JOBS:
-        texts = render_golden(name)
-    else:
-        job = training_job(name, tensor=4, pipeline=1, data=1, num_nodes=1)
-        texts = scripts(job, Site.load(name))
+    texts = texts_of(name) if name in JOBS else scripts(training_job(name, 4, 1), Site.load(name))
     for text in texts.values():
         shellcheck(text)
 
@@ -330,14 +221,9 @@ class Bench:
         return told(run_dir)
 
     def bash(self, run_dir, *words):
-        environment = {
-            "PATH": os.environ["PATH"],
-            "USER": "me",
-            "HOME": str(self.folder),
-            "SLURM_JOB_ID": "42",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "HF_TOKEN": "inherited",
-        }
+        given = {"USER": "me", "HOME": str(self.folder), "HF_TOKEN": "inherited"}
+        job = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[1-2]"}
+        environment = {"PATH": os.environ["PATH"], **given, **job}
         return subprocess.run(
             ["bash", *words], cwd=run_dir, env=environment, capture_output=True, text=True
         )
@@ -348,16 +234,11 @@ def bench(tmp_path, monkeypatch):
     return Bench(tmp_path, monkeypatch)
 
 
-def small_job(bench, **changes):
-    given = dict(
-        name="small",
-        run_dir=str(bench.folder / "run"),
-        working_directory=str(bench.folder / "work"),
-        argv=(str(bench.bin / "probe"), "a", "b c"),
-        num_processes=4,
-        num_nodes=2,
-    )
-    return JobSpec(**(given | changes))
+def small_job(bench, *words, name="small", num_nodes=2, num_processes=4, **changes):
+    folder, argv = bench.folder, words or (str(bench.bin / "probe"), "a", "b c")
+    given = {"run_dir": str(folder / "run"), "working_directory": str(folder / "work"), **changes}
+    size = {"num_nodes": num_nodes, "num_processes": num_processes}
+    return JobSpec(name=name, argv=argv, **size, **given)
 
 
 def test_ranks_find_their_place_and_each_other(bench):
@@ -368,52 +249,37 @@ def test_ranks_find_their_place_and_each_other(bench):
     assert variables["HF_TOKEN"] == "inherited"
     for rank in range(4):
         _, variables, _ = told(Path(job.run_dir), rank)
-        place = {
-            name: variables[name]
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
-        }
-        assert place == {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % 2),
-            "WORLD_SIZE": "4",
-            "LOCAL_WORLD_SIZE": "2",
-            "KIT_ATTEMPT": "3",
-        }
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE KIT_ATTEMPT".split()
+        place = " ".join(variables[name] for name in names)
+        assert place == f"{rank} {rank % 2} 4 2 3"
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("node1", "20042")
         log = Path(job.run_dir) / "logs" / "attempt_03" / f"rank_{rank:05d}.log"
         assert log.read_text() == f"attempt 3 rank {rank} at node1\n"
 
 
 def test_frontier_starts_from_the_disk_of_each_node(bench):
-    packed = bench.folder / "packed" / "bin"
+    packed, archive = bench.folder / "packed" / "bin", bench.folder / "environment.tar"
     packed.mkdir(parents=True)
     (packed / "conda-unpack").write_text("#!/bin/bash\ntouch bin/unpacked\n")
     (packed / "python").write_text('#!/bin/bash\n[ "$1" = -S ] || exec "$@"\nshift 3\nexec "$@"\n')
     for file in packed.iterdir():
         file.chmod(0o755)
-    subprocess.run(
-        ["tar", "-cf", bench.folder / "environment.tar", "-C", bench.folder / "packed", "bin"],
-        check=True,
-    )
-    broadcast = Broadcast(
-        directory=f"{bench.folder}/$USER/disk", archive=str(bench.folder / "environment.tar")
-    )
-    site = frontier()
-    site = site.replace(slurm=site.slurm.replace(broadcast=broadcast))
-    job = small_job(bench, argv=("/elsewhere/bin/python3.11", str(bench.bin / "probe")))
-    _, variables, _ = bench.run(job, site)
+    subprocess.run(["tar", "-cf", archive, "-C", packed.parent, "bin"], check=True)
+    broadcast = Broadcast(directory=f"{bench.folder}/$USER/disk", archive=str(archive))
+    job = small_job(bench, "/elsewhere/bin/python3.11", str(bench.bin / "probe"))
+    _, variables, _ = bench.run(job, with_slurm(FRONTIER, broadcast=broadcast))
     assert variables["PATH"].startswith(f"{bench.folder}/me/disk/bin:")
     assert (bench.folder / "me" / "disk" / "bin" / "unpacked").exists()
     assert "rccl-net-plugin" in (Path(job.run_dir) / "modules").read_text()
 
 
+def compiled_in(**places):
+    return with_slurm(TRN1, compilation=TRN1.slurm.compilation.replace(**places))
+
+
 def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
-    site = trn1()
     shared, local = bench.folder / "fsx", bench.folder / "local"
-    compilation = site.slurm.compilation.replace(
-        shared_cache=f"{shared}/$USER", node_cache=f"{local}/$USER"
-    )
-    site = site.replace(slurm=site.slurm.replace(compilation=compilation))
+    site = compiled_in(shared_cache=f"{shared}/$USER", node_cache=f"{local}/$USER")
     job = small_job(bench, environment=site.profile("hlat-7b"))
     (shared / "me").mkdir(parents=True)
     (shared / "me" / "graph.neff").write_text("compiled")
@@ -424,23 +290,15 @@ def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
     assert variables["PET_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP,SIGQUIT"
     assert told(Path(job.run_dir), 3)[1]["LOCAL_RANK"] == "1"
     logs = Path(job.run_dir) / "logs"
-    assert sorted(str(file.relative_to(logs)) for file in logs.rglob("*.log")) == sorted(
-        [
-            f"{phase}rank_{rank:05d}.log"
-            for phase in ("compile_", "attempt_03/")
-            for rank in range(4)
-        ]
-    )
+    found = {str(file.relative_to(logs)) for file in logs.rglob("*.log")}
+    ranks = [f"rank_{rank:05d}.log" for rank in range(4)]
+    assert found == {f"{phase}{rank}" for phase in ("compile_", "attempt_03/") for rank in ranks}
 
 
 def test_run_says_what_is_missing_without_a_compile_job(bench):
-    site = trn1()
-    compilation = site.slurm.compilation.replace(shared_cache=str(bench.folder / "nothing"))
-    site = site.replace(slurm=site.slurm.replace(compilation=compilation))
-    run_dir = bench.folder / "run"
-    run_dir.mkdir()
-    script = scripts(small_job(bench), site)["submit.sh"]
-    done = bench.bash(run_dir, "-c", script)
+    site = compiled_in(shared_cache=str(bench.folder / "nothing"))
+    (bench.folder / "run").mkdir()
+    done = bench.bash(bench.folder / "run", "-c", scripts(small_job(bench), site)["submit.sh"])
     assert done.returncode == 1 and "submit compile.sh first" in done.stderr
 
 
@@ -463,9 +321,10 @@ def test_hostile_names_paths_and_values_reach_the_ranks_inert(
 ):
     job = small_job(
         bench,
+        str(bench.bin / "probe"),
+        *argv,
         name=name,
         run_dir=str(bench.folder / f"run {folder}"),
-        argv=(str(bench.bin / "probe"), *argv),
         working_directory=str(bench.folder / f"work {folder}"),
         environment=environment,
         num_processes=1,
@@ -473,15 +332,13 @@ def test_hostile_names_paths_and_values_reach_the_ranks_inert(
     )
     site = Site.load("perlmutter")
     got_argv, variables, cwd = bench.run(job, site)
-    assert got_argv == argv
-    assert cwd == job.working_directory
+    assert (got_argv, cwd) == (argv, job.working_directory)
     assert {key: variables[key] for key in environment} == environment
     assert variables["KIT_RUN_DIR"] == job.run_dir
     assert not list(bench.folder.rglob("canary*")), "a value ran as a command"
-    plain = directives(scripts(small_job(bench, num_processes=1, num_nodes=1), site)["submit.sh"])
-    assert directives(scripts(job, site)["submit.sh"]) | {"--job-name": ""} == plain | {
-        "--job-name": ""
-    }
+    plain = small_job(bench, num_processes=1, num_nodes=1)
+    ours, plain = (directives(render(each, site)) for each in (job, plain))
+    assert {**ours, "--job-name": ""} == {**plain, "--job-name": ""}
 
 
 RESEMBLING = (
@@ -491,7 +348,6 @@ RESEMBLING = (
 
 
 def test_names_that_only_resemble_secrets_are_written():
-    job = training_job("run", tensor=4, pipeline=1, data=1, num_nodes=1)
-    job = job.replace(environment=dict.fromkeys(RESEMBLING, "1"))
+    job = training_job("run", 4, 1, environment=dict.fromkeys(RESEMBLING, "1"))
     script = scripts(job, Site.load("perlmutter"))["submit.sh"]
     assert all(f"export {name}=1" in script for name in RESEMBLING)

@@ -40,12 +40,7 @@ def supervisor(tmp_path, monkeypatch):
 KILLED = AttemptOutcome(
     137, "rank 3 on node2 was killed by SIGKILL", failing_rank=3, fate="restart"
 )
-LOST = AttemptOutcome(
-    1,
-    "node2 no longer answers (rank 0 on node1 ended with code 1)",
-    fate="requeue",
-    lost_node="node2",
-)
+LOST = AttemptOutcome(1, "node2 no longer answers", fate="requeue", lost_node="node2")
 STOPPED = AttemptOutcome(0, "stopped on request at step 2")
 
 
@@ -96,12 +91,8 @@ def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
     assert read_asked(supervisor.run_dir, "stop") is not None
 
 
-@pytest.mark.parametrize(
-    "trouble", [OSError(errno.ENOSPC, "No space left on device"), JobError("scontrol: no answer")]
-)
-def test_trouble_with_the_disk_or_with_slurm_is_recorded_as_the_end(
-    supervisor, monkeypatch, trouble
-):
+@pytest.mark.parametrize("trouble", [OSError(errno.ENOSPC, "full"), JobError("no answer")])
+def test_trouble_with_the_disk_or_with_slurm_is_recorded(supervisor, monkeypatch, trouble):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
     monkeypatch.setattr(supervisor, "_check_nodes", lambda: None)
     monkeypatch.setattr(supervisor, "_attempt", Mock(side_effect=trouble))
@@ -142,8 +133,7 @@ def test_srun_s_own_sigterm_asks_nobody_to_stop(supervisor, monkeypatch, has_fai
     monkeypatch.setattr(module, "native_state", lambda job: "RUNNING")
     failures_of(supervisor.run_dir, 1).mkdir(parents=True)
     if has_failed:
-        Failure(rank=3, code=1, node="node2", time=1.0).write(
-            failures_of(supervisor.run_dir, 1) / "rank_00003.json"
-        )
+        failure = Failure(rank=3, code=1, node="node2", time=1.0)
+        failure.write(failures_of(supervisor.run_dir, 1) / "rank_00003.json")
     assert supervisor._told_to_end() is None
     assert (read_asked(supervisor.run_dir, "stop") is None) == has_failed

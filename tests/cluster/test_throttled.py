@@ -1,6 +1,4 @@
-"""Links that the kernel throttles, cores of which a rank gets a share: what `kit status --why`
-names as slow.
-"""
+"""Links and cores that the kernel throttles: what `kit status --why` names as slow."""
 
 import json
 import time
@@ -22,9 +20,7 @@ NORMAL, SLOW = 400, 80
 
 @pytest.fixture
 def train(sandbox, site: Site, tiny_dataset, tmp_path):
-    """A function: a run of two ranks on two nodes of a real Slurm, some steps after something
-    happened to it.
-    """
+    """A function: a run of two ranks on two nodes, some steps after something happened to it."""
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=10_000, learning_rate=1e-3)
     own = site.replace(devices_per_node=1)
 
@@ -59,11 +55,8 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
 def assert_named(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
     told = {name: (part, pace.verdict) for name, (pace, part) in found.items()}
     with capsys.disabled():
-        print(
-            f"\nnormal: {normal.verdict}",
-            *(f"{name}: {words}" for name, (_, words) in told.items()),
-            sep="\n",
-        )
+        told_of = (f"{name}: {words}" for name, (_, words) in told.items())
+        print(f"\nnormal: {normal.verdict}", *told_of, sep="\n")
     wrong = {
         name: told[name]
         for name, (part, words) in told.items()

@@ -20,9 +20,7 @@ GPT = ModelSpec.gpt(name="tiny", vocab_size=300, init_std=0.1, **SHAPE)
 
 
 def randomised(spec: ModelSpec) -> Decoder:
-    """Returns a model none of whose norms and biases are ones and zeros, so that a swap of two
-    would show.
-    """
+    """Returns a model of no norm or bias of ones and zeros: a swap of two would show."""
     decoder, generator = build_decoder(spec).eval(), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -32,9 +30,7 @@ def randomised(spec: ModelSpec) -> Decoder:
 
 
 def assert_equal(found: Decoder, expected: Decoder) -> None:
-    """Fails unless two models have the same spec, but for its name, and the same weights, bit for
-    bit.
-    """
+    """Fails unless two models have the same spec, but for its name, and equal weights."""
     unnamed = {"name": "", "init_std": 0.02}
     assert found.spec.replace(**unnamed) == expected.spec.replace(**unnamed)
     theirs = dict(expected.named_parameters())

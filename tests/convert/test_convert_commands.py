@@ -36,9 +36,7 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
         (None, "--site: missing. Name the machine"),
     ],
 )
-def test_mistakes_are_told(
-    rest: list[str] | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told(rest, message: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = ["none.log"] if rest is None else [".", *rest]
     answer = CliRunner().invoke(app, ["import", *source, "--out", "out"])

@@ -1,6 +1,4 @@
-"""A folder's tokenizer, loaded as its user does, gives the ids that the model was trained on, or
-there is no folder.
-"""
+"""A folder's tokenizer, as its user loads it, gives the ids of training, or is not written."""
 
 import inspect
 import io
@@ -36,16 +34,10 @@ LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": Fals
 
 def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
     stream = io.BytesIO()
-    chosen = {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "vocab_size": 400,
-        "minloglevel": 2,
-        **options,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=stream, **chosen
-    )
+    chosen = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 400, "minloglevel": 2}
+    chosen |= options
+    chosen |= {"sentence_iterator": iter(texts), "model_writer": stream}
+    sentencepiece.SentencePieceTrainer.train(**chosen)
     return SentencePieceTokenizer(stream.getvalue())
 
 
@@ -99,29 +91,21 @@ def test_runs_of_spaces_whose_pieces_tie_are_joined_from_the_left(tmp_path: Path
 
 
 def test_a_unigram_model_is_written_where_its_ties_agree(tmp_path: Path) -> None:
-    """Scores are added in another precision there, so `**` and `*` may come in another order in
-    a run of stars.
-    """
+    """Scores are added in another precision there: `**` and `*` may change places in stars."""
     alphabet = [chr(code) for code in range(33, 127)]
-    plain = [
-        re.sub(r"(.)\1+", r"\1", line) for text in TEXTS for line in text.splitlines()
-    ] + alphabet
-    tokenizer = trained(
-        plain, model_type="unigram", vocab_size=500, character_coverage=1.0, **LLAMA
-    )
+    lines = [line for text in TEXTS for line in text.splitlines()]
+    plain = [re.sub(r"(.)\1+", r"\1", line) for line in lines] + alphabet
+    options = {"model_type": "unigram", "vocab_size": 500, "character_coverage": 1.0}
+    tokenizer = trained(plain, **options, **LLAMA)
     theirs = exported(tokenizer, tmp_path / "model")
     assert [theirs(text)["input_ids"] for text in HARD_TEXTS] == tokenizer.encode_batch(HARD_TEXTS)
-    with pytest.raises(
-        DataError, match=r"transformers reads 'Title.n[*]+' as .* of [\d,]+ texts differ"
-    ):
+    with pytest.raises(DataError, match=r"reads 'Title.n[*]+' as .* of [\d,]+ texts differ"):
         exported(with_pieces(tokenizer, {"**": -6.61}), tmp_path / "runs")
 
 
 def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
     tokenizer = trained(**LLAMA, user_defined_symbols=["<sep>"])
-    with pytest.raises(
-        DataError, match=r"transformers reads '.*<sep>.*' as \[.*without it in Python"
-    ):
+    with pytest.raises(DataError, match=r"reads '.*<sep>.*' as \[.*without it in Python"):
         exported(tokenizer, tmp_path / "model")
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="a sentencepiece model of type WORD"):
@@ -129,9 +113,7 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_the_kits_own_tokenizer_takes_no_special_token_out_of_a_text(
-    family: str, tmp_path: Path
-) -> None:
+def test_the_kits_own_takes_no_special_token_out_of_a_text(family: str, tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 400)
     theirs = exported(tokenizer, tmp_path / "model", family)
     own = load_tokenizer(tmp_path / "model")
@@ -141,9 +123,8 @@ def test_the_kits_own_tokenizer_takes_no_special_token_out_of_a_text(
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == tokenizer.data
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert theirs.eos_token_id == tokenizer.eos_id == config["eos_token_id"]
-    assert theirs(END_OF_TEXT, split_special_tokens=False)["input_ids"] == [tokenizer.eos_id], (
-        "whoever wants it"
-    )
+    asked = theirs(END_OF_TEXT, split_special_tokens=False)["input_ids"]
+    assert asked == [tokenizer.eos_id], "whoever wants it"
 
 
 def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
@@ -152,9 +133,8 @@ def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
     other = tokenizers.Tokenizer.from_str(trained.data.decode())
     other.enable_truncation(max_length=3)
     other.enable_padding(length=64)
-    other.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
-    )
+    template = {"single": f"{END_OF_TEXT} $A", "special_tokens": [(END_OF_TEXT, 0)]}
+    other.post_processor = tokenizers.processors.TemplateProcessing(**template)
     tokenizer = BytePairTokenizer(other.to_str().encode())
     theirs = exported(tokenizer, tmp_path / "model")
     ids = [theirs(text)["input_ids"] for text in HARD_TEXTS]

@@ -14,7 +14,7 @@ from kit.convert.hugging_face_config import ALIASES, DEFAULTS, config_of, spec_o
 from kit.convert.weights import Weights, from_theirs
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder, build_decoder
-from kit.spec import ModelSpec, RopeScaling
+from kit.spec import RopeScaling
 from tests.convert.models import GPT, LLAMA, assert_equal, randomised
 
 SCALING = RopeScaling(factor=4.0, original_max_position_embeddings=16)
@@ -129,10 +129,8 @@ def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
     size = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32}
     size |= {"num_hidden_layers": 1, "vocab_size": 300}
     given: dict[str, Any] = {"model_type": "llama", **size, **config}
-    found, theirs = (
-        spec_of(given, name="x"),
-        transformers.AutoConfig.for_model(**copy.deepcopy(given)),
-    )
+    found = spec_of(given, name="x")
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(given))
     model = transformers.AutoModelForCausalLM.from_config(theirs)
     theirs_of = model.state_dict().__getitem__
     weights = Weights.read_by(found, lambda name: from_theirs(found, name, theirs_of), Path("here"))
@@ -158,9 +156,7 @@ def test_what_a_configuration_does_not_say_is_transformers_default(kind: str) ->
         (LLAMA.replace(norm="layernorm"), "spec.norm"),
     ],
 )
-def test_models_that_hugging_face_does_not_have_are_refused(
-    spec: ModelSpec, message: str, tmp_path: Path
-) -> None:
+def test_what_hugging_face_does_not_have_is_refused(spec, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         export_hugging_face(build_decoder(spec), tmp_path / "model")
     assert not list(tmp_path.iterdir())

@@ -25,8 +25,8 @@ from kit.model import Decoder
 from tests.convert.models import GPT, LLAMA, assert_equal, randomised
 
 
-def llama(num_kv_heads: int) -> Decoder:
-    sizes = {"num_layers": 4, "num_heads": 8, "vocab_size": 64}
+def llama(num_kv_heads: int, num_layers: int = 2) -> Decoder:
+    sizes = {"num_layers": num_layers, "num_heads": 8, "vocab_size": 64}
     return randomised(LLAMA.replace(num_kv_heads=num_kv_heads, **sizes))
 
 
@@ -36,9 +36,7 @@ def llama(num_kv_heads: int) -> Decoder:
 def nxd_rank(
     decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool
 ) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds of the whole model; with `fused`, query, key and value
-    in one matrix.
-    """
+    """Returns what one tensor rank holds; `fused`: query, key and value in one matrix."""
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -56,9 +54,8 @@ def nxd_rank(
             mine[name] = cut(weight, 1)
     for layer in range(spec.num_layers):
         mlp, attention = f"model.layers.{layer}.mlp", f"model.layers.{layer}.self_attn"
-        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(
-            [cut(weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up")]
-        )
+        gate_up = [cut(weights[f"{mlp}.{part}_proj.weight"]) for part in ("gate", "up")]
+        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat(gate_up)
         q, k, v, o = (weights[f"{attention}.{p}_proj.weight"] for p in "qkvo")
         if spec.num_kv_heads == spec.num_heads:
             mine[f"{attention}.qkv_proj.weight"] = torch.cat([cut(q), cut(k), cut(v)])
@@ -102,9 +99,8 @@ def write_nxd(
             here += ["model.embed_tokens"] if stage == 0 else []
             here += ["model.norm", "lm_head"] if stage == pipeline - 1 else []
             state = {n: w for n, w in held.items() if n.startswith(tuple(here))}
-            torch.save(
-                state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
-            )
+            file = f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+            torch.save(state, folder / "model" / file)
     return folder
 
 
@@ -114,17 +110,16 @@ def write_nxd(
         *[(*sizes, 1, "trn1", False) for sizes in [(2, 4), (2, 8), (2, 2), (8, 2)]],
         *[(*sizes, "trn1", False) for sizes in [(2, 4, 2), (8, 1, 4), (8, 4, 2)]],
         *[
-            (*sizes, 2, platform, fused)
+            (*sizes, 2, *how)
             for sizes in [(2, 8), (4, 8), (1, 4)]
-            for platform in ("trn1", "trn2")
-            for fused in (False, True)
+            for how in itertools.product(["trn1", "trn2"], [False, True])
         ],
     ],
 )
 def test_nxd_shards_come_back_whole_with_the_order_of_their_heads(
     num_kv_heads, tensor, pipeline, platform, fused, tmp_path
 ) -> None:
-    decoder = llama(num_kv_heads)
+    decoder = llama(num_kv_heads, max(2, pipeline))
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, pipeline, platform, fused)
     assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
 
@@ -174,9 +169,7 @@ def torch_xla_serialization(monkeypatch) -> None:
     sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
 
 
-def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
-    torch_xla_serialization, tmp_path: Path
-) -> None:
+def test_nxd_shards_of_a_file_a_tensor(torch_xla_serialization, tmp_path: Path) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     write_xser(folder)
@@ -192,9 +185,7 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(
 
 
 def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Path) -> None:
-    """With --save_xser too: it gives xser tensors in memory, which xser leaves where they are,
-    and makes its folder.
-    """
+    """With --save_xser too: xser leaves tensors in memory where they are, and makes its folder."""
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     for file in sorted((folder / "model").glob("*.pt")):
@@ -207,7 +198,7 @@ def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     folder = write_nxd(llama(2), tmp_path / "step_10", 4, 2)
     for kind, wrong, message in (
         (DataError, {"ffn_hidden_size": 98}, "gate.weight has shape .* does not hold tiny"),
-        (DataError, {"num_layers": 5}, "has no weight 'model.layers.4.input_layernorm.weight'"),
+        (DataError, {"num_layers": 3}, "has no weight 'model.layers.2.input_layernorm.weight'"),
         (ConfigError, {"bias": True}, "not a Llama without biases"),
     ):
         with pytest.raises(kind, match=message):
@@ -237,11 +228,8 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
         for head in range(spec.num_kv_heads):
             if head * tensor // spec.num_kv_heads == rank:
                 for part, count in (("query", group), ("key", 1), ("value", 1)):
-                    fused.append(
-                        weights[f"attention.{part}.{kind}"][
-                            head * count * size : (head + 1) * count * size
-                        ]
-                    )
+                    rows = slice(head * count * size, (head + 1) * count * size)
+                    fused.append(weights[f"attention.{part}.{kind}"][rows])
         mine[f"self_attention.query_key_value.{kind}"] = torch.cat(fused)
         up = weights[f"feed_forward.up.{kind}"].chunk(tensor)[rank]
         gate = [weights[f"feed_forward.gate.{kind}"].chunk(tensor)[rank]] if spec.gated else []
@@ -263,9 +251,7 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
 
 
 def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
-    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them: one without weights
-    after the embedding.
-    """
+    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them, one without weights."""
     folder.mkdir(parents=True)
     spec, weights = decoder.spec, decoder.state_dict()
     for rank in range(tensor):
@@ -298,9 +284,7 @@ def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -
 
 
 class Position(enum.Enum):
-    """Megatron's own arguments hold such classes too, which are not to be had where a checkpoint
-    is read.
-    """
+    """As in Megatron's own arguments, of a class that is not to be had where they are read."""
 
     LEARNED = 1
 
@@ -317,9 +301,7 @@ def write_arguments(folder: Path, **entries) -> None:
         ("grouped llama", 1, 2),
     ],
 )
-def test_megatron_layers_come_back_whole(
-    family: str, first: int, tensor: int, tmp_path: Path
-) -> None:
+def test_megatron_layers(family: str, first: int, tensor: int, tmp_path: Path) -> None:
     decoder = randomised(GPT) if family == "gpt" else llama(2)
     folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=first)
     assert_equal(import_megatron_deepspeed(folder, decoder.spec).decoder(), decoder)

@@ -1,9 +1,6 @@
-"""Conversions hold one weight at a time: their peak memory is a fraction of the model, whatever
-they read.
-"""
+"""Conversions hold one weight at a time: their peak memory is a fraction of the model."""
 
 import ctypes
-import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +23,7 @@ from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.spec import ModelSpec
 from tests.convert.models import assert_equal
 from tests.convert.test_shards import write_megatron, write_nxd
+from tests.untrusted.hostile import in_a_child
 from tests.workers import complete_checkpoint, local_run
 
 # Saving without a process group is meant.
@@ -77,9 +75,7 @@ def sources(
 
 
 def map_libraries() -> None:
-    """Maps what torch's files hold into this process: else code that runs for the first time
-    counts as the work's.
-    """
+    """Maps torch's files into this process: else its first runs count as the work's memory."""
     populate_read = 22  # linux/mman.h
     for begin, end in re.findall(
         r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE
@@ -89,31 +85,23 @@ def map_libraries() -> None:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Returns by how much the resident memory of a fork of this process rises at most, during
-    `work`.
-    """
+    """Returns the most by which a fork's resident memory rises during `work`."""
 
-    def measure() -> None:
+    def measure() -> int:
         map_libraries()
         # Nor is memory that this process has freed there for the work to hide in.
         LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory("VmRSS")
         work()
-        queue.put(memory("VmHWM") - before)
+        return memory("VmHWM") - before
 
     def memory(what: str) -> int:
         found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert found
         return 1024 * int(found[1])
 
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=measure)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    return queue.get()
+    return in_a_child(measure)
 
 
 @pytest.mark.slow
@@ -157,9 +145,7 @@ def flip(run: Run, name: str) -> Path:
     return file
 
 
-def test_what_is_read_is_checked_and_nothing_else(
-    run: Run, decoder: Decoder, tmp_path: Path
-) -> None:
+def test_only_what_is_read_is_checked(run: Run, decoder: Decoder, tmp_path: Path) -> None:
     name = "layers.7.feed_forward.up.weight"
     flip(run, f"adamw.exp_avg.{name}")
     fill, target = run_weights(run).fill, torch.empty(1024, 256, dtype=torch.bfloat16)

@@ -1,6 +1,4 @@
-"""A build in pieces: whoever does them, the dataset's bytes are the same; and in parts, which
-are datasets too.
-"""
+"""A build in pieces gives the bytes of a whole one; its parts are datasets too."""
 
 import hashlib
 import json
@@ -32,9 +30,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Five files of 40 documents, of which every tenth stands in all of them, and one twice in
-    the first.
-    """
+    """Five files of 40 documents: every tenth is in all, and one twice in the first."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(FILES):
         names = [f"{number if i % 10 else ''} {i}".encode() for i in range(EACH)]
@@ -72,9 +68,7 @@ def test_a_limit_and_the_default_corpus_are_one_piece(text, tmp_path, in_pieces)
 
 
 def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path, capsys):
-    """SIGKILL at the first encoded piece; the processes beside it see that their parent has
-    gone.
-    """
+    """SIGKILL at the first encoded piece; its helpers see that their parent has gone."""
     code = (
         "import kit.data.corpus, sys\n"
         "kit.data.corpus.PIECE_BYTES = 1\n"

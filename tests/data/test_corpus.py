@@ -104,9 +104,7 @@ def zstd(data: bytes) -> bytes:
 @pytest.mark.parametrize("rows", [100, 30_000], ids=["small", "above 1 MB"])
 @pytest.mark.parametrize(("end", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
 def test_compressed_lines_are_read_to_their_end_or_to_the_cut(tmp_path, end, compress, rows):
-    """Of two frames, as parallel compressors write them, the second may lack its last bytes:
-    gzip's check alone, or its last block.
-    """
+    """The second of two frames may lack its last bytes: gzip's check alone, or a block."""
     texts = [f"document {i} {i * i}" for i in range(2 * rows)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     frames = [compress(b"".join(part)) for part in (lines[:rows], lines[rows:])]
@@ -129,9 +127,7 @@ def test_compressed_lines_are_read_to_their_end_or_to_the_cut(tmp_path, end, com
 
 
 def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
-    """As `save_to_disk` and the hub leave it: streams of Arrow, splits, a card, and links to
-    where the bytes lie.
-    """
+    """As `save_to_disk` and the hub leave it: Arrow, splits, a card, and links to the bytes."""
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         table = pyarrow.table({"id": [1, 2], "body": [f"{split} one", f"{split} two"]})
@@ -197,9 +193,7 @@ def test_no_line_is_larger_than_memory(tmp_path, monkeypatch):
 
 
 def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
-    """A stranger's folder may have one to a key of its reader; the hub's cache has them to its
-    own files beside.
-    """
+    """A stranger's may lead to a key of its reader, the hub's cache's to its own files."""
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "hub" / "snapshots" / "1f2e"
     folder.mkdir(parents=True)

@@ -1,6 +1,4 @@
-"""build_dataset and Dataset: what is in the folder, that it is whole or absent, and that damage
-is noticed.
-"""
+"""build_dataset and Dataset: a folder is whole or absent, and damage is noticed."""
 
 import hashlib
 import json
@@ -25,9 +23,8 @@ def text(tmp_path_factory) -> Path:
     """Returns a .jsonl of 100 documents, the last of them a duplicate."""
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
     words = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(99)]
-    texts = [
-        f"document {i} says é {words[i][: i % 64]} and quotes <|endoftext|>" for i in range(99)
-    ]
+    quoted = "and quotes <|endoftext|>"
+    texts = [f"document {i} says é {words[i][: i % 64]} {quoted}" for i in range(99)]
     rows = [{"text": text} for text in texts]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[3]]))
     return file
@@ -149,9 +146,7 @@ def uneven(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path):
-    """Whatever the seed; its end is held out, as much as was asked, and nothing is in both
-    parts.
-    """
+    """Whatever the seed: its end is held out, as much as asked, and nothing is in both."""
     usual = {"vocab_size": 300, "progress": False, "skip_corrupt": True}
     dataset = build_dataset(tmp_path / "data", uneven, **usual, seed=seed)
     info, long = dataset.info, (uneven / "good.txt").read_text()
@@ -174,9 +169,7 @@ def test_the_command_says_what_was_read_held_out_and_left_out(uneven, tmp_path):
     assert "1 document in 1 file" in said.stdout and "of 1 document the end" in said.stdout
     many = Path(shutil.copytree(uneven, tmp_path / "many"))
     (many / "good.txt").unlink()
-    refused = (
-        r"many: 9 of 90,009 bytes of text .* less than 1 %: .* 90,000 cannot be read; many/latin"
-    )
+    refused = r"many: 9 of 90,009 bytes .* less than 1 %: .* 90,000 cannot be read; many/latin"
     with pytest.raises(DataError, match=refused):
         build_dataset(tmp_path / "none", many, **QUIET, skip_corrupt=True)
     assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))

@@ -1,6 +1,4 @@
-"""A recipe's data: a plain folder, or shards and sources in phases; what does not belong
-together is refused.
-"""
+"""A recipe's data: a folder, or shards and sources in phases; what does not fit is refused."""
 
 import json
 import shutil
@@ -18,9 +16,7 @@ from kit.recipe import DataPhase, DataSource, Recipe
 
 @pytest.fixture
 def shards(tmp_path) -> Path:
-    """A folder of three Megatron shards with tokens 1, 2 and 3 only, of 100, 200 and 300 windows
-    of 8.
-    """
+    """Three Megatron shards of tokens 1, 2 and 3 only: 100, 200 and 300 windows of 8."""
     for token in (1, 2, 3):
         with TokenFileWriter(tmp_path / f"part_{token}", 300) as writer:
             for _ in range(100 * token):
@@ -35,9 +31,8 @@ def mixed(dataset, *sources: DataSource, phases=()) -> Recipe:
 
 def test_a_plain_path_reads_the_datasets_own_text(tiny_dataset, recipe):
     samples = training_samples(recipe, 16)
-    assert np.array_equal(
-        samples.batch(5, 9), tiny_dataset.samples("train", 16, recipe.seed).batch(5, 9)
-    )
+    own = tiny_dataset.samples("train", 16, recipe.seed)
+    assert np.array_equal(samples.batch(5, 9), own.batch(5, 9))
     windows = (tiny_dataset.train.num_tokens - 1) // 16
     assert samples.epochs(2 * windows) == [2.0]
 
@@ -52,14 +47,10 @@ def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
 
 
 def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_dataset, shards):
-    sources = [
-        DataSource(paths=(str(shards / f"part_{i}"),), weight=weight)
-        for i, weight in ((1, 1), (2, 0), (3, 1))
-    ]
-    phases = (
-        DataPhase(until_tokens=400, weights=(3, 1, 0)),
-        DataPhase(until_tokens=1601, weights=(0, 1, 1)),
-    )
+    weights = (1, 1), (2, 0), (3, 1)
+    sources = [DataSource(paths=(f"{shards}/part_{i}",), weight=weight) for i, weight in weights]
+    ends = (400, (3, 1, 0)), (1601, (0, 1, 1))
+    phases = tuple(DataPhase(until_tokens=end, weights=weights) for end, weights in ends)
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
     # Phases begin at samples 0, 50 and 201: the first that is wholly beyond.
     read = samples.batch(0, 300)[:, 0]
@@ -88,9 +79,7 @@ def test_shares_are_what_was_read_and_open_no_file():
 
 
 def test_a_small_weight_that_is_drawn_otherwise_is_told():
-    """Counted over a million sequences; a phase of the whole run has weights that need no
-    rounding.
-    """
+    """Counted over a million sequences; one phase of the whole run needs no rounding."""
     weights = {"web": 1, "code": 4e-5, "math": 0.1}
     sources = [DataSource(paths=(name,), weight=weight) for name, weight in weights.items()]
     recipe = Recipe(data="none", num_steps=1, sources=sources)

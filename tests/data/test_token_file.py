@@ -77,21 +77,21 @@ def test_equal_to_megatron_core(megatron, tmp_path, vocab_size):
     assert all(np.array_equal(reader[i], text) for i, text in enumerate(texts))
 
 
-def test_documents_of_several_sequences_are_joined(megatron, tmp_path):
+@pytest.mark.parametrize(("code", "dtype"), [(4, np.int32), (8, np.uint16)])
+def test_documents_of_several_sequences_are_joined(megatron, tmp_path, code, dtype):
+    """As `preprocess_data` of Megatron-LM leaves them, with sentences apart."""
     texts = [[[1, 2], [3]], [[4, 5, 6]], [], [[7], [8], [9]]]
-    by_megatron(megatron, tmp_path / "reference", texts, np.int32)
-    as_published(tmp_path / "own", texts, 4)
+    by_megatron(megatron, tmp_path / "reference", texts, dtype)
+    as_published(tmp_path / "own", texts, code)
     assert_same_bytes(tmp_path)
     theirs, ours = megatron.IndexedDataset(str(tmp_path / "own")), TokenFile(tmp_path / "own")
-    assert documents(ours) == [[1, 2, 3], [4, 5, 6], [], [7, 8, 9]]
+    assert documents(ours) == [[1, 2, 3], [4, 5, 6], [], [7, 8, 9]] and ours.dtype == dtype
     assert theirs.document_indices.tolist() == [0, 2, 3, 3, 6]
     assert np.concatenate([theirs[i] for i in range(len(theirs))]).tolist() == ours.tokens.tolist()
 
 
 def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
-    """Writes documents of sequences byte by byte: magic, version, type, counts, lengths,
-    offsets, first sequences.
-    """
+    """Writes byte by byte: magic, version, type, counts, lengths, offsets, first sequences."""
     form, size = {4: ("<i", 4), 8: ("<H", 2)}[code]
     sequences = [sequence for document in documents for sequence in document]
     firsts = [0, *itertools.accumulate(len(document) for document in documents)]
@@ -104,41 +104,19 @@ def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> N
     prefix.with_name(prefix.name + ".bin").write_bytes(b"".join(tokens))
 
 
-@pytest.mark.parametrize(
-    "names", ["web_{}_text_document", "web_0000{}_tokens"], ids=["preprocess_data", "datatrove"]
-)
-@pytest.mark.parametrize("code", [4, 8])
-def test_shards_of_other_tools_are_read_as_they_are(tiny_dataset, tmp_path, names, code):
-    """`preprocess_data` of Megatron-LM, with sentences apart, and datatrove's
-    `MegatronDocumentTokenizer`.
-    """
-    info = tiny_dataset.info
-    if code == 4:  # a vocabulary above 65,536
-        shutil.copytree(tiny_dataset.directory, tmp_path / "data")
-        told = json.loads((tmp_path / "data" / "dataset.json").read_text()) | {"dtype": "int32"}
-        (tmp_path / "data" / "dataset.json").write_text(json.dumps(told))
-    shards = [
-        [[[5, 6, 7], [8]], [], [[9] * 20]],
-        [[[10 + i for i in range(40)]]],
-        [[[60], [61]], [[62] * 30]],
-    ]
-    for i, shard in enumerate(shards):
-        as_published(tmp_path / names.format(i), shard, code)
-        file = TokenFile(tmp_path / names.format(i))
-        joined = [[token for sequence in document for token in sequence] for document in shard]
-        assert documents(file) == joined
-        assert file.dtype == {4: np.int32, 8: np.uint16}[code]
-        assert max(map(max, filter(None, joined))) < info.vocab_size
-    data = str(tmp_path / "data" if code == 4 else tiny_dataset.directory)
+def test_shards_of_other_tools_are_trained_on_as_they_are(tiny_dataset, tmp_path):
+    """With a vocabulary above 65,536, sentences apart, and no token that ends a document."""
+    data = tmp_path / "data"
+    shutil.copytree(tiny_dataset.directory, data)
+    told = json.loads((data / "dataset.json").read_text()) | {"dtype": "int32"}
+    (data / "dataset.json").write_text(json.dumps(told))
+    for i, shard in enumerate([[[[5, 6, 7], [8]], [], [[9] * 5]], [[[60], [61]], [[62] * 7]]]):
+        as_published(tmp_path / f"web_{i}_text_document", shard, 4)
     sources = [DataSource(paths=(f"{tmp_path}/web_*",))]
-    recipe = located(Recipe(data=data, num_steps=1, sources=sources))
-    assert len(recipe.sources[0].paths) == 3
-    windows = [(sum(map(len, itertools.chain(*shard))) - 1) // 4 for shard in shards]
-    samples = training_samples(recipe, 4)
-    assert samples.epochs(sum(windows)) == [1.0]
-    firsts = samples.batch(0, sum(windows))[:, 0]
-    assert sorted(firsts.tolist())[:2] == [5, 9]
-    assert np.count_nonzero(np.isin(firsts, range(10, 60))) == 9
+    samples = training_samples(located(Recipe(data=str(data), num_steps=1, sources=sources)), 4)
+    assert samples.epochs(4) == [1.0]
+    read = sorted(samples.batch(0, 4).tolist())
+    assert read == [[5, 6, 7, 8, 9], [9] * 5, [60, 61, 62, 62, 62], [62] * 5]
 
 
 def test_type_is_the_smallest_that_fits():

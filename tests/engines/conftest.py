@@ -1,6 +1,4 @@
-"""The stand-in for NeuronX Distributed, put on the path as if it were installed; worker
-processes import it.
-"""
+"""The stand-in for NxD, put on the path as if installed; worker processes import it."""
 
 import os
 import sys

@@ -1,6 +1,4 @@
-"""What the stand-in was asked, held against the recorded signatures of the real package
-(data/nxd_signatures.json).
-"""
+"""What the stand-in was asked, held against signatures recorded of the real package."""
 
 import functools
 import inspect
@@ -31,11 +29,8 @@ def signature(parameters: list[list[str]]) -> inspect.Signature:
     made = []
     for name, kind, *default in parameters:
         value = default[0] if default else inspect.Parameter.empty
-        made.append(
-            inspect.Parameter(
-                name, kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), default=value
-            )
-        )
+        how = kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        made.append(inspect.Parameter(name, how, default=value))
     return inspect.Signature(made)
 
 
@@ -50,9 +45,7 @@ def check(name: str, arguments: dict) -> None:
 
 
 def recorded(module: str):
-    """Returns a decorator for a function of `module`: arguments by keyword only, checked and
-    recorded.
-    """
+    """Returns a decorator: arguments by keyword only, checked and recorded."""
 
     def decorate(function):
         @functools.wraps(function)

@@ -68,9 +68,7 @@ def test_doctor_says_which_part_of_the_first_job_fails(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "ranks", "has"), [(0, 4, False), (1, 1, True), (4, 4, True), (1, 2, False)]
 )
-def test_more_local_ranks_than_gpus_compute_on_the_cpu_and_say_so(
-    machine, capsys, gpus, ranks, has
-):
+def test_more_local_ranks_than_gpus_compute_on_the_cpu(machine, capsys, gpus, ranks, has):
     machine(gpus, ranks)
     site = on_device(LAPTOP, _plan(ranks))
     assert _has_gpu(site) is site.device.is_gpu is has

@@ -1,6 +1,4 @@
-"""What is submitted for a plan of the papers' engines: the command, its environment, what the
-engine is told.
-"""
+"""What is submitted for the papers' plans: command, environment, words to the engine."""
 
 import json
 import re

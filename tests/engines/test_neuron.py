@@ -34,6 +34,7 @@ from tests.parity import (
     BATCH,
     RECIPE,
     SAME_LEARNING,
+    STEPS,
     TOLERANCE,
     batches,
     build,
@@ -113,7 +114,7 @@ def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec,
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
-    """On the CPU nothing rounds stochastically; ten steps are too few to need it."""
+    """On the CPU nothing rounds stochastically; a few steps do not need it."""
     changes = {"precision": "bf16", "zero_stage": stage, "data_parallel": 2}
     changes["recompute"] = "selective"
     found = compare(changes, "neuron", small_spec, native_run)
@@ -121,15 +122,13 @@ def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
 
 
 def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native_run, monkeypatch):
-    """Why the plan refuses them: as NxD does, the stand-in spreads the ranks over the node, and
-    not their copies.
-    """
+    """Why the plan refuses them: NxD spreads the ranks over a node, and not their copies."""
     changes = {"tensor_parallel": 4, "data_parallel": 2}
     with pytest.raises(ConfigError, match="tensor_parallel: 4 is not allowed with engine 'neuron'"):
         neuron_plan(changes).check(small_spec)
     monkeypatch.setattr(Plan, "check", lambda *_: None)
-    found = compare(changes, "neuron", small_spec, native_run)
-    assert found["loss"] > TOLERANCE, found
+    found = compare(changes, "neuron", small_spec, native_run, RECIPE.replace(num_steps=1))
+    assert found["grad_norm"] > TOLERANCE, found
 
 
 # Calls --------------------------------------------------------------------------------------------
@@ -210,18 +209,21 @@ def test_two_cores_train_two_steps(tmp_path, spec, recipe):
 # Checkpoints --------------------------------------------------------------------------------------
 
 
+SAVED = STEPS // 2
+
+
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains five steps, saves, and returns what five more give."""
+    """Trains half of the steps, saves, and returns what the others give."""
     engine = build(spec, plan)
     checkpoints = nxd_in(folder, spec, engine)
     mine = batches(spec, plan, engine.data_rank)
-    for samples in mine[:5]:
+    for samples in mine[:SAVED]:
         engine.train_step(samples, 1e-3)
-    checkpoints.save(facts(spec, 5, plan))
+    checkpoints.save(facts(spec, SAVED, plan))
     if torch.distributed.get_rank() == 0:
         assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
     # The stand-in writes as the save is completed.
-    rest = [engine.train_step(samples, 1e-3) for samples in mine[5:]]
+    rest = [engine.train_step(samples, 1e-3) for samples in mine[SAVED:]]
     for _ in range(SETTLE_STEPS):
         checkpoints.poll()
     assert checkpoints.pending is None, "it completes behind training by now"
@@ -231,13 +233,12 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    manifest = nxd_in(folder, spec, engine).load(5)
-    assert manifest.samples == 5 * BATCH
+    manifest = nxd_in(folder, spec, engine).load(SAVED)
+    assert manifest.samples == SAVED * BATCH
     assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
     Checkpoints(folder).verify(manifest, manifest.files)
-    return [
-        engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]
-    ]
+    rest = batches(spec, plan, engine.data_rank)[SAVED:]
+    return [engine.train_step(samples, 1e-3) for samples in rest]
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"data_parallel": 2, "zero_stage": 1}])
@@ -259,7 +260,7 @@ def test_sharded_optimizer_starts_anew_on_other_replicas(standin, small_spec, tm
     expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
     found = run_ranks(1, resume, small_spec, plan.replace(data_parallel=1), tmp_path)[0]
     assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), "weights of the checkpoint"
-    assert abs(found[-1][0] - expected[-1][0]) > 1e-4, "the moments are not"
+    assert found[-1] != pytest.approx(expected[-1], rel=10 * TOLERANCE), "the moments are not"
     said = "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1"
     assert said in capfd.readouterr().out
 

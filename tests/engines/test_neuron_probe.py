@@ -1,6 +1,4 @@
-"""The probe tells apart absent, placeholder, wrong, broken and working packages, each in one
-sentence.
-"""
+"""The probe tells absent, placeholder, wrong, broken and working packages apart."""
 
 import json
 import os
@@ -142,9 +140,8 @@ def test_requirements_are_exact(name):
     assert {"neuronx-distributed", "neuronx-cc", "torch-neuronx"} <= set(found)
     if name == "trainium.txt":
         assert found["neuronx-distributed"].rpartition(".")[0] in SUPPORTED
-    assert "neuronx-distributed" not in (ROOT / "pyproject.toml").read_text(), (
-        "its name on the public index misleads"
-    )
+    ours = (ROOT / "pyproject.toml").read_text()
+    assert "neuronx-distributed" not in ours, "its name on the public index misleads"
 
 
 NOTEBOOKS = {"anywidget", "matplotlib", "jupyterlab", "ipykernel", "ipywidgets", "nbclient"}

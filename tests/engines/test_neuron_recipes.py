@@ -40,40 +40,29 @@ PLANS = {"hlat-7b": HLAT_7B, "hlat-70b": HLAT_70B}
 RECIPE = Recipe(data="none", num_steps=10)
 
 
-def test_7b_is_pure_bf16_without_sharding():
-    HLAT_7B.check(ModelSpec.preset("hlat-7b"), 64 * 32)
-    assert nxd_arguments(ModelSpec.preset("hlat-7b"), HLAT_7B) == {
-        "tensor_parallel_size": 8,
-        "pipeline_parallel_size": 1,
-        "sequence_parallel": True,
-        "optimizer_config": {"zero_one_enabled": False, "grad_clipping": False},
-        "mixed_precision_config": {
-            "use_master_weights": False,
-            "use_fp32_grad_acc": False,
-            "use_master_weights_in_ckpt": False,
-        },
-        "pipeline_config": None,
-    }
+@pytest.mark.parametrize(("name", "has_fp32"), [("hlat-7b", False), ("hlat-70b", True)])
+def test_nxd_is_told_where_fp32_is(name, has_fp32):
+    """The 7B is pure bf16 without sharding, the 70B has fp32 beside it."""
+    spec, plan = ModelSpec.preset(name), PLANS[name]
+    plan.check(spec, {"hlat-7b": 64, "hlat-70b": 256}[name] * 32)
+    told = nxd_arguments(spec, plan)
+    fp32 = "use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"
+    assert told["mixed_precision_config"] == dict.fromkeys(fp32, has_fp32)
+    assert told["optimizer_config"] == {"zero_one_enabled": has_fp32, "grad_clipping": False}
+    degrees = told["tensor_parallel_size"], told["pipeline_parallel_size"]
+    assert degrees == (plan.tensor_parallel, plan.pipeline_parallel) and told["sequence_parallel"]
+    assert json.loads(json.dumps(told)) == told, "what is shown is what is told"
+    assert (told["pipeline_config"] is None) == (plan.pipeline_parallel == 1)
 
 
-def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
+def test_70b_has_an_even_pipeline_and_copied_heads():
     spec = ModelSpec.preset("hlat-70b")
-    HLAT_70B.check(spec, 256 * 32)
     assert HLAT_70B.kv_replication(spec) == 4 and HLAT_70B.num_microbatches == 32
-    told = nxd_arguments(spec, HLAT_70B)
-    assert told["optimizer_config"]["zero_one_enabled"]
-    assert told["mixed_precision_config"] == {
-        "use_master_weights": True,
-        "use_fp32_grad_acc": True,
-        "use_master_weights_in_ckpt": True,
-    }
-    layout = told["pipeline_config"]
-    assert layout["pipeline_cuts"] == [
-        f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)
-    ]
+    layout = nxd_arguments(spec, HLAT_70B)["pipeline_config"]
+    cuts = [f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)]
+    assert layout["pipeline_cuts"] == cuts
     assert layout["num_microbatches"] == 32 and layout["use_zero1_optimizer"]
     assert layout["broadcast_and_average_loss"] and not layout["return_loss_on_cpu"]
-    assert json.loads(json.dumps(told)) == told, "what is shown is what is told"
 
 
 def a_run(directory: Path, model: str, plan: Plan, site: str) -> kit.Run:
@@ -176,9 +165,7 @@ def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
         (4, 1, 12, "plan.data_parallel: 12 is not allowed"),
     ],
 )
-def test_four_tensor_ranks_are_refused_where_nxd_groups_them_wrongly(
-    num_kv_heads, pipeline, data, message, llama_spec
-):
+def test_four_tensor_ranks_that_nxd_pairs(num_kv_heads, pipeline, data, message, llama_spec):
     spec = llama_spec.replace(num_kv_heads=num_kv_heads)
     degrees = {"tensor_parallel": 4, "pipeline_parallel": pipeline, "data_parallel": data}
     plan = Plan.from_dict({"engine": "neuron", **BF16, **degrees, "global_batch_size": data})
@@ -205,9 +192,7 @@ def test_four_tensor_ranks_are_named_group_by_group(site):
     ("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)]
 )
 def test_grouped_heads_are_laid_out_as_nxd_knows_the_platform(platform, allowed):
-    """By how many copies of a head are allowed: none of NxD's layers of grouped heads is made on
-    Trn3.
-    """
+    """By how many copies of a head are allowed; on Trn3 NxD makes no such layer."""
     grouped, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
     check_platform(HLAT_7B, whole, platform)
     for copies in (1, 4):
@@ -225,9 +210,8 @@ DEEPSPEED = HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=
 @pytest.fixture
 def trn3(tmp_path) -> Site:
     """A site of one's own, of newer devices."""
-    (tmp_path / "trn3.toml").write_text(
-        'base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n'
-    )
+    text = 'base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n'
+    (tmp_path / "trn3.toml").write_text(text)
     return Site.load(tmp_path / "trn3.toml")
 
 
@@ -243,9 +227,7 @@ def trn3(tmp_path) -> Site:
         (HLAT_70B, "trn3", "num_kv_heads: 8 for num_heads 64 .*'neuron' is not allowed on 'trn3'"),
     ],
 )
-def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(
-    plan, site, message, trn3, tmp_path
-):
+def test_devices_of_another_engine_are_refused_everywhere(plan, site, message, trn3, tmp_path):
     spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
     site = trn3 if site == "trn3" else Site.load(site)
     asked = {"spec": spec, "plan": plan, "recipe": RECIPE, "site": site}

@@ -40,9 +40,8 @@ def record() -> dict[str, Any]:
 @functools.cache
 def lacking() -> frozenset[str]:
     """Returns the full names of what it lacks."""
-    return frozenset(
-        f"{module}.{name}" for module, names in record()["lacks"].items() for name in names
-    )
+    lacks = record()["lacks"].items()
+    return frozenset(f"{module}.{name}" for module, names in lacks for name in names)
 
 
 # What the kit uses --------------------------------------------------------------------------------
@@ -78,9 +77,7 @@ def is_module(name: str) -> bool:
 
 
 def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Yields place, name and call of each function of `torch.distributed` that the kit calls as
-    `dist.NAME(...)`.
-    """
+    """Yields place, name and call of each `dist.NAME(...)` of the kit."""
     for file, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -140,9 +137,8 @@ def inventory(modules: list[str]) -> dict[str, list[str]]:
         module = importlib.import_module(name)
         inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
         found[name] = sorted(inside | {each for each in dir(module) if not each.startswith("__")})
-    operators = {
-        name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()
-    }
+    every = torch._C._dispatch_get_all_op_names()
+    operators = {name.split(".")[0].replace("::", ".") for name in every}
     return found | {"torch.ops": sorted(operators)}
 
 
@@ -159,19 +155,13 @@ def signatures(names: set[str]) -> dict[str, list[list[str]]]:
 
 
 def make(newer_python: str) -> dict[str, Any]:
-    """Returns the record, made where torch 2.9 and Torch-XLA are; the other Python has the newer
-    torch.
-    """
+    """Returns the record, made beside torch 2.9 and Torch-XLA; another Python has a newer one."""
     asked = [newer_python, "-m", "tests.engines.trainium_torch", "inventory"]
-    newer = json.loads(
-        subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    )
+    said = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True)
+    newer = json.loads(said.stdout)
     older = inventory(list(newer))
-    lacks = {
-        module: sorted(set(names) - set(older.get(module, ())))
-        for module, names in newer.items()
-        if module in older
-    }
+    both = {module: names for module, names in newer.items() if module in older}
+    lacks = {module: sorted(set(names) - set(older[module])) for module, names in both.items()}
     called = {name for _, name, _ in group_calls()}
     plain = signatures(called)
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -346,7 +346,7 @@ def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_amo
     found = search(*asked, calibration=known)
     first = answers(found)[0]
     wide = {int(found.layouts.tensor_parallel[other]) for other in found.fastest(5)} - {8, 16}
-    assert first.plan.tensor_parallel == 8 and wide == {32}
+    assert first.plan.tensor_parallel == 8 and max(wide) == 32
     (said,) = [text for text in first.warnings if "leaves the node" in text]
     assert said.startswith("TP32 among the fastest layouts")
     inside = search(*asked, calibration=known, only={"tensor_parallel": [4, 8]})

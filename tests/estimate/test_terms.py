@@ -340,3 +340,52 @@ def test_a_step_has_a_fixed_time_that_grows_with_the_logarithm_of_the_ranks():
     node, network = 8 * C.node_latency_s, 8 * C.network_latency_s
     expected = [0, node, 3 * node, 3 * node + network, 3 * node + 10 * network]
     assert overhead - C.step_s == pytest.approx(expected)
+
+
+def test_rings_take_the_links_of_what_they_reach_over():
+    """On a mesh of eight a pair has one link; on MI250X the pair's links are the fast ones."""
+    for name, pair, node in (("mi300x", 64e9, 448e9), ("frontier", 200e9, 75e9)):
+        hardware = Hardware.of(Site.load(name))
+        plans = [plan(tensor_parallel=1, data_parallel=ranks) for ranks in (2, 8)]
+        plans.append(plan(tensor_parallel=4, data_parallel=2))
+        layouts = Layouts.of(LLAMA, plans)
+        rate = Links(layouts, hardware, C).data.rate / C.data_efficiency
+        assert rate == pytest.approx([pair, node, min(pair, node)]), name
+        around = Layouts.of(LLAMA, [plan(tensor_parallel=1, context_parallel=8)])
+        assert Links(around, hardware, C).context.rate == pytest.approx(node * C.node_efficiency)
+
+
+def test_zero_3_gathers_twice_and_scatters_once_a_micro_batch_beside_its_work():
+    many = [
+        plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m)
+        for m in (1, 4)
+    ]
+    time, links, layouts = timed(*many, native=False)
+    gather, scatter = (
+        all_gather(size * time.params, np.array(64.0), links.shard, steps=32) for size in (2.0, 4.0)
+    )
+    one = exposed(2 * gather + scatter, time.middle)
+    assert time.data_parallel == pytest.approx(one * np.array([1, 4]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device.memory_bytes", 80),
+        ("device.memory_bytes_per_s", 3350),
+        ("device.watts", 0.7),
+        ("links.inter_node_bytes_per_s", 400),
+        ("device.matmul_flops_per_s.bf16", 1.2e15),
+    ],
+)
+def test_a_number_in_another_unit_is_refused_by_name(name, value):
+    part, field, *dtype = name.split(".")
+    record = getattr(H100, part)
+    fact = getattr(record, field)
+    if dtype:
+        changed = fact | {dtype[0]: fact[dtype[0]].replace(value=value)}
+    else:
+        changed = fact.replace(value=value)
+    site = H100.replace(**{part: record.replace(**{field: changed})})
+    with pytest.raises(ConfigError, match=rf"{name}: .*(not believable|above the peak)"):
+        Hardware.of(site)

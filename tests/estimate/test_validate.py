@@ -236,6 +236,25 @@ def test_a_file_with_few_readings_of_memory_is_scored_on_the_site_that_is_named(
         scored([rows[0] | slow])
 
 
+def test_one_row_without_a_machine_leaves_the_others_scored(scored, published_rows):
+    bridge = [row for row in published_rows if "Bridge" in row["source"] and row["gpu"] == "H100"]
+    asked = dict(system="elsewhere", offloaded_layers="0")
+    strange = bridge[1] | asked | dict(precision="mxfp8")
+    table = scored([*(row | asked for row in bridge), strange])
+    unplaced = table["rows of a machine without numbers"]
+    assert unplaced.value == 1 and "dgx-h100: step time needs" in unplaced.note
+    assert "7 rows" in table["elsewhere: mean error"].note
+    assert table["rows refused"].value == 0, "no layer offloaded is a number too"
+
+
+def test_own_runs_are_fitted_without_those_of_other_software(scored, published_rows):
+    rows = [row for row in published_rows if row["system"] == "Eos-class H100"]
+    rows = [row | dict(system="DGX-H100") for row in rows]
+    none, one = (scored(rows, count) for count in (0, 1))
+    assert "7 published rows of this machine" in none["DGX-H100: mean error"].note
+    assert "average of published machines, 1 runs" in one["DGX-H100: mean error"].note
+
+
 def test_times_that_follow_from_a_headline_are_called_derived(table):
     derived = [run for run in published.load() if run.is_derived]
     assert len(derived) == 6 and {run.status for run in derived} == {"mixed", "derived"}

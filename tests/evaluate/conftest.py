@@ -1,6 +1,4 @@
-"""A small real tokenizer, a random Llama, and hand-made items of benchmarks, shared by the tests
-of this folder.
-"""
+"""A small real tokenizer, a random Llama, hand-made items of benchmarks."""
 
 import importlib.metadata
 import io
@@ -79,9 +77,7 @@ def asked(kind: Any, arguments: list[tuple]) -> list[Instance]:
 
 
 def split_file(folder: Path, task: str, split: str = "") -> Path:
-    """Returns where a user's folder has a split of a benchmark, by default the one that is
-    scored.
-    """
+    """Returns where a user's folder has a split of a benchmark (default: that which is scored)."""
     known = BENCHMARKS[task]
     name = split or known.files[0].split
     return folder / known.repository / known.configs[0] / f"{name}.parquet"
@@ -124,9 +120,7 @@ def arrow_bytes(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="session")
 def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with 30 items each of PIQA, ARC-easy and BoolQ; some prompts are longer
-    than the model.
-    """
+    """A user's folder with 30 items of three benchmarks; some prompts are longer than the model."""
     folder = tmp_path_factory.mktemp("benchmarks")
     words = " ".join(TEXTS[0].split()[:60])
     rows: dict[str, list[dict]] = {"piqa": [], "arc_easy": [], "boolq": []}

@@ -32,11 +32,13 @@ BLIMP = [
     json.loads(line)
     for line in (Path(__file__).parent / "data" / "blimp.jsonl").read_text().splitlines()
 ]
-WRONG = {"distractor1": "moon", "distractor2": "a cat", "distractor3": "rain"}
 SCIQ = [
-    WRONG
-    | {"question": f"What warms planet {i}?", "support": f"Planet {i} has a sun."}
-    | {"correct_answer": "the sün" if i % 2 else "sun"}
+    {
+        "question": f"What warms planet {i}?",
+        "support": f"Planet {i} has a sun.",
+        "correct_answer": "the sün" if i % 2 else "sun",
+        **{"distractor1": "moon", "distractor2": "a cat", "distractor3": "rain"},
+    }
     for i in range(8)
 ]
 
@@ -61,9 +63,7 @@ def model(tmp_path: Path, tokenizer) -> Path:
 
 @pytest.fixture
 def task_data(tmp_path: Path) -> Path:
-    """Copies of two repositories as the hub's: configurations in folders with a card, and
-    parquet without.
-    """
+    """Copies of repositories of the hub: folders of configurations with a card, and parquet."""
     folder = tmp_path / "task data"
     card = ["---", "configs:"]
     for name in dict.fromkeys(row["UID"] for row in BLIMP):
@@ -79,6 +79,11 @@ def task_data(tmp_path: Path) -> Path:
 
 def blimp(name: str) -> list[dict]:
     return [row for row in BLIMP if row["UID"] == name]
+
+
+def assert_refused(name: str, folder: Path, message: str, kind: type[Exception] = DataError):
+    with pytest.raises(kind, match=message):
+        load_task(name, task_data=folder)
 
 
 def write_jsonl(file: Path, rows: list[dict]) -> None:
@@ -125,9 +130,7 @@ def test_a_task_or_group_equals_the_harness_on_the_same_folder(
 
 
 def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
-    """Returns -log2 p(right answer) per byte, item by item, of transformers' model, from the
-    harness's own prompts.
-    """
+    """Returns -log2 p(right answer) per byte, item by item, of transformers' own model."""
     tokenizer, llama = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
     found = []
     for sample in [each for task in samples if task.startswith(name) for each in samples[task]]:
@@ -144,8 +147,9 @@ def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
 
 def test_files_may_lie_in_folders_of_the_configurations(tmp_path):
     own = tmp_path / "own"
-    write_jsonl(own / "nyu-mll" / "blimp" / "causative" / "train.jsonl", blimp("causative"))
-    write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ)
+    causative, sciq = own / "nyu-mll" / "blimp" / "causative", own / "allenai" / "sciq"
+    write_jsonl(causative / "train.jsonl", blimp("causative"))
+    write_jsonl(sciq / "test.jsonl", SCIQ)
     for name, path, items in (
         ("blimp_causative", "nyu-mll/blimp/causative/train.jsonl", 2),
         ("sciq", "allenai/sciq/test.jsonl", 8),
@@ -153,56 +157,59 @@ def test_files_may_lie_in_folders_of_the_configurations(tmp_path):
         loaded = load_task(name, task_data=own)
         assert [(source.origin, source.path) for source in loaded.data] == [("folder", path)]
         assert len(loaded.task.eval_docs) == items
-    write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ[:1])
-    (own / "allenai" / "sciq" / "test.jsonl").rename(own / "allenai" / "sciq" / "valid.jsonl")
-    message = r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but"
-    with pytest.raises(DataError, match=message):
-        load_task("sciq", task_data=own)
-    (own / "nyu-mll" / "blimp" / "README.md").write_text("of an older kind, with a script\n")
-    (own / "nyu-mll" / "blimp" / "blimp.py").write_text("raise SystemExit\n")
+    (sciq / "test.jsonl").rename(sciq / "valid.jsonl")
+    splits = r"sciq: allenai/sciq \(splits test, validation, train\)"
+    assert_refused("sciq", own, f"{splits}: 'test' is scored, but")
+    (causative.parent / "README.md").write_text("of an older kind, with a script\n")
+    (causative.parent / "blimp.py").write_text("raise SystemExit\n")
     assert len(load_task("blimp_causative", task_data=own).task.eval_docs) == 2
-    (own / "nyu-mll" / "blimp" / "causative" / "train.jsonl").write_text('{"sentence_good": "a"\n')
-    with pytest.raises(DataError, match="train.jsonl.* is damaged"):
-        load_task("blimp_causative", task_data=own)
+    (causative / "train.jsonl").write_text('{"sentence_good": "a"\n')
+    assert_refused("blimp_causative", own, "train.jsonl.* is damaged")
 
 
 @pytest.mark.parametrize(
     "place", ["http://127.0.0.1:{port}/x.jsonl", "{outside}", "../../../out/x.jsonl", "link.jsonl"]
 )
-def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, place):
+def test_a_card_leads_nowhere_but_into_the_folder(tmp_path, place):
     write_jsonl(tmp_path / "out" / "x.jsonl", SCIQ)
-    copy = task_data / "allenai" / "sciq"
+    copy = tmp_path / "own" / "allenai" / "sciq"
+    copy.mkdir(parents=True)
     (copy / "link.jsonl").symlink_to(tmp_path / "out" / "x.jsonl")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         path = place.format(port=server.getsockname()[1], outside=tmp_path / "out" / "x.jsonl")
         (copy / "README.md").write_text(f"{CARD}\n  - split: test\n    path: {path}\n---\n")
-        with pytest.raises(DataError, match=r"sciq: asks for .*; only what is below .* is read"):
-            load_task("sciq", task_data=task_data)
+        assert_refused("sciq", tmp_path / "own", "sciq: asks for .*; only what is below .* is read")
         with pytest.raises(BlockingIOError):
             server.accept()  # nobody has called
 
 
-def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data):
+def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(tmp_path):
     """A picture is a path or an address, which is opened when its row is asked for."""
-    copy = task_data / "allenai" / "sciq"
+    copy = tmp_path / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
     facts = ["dataset_info:", "  features:"]
     for name in SCIQ[0]:
         kind = "image" if name == "question" else "string"
         facts += [f"  - name: {name}", f"    dtype: {kind}"]
     (copy / "README.md").write_text("\n".join([f"{CARD} test.jsonl", *facts, "---", ""]))
-    with pytest.raises(DataError, match="sciq: holds pictures or sound"):
-        load_task("sciq", task_data=task_data)
+    assert_refused("sciq", tmp_path, "sciq: holds pictures or sound")
 
 
-def test_what_is_missing_is_said_with_its_exact_name(tmp_path, no_network):
+def test_what_is_missing_or_cannot_be_scored_is_said_by_name(tmp_path, monkeypatch, no_network):
     where = r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): "
-    message = where + ".* `hf download nyu-mll/blimp --repo-type"
-    with pytest.raises(DataError, match=message):
-        load_task("blimp", task_data=tmp_path)
+    assert_refused("blimp", tmp_path, where + ".* `hf download nyu-mll/blimp --repo-type")
     with pytest.raises(ConfigError, match="task_data: .*nowhere is not a folder"):
         Options.of({"task_data": tmp_path / "nowhere"})
+    row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
+    write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
+    programs = "mbpp: runs programs that the model wrote.* humaneval only"
+    assert_refused("mbpp", tmp_path, programs, ConfigError)
+    manager = task_manager(everything=True)
+    group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
+    monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
+    alone = "pythia: this group has no score of its own. Give its tasks: arc_easy, piqa"
+    assert_refused("pythia", tmp_path, alone, ConfigError)
 
 
 def test_names_are_the_harness_s():
@@ -212,17 +219,3 @@ def test_names_are_the_harness_s():
         message = rf"tasks: '{wrong}' is unknown\. Did you mean '{right}'\?"
         with pytest.raises(ConfigError, match=message):
             check_request((wrong,))
-
-
-def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, monkeypatch):
-    row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
-    write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
-    message = "mbpp: runs programs that the model wrote.* humaneval only"
-    with pytest.raises(ConfigError, match=message):
-        load_task("mbpp", task_data=tmp_path)
-    manager = task_manager(everything=True)
-    group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
-    monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
-    message = "pythia: this group has no score of its own. Give its tasks: arc_easy, piqa"
-    with pytest.raises(ConfigError, match=message):
-        load_task("pythia")

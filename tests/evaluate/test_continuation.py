@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_the_most_likely_text_is_transformers(folder: Path, tmp_path: Path, begins: bool) -> None:
+def test_the_most_likely_text_is_transformers(folder, tmp_path, begins):
     """Where a tokenizer begins texts, as Llama's do, and where it does not."""
     copy = shutil.copytree(folder, tmp_path / "copy")
     if begins:
@@ -45,7 +45,7 @@ def test_the_most_likely_text_is_transformers(folder: Path, tmp_path: Path, begi
         assert continue_text(copy, prompt, num_tokens=30) == expected
 
 
-def test_text_comes_in_whole_characters_and_by_its_seed(folder: Path) -> None:
+def test_text_comes_in_whole_characters_and_by_its_seed(folder):
     pieces: list[str] = []
     text = continue_text(folder, PROMPT, num_tokens=40, temperature=1.0, seed=3, tell=pieces.append)
     assert "".join(pieces) == text and len(pieces) > 5
@@ -54,13 +54,13 @@ def test_text_comes_in_whole_characters_and_by_its_seed(folder: Path) -> None:
     assert continue_text(folder, num_tokens=3), "from nothing too"
 
 
-def test_the_command_writes_it(folder: Path) -> None:
+def test_the_command_writes_it(folder):
     text = kit("generate", folder, PROMPT, "--tokens", "9", "--temperature", "0")
     assert text.startswith(PROMPT)
     assert "\x1b" not in text, "a model's text is shown, never obeyed"
 
 
-def test_what_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused(folder, tmp_path):
     for wrong, message in (
         ({}, "100 to write, are more than the 64 of a sequence"),
         ({"top_p": 0}, "top_p 0: not allowed"),

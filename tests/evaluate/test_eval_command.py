@@ -1,6 +1,4 @@
-"""`kit eval`: of a run, the command line's twin of `evaluate`; of a Hugging Face folder, whose
-report is kept beside it, never in it.
-"""
+"""`kit eval` of a run, and of a Hugging Face folder, whose report is kept beside it."""
 
 import json
 import os
@@ -30,9 +28,7 @@ def test_scores_are_printed_and_kept(run, benchmarks):
 
 
 def test_without_benchmark_data_what_needs_none_is_scored(run, no_network):
-    """As on a machine of a first user, whose home is empty; a task that was asked for by name is
-    missed.
-    """
+    """As on a machine of a first user; a task that was asked for by name is missed."""
     report = EvalReport.from_json(kit("eval", run.directory, "--json"))
     assert [score.task for score in report.scores] == ["heldout"]
     assert [item.task for item in report.unscored] == ["piqa", "arc_easy"]
@@ -67,26 +63,38 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--suite smkoe", "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
-        ("--tasks piqua", "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
-        ("--suite piqa", "suite: 'piqa' is unknown. For a single task, give a list"),
-        ("--tasks=", "tasks: '' is unknown"),
-        ("--limit 0", "limit: 0 is not allowed"),
-        ("--suite=", "tasks: '' is not allowed"),
-        ("--tasks piqa --suite smoke", "--suite smoke: not with --tasks piqa"),
-        ("--submit", "--submit: only with --follow"),
-        ("--untrusted-code yes", "untrusted_code: 'yes' is not allowed. Allowed: 'refuse', "),
-        ("--set precision=fp8", "precision: 'fp8' is not allowed. Allowed: 'fp32', 'bf16'"),
-        ("--set devices=0", "devices: 0 is not allowed"),
-        ("--set seed=often", "evaluate.seed: expected int, got str 'often'"),
-        ("--set sede=1", "evaluate.sede: unknown key. Did you mean 'seed'"),
-        ("--set out=x.json", "out: only with a Hugging Face folder"),
+        ("RUN --suite smkoe", "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
+        ("RUN --tasks piqua", "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
+        ("RUN --suite piqa", "suite: 'piqa' is unknown. For a single task, give a list"),
+        ("RUN --tasks=", "tasks: '' is unknown"),
+        ("RUN --limit 0", "limit: 0 is not allowed"),
+        ("RUN --suite=", "tasks: '' is not allowed"),
+        ("RUN --tasks piqa --suite smoke", "--suite smoke: not with --tasks piqa"),
+        ("RUN --submit", "--submit: only with --follow"),
+        ("RUN --untrusted-code yes", "untrusted_code: 'yes' is not allowed. Allowed: 'refuse', "),
+        ("RUN --set precision=fp8", "precision: 'fp8' is not allowed. Allowed: 'fp32', 'bf16'"),
+        ("RUN --set devices=0", "devices: 0 is not allowed"),
+        ("RUN --set seed=often", "evaluate.seed: expected int, got str 'often'"),
+        ("RUN --set sede=1", "evaluate.sede: unknown key. Did you mean 'seed'"),
+        ("RUN --set out=x.json", "out: only with a Hugging Face folder"),
+        ("FOLDER --tasks heldout", "heldout: only a run has a held-out text"),
+        ("FOLDER --step 3", "--step: .*tiny is a Hugging Face folder"),
+        ("FOLDER --follow", "--follow: .*tiny is a Hugging Face folder"),
+        ("FOLDER --tasks piqa --set out=.", "cannot be written: it is a folder"),
     ],
 )
-def test_a_wrong_request_is_refused(run, benchmarks, arguments, message):
+def test_a_wrong_request_is_refused(run, folder, benchmarks, arguments, message):
+    place, *words = arguments.split()
     with pytest.raises(ConfigError, match=message):
-        kit("eval", run.directory, "--task-data", benchmarks, *arguments.split())
+        kit(
+            "eval",
+            {"RUN": run.directory, "FOLDER": folder}[place],
+            "--task-data",
+            benchmarks,
+            *words,
+        )
     assert not (run.directory / "eval").exists()
+    assert {path.name for path in folder.parent.iterdir()} == {"tiny"}
 
 
 # Hugging Face folders -----------------------------------------------------------------------------
@@ -124,37 +132,20 @@ def test_a_folder_is_scored_and_the_report_lies_beside_it(score, folder, benchma
     assert [score.task for score in EvalReport.read(kept).scores] == ["piqa", "arc_easy"]
 
 
-def test_scores_of_other_weights_are_not_mixed(score, folder, tokenizer):
+def test_scores_of_other_weights_are_not_mixed_nor_is_work_done_that_cannot_be_kept(
+    score, folder, tokenizer, monkeypatch
+):
     score("piqa", "--limit", 5)
+    with monkeypatch.context() as patched:
+        patched.setattr("kit.evaluate.loading.load_model", lambda *_: pytest.fail("it was loaded"))
+        patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+        with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*out=FILE"):
+            score("piqa")
     folder.rename(folder.with_name("old"))
     export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
     message = "tiny.eval.json: its scores are of weights that tiny does not have now"
     with pytest.raises(ConfigError, match=message):
         score("piqa", "--limit", 5)
-
-
-def test_where_its_user_may_not_write_out_is_asked_for_before_the_work(score, monkeypatch):
-    score("piqa", "--limit", 2)
-    monkeypatch.setattr("kit.evaluate.loading.load_model", lambda *_: pytest.fail("it was loaded"))
-    with monkeypatch.context() as patched:
-        patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
-        with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*out=FILE"):
-            score("piqa")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--tasks heldout", "heldout: only a run has a held-out text"),
-        ("--step 3", "--step: .*tiny is a Hugging Face folder"),
-        ("--follow", "--follow: .*tiny is a Hugging Face folder"),
-        ("--tasks piqa --set out=.", "cannot be written: it is a folder"),
-    ],
-)
-def test_what_a_folder_does_not_have_is_refused(folder, benchmarks, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        kit("eval", folder, "--task-data", benchmarks, *arguments.split())
-    assert {path.name for path in folder.parent.iterdir()} == {"tiny"}
 
 
 @pytest.mark.parametrize(

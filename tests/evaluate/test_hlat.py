@@ -32,8 +32,12 @@ def test_tables_hold_the_printed_numbers():
     assert rows["HLAT", "7B"]["stderr"]["mmlu"] == 3.6
     assert {row["sequence_length"] for row in published_table("I").rows} == {2048, 4096}
     assert len(published_table("IV").rows) == 3 and len(published_table("V").rows) == 8
+    columns = {request.column for request in SUITES["hlat"] if request.column}
+    assert columns | {"average"} == {*TABLES["II"].columns, *TABLES["V"].columns}
     with pytest.raises(ConfigError, match="table: 'III' is unknown"):
         published_table("III")
+    with pytest.raises(ConfigError, match="'IV' cannot be compared with"):
+        compare(report(), "IV")
 
 
 def test_oddities_of_the_paper_are_shown_and_true():
@@ -52,11 +56,6 @@ def test_oddities_of_the_paper_are_shown_and_true():
         text = published_table(name).to_text()
         assert all(note in text for note in published_table(name).notes)
     assert "swapped" in published_table("IV")._repr_html_()
-
-
-def test_columns_are_those_of_the_suite():
-    columns = {request.column for request in SUITES["hlat"] if request.column}
-    assert columns | {"average"} == {*TABLES["II"].columns, *TABLES["V"].columns}
 
 
 def test_a_column_is_the_mean_of_its_complete_data_sets():
@@ -115,8 +114,3 @@ def test_a_column_is_its_complete_score_in_the_papers_shots(scores, table, colum
     missing = "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items"
     assert (missing in found.notes) == (column == "mmlu")
     assert "measured here" in found.to_text() and "published" in found._repr_html_()
-
-
-def test_other_tables_cannot_be_compared_with():
-    with pytest.raises(ConfigError, match="'IV' cannot be compared with"):
-        compare(report(), "IV")

@@ -1,100 +1,117 @@
-"""A real pretrained model on real items: pinned log-likelihoods, and equality with the harness's
-own model.
+"""A real pretrained model on real items: pinned numbers, and those of the harness's own model.
+
+`python -m tests.evaluate.test_real_model` pins them again. The file holds no texts of items but
+sentences of BLiMP (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582), a pair of each of its terms.
 """
 
+import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval.evaluator import evaluate
 
 from kit.convert.smollm2 import load_smollm2
-from kit.data.tokenizer import Tokenizer
 from kit.errors import DataError
 from kit.evaluate.benchmarks import Options
+from kit.evaluate.harness import choose_items
 from kit.evaluate.loading import decoder_lm
 from kit.evaluate.packed import HFLM, PackedLM
 from kit.evaluate.task_data import build_mirror
-from kit.model import Decoder
+from kit.evaluate.tasks import load_task, quiet
 from tests.evaluate.conftest import asked
-from tests.evaluate.real_items import PINNED, TASKS, answers, sentence_answers
 
-pytestmark = [pytest.mark.download, pytest.mark.slow]
+pytestmark = [pytest.mark.download, pytest.mark.slow, pytest.mark.thorough]
+TASKS = ("piqa", "arc_easy", "hellaswag")
+ITEMS = 8
+PINNED_FILE = Path(__file__).parent / "data" / "smollm2_items.json"
+PINNED = json.loads(PINNED_FILE.read_text())
+PAIRS = PINNED["blimp"]["pairs"]
 EQUAL = 1e-4
-"""Nats by which an item of ours may differ from the harness's own model, in fp32 on the same
-machine."""
+"""Nats by which an item may differ from the harness's own model, in fp32 on one machine."""
 FP32_SUM = 2**-22
-"""Relative: the harness's model sums in fp32, so that it cannot tell thousands of nats apart any
-better."""
+"""Relative: in fp32 sums, thousands of nats cannot be told apart any better."""
 SAME_FILE = 5e-3
 """Nats by which another processor's rounding may move an item from the pinned numbers."""
+Answers = dict[str, list[tuple[float, bool]]]
 
 
-SENTENCES = [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
+@functools.cache
+def task_of(name: str) -> Any:
+    """Returns a benchmark, loaded once: that takes longer than a small model's answers."""
+    return load_task(name).task
 
 
-@pytest.fixture(autouse=True, scope="module")
-def mirror() -> None:
-    try:
-        build_mirror()
-    except DataError as error:
-        pytest.skip(str(error))
+def answers(lm: Any) -> Answers:
+    """Returns log-likelihood and greedy choice of each continuation of eight items a task, and of
+    BLiMP's sentences, which it scores whole.
+    """
+    told: Answers = {}
+    with quiet():
+        for name in TASKS:
+            items = choose_items(name, len(task_of(name).eval_docs), ITEMS, seed=1234)
+            given: dict[str, Any] = {"tasks": {name: task_of(name)}}
+            found: Any = evaluate(
+                lm, given, samples={name: items}, log_samples=True, bootstrap_iters=0
+            )
+            samples = found["samples"][name]
+            told[name] = [tuple(each[0]) for sample in samples for each in sample["resps"]]
+        sentences = [("", text) for pair in PAIRS for text in pair]
+        told["blimp"] = lm.loglikelihood(asked("loglikelihood", sentences), True)
+    return told
 
 
-@pytest.fixture(scope="module")
-def lm(mirror) -> PackedLM:
-    try:
-        return ours(*load_smollm2())
-    except DataError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def of_smollm2(lm) -> dict[str, list[tuple[float, bool]]]:
-    """What our model says of all items, by task, and of BLiMP's sentences."""
-    found = {name: answers(lm, name) for name in TASKS}
-    return found | {"blimp": sentence_answers(lm, SENTENCES)}
-
-
-def ours(decoder: Decoder, tokenizer: Tokenizer) -> PackedLM:
+def load() -> PackedLM:
+    decoder, tokenizer = load_smollm2()
     return decoder_lm(decoder, tokenizer, decoder.spec.sequence_length, Options(), "cpu")
 
 
-def theirs(lm: PackedLM) -> Any:
-    """Returns the harness's own class over the same model."""
-    return HFLM(lm.model, tokenizer=lm.tokenizer, batch_size=8, max_length=lm.max_length)
+@pytest.fixture(scope="module")
+def lm() -> PackedLM:
+    try:
+        build_mirror()
+        return load()
+    except DataError as error:
+        pytest.skip(str(error))
 
 
-def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
-    assert len(found) == len(expected) > 10
-    values = [value for value, _ in found]
-    assert values == pytest.approx([value for value, _ in expected], abs=EQUAL, rel=FP32_SUM)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    different = {round(value, 2) for value in values}
-    assert len(different) > 0.8 * len(found), "items must differ to mean anything"
+@pytest.fixture(scope="module")
+def found(lm) -> Answers:
+    return answers(lm)
 
 
-@pytest.mark.thorough
-def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
-    pinned = json.loads(PINNED.read_text())
-    for name in TASKS:
-        found = [value for value, _ in of_smollm2[name]]
-        assert found == pytest.approx(pinned["tasks"][name], abs=SAME_FILE, rel=0), name
-    pairs = pinned["blimp"]["pairs"]
-    found = [value for value, _ in of_smollm2["blimp"]]
-    assert found == pytest.approx(pinned["blimp"]["log_likelihoods"], abs=SAME_FILE, rel=0)
-    right = sum(good > bad for good, bad in zip(found[::2], found[1::2], strict=True))
-    assert right > 0.6 * len(pairs), "a pretrained model tells most good sentences from bad ones"
+def test_items_of_smollm2_have_their_pinned_log_likelihoods(found):
+    for name, pinned in (PINNED["tasks"] | {"blimp": PINNED["blimp"]["log_likelihoods"]}).items():
+        values = [value for value, _ in found[name]]
+        assert values == pytest.approx(pinned, abs=SAME_FILE, rel=0), name
+    sentences = [value for value, _ in found["blimp"]]
+    right = sum(good > bad for good, bad in zip(sentences[::2], sentences[1::2], strict=True))
+    assert right > 0.6 * len(PAIRS), "a pretrained model tells most good sentences from bad ones"
 
 
-@pytest.mark.thorough
-def test_smollm2_equals_the_harness_on_every_item(lm, of_smollm2) -> None:
-    reference = theirs(lm)
-    for name in TASKS:
-        assert_equal(of_smollm2[name], answers(reference, name))
-    assert_equal(of_smollm2["blimp"], sentence_answers(reference, SENTENCES))
+def test_smollm2_equals_the_harness_on_every_item(lm, found):
+    reference = HFLM(lm.model, tokenizer=lm.tokenizer, batch_size=8, max_length=lm.max_length)
+    for name, expected in answers(reference).items():
+        values, theirs = ([value for value, _ in each] for each in (found[name], expected))
+        assert len(values) > 10 and values == pytest.approx(theirs, abs=EQUAL, rel=FP32_SUM), name
+        assert [greedy for _, greedy in found[name]] == [greedy for _, greedy in expected]
+        different = {round(value, 2) for value in values}
+        assert len(different) > 0.8 * len(values), "items must differ to mean anything"
     options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     prompts = ("The capital of France is", "Water boils when", "def add(a, b):")
     requests = asked("generate_until", [(text, options) for text in prompts])
-    found = lm.generate_until(requests)
-    assert found == reference.generate_until(requests, disable_tqdm=True)
-    assert "Paris" in found[0]
+    texts = lm.generate_until(requests)
+    assert texts == reference.generate_until(requests, disable_tqdm=True) and "Paris" in texts[0]
+
+
+def main() -> None:
+    """Pins the answers again, to the sentences of the file and the items of the mirror."""
+    told = {name: [round(value, 4) for value, _ in each] for name, each in answers(load()).items()}
+    blimp = {"pairs": PAIRS, "log_likelihoods": told.pop("blimp")}
+    pinned = PINNED | {"tasks": told, "blimp": blimp}
+    PINNED_FILE.write_text(json.dumps(pinned, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,9 +7,7 @@ from kit.evaluate.report import EvalReport, ItemSource, Metric, TaskScore, wilso
 from tests.evaluate.conftest import task_score
 
 
-def score(
-    task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0
-) -> TaskScore:
+def score(task="piqa", *, value=0.5, items=1838, shots=0, cut=0) -> TaskScore:
     place = "baber/piqa/default/validation"
     return task_score(
         task,
@@ -32,15 +30,23 @@ def report(*scores: TaskScore) -> EvalReport:
     )
 
 
-def test_a_subset_is_called_partial_everywhere():
-    partial = report(score(items=200))
+def test_tables_have_a_title_escape_text_and_call_a_subset_partial_on_every_row():
+    whole, partial = report(score()), report(score(items=200))
     assert partial["piqa"].partial and partial["piqa"].coverage == "partial: 200 of 1,838 items"
     for text in (partial.to_text(), partial._repr_html_()):
-        assert text.count("partial: 200 of 1,838 items") == 2  # on every row
-    whole = report(score())
+        assert text.count("partial: 200 of 1,838 items") == 2
     assert not whole["piqa"].partial and whole["piqa"].coverage == "1,838 items"
     assert "partial" not in str(whole) and str(whole) == whole.to_text()
     assert score(cut=12).coverage == "1,838 items; 12 prompts cut"
+    start = "<demo>, step 100, 51,200 training tokens\ntask  metric"
+    assert whole.to_text().startswith(start) and "(no scores)" in report().to_text()
+    page = report(score().replace(note="isolated"))._repr_html_()
+    assert "&lt;demo&gt;, step 100" in page
+    assert "var(--jp-ui-font-color2" in page and "color:#" not in page, "the colour of the page"
+    with pytest.raises(KeyError, match="no task 'boolq'; it has piqa"):
+        whole["boolq"]
+    with pytest.raises(KeyError, match="piqa has no metric 'f1'; it has acc, likelihood"):
+        score().metric("f1")
 
 
 def test_rows_show_error_chance_shots_version_and_data():
@@ -82,15 +88,6 @@ def test_the_interval_holds_every_share_that_is_within_two_of_its_own_errors(num
         assert abs(low - inside[0]) < 1e-4 and abs(high - inside[-1]) < 1e-4
 
 
-def test_tables_have_a_title_and_escape_text():
-    text = report(score()).to_text()
-    assert text.startswith("<demo>, step 100, 51,200 training tokens\ntask  metric")
-    assert "&lt;demo&gt;, step 100" in report(score())._repr_html_()
-    assert "(no scores)" in report().to_text()
-    page = report(score().replace(note="isolated"))._repr_html_()
-    assert "var(--jp-ui-font-color2" in page and "color:#" not in page, "the colour of the page"
-
-
 def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
     found = report(score(), score("arc_easy").replace(note="how code was kept apart, " * 5))
     assert max(map(len, found.to_text().splitlines())) > 100, "a pipe gets one line a row"
@@ -102,26 +99,15 @@ def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
     assert "data mirror:" in found.to_text() and "measured here" in compare(report()).to_text()
 
 
-def test_scores_of_other_tasks_are_kept(tmp_path):
+def test_scores_of_other_tasks_and_complete_ones_are_kept(tmp_path):
     file = tmp_path / "new" / "eval" / "step_00000100.json"
-    report(score(value=0.5), score("arc_easy")).write_merged(file)
-    report(score(value=0.6), score(shots=5), score("heldout")).write_merged(file)
-    merged = EvalReport.read(file)
-    kept = [(score.task, score.num_fewshot) for score in merged.scores]
-    assert kept == [("piqa", 0), ("arc_easy", 0), ("piqa", 5), ("heldout", 0)]
-    assert merged["piqa"].metric("acc").value == 0.6
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_partial_score_does_not_replace_a_complete_one(tmp_path):
-    file = tmp_path / "step_00000100.json"
     for value, items, kept in ((0.1, 100, 0.1), (0.2, 200, 0.2), (0.3, 1838, 0.3), (0.4, 200, 0.3)):
         report(score(value=value, items=items)).write_merged(file)
         assert EvalReport.read(file)["piqa"].metric("acc").value == kept
-
-
-def test_absent_tasks_and_metrics_are_named():
-    with pytest.raises(KeyError, match="no task 'boolq'; it has piqa"):
-        report(score())["boolq"]
-    with pytest.raises(KeyError, match="piqa has no metric 'f1'; it has acc, likelihood"):
-        score().metric("f1")
+    report(score(value=0.5), score("arc_easy")).write_merged(file)
+    report(score(value=0.6), score(shots=5), score("heldout")).write_merged(file)
+    merged = EvalReport.read(file)
+    found = [(score.task, score.num_fewshot) for score in merged.scores]
+    assert found == [("piqa", 0), ("arc_easy", 0), ("piqa", 5), ("heldout", 0)]
+    assert merged["piqa"].metric("acc").value == 0.6
+    assert [path.name for path in file.parent.iterdir()] == [file.name]

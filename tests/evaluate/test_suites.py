@@ -1,6 +1,4 @@
-"""Suites: every task loads with the harness's own definition without network, and what cannot
-be had is named.
-"""
+"""Suites: every task loads without network by the harness's definition, or is named as missing."""
 
 import json
 import shutil
@@ -112,9 +110,11 @@ def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
 
 
 def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, hub):
-    questions = ROWS["nq_open"]
-    mirror = make_mirror(nq_open=questions)
+    """A part in the mirror is second choice, and never called whole."""
+    questions, trivia = ROWS["nq_open"], ROWS["triviaqa"]
+    mirror = make_mirror(nq_open=questions, triviaqa=trivia)
     hub["google-research-datasets/nq_open"] = {"train": 6 * questions[:1], "validation": questions}
+    hub["mandarjoshi/trivia_qa"] = {"train": trivia, "validation": 2 * trivia}
     request = TaskRequest(task="nq_open", num_fewshot=5)
     with pytest.raises(DataError, match="5 shots need as many solved examples, but the pool has 0"):
         load_task(request, task_data=mirror)
@@ -122,20 +122,16 @@ def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, 
     assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
     zero = load_task("nq_open", task_data=mirror, download=True)
     assert [source.origin for source in zero.data] == ["mirror"], "it is enough for zero shots"
-
-
-def test_a_part_in_the_mirror_is_second_choice_and_never_called_whole(make_mirror, hub):
-    mirror = make_mirror(triviaqa=ROWS["triviaqa"])
-    hub["mandarjoshi/trivia_qa"] = {"train": ROWS["triviaqa"], "validation": 2 * ROWS["triviaqa"]}
-    loaded = load_task("triviaqa", task_data=mirror, download=True)
-    score = score_task(canned(lambda *_: "no"), loaded)
-    assert [source.origin for source in score.data] == ["hub"]
-    assert (score.num_items, score.total_items, score.partial) == (6, 6, False)
-    hub.clear()
-    loaded = load_task("triviaqa", task_data=mirror, download=True)
-    score = score_task(canned(lambda *_: "Jane"), loaded)
-    assert score.metric("exact_match,remove_whitespace").value == 1.0
-    assert score.data[0].origin == "mirror" and score.coverage == "partial: 3 of 17,944 items"
+    scores = []
+    for answer in ("no", "Jane"):
+        loaded = load_task("triviaqa", task_data=mirror, download=True)
+        scores.append(score_task(canned(lambda *_, told=answer: told), loaded))
+        hub.clear()
+    whole, part = scores
+    assert [source.origin for source in whole.data] == ["hub"]
+    assert (whole.num_items, whole.total_items, whole.partial) == (6, 6, False)
+    assert part.metric("exact_match,remove_whitespace").value == 1.0
+    assert part.data[0].origin == "mirror" and part.coverage == "partial: 3 of 17,944 items"
 
 
 def test_a_group_is_scored_as_one_task(full_benchmarks):
@@ -225,9 +221,7 @@ def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_
 def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(
     full_benchmarks, tmp_path
 ):
-    """Two tasks of 4 items with 2 choices and of 30 with 3 or 4, in a group as `weight_by_size:
-    false` makes it.
-    """
+    """4 items with 2 choices and 30 with 3 or 4, grouped with `weight_by_size: false`."""
     from lm_eval.api.group import Group
 
     four = [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
@@ -263,9 +257,7 @@ def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_
     ],
 )
 def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
-    """Coverage in 4,000 draws of the items: 95 % is promised, and more is allowed where shares
-    differ.
-    """
+    """95 % is promised, in 4,000 draws of the items; more is allowed where shares differ."""
     drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
     # Of an unweighted mean.
     errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)

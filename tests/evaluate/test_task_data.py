@@ -30,9 +30,7 @@ def source(task: str) -> SourceFile:
 
 
 def request_bytes(documents: list[dict]) -> bytes:
-    """A request file: one line for each choice, documents in any order, then the same documents
-    without question.
-    """
+    """A request file: a line a choice, documents in any order, then without their question."""
     lines = []
     for index, document in reversed(list(enumerate(documents))):
         for doc_id, query in ((index, document["query"]), (1_000_000 + index, "Answer:")):

@@ -1,6 +1,4 @@
-"""Attempts of a run whose ranks are forked from this process: the real trainer, without the wait
-for `import torch`.
-"""
+"""Attempts of a run, forked from this process: the real trainer without the import of torch."""
 
 import contextlib
 import json
@@ -28,11 +26,7 @@ PATIENCE_S = 120.0
 class Attempt:
     """One attempt of a run: a process for each device of its plan.
 
-    Args:
-        run: prepared, not necessarily new.
-        number: of the attempt.
-        sabotage: called in each rank with its number before the trainer starts.
-        environment: of the ranks, beside what every rank has.
+    `sabotage` is called in each rank with its number before the trainer starts.
     """
 
     def __init__(
@@ -58,17 +52,15 @@ class Attempt:
         code = 1
         try:
             become_rank(keeper)  # dies with the tests
-            log = os.open(
-                log_path(self.run.directory, self.number, rank),
-                os.O_CREAT | os.O_WRONLY | os.O_APPEND,
-            )
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            file = log_path(self.run.directory, self.number, rank)
+            log = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            for number in (1, 2):
+                os.dup2(log, number)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             size = self.run.plan.num_devices
             workers.become_rank(rank, size, port)
-            os.environ.update(LOCAL_WORLD_SIZE=str(size), KIT_ATTEMPT=str(self.number))
-            os.environ.update(self.environment)
+            own = {"LOCAL_WORLD_SIZE": str(size), "KIT_ATTEMPT": str(self.number)}
+            os.environ.update({**own, **self.environment})
             if sabotage:
                 sabotage(rank)
             code = main(["--run", str(self.run.directory)])
@@ -123,15 +115,11 @@ class Attempt:
 
 
 def finished(
-    run: Run,
-    number: int = 1,
-    sabotage: Callable[[int], None] | None = None,
-    **environment: str,
+    run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None, **environment: str
 ) -> Attempt:
     """Returns an attempt that has ended well."""
     attempt = Attempt(run, number, sabotage, **environment)
-    codes = attempt.wait()
-    assert codes == [0] * len(codes), attempt.log()
+    assert not any(attempt.wait()), attempt.log()
     return attempt
 
 

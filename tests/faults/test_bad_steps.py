@@ -73,9 +73,9 @@ def test_gradient_that_is_not_finite_stops_before_anything_is_overwritten(prepar
     assert metrics["step"].tolist() == list(range(1, 11))
     assert not math.isfinite(metrics["grad_norm"][-1])
     said = (
-        r"RunError: stopped at step 10: the gradient norm is (nan|inf)\. The checkpoint of step 5"
+        rf"RunError: stopped at step 10: the gradient norm is {value}\. The checkpoint of step 5 is"
     )
-    assert re.search(f"{said} is from", attempt.log())
+    assert re.search(said, attempt.log())
     note = "stopped at step 10, checkpoint of step 5 intact"
     cost(f"{value} gradient, stop: steps lost beyond the last checkpoint", 0, at_most=0, note=note)
 
@@ -107,8 +107,7 @@ def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, referen
     finished(run, 1, poison(4, rank=1))
     rows = lines_of(run)
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
-    # Without sharing, each replica has a norm of its own, and the metrics hold that of rank 0,
-    # which saw no fault.
+    # Without sharing, the norm in the metrics is that of rank 0, which saw no fault.
     assert layout == "DP2" or not math.isfinite(rows[3]["grad_norm"])
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert run.checkpoints.manifest(8).skipped == 1

@@ -1,6 +1,4 @@
-"""A disk that is full under the whole run directory: for a while, for good, and when a rank is
-killed meanwhile.
-"""
+"""A disk that is full under the whole run directory: for a while, for good, and with a kill."""
 
 import os
 import re
@@ -22,14 +20,13 @@ from tests.faults.cost import DP2, assert_same, cost
 from tests.workers import local_run
 
 pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3}
 
 
 @pytest.fixture
 def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
-    """Returns a function that makes a run on a file system of its own, of 16 MB; its keywords
-    change the recipe.
-    """
+    """Returns a function that makes a run on a disk of 16 MB; its keywords change the recipe."""
     disk = mount_memory("size=16m")
 
     def prepared(**changes) -> Run:
@@ -69,22 +66,19 @@ def full_between(
     return sabotage
 
 
-def free_at(step: int) -> Callable[[Trainer, Path], None]:
-    """Returns what frees the disk before the launch of a step."""
-    return lambda trainer, filler: (
-        filler.unlink(missing_ok=True) if trainer.step + 1 == step else None
-    )
-
-
-def lines(run: Run) -> list[int]:
-    """Returns the steps of all lines of the metrics, in their order."""
-    return [line["step"] for line in lines_of(run)]
+def assert_each_step_is_told_once(run: Run) -> None:
+    assert [line["step"] for line in lines_of(run)] == list(range(1, 31))
 
 
 def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpoints):
     run = prepare_small()
-    finished(run, 1, full_between(run, 12, free_at(18)))
-    assert lines(run) == list(range(1, 31))
+
+    def free_at_18(trainer: Trainer, filler: Path) -> None:
+        if trainer.step + 1 == 18:
+            filler.unlink()
+
+    finished(run, 1, full_between(run, 12, free_at_18))
+    assert_each_step_is_told_once(run)
     assert_same(run, with_checkpoints)
     taken = read_taken(run.directory, "checkpoint")
     assert taken is not None and taken.step == 18, "a request waits for room"
@@ -103,7 +97,7 @@ def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(
         trainer._save = lambda: (filler.unlink(missing_ok=True), save())  # type: ignore[method-assign]
 
     finished(run, 1, full_between(run, 12, free_for_the_checkpoint))
-    assert lines(run) == list(range(1, 31))
+    assert_each_step_is_told_once(run)
     assert_same(run, with_checkpoints)
 
 
@@ -129,17 +123,16 @@ def test_rows_that_wait_when_a_rank_is_killed_are_lost_as_its_steps_are(
 
 
 HOOK = """
-import contextlib, time
+import time
 from pathlib import Path
+from tests.disks import fill
 
 def on_step(state):
     if state.rank == 0 and state.step == 16 and not Path({mark!r}).exists():
         Path({mark!r}).touch()
         while not Path({saved!r}).exists():
             time.sleep(0.01)
-        with contextlib.suppress(OSError), open({filler!r}, "wb", buffering=0) as stream:
-            while stream.write(bytes(1 << 12)):
-                pass
+        fill(Path({filler!r}))
     return {{}}
 """
 """Fills the disk once, when the checkpoint before is complete."""
@@ -153,7 +146,8 @@ def test_disk_that_stays_full_ends_the_run_aloud_and_resume_goes_on(
     hook = tmp_path / "hook.py"
     saved = run.checkpoints.path(10) / "manifest.json"
     files = {"mark": tmp_path / "filled", "filler": filler, "saved": saved}
-    hook.write_text(HOOK.format(**{name: str(file) for name, file in files.items()}))
+    code = HOOK.format(**{name: str(file) for name, file in files.items()})
+    hook.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
     recipe = run.recipe.replace(hook=str(hook))
     run = kit.launch(run.directory, spec=run.spec, plan=run.plan, recipe=recipe)
     status = run.job.wait(120)

@@ -39,9 +39,7 @@ class Toll:
 
 @dataclasses.dataclass
 class Moment:
-    """When an attempt is killed: inside the write of a checkpoint, after some more steps, or
-    while it still starts.
-    """
+    """When an attempt is killed: inside a checkpoint's write, after some more steps, or early."""
 
     writes: int | None
     """Whole checkpoints to let pass before one is hit; None: any moment."""
@@ -119,9 +117,8 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
 
 def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, request):
     kills, draw, toll = request.config.getoption("--kills"), random.Random(SEED), Toll()
-    for name in itertools.count():
-        run = prepare(f"killed{name}")
-        number = 1
+    for number_of_runs in itertools.count(1):
+        run, number = prepare(f"killed{number_of_runs}"), 1
         while not live(run, number, draw, toll, kill=toll.kills < kills):
             number += 1
         assert_same(run, unbroken)
@@ -129,13 +126,10 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, re
         if toll.kills >= kills:
             break
         shutil.rmtree(run.directory)
-    every = unbroken.recipe.checkpoint_every
-    note = (
-        f"{toll.kills} kills of 2 ranks, {toll.in_writes} of them inside a checkpoint write;"
-        f" {name + 1} runs, each bit "
-    )
-    name = "SIGKILL: steps lost beyond the last complete checkpoint"
-    cost(name, toll.steps_lost, at_most=0, note=note + "for bit as if unbroken")
+    every, name = unbroken.recipe.checkpoint_every, "SIGKILL: steps lost beyond the last checkpoint"
+    note = f"{toll.kills} kills of 2 ranks, {toll.in_writes} of them inside a checkpoint write;"
+    note += f" {number_of_runs} runs, each bit for bit as if unbroken"
+    cost(name, toll.steps_lost, at_most=0, note=note)
     cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, at_most=0)
     assert every is not None
     # One checkpoint may be due and another still on its way to the disk.

@@ -1,6 +1,4 @@
-"""Steps made slow in a known way, in a real run of two ranks: `kit status --why` names what was
-done.
-"""
+"""Steps made slow in a known way: `kit status --why` names what was done."""
 
 import json
 import mmap
@@ -37,9 +35,7 @@ BURNT = memoryview(mmap.mmap(-1, 2 * 8)).cast("q")
 
 
 def burn(rank: int) -> None:
-    """Computes for as long, whatever else the core does, and on until the other rank has: so
-    neither waits for it.
-    """
+    """Computes for as long, and on until the other rank has: so neither waits for it."""
     end = time.thread_time() + STALL_S
     while time.thread_time() < end:
         pass

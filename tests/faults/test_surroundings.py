@@ -67,9 +67,8 @@ def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
 def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_memory):
     read_only = mount_memory("ro,size=1m")  # root may write to a directory that is only marked so
     start = time.monotonic()
-    with pytest.raises(
-        RunError, match="run cannot be written: Read-only file system. Use another run directory"
-    ):
+    told = "run cannot be written: Read-only file system. Use another run directory"
+    with pytest.raises(RunError, match=told):
         kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
     took_s = time.monotonic() - start
     cost("read-only directory: refused", took_s, "s", at_most=5, note="before anything starts")
@@ -81,6 +80,7 @@ from pathlib import Path
 from kit.recipe import Recipe
 here, plan = Path(sys.argv[1]), kit.Plan(global_batch_size=int(sys.argv[2]))
 spec, recipe = kit.ModelSpec.read(here / "spec.json"), Recipe.read(here / "recipe.json")
+print("ready", flush=True)
 sys.stdin.readline()
 kit.launch(here / "twice", spec=spec, plan=plan, recipe=recipe)
 """
@@ -94,14 +94,17 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
     (tmp_path / "spec.json").write_text(spec.to_json())
     (tmp_path / "recipe.json").write_text(recipe.replace(num_steps=100_000).to_json())
     command, piped = [sys.executable, "-c", LAUNCH, str(tmp_path)], subprocess.PIPE
-    launches = {
-        batch: subprocess.Popen([*command, batch], stdin=piped, stderr=piped, text=True)
-        for batch in ("8", "16")
-    }
-    time.sleep(1.0)
+
+    def started(batch: str) -> subprocess.Popen[str]:
+        words = [*command, batch]
+        return subprocess.Popen(words, stdin=piped, stdout=piped, stderr=piped, text=True)
+
+    launches = {batch: started(batch) for batch in ("8", "16")}
+    for launch in launches.values():
+        assert launch.stdout and launch.stdout.readline() == "ready\n"
     start = time.monotonic()
     for launch in launches.values():
-        assert launch.stdin is not None
+        assert launch.stdin
         launch.stdin.write("go\n")
         launch.stdin.flush()
     said = {batch: launch.communicate(timeout=60)[1] for batch, launch in launches.items()}

@@ -25,9 +25,7 @@ def log(tmp_path: Path) -> Path:
 def read(log: Path) -> Read:
     """Imports a text as a log, or the log that lies there, with changes by their names."""
 
-    def read(
-        text: str | None = None, site: str = "lumi", model: str = "", **options: Any
-    ) -> tuple[ImportReport, Run]:
+    def read(text=None, site="lumi", model="", **options) -> tuple[ImportReport, Run]:
         if text is not None:
             log.write_text(text)
         changes = {name: options.pop(name, {}) for name in ("spec", "plan", "recipe", "import")}

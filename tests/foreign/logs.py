@@ -1,7 +1,13 @@
-"""Logs as trainers print them: public lines, cited where they stand, and some built like them."""
+"""Logs as trainers print them: public lines, with their sources, and some built like them."""
 
 import datetime
 import json
+from pathlib import Path
+
+
+def public(name: str) -> str:
+    """Returns the lines of a public log."""
+    return (Path(__file__).parent / "data" / f"{name}.log").read_text()
 
 
 def arguments(words: str) -> dict[str, str]:
@@ -16,8 +22,7 @@ ARGUMENTS = arguments(
     " tensor_model_parallel_size=8 world_size=128 virtual_pipeline_model_parallel_size=None"
     " zero_stage=0"
 )
-"""LUMI, 175B on 16 nodes: github.com/spyysalo/lumi-llm-scaling,
-meg-ds/experiments/175B-scaling-comms."""
+"""LUMI, 175B: github.com/spyysalo/lumi-llm-scaling, meg-ds/experiments/175B-scaling-comms."""
 FRONTIER = ARGUMENTS | arguments(
     "bf16=False fp16=True ffn_hidden_size=49152 hidden_size=12288 micro_batch_size=1"
     " num_attention_heads=96 num_layers=96 pipeline_model_parallel_size=16"
@@ -34,33 +39,15 @@ MODERN = arguments(
     " untie_embeddings_and_output_weights=True use_distributed_optimizer=True window_size=None"
     " world_size=64"
 )
-"""Arguments of today's Megatron-LM, by the names and values that its logs have:
-megatron/training/arguments.py."""
-ENDING = """\
-------------------------------------------------------------------------------------------------
- validation loss at iteration 2500 | lm loss value: 2.866578E+00 | lm loss PPL: 1.757677E+01 |
-------------------------------------------------------------------------------------------------
-[after training is done] datetime: 2025-04-14 18:16:35
- validation loss at iteration 2500 on test set | lm loss value: 2.867433E+00 | lm loss PPL: 1.759179E+01 |
-"""  # noqa: E501
+"""As the logs of today's Megatron-LM have them: megatron/training/arguments.py."""
+ENDING = public("megatron-end")
 """As Megatron-LM ends; numbers of a public log."""
-NEOX = """\
--------------------- arguments --------------------
-  hidden_size ..................... 64..........................updated
-  world_size ...................... 8...........................updated
----------------- end of arguments ----------------
- samples/sec: 51.234 | iteration       10/      50 | elapsed time per iteration (ms): 9876.5 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS | lm_loss: 7.123456E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |
- samples/sec: 51.234 | iteration       20/      50 | elapsed time per iteration (ms): 9876.5 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS | lm_loss: 6.5E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |
- samples/sec: 51.234 | iteration       30/      50 | elapsed time per iteration (ms): 9876.5 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS | lm_loss: 6.2E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |
- validation results at iteration 30 | lm_loss value: 6.9E+00 | lm_loss_ppl value: 9.9E+02 |
-"""  # noqa: E501
+NEOX = public("gpt-neox")
 """As megatron/logging.py and neox_args.py of github.com/EleutherAI/gpt-neox print it."""
 
 
 def bar(step: int, clock: str, loss: str = "7.560") -> str:
-    """Returns a progress bar of NeuronX Distributed Training, as in the AWS Neuron documentation,
-    NxDT pre-training tutorial.
-    """
+    """Returns a progress bar of NeuronX Distributed Training, as in its pre-training tutorial."""
     return (
         f"Epoch 0:   0%|          | {step}/301501 [{clock}<1573:03:24, 18.79s/it, loss=7.75,"
         f" v_num=3-16, reduced_train_loss={loss}, lr=0.0003, global_step={step - 1}.0,"
@@ -85,71 +72,24 @@ REDRAWN = (
 )
 BARS = "\r".join(REDRAWN)
 """On one line, the last without an end."""
-TORCHTITAN = """\
-[rank0]:[titan] 2026-05-18 16:04:46,338 - root - INFO - step: 14  loss:  3.24405  grad_norm:  0.8319  memory:  9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%
-[rank0]:[titan] 2026-05-18 16:04:47,456 - root - INFO - step: 15  loss:  3.10680  grad_norm:  0.8587  memory:  9.46GiB(64.99%)  tps: 7,334  tflops: 0.53  mfu: 0.17%
-[rank0]:[titan] 2026-05-18 16:04:48,577 - root - INFO - step: 16  loss:  3.05047  grad_norm:  0.5443  memory:  9.46GiB(64.99%)  tps: 7,313  tflops: 0.52  mfu: 0.17%
-[rank0]:[titan] 2026-05-18 16:04:49,702 - root - INFO - step: 17  loss:  3.14459  grad_norm:  0.5303  memory:  9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%
-"""  # noqa: E501
+TORCHTITAN = public("torchtitan")
 """github.com/pytorch/torchtitan, pull request 3393."""
-EVERY_TEN = """\
-[rank0]:[titan] 2025-06-04 08:51:48,074 - root - INFO - step:  1  loss: 12.2254  memory: 27.34GiB(28.78%)  tps: 375  tflops: 21.73  mfu: 2.20%
-[rank0]:[titan] 2025-06-04 08:51:58,557 - root - INFO - step: 10  loss: 10.7069  memory: 30.99GiB(32.62%)  tps: 7,034  tflops: 407.35  mfu: 41.19%
-[rank0]:[titan] 2025-06-04 08:52:10,224 - root - INFO - step: 20  loss:  8.9196  memory: 30.99GiB(32.62%)  tps: 7,022  tflops: 406.65  mfu: 41.12%
-[rank0]:[titan] 2025-06-04 08:52:21,904 - root - INFO - step: 30  loss:  8.1423  memory: 30.99GiB(32.62%)  tps: 7,014  tflops: 406.23  mfu: 41.08%
-"""  # noqa: E501
+EVERY_TEN = public("torchtitan-every-ten")
 """github.com/pytorch/ao, docs/source/pretraining.rst."""
-RANKS = """\
-[titan] 2026-02-24 19:46:17,508 - root - INFO - step:  4  loss:  7.62585  grad_norm: 26.6250  memory: 66.91GiB(37.51%)  tps: 10,050  tflops: 314.71  mfu: 13.99%
-[titan] 2026-02-24 19:46:17,508 - root - INFO - step:  4  loss:  7.62585  grad_norm: 26.6250  memory: 66.91GiB(37.51%)  tps: 10,049  tflops: 314.68  mfu: 13.99%
-[titan] 2026-02-24 19:46:19,145 - root - INFO - step:  5  loss:  7.07623  grad_norm: 46.5000  memory: 66.91GiB(37.51%)  tps: 10,007  tflops: 313.36  mfu: 13.93%
-"""  # noqa: E501
+RANKS = public("torchtitan-ranks")
 """github.com/pytorch/torchtitan, pull request 2389."""
-NANOGPT = """\
-iter 0: loss 4.2648, time 9371.81ms, mfu -100.00%
-iter 10: loss 3.2202, time 893.76ms, mfu 16.68%
-iter 20: loss 2.7697, time 894.88ms, mfu 16.67%
-iter 30: loss 2.6104, time 893.50ms, mfu 16.68%
-"""
+NANOGPT = public("nanogpt")
 """github.com/karpathy/nanoGPT, issue 178."""
-NANOGPT_NAN = """\
-2023-03-22 09:31:56 iter 2990: loss 3.8853, time 1096.65ms, mfu 15.34%
-
-2023-03-22 09:32:32 step 3000: train loss 4.0390, val loss 4.0427
-
-saving checkpoint to out
-
-2023-03-22 09:32:41 iter 3000: loss 4.2490, time 35392.33ms, mfu 13.85%
-
-2023-03-22 09:32:52 iter 3010: loss nan, time 1019.95ms, mfu 14.12%
-"""
+NANOGPT_NAN = public("nanogpt-nan")
 """github.com/karpathy/nanoGPT, issue 215."""
-MAXTEXT = """\
-I0811 21:54:55.531340 138304841739136 metric_logger.py:226] completed step: 1, seconds: 0.631, TFLOP/s/device: 5688.282, Tokens/s/device: 311629.521, total_weights: 1572864, loss: 12.979, lm_loss: 12.979, perplexity: 433358.281
-I0811 21:55:06.119312 138304841739136 metric_logger.py:226] completed step: 2, seconds: 10.228, TFLOP/s/device: 350.869, Tokens/s/device: 19222.175, total_weights: 1572864, loss: 12.980, lm_loss: 12.980, perplexity: 433463.719
-I0811 21:55:16.704861 138304841739136 metric_logger.py:226] completed step: 3, seconds: 10.344, TFLOP/s/device: 346.932, Tokens/s/device: 19006.461, total_weights: 1572864, loss: 12.979, lm_loss: 12.979, perplexity: 433110.281
-I0811 21:55:27.300509       7 profiler_session.cc:121] Profiler session initializing.
-"""  # noqa: E501
+MAXTEXT = public("maxtext")
 """github.com/AI-Hypercomputer/maxtext, pull request 4847."""
-NEMO = """\
-0: Training epoch 0, iteration 28/99 | lr: 5.6e-06 | global_batch_size: 32 | global_step: 28 | reduced_train_loss: 2.778 | train_step_timing in s: 0.189 | consumed_samples: 928 | val_loss: 2.861 | val_ppl: 17.57
- 0: Training epoch 0, iteration 29/99 | lr: 5.8e-06 | global_batch_size: 32 | global_step: 29 | reduced_train_loss: 2.782 | train_step_timing in s: 0.1903 | consumed_samples: 960 | val_loss: 2.861 | val_ppl: 17.57
- 0: Training epoch 0, iteration 30/99 | lr: 6e-06 | global_batch_size: 32 | global_step: 30 | reduced_train_loss: 2.709 | train_step_timing in s: 0.1915 | consumed_samples: 992 | val_loss: 2.861 | val_ppl: 17.57
-"""  # noqa: E501
+NEMO = public("nemo")
 """github.com/aws-samples/awsome-distributed-training, the ESM-2 test case, with srun's labels."""
-NEMO_MEMORY = """\
-Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | reduced_train_loss: 11.96 | train_step_timing in s: 12.39 | consumed_samples: 6400
-"""  # noqa: E501
+NEMO_MEMORY = public("nemo-memory")
 """github.com/NVIDIA/dgxc-benchmarking, Llama 3.1."""
-OLD_MAXTEXT = """\
-completed step: 15107, seconds: 2.167, TFLOP/s: 36.722, loss: 2.191
-completed step: 15108, seconds: 2.164, TFLOP/s: 36.771, loss: 2.173
-completed step: 15109, seconds: 2.166, TFLOP/s: 36.739, loss: 2.191
-Completed eval step 9
-eval metrics after step: 15109, loss=9.420, total_weights=75264.0
-"""
-"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two from its documentation, with this
-step."""
+OLD_MAXTEXT = public("maxtext-old")
+"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two lines from its documentation."""
 
 
 def trained(*values: float) -> dict[str, float]:
@@ -180,9 +120,7 @@ TRAINER_STATE = json.dumps(
 """github.com/Jaong/Checkpoint-of-CPT at 6a9b832, trainer_state.json, shortened."""
 
 
-def head(
-    arguments: dict, *, vocabulary: int, engine_micro_batch: int | None = None, label: str = ""
-) -> str:
+def head(arguments, *, vocabulary, engine_micro_batch=None, label="") -> str:
     """Returns what Megatron prints before its first step."""
     lines = ["------------------------ arguments ------------------------"]
     lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in arguments.items()]

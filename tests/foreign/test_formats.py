@@ -1,7 +1,6 @@
 """What is read of the logs of each trainer, and what of a log that none of them printed."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from kit.errors import DataError
 from kit.monitor.text import recorded_alerts
 from kit.spec import ModelSpec
 from tests.foreign import logs
-from tests.foreign.conftest import DEGREES, Read, assert_told
+from tests.foreign.conftest import DEGREES, assert_told
 
 NONE = math.nan
 LENGTH = ModelSpec.preset("demo").sequence_length
@@ -37,9 +36,7 @@ ROUNDED = [
 
 
 def tells(text: str, batch: int | None = 8, **told: Any) -> tuple[str, int | None, dict[str, Any]]:
-    """Returns a log, the batch that is given with it, and what it tells: facts of the run by their
-    names, and values of all its steps.
-    """
+    """Returns a log, the batch given with it, and what it tells of the run and of all its steps."""
     return text, batch, told
 
 
@@ -178,7 +175,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node: Read, name: str) -> None:
+def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node, name):
     text, batch, told = LOGS[name]
     report, run = read_node(text, batch)
     told = {"format": name.partition(":")[0], "attempts": 1, "skipped_lines": 0} | told
@@ -187,9 +184,7 @@ def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node: Read, n
 
 
 def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:
-    """Returns for each line of a healthy run, 20,000 steps, its step, that step's loss and the
-    mean since the last.
-    """
+    """Returns each line's step, that step's loss and the line's mean, of 20,000 healthy steps."""
     steps = np.arange(1, 20_001)
     noise = 0.015 * np.random.default_rng(seed).normal(size=20_000)
     losses = (1.8 + 9 * steps**-0.35) * (1 + noise)
@@ -206,7 +201,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("every", FORMS)
-def test_a_line_for_many_steps_makes_no_alarm(read_node: Read, every: int) -> None:
+def test_a_line_for_many_steps_makes_no_alarm(read_node, every):
     text = "".join(FORMS[every].format(*line) for line in healthy(every, seed=every))
     report, run = read_node(('  "log_history": [\n' if every == 200 else "") + text)
     assert len(run.metrics()) > 19_900 and recorded_alerts(run) == []
@@ -215,7 +210,7 @@ def test_a_line_for_many_steps_makes_no_alarm(read_node: Read, every: int) -> No
     assert note in report.notes
 
 
-def test_a_pattern_for_others(read_node: Read) -> None:
+def test_a_pattern_for_others(read_node):
     told = [f"0: it {i}/90 | {1.5 - i / 100:.2f} nats | 0.{i}0 s | lr 3e-4\n" for i in range(1, 6)]
     pattern = (
         r"it (?P<step>\d+)/(?P<total_steps>\d+) \| (?P<loss>\S+) nats \| (?P<step_time_s>\S+) s"
@@ -225,7 +220,7 @@ def test_a_pattern_for_others(read_node: Read) -> None:
     assert run.metrics()["step_time_s"].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
-def test_the_command_finds_out_and_lists(log: Path) -> None:
+def test_the_command_finds_out_and_lists(log):
     log.write_text(logs.MAXTEXT)
     words = ["import", str(log), "--out", str(log.parent / "run"), "--site", "frontier"]
     words += ["--model", "demo", "--set", "plan.global_batch_size=8"]
@@ -283,15 +278,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), MISTAKES)
-def test_mistakes_are_told_and_nothing_is_written(
-    read: Read, log: Path, given: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_mistakes_are_told_and_nothing_is_written(read, log, given, error, message):
     with pytest.raises(error, match=message):
         read(**given)
     assert not (log.parent / "run").exists()
 
 
-def test_all_that_a_log_lacks_is_told_at_once(read: Read, log: Path) -> None:
+def test_all_that_a_log_lacks_is_told_at_once(read, log):
     with pytest.raises(ConfigError) as told:
         read(
             "Epoch 0:   0%| | 5/10 [10:00<10:00, 60.0s/it, reduced_train_loss=2.5,"
@@ -320,16 +313,12 @@ MODERN_TELLS = [
 
 
 @pytest.mark.parametrize(("arguments", "field", "value"), MODERN_TELLS)
-def test_todays_megatron_tells_its_options(
-    read: Read, arguments: dict, field: str, value: object
-) -> None:
+def test_todays_megatron_tells_its_options(read, arguments, field, value):
     assert getattr(read(logs.modern(**arguments), "dgx-h100")[1].plan, field) == value
 
 
 @pytest.mark.parametrize("label", ["", "[default0]:", "0: "])
-def test_todays_megatron_tells_context_parallelism_shards_and_ends_with_another_set(
-    read: Read, label: str
-) -> None:
+def test_todays_megatron_tells_context_parallelism_shards_and_ends_with_another_set(read, label):
     report, run = read(logs.modern(label), "dgx-h100")
     plan = run.plan
     assert (plan.context_parallel, plan.context_exchange) == (2, "ring")
@@ -341,14 +330,14 @@ def test_todays_megatron_tells_context_parallelism_shards_and_ends_with_another_
     assert run.metrics()["validation_loss"][-1] == 2.866578, "not the test set's"
 
 
-def test_what_is_given_wins(read: Read) -> None:
+def test_what_is_given_wins(read):
     """A model with other work a token, which is refused without."""
     given = {"recipe": {"num_steps": 5000}}
     run = read(logs.modern(num_experts=8), "dgx-h100", "hlat-7b", **given)[1]
     assert (run.spec.name, run.recipe.num_steps) == ("hlat-7b", 5000)
 
 
-def test_lumi_log_gives_model_layout_and_the_published_utilisation(read: Read) -> None:
+def test_lumi_log_gives_model_layout_and_the_published_utilisation(read):
     report, run = read(logs.lumi(), format="megatron")
     assert (report.steps, report.attempts, report.skipped_lines) == (4, 1, 0)
     assert report.read(run.directory / "import.json") == report
@@ -362,7 +351,7 @@ def test_lumi_log_gives_model_layout_and_the_published_utilisation(read: Read) -
     assert mfu[-1] == pytest.approx(0.263, abs=0.001)
 
 
-def test_tflops_of_a_log_whose_engine_ran_a_quarter_are_not_believed(read: Read) -> None:
+def test_tflops_of_a_log_whose_engine_ran_a_quarter_are_not_believed(read):
     report, run = read(logs.frontier(), "frontier")
     assert run.plan.global_batch_size == 320 and set(run.metrics()["tokens"]) == {320 * 2048}
     hfu = run.metrics().hfu()

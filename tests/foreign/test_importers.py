@@ -1,7 +1,4 @@
-"""Import of logs: the run that comes of one, its attempts and times, its alerts, and following.
-
-Numbers are those of public logs; most lines are built like theirs.
-"""
+"""Import of logs, built like public ones: the run that comes of one, its times, its alerts."""
 
 import datetime
 import json
@@ -28,7 +25,7 @@ from kit.monitor.goodput import ledger
 from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
-from tests.foreign.conftest import DEGREES, Read, assert_told
+from tests.foreign.conftest import DEGREES, assert_told
 from tests.foreign.logs import (
     ARGUMENTS,
     MODERN,
@@ -47,7 +44,7 @@ from tests.monitor.recorded import looked_at
 NODE = DEGREES | {"global_batch_size": 8}
 
 
-def test_views_work_on_an_imported_run(read: Read) -> None:
+def test_views_work_on_an_imported_run(read):
     _, run = read(frontier(), "frontier")
     row = status_row(run)
     assert (row["state"], row["step"], row["num_steps"]) == ("imported", 5, 5)
@@ -59,9 +56,8 @@ def test_views_work_on_an_imported_run(read: Read) -> None:
         export_table(run)["hfu"].to_pylist()[-1],
         scalars(run, rows)[-1]["hfu"],
     ]
-    assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01), (
-        "the whole block again, as Megatron runs and counts it"
-    )
+    # The whole block again, as Megatron runs and counts it.
+    assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01)
     assert "149.46" in run.job.logs()
 
 
@@ -73,17 +69,16 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("age_s", [0, 1e6])
 def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
-    log: Path, read: Read, age_s: float, full_disk: None, monkeypatch
-) -> None:
+    log, read, age_s, full_disk, monkeypatch
+):
     changed = time.time() - age_s
     log.write_text(START + lines(*range(1, 9)))
     os.utime(log, (changed, changed))
     _, run = read(recipe={"checkpoint_every": 2})
     row = status_row(run)
     assert (row["state"], row["reason"]) == ("imported", "the log was read to its end, at step 8")
-    assert row["eta_s"] is None and run.metrics()["time"].tolist() == pytest.approx(
-        [changed - 346 * i for i in range(7, -1, -1)]
-    ), "counted back from its last change"
+    counted_back = [changed - 346 * i for i in range(7, -1, -1)]
+    assert row["eta_s"] is None and run.metrics()["time"].tolist() == pytest.approx(counted_back)
     dashboard = looked_at(run)
     now = alerts.time.monotonic()
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 1e6)
@@ -98,9 +93,7 @@ def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
         resume(run.directory)
 
 
-def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(
-    log: Path, read: Read, full_disk: None
-) -> None:
+def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log, read, full_disk):
     seen = []
 
     def look(_: float) -> None:
@@ -118,7 +111,7 @@ def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(
     assert status_row(run)["state"] == "imported", "nobody follows it any more"
 
 
-def test_time_stamps_of_lines_are_used(read: Read) -> None:
+def test_time_stamps_of_lines_are_used(read):
     stamped = [f" [2025-04-13 23:4{i}:12]" + line(i, 50.0, tflops=400) for i in range(1, 4)]
     small = {"num_layers": 2}  # so that 50 s are believable
     times = read(START + "".join(stamped), spec=small)[1].metrics()["time"]
@@ -129,7 +122,7 @@ def every_ten_minutes(first: datetime.datetime, lines: int = 12) -> list[datetim
     return [first + datetime.timedelta(minutes=10 * i) for i in range(lines)]
 
 
-def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(read: Read) -> None:
+def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(read):
     text = titan(every_ten_minutes(datetime.datetime(2025, 6, 1, 12)))  # copied today
     found = ledger(read(text, "trn1.32xlarge", "llama3-8b", plan=NODE)[1])
     assert found.goodput == 1 and found.wall_s == pytest.approx(2 * 3600)
@@ -146,9 +139,7 @@ def berlin(monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("night", ["2025-10-26 01:30", "2025-03-30 01:30"])
-def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(
-    read: Read, berlin: None, night: str
-) -> None:
+def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(read, berlin, night):
     first = datetime.datetime.fromisoformat(night)
     report, run = read(titan(every_ten_minutes(first)), "trn1.32xlarge", "llama3-8b", plan=NODE)
     assert set(run.metrics()["step_time_s"]) == {600.0}
@@ -158,9 +149,7 @@ def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(
 
 
 @pytest.mark.parametrize("night", ["2025-10-25 23:30", "2025-03-29 23:30"])
-def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(
-    read_node: Read, night: str
-) -> None:
+def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(read_node, night):
     first = datetime.datetime.fromisoformat(night).replace(tzinfo=datetime.UTC)
     zone = ZoneInfo("Europe/Berlin")
     local = [when.astimezone(zone) for when in every_ten_minutes(first, 18)]
@@ -168,7 +157,7 @@ def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(
     assert set(metrics["step_time_s"]) == {600.0} and metrics["time"][0] == first.timestamp()
 
 
-def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node: Read) -> None:
+def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node):
     text = [f"2025-06-01T12:0{step}:00+02:00 it {step} loss=2.{step}\n" for step in (1, 2, 3)]
     pattern = r"(?P<time>\S+) it (?P<step>\d+) loss=(?P<loss>\S+)"
     report, run = read_node("".join(text), pattern=pattern)
@@ -177,10 +166,8 @@ def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node: Read) -> Non
     assert not any("zone" in note for note in report.notes)
 
 
-def test_tokens_are_those_that_the_log_counts(read: Read) -> None:
-    """Iterations 5,001 to 5,100 of a batch that was 16 before: what was seen cannot be told from
-    these steps.
-    """
+def test_tokens_are_those_that_the_log_counts(read):
+    """Iterations 5,001 to 5,100 of a batch that was 16 before, which these steps cannot tell."""
     told = "".join(
         line(step, 60.0, batch=32, tflops=390).replace(
             f"{32 * step:12d}", f"{16 * 5000 + 32 * (step - 5000):12d}"
@@ -194,18 +181,8 @@ def test_tokens_are_those_that_the_log_counts(read: Read) -> None:
     assert export_table(run)["total_tokens"].to_pylist() == seen
 
 
-def test_tokens_of_sequences_that_grew_are_those_that_the_log_counts(read: Read) -> None:
-    """Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence were seen before
-    these of 2,048.
-    """
-    seen = [(3000 * 1024 + number * 2048) * 1024 for number in range(1, 5)]
-    told = [
-        line(step).replace(
-            "| elapsed", f"| consumed tokens: {tokens:12d} | actual seqlen: 2048 | elapsed"
-        )
-        for step, tokens in enumerate(seen, 3001)
-    ]
-    assert read(START + "".join(told))[1].metrics().total_tokens.tolist() == seen
+# Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence, then 2,048.
+GROWN = [(3000 * 1024 + number * 2048) * 1024 for number in range(1, 5)]
 
 
 TORN, MIXED = line(3)[:120] + "\n", line(4)[:90] + line(5)
@@ -234,7 +211,22 @@ LINES = {
     ),
     "a line for several steps; a gap stays a gap": (
         BY_TEN + lines(10, 20, 50),
-        {"attempts": 1, "steps": 30, "step": [*range(1, 21), *range(41, 51)]},
+        {
+            "attempts": 1,
+            "steps": 30,
+            "step": [*range(1, 21), *range(41, 51)],
+            "notes": "one line stands for 10 steps; each of them is recorded with the line's means",
+        },
+    ),
+    "tokens of sequences that grew are those that the log counts": (
+        START
+        + "".join(
+            line(step).replace(
+                "| elapsed", f"| consumed tokens: {tokens:12d} | actual seqlen: 2048 | elapsed"
+            )
+            for step, tokens in enumerate(GROWN, 3001)
+        ),
+        {"total_tokens": GROWN},
     ),
     "a held-out loss belongs to its step": (
         START + lines(1, 2) + VALIDATED + lines(3),
@@ -244,21 +236,16 @@ LINES = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_steps_and_attempts_of_lines(log: Path, read: Read, case: str) -> None:
+def test_steps_and_attempts_of_lines(log, read, case):
     text, told = LINES[case]
     log.write_bytes(text.encode("latin-1"))
     report, run = read()
-    assert_told(report, run, told)
+    note = told.get("notes", "")
+    assert_told(report, run, {name: value for name, value in told.items() if name != "notes"})
     assert sorted(run.plans()) == list(range(1, report.attempts + 1))
-    if case.startswith("a line for several"):
-        told = "one line stands for 10 steps; each of them is recorded with the line's means"
-        assert told in report.notes
-
-
-def test_second_import_of_a_log_that_began_anew_keeps_nothing_of_the_first(read: Read) -> None:
-    assert read(START + lines(1, 2) + START + line(2, 350.0))[0].attempts == 2
+    assert note in " ".join(report.notes)
     report, run = read(START + line(1))
-    assert report.attempts == 1 and sorted(run.plans()) == [1]
+    assert report.attempts == 1 and sorted(run.plans()) == [1], "nothing of the first import"
     assert run.job.status().attempt == 1 and len(run.job.history) == 1
 
 
@@ -269,23 +256,18 @@ SMALL = ARGUMENTS | arguments(
 
 
 def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = None) -> str:
-    """Returns a log with a line for many steps; `changed` has the ends of some lines, from the
-    loss on, by number.
-    """
+    """Returns a log with a line for many steps, some ending otherwise from the loss on."""
     text = head(SMALL | {"log_interval": every}, vocabulary=51200)
     for number, loss in enumerate(losses, 1):
         told = line(number * every, 20.0, loss=f"{loss:.6E}", tflops=1)
         before, words, after = told.partition(" lm loss:")
-        changed_end = (changed or {}).get(number)
-        text += before + (words + after if changed_end is None else changed_end + "\n")
+        text += before + (changed or {}).get(number, (words + after).rstrip("\n")) + "\n"
     return text
 
 
-Alerts = Callable[[str], list[tuple[str, int, str]]]
-
-
 @pytest.fixture
-def alerts_of(read: Read) -> Alerts:
+def alerts_of(read):
+    """A function: kind, step and message of each alert of a log."""
     return lambda text: [
         (alert.kind, alert.step, alert.message) for alert in recorded_alerts(read(text)[1])
     ]
@@ -296,14 +278,10 @@ BLOWN_UP = [*np.interp(range(1, 39), [1, 15, 16, 17, 38], [9.61, 3.56, 4.61, 5.1
 LUMI, 4-alibi-bf16-nods; what is between them is made up."""
 
 
-def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(alerts_of: Alerts) -> None:
+def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(alerts_of):
     ((kind, step, message),) = alerts_of(lines_of(200, BLOWN_UP))
     assert kind == "rise" and 3201 <= step <= 3400
-    assert (
-        message
-        == "lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go back to a checkpoint"
-        " before it, unless the data became harder"
-    )
+    assert message.startswith("lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go")
     bump = [*BLOWN_UP[:16], 3.51, 3.45, 3.4, 3.36, 3.33, 3.3]
     assert alerts_of(lines_of(200, bump)) == [], "a bump of one line"
 
@@ -318,10 +296,8 @@ SKIPPED = (
 )
 
 
-def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of: Alerts) -> None:
-    """As its `training_log` prints it: steps with NaN are counted, and left out of the mean
-    loss.
-    """
+def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of):
+    """Its `training_log` counts steps with NaN and leaves them out of the mean loss."""
     scaled = lines_of(200, BLOWN_UP[:9], {7: " lm loss: 1.110000E+01 |" + NAN_LINE}).replace(
         "loss scale: 1.0 | grad norm: 23", "loss scale: 65536.0 | grad norm: 23"
     )
@@ -332,7 +308,7 @@ def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of: Alerts)
     assert alerts_of(unprinted)[0] == ("nan", 1201, "the loss of 200 steps is not finite")
 
 
-def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of: Alerts) -> None:
+def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of):
     scales = {number: 2.0 ** max(16, 33 - number) for number in (*range(1, 16), 40)}
     skipped = {number: SKIPPED.format(scale) for number, scale in scales.items()}
     text = lines_of(1, [10.9 - 0.02 * number for number in range(1, 60)], skipped)
@@ -342,7 +318,7 @@ def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of: Alerts) ->
     assert [(kind, step) for kind, step, _ in lost] == [("nan", 30)]
 
 
-def test_missing_log_and_a_directory_of_someone_else(log: Path, read: Read) -> None:
+def test_missing_log_and_a_directory_of_someone_else(log, read):
     with pytest.raises(DataError, match="cannot be read"):
         read()
     (log.parent / "run").mkdir()
@@ -365,7 +341,7 @@ def growing(log: Path, parts: list[str]) -> Callable[[float], None]:
     return grow
 
 
-def test_follow_records_what_the_log_gains_until_training_is_done(log: Path, read: Read) -> None:
+def test_follow_records_what_the_log_gains_until_training_is_done(log, read):
     text = frontier()
     second = text.index(" iteration        2/")
     idle = growing(log, [text[second : second + 50], text[second + 50 :]])
@@ -375,7 +351,7 @@ def test_follow_records_what_the_log_gains_until_training_is_done(log: Path, rea
 
 
 @pytest.mark.parametrize("deleted", ["log", "run"])
-def test_follow_ends_when_log_or_run_is_deleted(log: Path, deleted: str) -> None:
+def test_follow_ends_when_log_or_run_is_deleted(log, deleted):
     log.write_text(lumi())
     site, out = Site.load("lumi"), log.parent / "run"
     delete = {"log": log.unlink, "run": lambda: shutil.rmtree(out)}[deleted]
@@ -384,7 +360,7 @@ def test_follow_ends_when_log_or_run_is_deleted(log: Path, deleted: str) -> None
     assert deleted == "run" or status_row(Run.open(out))["state"] == "imported"
 
 
-def test_bars_are_followed_though_none_ends_its_line(log: Path, read_node: Read) -> None:
+def test_bars_are_followed_though_none_ends_its_line(log, read_node):
     first, second, third, fourth, fifth = REDRAWN
     parts = ["\r" + third[:60], third[60:] + "\r" + fourth, "\r" + fifth]
     idle = growing(log, parts)

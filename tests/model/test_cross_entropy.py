@@ -22,9 +22,8 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x_NH, weight_VH = (
-        torch.randn(n, H, generator=generator).to(dtype).requires_grad_() for n in (N, V)
-    )
+    drawn = (torch.randn(n, H, generator=generator).to(dtype) for n in (N, V))
+    x_NH, weight_VH = (each.requires_grad_() for each in drawn)
     return x_NH, weight_VH, torch.randint(V, (N,), generator=generator)
 
 
@@ -33,9 +32,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_equals_all_logits_at_once(
-    dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch
-) -> None:
+def test_equals_all_logits_at_once(dtype, tolerance, compiled, monkeypatch) -> None:
     # What would be compiled.
     monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)
     x_NH, weight_VH, targets_N = inputs(dtype)
@@ -44,17 +41,14 @@ def test_equals_all_logits_at_once(
     found = chunked_cross_entropy(x_NH, weight_VH, targets_N, compiled=compiled)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(
-        torch.autograd.grad(3 * found, (x_NH, weight_VH)), gradients, strict=True
-    ):
+    ours = torch.autograd.grad(3 * found, (x_NH, weight_VH))
+    for mine, theirs in zip(ours, gradients, strict=True):
         assert mine.dtype == theirs.dtype
         assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
 
 def test_only_one_backward_pass() -> None:
-    """Its gradients are scaled in place, so a second pass must not return something else in
-    silence.
-    """
+    """Gradients are scaled in place: a second pass must not return something else in silence."""
     x_NH, weight_VH, targets_N = inputs(torch.float32)
     loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     loss.backward(retain_graph=True)
@@ -67,9 +61,8 @@ def test_no_gradients_are_made_for_validation() -> None:
     with torch.no_grad():
         loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     assert loss.grad_fn is None
-    assert loss.item() == pytest.approx(
-        F.cross_entropy(x_NH @ weight_VH.T, targets_N).item(), rel=1e-6
-    )
+    expected = F.cross_entropy(x_NH @ weight_VH.T, targets_N).item()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
@@ -77,20 +70,16 @@ def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
     decoder, tokens = build_decoder(spec), torch.randint(spec.vocab_size, (2, 9))
     found = torch.autograd.grad(decoder(tokens[:, :-1], tokens[:, 1:]), list(decoder.parameters()))
     logits = decoder(tokens[:, :-1]).flatten(0, 1)
-    expected = torch.autograd.grad(
-        F.cross_entropy(logits, tokens[:, 1:].flatten()), list(decoder.parameters())
-    )
+    loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
+    expected = torch.autograd.grad(loss, list(decoder.parameters()))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_a_chunk_is_a_small_part_of_a_devices_memory() -> None:
-    """A fraction of the passes over the weight on a large GPU, and never more than a sixteenth
-    of its memory.
-    """
-    assert [
-        logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in (None, 2, 16, 40, 64, 80, 288)
-    ] == [25, 25, 26, 27, 28, 28, 28]
+    """Few passes over the weight on a large GPU, and at most a sixteenth of its memory."""
+    logs = {None: 25, 2: 25, 16: 26, 40: 27, 64: 28, 80: 28, 288: 28}
+    assert {gb: logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in logs} == logs
     assert all(10 * logits_at_once(gb * 1e9) <= gb * 1e9 / 16 for gb in range(6, 300))
     device = Site.load("dgx-h100").device
     assert engine_kernels("native", device).chunk_logits == logits_at_once(80e9)

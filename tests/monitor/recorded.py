@@ -49,13 +49,7 @@ def lines(rows: list[dict]) -> str:
 
 
 def made(
-    directory: Path,
-    rows: list[dict],
-    *plans: Plan,
-    spec: str | ModelSpec = "demo",
-    site: str = "laptop",
-    planned: int = 80,
-    peak: float = 1e11,
+    directory, rows, *plans, spec: str | ModelSpec = "demo", site="laptop", planned=80, peak=1e11
 ) -> Run:
     """Returns a run of these steps and of an attempt for each plan, without a job."""
     where = Site.load(site)
@@ -75,13 +69,13 @@ def made(
 def recorded_run(
     directory: Path,
     *,
-    steps: int = 400,
-    planned: int = 1000,
-    ranks: int = 1,
-    second_attempt_at: int | None = None,
-    spike_at: int | None = None,
-    state: JobState = JobState.RUNNING,
-    pipeline: int = 1,
+    steps=400,
+    planned=1000,
+    ranks=1,
+    second_attempt_at=None,
+    spike_at=None,
+    state=JobState.RUNNING,
+    pipeline=1,
 ) -> Run:
     """Returns a run whose job is this very process, so that it counts as alive."""
     plan = Plan(
@@ -91,8 +85,7 @@ def recorded_run(
     run = made(directory, [], *attempts * [plan], planned=planned, peak=2e11)
     job = JobSpec(name=run.name, run_dir=str(run.directory), argv=("true",), num_processes=ranks)
     job.write(run.directory / "job.json")
-    recorded = rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at)
-    (run.directory / "metrics.jsonl").write_text("".join(recorded))
+    write(run, rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at))
     log = log_path(run.directory, attempts, 0)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("".join(f"step {i} of {planned}: all is well\n" for i in range(1, steps + 1)))
@@ -101,9 +94,7 @@ def recorded_run(
     return run
 
 
-def rows(
-    first: int, last: int, *, spike_at: int | None = None, second_attempt_at: int | None = None
-) -> list[str]:
+def rows(first, last, *, spike_at=None, second_attempt_at=None) -> list[str]:
     """Returns lines of metrics.jsonl for steps `first` to `last`."""
     told = []
     for step, noise in enumerate(
@@ -166,18 +157,11 @@ def spoil(run: Run, values: dict[int, dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row | values.get(row["step"], {})) + "\n" for row in told))
 
 
-def say(
-    run: Run, state: JobState, attempt: int = 1, step: int = 0, process: Process | None = None
-) -> None:
+def say(run, state, attempt=1, step=0, process=None) -> None:
     """Writes the state of a job that has just given a sign of life."""
-    RunState(
-        state=state,
-        attempt=attempt,
-        step=step,
-        heartbeat=time.time(),
-        step_time_s=1.0,
-        process=process or Process.current(),
-    ).write(run.directory / "state.json")
+    process = process or Process.current()
+    told = RunState(state=state, attempt=attempt, step=step, step_time_s=1.0, process=process)
+    told.replace(heartbeat=time.time()).write(run.directory / "state.json")
 
 
 def happened(run: Run, attempt: int, at: float, state: JobState, **fields: Any) -> None:

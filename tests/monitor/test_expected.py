@@ -1,6 +1,4 @@
-"""Whether a run is as fast as it should be: the sentence, and which part of a step is named for
-a slow one.
-"""
+"""Whether a run is as fast as it should be, and which part of a step is named for a slow one."""
 
 import dataclasses
 import json
@@ -67,7 +65,7 @@ def test_as_expected(tmp_path, plan):
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
 
 
-def test_no_run_is_expected_above_the_peak_of_a_machine_that_no_fit_knows(tmp_path: Path) -> None:
+def test_no_run_is_expected_above_the_peak_of_a_machine_that_no_fit_knows(tmp_path):
     plan = Plan(global_batch_size=32, micro_batch_size=8)
     rows = [row(step, step_time_s=1.0) for step in range(1, 31)]
     found = pace(made(tmp_path / "run", rows, plan, peak=1e11))
@@ -95,15 +93,14 @@ def test_a_slow_run_is_told_with_the_part_of_a_step_that_is_slow(tmp_path, layou
 
 
 def test_one_answer_has_the_verdict_and_where_the_time_went(tmp_path):
+    """The latter is told in full beside the ledger."""
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, estimated(plan))
     command = ["status", str(run.directory), "--why"]
     words = " ".join(CliRunner().invoke(app, command).output.split())
-    for wanted in ("as expected", "where the time should go", "productive"):
-        assert wanted in words
+    assert "as expected" in words and "where the time should go" in words
     told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert set(told) == {"pace", "goodput"} and told["pace"]["verdict"] == pace(run).verdict
-    assert told["goodput"]["parts"][0]["part"] == "productive"
     assert told["goodput"]["attempts"][0]["devices"] == 8
 
 

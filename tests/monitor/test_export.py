@@ -4,24 +4,20 @@ import json
 import math
 import re
 from csv import reader
-from pathlib import Path
 
 import numpy as np
 import pytest
 from pyarrow import csv, parquet
 
 from kit.errors import ConfigError, RunError
-from kit.monitor.export import export, export_table
-from kit.run import Run
+from kit.monitor.export import export
 from tests.monitor.recorded import write
 
 NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
-def test_each_step_once_as_the_newest_attempt_left_it(
-    run: Run, tmp_path: Path, format: str
-) -> None:
+def test_each_step_once_as_the_newest_attempt_left_it(run, tmp_path, format):
     file = tmp_path / f"table.{format}"
     assert export(run, file, format=format) == 40
     if format == "csv":  # by default pyarrow reads "nan" as null too
@@ -35,12 +31,7 @@ def test_each_step_once_as_the_newest_attempt_left_it(
     assert math.isnan(table["loss"][4].as_py()) and table["grad_norm"][5].as_py() == math.inf
 
 
-def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(run: Run) -> None:
-    write(run, ['{"step": 11, "attempt": 3, "tokens": 2048}\n'])
-    assert export_table(run)["step"].to_pylist() == list(range(1, 12))
-
-
-def test_unknown_columns_and_the_facts_are_kept(run: Run, tmp_path: Path) -> None:
+def test_unknown_columns_and_the_facts_are_kept(run, tmp_path):
     write(run, ['{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n'])
     file = tmp_path / "table.parquet"
     assert export(run, file, format="parquet") == 41
@@ -52,10 +43,8 @@ def test_unknown_columns_and_the_facts_are_kept(run: Run, tmp_path: Path) -> Non
     assert facts["devices_by_attempt"] == {"1": 1, "2": 1}
 
 
-def test_no_cell_of_a_csv_is_a_formula(run: Run, tmp_path: Path) -> None:
-    """A spreadsheet computes a cell that begins with = + - or @ and is no number; HYPERLINK and
-    DDE reach out of it.
-    """
+def test_no_cell_of_a_csv_is_a_formula(run, tmp_path):
+    """A spreadsheet computes what begins with = + - or @; HYPERLINK and DDE reach out of it."""
     names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
     row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5, "big": -(2**70)}
     row |= {name: name for name in names}
@@ -68,19 +57,16 @@ def test_no_cell_of_a_csv_is_a_formula(run: Run, tmp_path: Path) -> None:
     assert all(NUMBER.fullmatch(cell) for cell in formulas)
 
 
-def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_unasked(run, tmp_path):
     file = tmp_path / "precious.csv"
     file.write_text("precious")
     with pytest.raises(RunError, match="exists"):
         export(run, file, format="csv")
     with pytest.raises(ConfigError, match="Did you mean 'csv'"):
-        export(run, file, format="cvs", overwrite=True)  # type: ignore[arg-type]
+        export(run, file, format="cvs", overwrite=True)
     with pytest.raises(RunError, match="folder that exists"):
         export(run, tmp_path / "no" / "table.csv", format="csv")
     assert file.read_text() == "precious" and export(run, file, format="csv", overwrite=True) == 40
     assert list(tmp_path.glob("*precious*")) == [file]
-
-
-def test_run_without_steps_gives_an_empty_table(run: Run, tmp_path: Path) -> None:
     (run.directory / "metrics.jsonl").unlink()
     assert export(run, tmp_path / "empty.parquet", format="parquet") == 0

@@ -1,7 +1,4 @@
-"""The ledger of a job's time, on a made history whose truth is known.
-
-Real runs: tests/faults and tests/cluster.
-"""
+"""The ledger of a job's time, on a made history; of real runs: tests/faults, tests/cluster."""
 
 import json
 
@@ -30,9 +27,7 @@ def why(run: Run, *options: str) -> str:
 
 @pytest.fixture
 def told(run: Run) -> Run:
-    """Queued 10 s, started in 5 s, ten steps and a pause of 2 s, silent for 7 s; 20 s later six,
-    two of them again.
-    """
+    """Queued 10 s, 5 to start, ten steps, a pause of 2 s, silent 7 s; 20 s later six, two again."""
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 0.0, JobState.QUEUED)
     happened(run, 1, 10.0, JobState.STARTING)

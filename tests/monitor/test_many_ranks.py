@@ -2,7 +2,6 @@
 
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -40,7 +39,7 @@ def reads(run: Run, view) -> list[str]:
     return sorted(name.replace(folder, "FOLDER") for name in OPENED if folder in name)
 
 
-def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path: Path) -> None:
+def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path):
     found = {}
     for ranks in (8, 8192):
         folder = tmp_path / str(ranks) / "run"

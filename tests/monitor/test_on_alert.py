@@ -38,7 +38,7 @@ def _lose_a_loss(run: Run, step: int) -> None:
     add_row(run, step, time=time.time() + 1, loss=float("nan"))
 
 
-def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> None:
+def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path):
     told = tmp_path / "told"
     config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")
     dashboard = Dashboard(run)
@@ -66,19 +66,22 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> 
     assert (first["step"], first["message"]) == (301, "loss is not finite")
 
 
-def test_watch_calls_for_a_job_that_is_lost(config, run, tmp_path) -> None:
-    say(run, JobState.RUNNING, step=300, process=dead_process())
+def _watch(run):
     watch(run, console=PlainConsole(file=io.StringIO()))
+
+
+def test_watch_calls_for_a_job_that_is_lost(config, run, tmp_path):
+    say(run, JobState.RUNNING, step=300, process=dead_process())
+    _watch(run)
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {tmp_path}/told'")
     (run.directory / "alerts.jsonl").unlink()
-    watch(run, console=PlainConsole(file=io.StringIO()))
+    for _ in range(2):  # the second time it is known
+        _watch(run)
     (told,) = (tmp_path / "told").read_text().splitlines()
     assert told.startswith("run, step 300: job lost: process")
-    watch(run, console=PlainConsole(file=io.StringIO()))
-    assert len((tmp_path / "told").read_text().splitlines()) == 1, "it is known"
 
 
-def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path) -> None:
+def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path):
     config.write_text(f"on_alert = 'cd {tmp_path} && printf %s \"$KIT_MESSAGE\" > told'")
     on_alert = OnAlert(run, AlertLog(run.directory / "alerts.jsonl"))
     on_alert.log.add([_alert('spike "$(touch injected)"; true \x1b[2J\0\ud800\n`touch injected`')])
@@ -97,9 +100,7 @@ def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path) 
         ("echo \\u0000", "on_alert: it could not be run (embedded null byte)"),
     ],
 )
-def test_a_command_that_fails_is_an_alert_of_its_own(
-    config, run, command, why, monkeypatch
-) -> None:
+def test_a_command_that_fails_is_an_alert_of_its_own(config, run, command, why, monkeypatch):
     monkeypatch.setattr(on_alert, "LIMIT_S", 0.3)
     config.write_text(f'on_alert = "{command}"')
     caller = OnAlert(run, AlertLog(run.directory / "alerts.jsonl"))
@@ -111,12 +112,11 @@ def test_a_command_that_fails_is_an_alert_of_its_own(
     assert second.message.startswith(why)
 
 
-def test_the_configuration(config, run) -> None:
+def test_the_configuration(config, run):
     assert on_alert_command() is None
-    config.write_text("")
-    assert on_alert_command() is None
-    config.write_text('on_alert = "notify-send x"')
-    assert on_alert_command() == "notify-send x"
+    for text, command in (("", None), ('on_alert = "notify-send x"', "notify-send x")):
+        config.write_text(text)
+        assert on_alert_command() == command
     for text, why in (
         ("on_alert = ", "Write one line: on_alert = 'COMMAND'"),
         ("on_alert = 3", "expected"),
@@ -124,4 +124,4 @@ def test_the_configuration(config, run) -> None:
     ):
         config.write_text(text)
         with pytest.raises(ConfigError, match=why):
-            watch(run, console=PlainConsole(file=io.StringIO()))
+            _watch(run)

@@ -1,6 +1,4 @@
-"""Requests as every viewer sees them: who asked does not matter, nor whether somebody looked at
-that moment.
-"""
+"""Requests as every viewer sees them, whoever asked and whether or not somebody looked."""
 
 import json
 import time
@@ -8,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import Event, JobState, ask, read_asked, take_request
+from cluster.state import Event, JobState, ask, take_request
 from kit.monitor.actions import Actions
 from kit.run import Run
-from tests.cluster.waiting import eventually
 from tests.monitor.recorded import recorded_run
 
 
@@ -26,22 +23,31 @@ def _checkpoint(run: Run, step: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
 
-def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> None:
-    first = Actions(run)
-    assert not first.report(run.job.status())
+def test_a_request_taken_between_two_looks_is_told_by_all_viewers_until_its_attempt_is_over(run):
+    first, status = Actions(run), run.job.status()
+    assert not first.report(status)
     (run.directory / "control").mkdir(exist_ok=True)
     (run.directory / "control" / "request_checkpoint").touch()  # from a login node
     assert take_request(run.directory, "checkpoint", step=120)
     for viewer in (first, Actions(run)):
-        told = viewer.report(run.job.status())["checkpoint"]
+        told = viewer.report(status)["checkpoint"]
         assert told["asked_at"] == pytest.approx(time.time(), abs=5)
         assert told["taken_at"] and not told["done_at"]
+    _checkpoint(run, 100)  # the regular one, finished a moment later
+    assert first.report(status)["checkpoint"]["done_at"] is None
     _checkpoint(run, 120)
-    told = first.report(run.job.status())["checkpoint"]
+    told = first.report(status)["checkpoint"]
     assert told["done_at"] and told["note"] == "saved at step 120"
+    ask(run.directory, "checkpoint")
+    told = first.report(status)["checkpoint"]
+    assert told["done_at"] is None, "a second request is a new one"
+    take_request(run.directory, "checkpoint", step=120)
+    assert first.report(status)["checkpoint"]["note"] == "saved at step 120"
+    (run.directory / "control" / "taken_checkpoint").unlink()  # as each new attempt does
+    assert not first.report(status.replace(attempt=2))
 
 
-def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None:
+def test_done_is_when_it_was_done_and_not_when_somebody_looked(run):
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=120)
     asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
@@ -60,28 +66,3 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None
     for _ in range(3):
         told = Actions(run).report(status)["stop"]
         assert (told["done_at"], told["note"]) == (asked + 40, "the job has ended")
-
-
-def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
-    viewer = Actions(run)
-    ask(run.directory, "checkpoint")
-    viewer.report(run.job.status())
-    take_request(run.directory, "checkpoint", step=120)
-    _checkpoint(run, 100)  # the regular one, finished a moment later
-    assert viewer.report(run.job.status())["checkpoint"]["done_at"] is None
-    _checkpoint(run, 120)
-    assert viewer.report(run.job.status())["checkpoint"]["note"] == "saved at step 120"
-    ask(run.directory, "checkpoint")
-    told = viewer.report(run.job.status())["checkpoint"]
-    assert told["done_at"] is None, "a second request is a new one"
-
-
-def test_a_request_of_an_attempt_that_is_over_is_told_no_more(run: Run) -> None:
-    viewer = Actions(run)
-    viewer.start("checkpoint", run.job.status())
-    assert eventually(lambda: read_asked(run.directory, "checkpoint"), 20)
-    take_request(run.directory, "checkpoint", step=120)
-    _checkpoint(run, 120)
-    assert viewer.report(run.job.status())["checkpoint"]["note"] == "saved at step 120"
-    (run.directory / "control" / "taken_checkpoint").unlink()  # as each new attempt does
-    assert not viewer.report(run.job.status().replace(attempt=2))

@@ -1,6 +1,4 @@
-"""A loss that rises and does not come back: found in 400 steps or eight lines, and not where a
-healthy run looks so.
-"""
+"""A loss that rises for good: found in 400 steps or eight lines, and not in a healthy run."""
 
 import numpy as np
 import pytest
@@ -40,7 +38,7 @@ CREEPING = [(0.03, 0.01, 550), (0.01, 0.002, 650), (0.01, 0.01, 750), (0.01, 0.0
 
 
 @pytest.mark.parametrize(("slope", "deviation", "within"), [*CREEPING, (0.005, 0.01, 1000)])
-def test_a_creeping_rise_is_found_once(slope: float, deviation: float, within: int) -> None:
+def test_a_creeping_rise_is_found_once(slope, deviation, within):
     """Slopes in 100 steps and deviations of a step, both relative to the loss."""
     risen = np.where(LATER > 0, HEALTHY[3000] * (1 + slope * LATER / 100), HEALTHY)
     for seed in range(10):
@@ -54,7 +52,7 @@ def test_a_creeping_rise_is_found_once(slope: float, deviation: float, within: i
     ("every", "means", "within"),
     [(1, True, 450), (10, False, 450), (50, True, 450), (200, True, 400)],
 )
-def test_a_jump_that_stays_is_found_within_400_steps(every: int, means: bool, within: int) -> None:
+def test_a_jump_that_stays_is_found_within_400_steps(every, means, within):
     for seed in range(5):
         jumped = as_logged(noisy(HEALTHY + 1.5 * (LATER > 0), 0.012, seed), every, means=means)
         (found,) = rises(jumped)
@@ -75,11 +73,11 @@ def test_a_jump_that_stays_is_found_within_400_steps(every: int, means: bool, wi
         np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),  # a decay at the end
     ],
 )
-def test_healthy_curves_and_what_comes_back_are_no_rise(losses, deviation: float) -> None:
+def test_healthy_curves_and_what_comes_back_are_no_rise(losses, deviation):
     assert not [rise for seed in range(5) for rise in rises(noisy(losses, deviation, seed))]
 
 
-def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
+def test_reasons_that_are_known_begin_the_comparison_anew():
     harder = noisy(HEALTHY + 0.3 * (LATER > 0), 0.01, 0)
     assert rises(harder) and not rises(harder, new_data=(3001,))
     warmed = noisy(HEALTHY + 0.2 * (1 - np.exp(-LATER / 300)), 0.005, 0)
@@ -93,12 +91,8 @@ def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
 
 @pytest.mark.parametrize("every", [1, 10, 50, 200])
 @pytest.mark.parametrize("means", [True, False])
-def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(
-    every: int, means: bool
-) -> None:
-    """20,000 steps; a line for many was taken for as many equal losses, and the next one stood
-    out.
-    """
+def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every, means):
+    """A line for many of 20,000 steps was taken for as many equal losses; the next stood out."""
     steps = np.arange(1, 20_001)
     for seed in range(3):
         for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):
@@ -106,13 +100,13 @@ def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(
             assert (spikes(lines), rises(lines), bad_start(lines, 10.8)) == ([], [], None)
 
 
-def test_noise_alone_is_no_rise() -> None:
+def test_noise_alone_is_no_rise():
     random = np.random.default_rng(0)
     for noise in (random.normal(size=100_000), random.standard_t(3, size=100_000)):
         assert not rises(3 + 0.03 * noise)
 
 
-def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same() -> None:
+def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same():
     risen = noisy(np.where(LATER > 0, HEALTHY[3000] * (1 + LATER / 10_000), HEALTHY), 0.01, 1)
     watch, whole = Rises(), rises(risen)
     parts = [watch.look(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]
@@ -121,7 +115,7 @@ def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same() -> No
     assert rises(risen) and rises(np.empty(0)) == rises(risen[:5]) == []
 
 
-def test_it_is_an_alert_that_is_said_once(tmp_path) -> None:
+def test_it_is_an_alert_that_is_said_once(tmp_path):
     run = recorded_run(tmp_path / "run", steps=2000, planned=9000)
     dashboard = Dashboard(run)
     noise = np.random.default_rng(0).normal(size=3000)
@@ -134,7 +128,7 @@ def test_it_is_an_alert_that_is_said_once(tmp_path) -> None:
     assert "lowest 3.2" in alert.message and "go back to a checkpoint before it" in alert.message
 
 
-def test_a_new_mix_that_the_recipe_tells_of_is_no_alert(tmp_path) -> None:
+def test_a_new_mix_that_the_recipe_tells_of_is_no_alert(tmp_path):
     for known in (True, False):
         run = recorded_run(tmp_path / f"run {known}", steps=2000, planned=9000)
         sources = (DataSource(paths=("a",)), DataSource(paths=("b",)))

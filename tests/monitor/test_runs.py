@@ -1,34 +1,32 @@
-"""The table of runs below a folder, and the figure that compares them."""
+"""The table of runs below a folder, the figure that compares them, and commands beside them."""
 
+import json
 import math
+import re
 import time
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from cluster.job import JobSpec, JobStatus
 from cluster.login.mirror import Mirror, Seen
 from cluster.site import Site
 from cluster.state import JobState, update_state
 from cluster.submission import submit
-from kit.errors import RunError
+from kit.commands.app import app
+from kit.errors import ConfigError, DataError, RunError
 from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, show
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.foreign.logs import frontier
 from tests.monitor.recorded import lines, made, row
 from tests.pictures import check_data
 
 
-def make(
-    directory: Path,
-    *,
-    steps: int = 40,
-    step_time_s: float = 0.5,
-    spec: str | ModelSpec = "demo",
-    **plan,
-) -> Run:
+def make(directory, *, steps=40, step_time_s=0.5, spec: str | ModelSpec = "demo", **plan) -> Run:
     """Returns a run with recorded steps and no job."""
     rows = [row(step, step_time_s=step_time_s) for step in range(1, steps + 1)]
     return made(directory, rows, Plan(**{"global_batch_size": 8, **plan}), spec=spec)
@@ -38,7 +36,7 @@ def job_spec(run: Run, *argv: str) -> JobSpec:
     return JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1)
 
 
-def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path) -> None:
+def test_states_are_live_and_only_differing_settings_are_columns(tmp_path):
     make(tmp_path / "new", data_parallel=2)
     for name, command in (("done", "true"), ("failed", "false")):
         submit(job_spec(make(tmp_path / "group" / name), command), Site.load("laptop")).wait(20)
@@ -54,9 +52,14 @@ def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path)
     new = next(row for row in table.to_dicts() if row["run"] == "new")
     assert (new["step"], new["num_steps"], new["plan.data_parallel"]) == (40, 80, 2)
     assert (new["loss"], new["tokens_per_s"]) == pytest.approx((6.0, 4096)) and 0 < new["mfu"] < 1
+    make(tmp_path / "other model", spec="gpt2-xl")
+    assert "spec.name" in (settings := runs_table(tmp_path).settings)
+    assert "spec.num_layers" not in settings, "the name stands for its shapes"
+    make(tmp_path / "other shape", spec=ModelSpec.preset("demo").replace(num_layers=2))
+    assert {"spec.name", "spec.num_layers"} <= set(runs_table(tmp_path).settings)
 
 
-def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
+def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path):
     make(tmp_path / "here")
     assert "heard" not in runs_table(tmp_path).columns
     job_spec(run := make(tmp_path / "there"), "x").write(run.directory / "job.json")
@@ -71,18 +74,7 @@ def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
     assert "somebody else made this mirror" in far["reason"]
 
 
-def test_name_of_a_model_stands_for_its_shapes(tmp_path: Path) -> None:
-    make(tmp_path / "a")
-    make(tmp_path / "b", spec="gpt2-xl")
-    assert runs_table(tmp_path).settings == ["spec.name"]
-    # The same name, another shape.
-    make(tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2))
-    assert {"spec.name", "spec.num_layers"} <= set(runs_table(tmp_path).settings)
-
-
-def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(tmp_path, monkeypatch):
     make(tmp_path / "good")
     make(tmp_path / "damaged").directory.joinpath("plan.json").write_text('{"tensor_par')
     foreign = b'\xff\x00{"step": 1}\n[1]\n{"step": Infi'
@@ -99,20 +91,19 @@ def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(
     assert "unreadable" in runs_table(tmp_path)._repr_html_()
 
 
-def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path: Path) -> None:
+def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path):
+    assert runs_table(tmp_path).rows == []
     run = make(tmp_path / "run", steps=1, step_time_s=1e-9)
-    row = runs_table(tmp_path).rows[0]
-    assert row["mfu"] is None and "above the peak, see kit status" in row["reason"]
-    (run.directory / "metrics.jsonl").write_text(
-        '{"step": 1, "attempt": 1, "loss": NaN, "tokens": 2048, "step_time_s": 0.5}\n'
-    )
-    row = runs_table(tmp_path).rows[0]
-    assert math.isnan(row["loss"]) and row["tokens_per_s"] == 4096
+    (found,) = runs_table(tmp_path).rows
+    assert found["mfu"] is None and "above the peak, see kit status" in found["reason"]
+    (run.directory / "metrics.jsonl").write_text(lines([row(1, loss=math.nan)]))
+    (found,) = runs_table(tmp_path).rows
+    assert math.isnan(found["loss"]) and found["tokens_per_s"] == 4096
+    shown = [show("loss", value) for value in (math.nan, math.inf, None, 2.0)]
+    assert shown == ["not finite", "not finite", "–", "2.0000"]
 
 
-def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(
-    tmp_path: Path,
-) -> None:
+def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(tmp_path):
     run = make(tmp_path / "run", steps=5000)
     file = run.directory / "metrics.jsonl"
     assert file.stat().st_size > 5 * TAIL_BYTES
@@ -123,19 +114,7 @@ def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(
     assert told == [4001, 2, 1.5, 2048]
 
 
-def test_page_escapes_names(tmp_path: Path) -> None:
-    make(tmp_path / "a <b> run")
-    page = runs_table(tmp_path)._repr_html_()
-    assert "a &lt;b&gt; run" in page and "<b> run" not in page
-
-
-def test_folder_without_runs_is_an_empty_table_and_no_folder_is_an_error(tmp_path: Path) -> None:
-    assert runs_table(tmp_path).rows == []
-    with pytest.raises(RunError, match="is not a folder"):
-        runs_table(tmp_path / "none")
-
-
-def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
+def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path):
     runs = [make(tmp_path / f"run{i}", steps=10 + i) for i in range(8)]
     file = runs[0].directory / "metrics.jsonl"
     file.write_text(file.read_text().replace('"loss": 7.75', '"loss": NaN'))
@@ -147,12 +126,59 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
     assert len(looks) == 8, "each run by colour and dash"
     drawn = np.asarray(left.lines[0].get_ydata())
     assert np.isnan(drawn[4]) and np.isfinite(drawn[5:]).all()
-    with pytest.raises(RunError, match="9 runs cannot be compared"):
-        compare_figure([*runs, runs[0]])
-    with pytest.raises(RunError, match="with itself"):
-        compare_figure([runs[0], runs[0]])
+    for wrong, message in (([*runs, runs[0]], "9 runs cannot"), (2 * runs[:1], "with itself")):
+        with pytest.raises(RunError, match=message):
+            compare_figure(wrong)
+    with pytest.raises(RunError, match="is not a folder"):
+        runs_table(tmp_path / "none")
 
 
-def test_a_lost_loss_is_told_in_words() -> None:
-    shown = [show("loss", value) for value in (math.nan, math.inf, None, 2.0)]
-    assert shown == ["not finite", "not finite", "–", "2.0000"]
+# The commands runs, export and import -------------------------------------------------------------
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch):
+    """A command in the folder of the test: what it prints, and what it raises."""
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {"catch_exceptions": False, "standalone_mode": False}
+    return lambda *words: CliRunner().invoke(app, [*map(str, words)], **given).stdout
+
+
+def test_import_then_runs_then_export_and_compare(kit, tmp_path):
+    (tmp_path / "train.log").write_text(frontier())
+    options = ["--format", "megatron", "--site", "frontier", "--json", "--out", "runs/old"]
+    assert json.loads(kit("import", "train.log", *options))["steps"] == 5
+    make(tmp_path / "runs" / "new")
+    rows = json.loads(kit("runs", "runs", "--json"))
+    states = [(row["run"], row["state"]) for row in rows]
+    assert states == [("new", "not started"), ("old", "imported")]
+    shown = kit("runs", "runs")
+    assert "not started" in shown and "imported" in shown
+    assert json.loads(kit("export", "runs/old", "--format", "csv", "--json"))["rows"] == 5
+    assert (tmp_path / "runs/old/export.csv").is_file()
+    kit("runs", "runs", "--compare", "old", "--compare", "new", "--out", "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+    pytest.importorskip("tensorboard")
+    told = kit("--json", "export", "runs/new", "--format", "tensorboard")
+    assert json.loads(told)["rows"] == 40, "what it has copied"
+    assert list((tmp_path / "runs/new/tensorboard/attempt_01").iterdir())
+
+
+NXDT = "import none.log --format nxdt --out out --site"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("export run --step 3", "--step: only with --format hf"),
+        ("export run --format wandbb", "Did you mean 'wandb'?"),
+        (f"{NXDT} lumi", "cannot be read"),
+        (f"{NXDT} lumni", "Did you mean 'lumi'?"),
+    ],
+)
+def test_a_mistake_changes_nothing(kit, tmp_path, words, message):
+    make(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ConfigError, DataError), match=re.escape(message)):
+        kit(*words.split())
+    assert sorted(tmp_path.rglob("*")) == before

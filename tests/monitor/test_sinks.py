@@ -1,6 +1,4 @@
-"""Sinks: real wandb offline files and real TensorBoard event files, read back with their own
-packages.
-"""
+"""Sinks: real wandb and TensorBoard files, read back with their own packages."""
 
 import json
 import math
@@ -52,9 +50,7 @@ def _wandb_records(file: Path) -> list[Any]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Returns the records of a LevelDB log, the container of wandb's files: blocks of 32 KiB
-    after 7 bytes.
-    """
+    """Returns the records of a LevelDB log, as wandb's files are: 32 KiB a block, after 7 bytes."""
     found, part, position = [], b"", 7
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
@@ -87,11 +83,15 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def test_wandb_keeps_every_step_of_every_attempt(run: Run, offline: None) -> None:
+def test_wandb_keeps_every_step_of_every_attempt_and_each_score_once(run, offline):
     pytest.importorskip("wandb")
+    _write_scores(run, step=20, value=0.5)
     report = copy_metrics(run, "wandb", follow=False)
     assert (report.rows, report.attempts, report.skipped_lines) == (50, (1, 2), 3)
     first, second = _wandb_history(run.directory / "wandb").values()
+    scores = first.pop(next(i for i, row in enumerate(first) if "eval/piqa/acc" in row))
+    told = scores["step"], scores["eval/piqa/acc"], scores["eval/piqa/acc_stderr"]
+    assert told == (20, 0.5, 0.01)
     for rows, steps in ((first, STEPS[1]), (second, STEPS[2])):
         assert [row["step"] for row in rows] == list(steps)
     assert [row["_step"] for row in second] == list(range(20)), "it only counts, and drops nothing"
@@ -99,23 +99,12 @@ def test_wandb_keeps_every_step_of_every_attempt(run: Run, offline: None) -> Non
     assert first[0]["tokens_per_s"] == pytest.approx(4096)
     assert first[0]["mfu"] < first[0]["hfu"] + 1e-12
     write(run, [lines([row(41, 2), row(42, 2)]) + '{"step": 43'])
-    assert copy_metrics(run, "wandb", follow=False).rows == 2
-    counts = sorted(map(len, _wandb_history(run.directory / "wandb").values()))
-    assert counts == [2, 20, 30], "the rest, as a second part"
-
-
-def test_wandb_gets_the_scores_of_checkpoints_once(run: Run, offline: None) -> None:
-    pytest.importorskip("wandb")
-    _write_scores(run, step=20, value=0.5)
-    copy_metrics(run, "wandb", follow=False)
-    first, _ = _wandb_history(run.directory / "wandb").values()
-    (scores,) = [row for row in first if "eval/piqa/acc" in row]
-    assert (scores["step"], scores["eval/piqa/acc_stderr"]) == (20, 0.01)
     _write_scores(run, step=30, value=0.6)
-    copy_metrics(run, "wandb", follow=False)
-    rows = [row for rows in _wandb_history(run.directory / "wandb").values() for row in rows]
-    found = [(row["step"], row["eval/piqa/acc"]) for row in rows if "eval/piqa/acc" in row]
-    assert sorted(found) == [(20, 0.5), (30, 0.6)]
+    assert copy_metrics(run, "wandb", follow=False).rows == 2
+    histories = _wandb_history(run.directory / "wandb").values()
+    (again,) = [row for rows in histories for row in rows if row.get("eval/piqa/acc") == 0.6]
+    assert again["step"] == 30
+    assert sum(map(len, histories)) == 50 + 1 + 2 + 1, "the rest, as further parts"
 
 
 def _write_scores(run: Run, *, step: int, value: float) -> None:
@@ -124,16 +113,20 @@ def _write_scores(run: Run, *, step: int, value: float) -> None:
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
-def test_wandb_mode_of_the_user_that_does_not_exist_is_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_that_does_not_exist_or_a_missing_package_is_told_and_starts_nothing(
+    run, monkeypatch
+):
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(ConfigError, match="Did you mean 'online'"):
         copy_metrics(run, "wandb", follow=False)
-    assert not (run.directory / "wandb").exists()
+    for module in ("summary.writer.event_file_writer", "compat.proto.event_pb2"):
+        monkeypatch.setitem(sys.modules, f"tensorboard.{module}", None)
+    with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[tensorboard\]'"):
+        copy_metrics(run, "tensorboard", follow=False)
+    assert not {"wandb", "tensorboard"} & {file.name for file in run.directory.iterdir()}
 
 
-def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
+def test_tensorboard_has_a_curve_per_attempt(run):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,7 +146,7 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
     assert [event.value for event in events.Scalars("validation_loss")] == [6.0]
 
 
-def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
+def test_sink_follows_a_live_job_to_its_end(run):
     pytest.importorskip("tensorboard")
     spec = JobSpec(name="live", run_dir=str(run.directory), argv=("sleep", "1.5"), num_processes=1)
     job, added = submit(spec, Site.load("laptop")), iter(range(41, 1000))
@@ -167,23 +160,11 @@ def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
     assert report.rows == 50 + next(added) - 41, "the steps written while it looked are all there"
 
 
-def test_missing_package_is_one_sentence_and_starts_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[tensorboard\]'"):
-        copy_metrics(run, "tensorboard", follow=False)
-    assert not (run.directory / "tensorboard").exists()
-
-
 # TensorBoard's own writer thread complains when its folder goes; the sink ends in order all the
 # same.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("to", ["wandb", "tensorboard"])
-def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(
-    run: Run, to: str, offline: None
-) -> None:
+def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(run, to, offline):
     import shutil
 
     pytest.importorskip(to)

@@ -1,6 +1,4 @@
-"""The slow rank: noise names nobody, however loud, and a rank that is slower than it claims to
-allow is found.
-"""
+"""The slow rank: noise names nobody, however loud, and a rank that is truly slow is found."""
 
 import math
 
@@ -13,9 +11,7 @@ WINDOWS = 400
 
 
 def times(ranks: int, samples: int, spread: float, memory: float, seed: int) -> np.ndarray:
-    """Returns step times [rank, sample] of equal ranks: lognormal noise, which remembers a share
-    `memory`.
-    """
+    """Returns step times [rank, sample] of equal ranks: lognormal noise with so much memory."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=(ranks, samples))
     for i in range(1, samples):
@@ -33,14 +29,14 @@ def chance(times: np.ndarray) -> tuple[int, float]:
 @pytest.mark.parametrize(
     ("spread", "memory"), [(0.02, 0.0), (0.2, 0.0), (0.5, 0.0), (0.2, 0.7), (0.5, 0.7)]
 )
-def test_noise_names_nobody(ranks: int, spread: float, memory: float) -> None:
+def test_noise_names_nobody(ranks, spread, memory):
     for seed in range(WINDOWS):
         samples = (MIN_SAMPLES, SAMPLES)[seed % 2]
         assert chance(times(ranks, samples, spread, memory, seed))[1] >= BY_CHANCE
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(ranks: int) -> None:
+def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(ranks):
     found = []
     for seed in range(2000):
         slow = times(ranks, MIN_SAMPLES, 0.1, 0.0, seed)
@@ -55,7 +51,7 @@ def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(r
     [(1.4, 0.01, MIN_SAMPLES), (1.25, 0.02, SAMPLES), (1.5, 0.1, SAMPLES), (3, 0.1, 48)],
 )
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_a_real_straggler_is_found(ranks: int, ratio: float, spread: float, samples: int) -> None:
+def test_a_real_straggler_is_found(ranks, ratio, spread, samples):
     found = 0
     for seed in range(20):
         slow = times(ranks, samples, spread, 0.5, seed)
@@ -65,7 +61,7 @@ def test_a_real_straggler_is_found(ranks: int, ratio: float, spread: float, samp
     assert found >= 18
 
 
-def test_ranks_that_say_nothing_are_not_judged() -> None:
+def test_ranks_that_say_nothing_are_not_judged():
     assert slowest_rank(np.full((4, MIN_SAMPLES), np.nan)) is None
     quiet = times(4, MIN_SAMPLES, 0.01, 0.0, 1)
     quiet[2] = np.nan

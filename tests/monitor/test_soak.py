@@ -1,6 +1,4 @@
-"""A day of a run in a minute, and what befalls files in a day: memory and pictures stay as small
-as they were.
-"""
+"""A day of a run in a minute: memory and pictures stay small, whatever befalls the files."""
 
 import ctypes
 import gc
@@ -16,7 +14,7 @@ import pytest
 
 from cluster.state import JobState, log_path, update_state
 from kit.monitor.dashboard import Dashboard, View, log_lines
-from tests.monitor.recorded import beat, look, recorded_run, rows, say, spoil
+from tests.monitor.recorded import beat, lines, look, recorded_run, row, rows, say, spoil
 
 HOURS, TICK_STEPS, LOOK_TICKS = 24, 50, 4
 """A step takes a second; 50 of them come between two ticks, 200 between two looks."""
@@ -38,9 +36,7 @@ class Clock:
 
 
 def _resident_bytes() -> int:
-    """Returns what this process holds: without what it has freed, which other tests of it have
-    left in pieces.
-    """
+    """Returns what this process holds, without what it has freed in pieces."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -48,7 +44,7 @@ def _resident_bytes() -> int:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_a_day_costs_no_more_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_day_costs_no_more_at_its_end(tmp_path, monkeypatch):
     clock = Clock()
     for module in ("alerts", "actions"):
         monkeypatch.setattr(f"kit.monitor.{module}.time", clock)
@@ -57,10 +53,10 @@ def test_a_day_costs_no_more_at_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     sizes, resident, files = [], [], []
     steps = HOURS * 3600
     # Of the noise of step 1 on one loss in 86,400 stands out.
-    lines = rows(2, steps + 1)
+    told = rows(2, steps + 1)
     for tick, step in enumerate(range(TICK_STEPS, steps + 1, TICK_STEPS)):
         clock.elapsed = float(step)
-        new = lines[step - TICK_STEPS : step]
+        new = told[step - TICK_STEPS : step]
         with (run.directory / "metrics.jsonl").open("w" if tick == 0 else "a") as stream:
             stream.writelines(new)
         with log_path(run.directory, 1, 0).open("a") as stream:
@@ -92,7 +88,7 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path: Path) -> None:
+def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path):
     dashboard = Dashboard(run := recorded_run(tmp_path / "run"))
     file = log_path(run.directory, 1, 0)
     with file.open("r+b") as stream:
@@ -114,36 +110,38 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path: Path) -
     assert log_lines(file, "NEW LINE") == "a new line"
 
 
-def test_a_long_log_is_followed_in_pieces(tmp_path: Path) -> None:
+def test_a_long_log_is_followed_in_pieces(tmp_path):
     run = recorded_run(tmp_path / "run")
     with log_path(run.directory, 1, 0).open("w") as stream:
         stream.writelines(f"step {step}: {'x' * 200}\n" for step in range(200_000))
     tracemalloc.start()
-    lines = run.job.follow()
-    assert [next(lines)[:8] for _ in range(3)] == ["step 0: ", "step 1: ", "step 2: "]
+    followed = run.job.follow()
+    assert [next(followed)[:8] for _ in range(3)] == ["step 0: ", "step 1: ", "step 2: "]
     assert tracemalloc.get_traced_memory()[1] < 10e6, "of 42 MB"
     tracemalloc.stop()
-    last = next(line for line in lines if line.startswith("step 199999"))
+    last = next(line for line in followed if line.startswith("step 199999"))
     assert len(last) == len("step 199999: ") + 200
 
 
-def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path: Path) -> None:
+def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path):
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)
     dashboard = Dashboard(run)
     dashboard.read()
     metrics, log = run.directory / "metrics.jsonl", log_path(run.directory, 1, 0)
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[:120]) + lines[120][:40])  # cut in the middle of a line
+    told, revision = metrics.read_text().splitlines(keepends=True), dashboard.columns.revision
+    metrics.write_text("".join(told[:120]) + told[120][:40])  # cut in the middle of a line
     log.write_text("")
     _everything(dashboard)
     assert len(dashboard.columns) == 120 and dashboard.log() == ""
+    assert dashboard.columns.revision > revision
     metrics.unlink()
     log.unlink()
     _everything(dashboard)
     assert len(dashboard.columns) == 120, "what was read stays on the screen"
-    metrics.write_text("".join(lines))
+    # Longer, and another file.
+    metrics.write_text(lines([row(step, loss=1.0) for step in range(1, 301)]))
     _everything(dashboard)
-    assert len(dashboard.columns) == 300
+    assert len(dashboard.columns) == 300 and (dashboard.columns["loss"] == 1).all()
     (run.directory / "state.json").write_text('{"state": "runn')
     _everything(dashboard)
     shutil.rmtree(run.directory)
@@ -160,7 +158,7 @@ def _everything(dashboard: Dashboard) -> dict:
     return json.loads(json.dumps(dashboard.facts(), allow_nan=False))
 
 
-def test_clocks_that_jump_neither_hide_steps_nor_turn_time_around(tmp_path: Path) -> None:
+def test_clocks_that_jump_neither_hide_steps_nor_turn_time_around(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     jumps = {30: 1e9, 31: -1e9, 32: float("nan")} | dict.fromkeys(range(61, 101), -7200)
     spoil(run, {step: {"time": 1.7e9 + 1.02 * step + jump} for step, jump in jumps.items()})

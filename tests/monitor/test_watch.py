@@ -48,7 +48,7 @@ def _command(*arguments: object):
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
-def test_bars_fall_and_mark_what_is_not_finite() -> None:
+def test_bars_fall_and_mark_what_is_not_finite():
     assert bars(np.linspace(8, 4, 400), 8) == "█▇▆▅▄▃▂▁"
     values = np.where(np.arange(400) == 201, np.nan, np.linspace(8, 4, 400))
     assert bars(values, 8) == "█▇▆▅?▃▂▁"
@@ -59,8 +59,8 @@ NEWEST = ("nan: loss is not finite", "checkpoint: asked")
 
 
 @pytest.mark.parametrize("width", [80, 60, 44, 200])
-def test_fits_the_terminal(run: Run, width: int) -> None:
-    spoil(run, {390: {"loss": float("nan")}})
+def test_fits_the_terminal(run, width):
+    spoil(run, {390: {"loss": float("nan")}, 400: {"step_time_s": 10.0}})
     ask(run.directory, "checkpoint")
     lines = _screen(run, width)
     words = " ".join(" ".join(lines).split())
@@ -69,19 +69,26 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
         assert wanted in words
     if width == 80:
         assert len(lines) <= 20, "one look, no scrolling"
+        shown = [word for word in words.split() if word.endswith("%")]
+        mfu, hfu, *_, beside, _, _ = shown
+        assert mfu == hfu == beside and len(shown) > 3, "the bars' speed is the heading's"
 
 
-def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run: Run) -> None:
+def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run):
     spoil(run, {390: {"loss": float("nan")}})
     ask(run.directory, "checkpoint")
+    take_request(run.directory, "checkpoint", step=400)
+    folder = run.checkpoints.path(400)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
     for step in range(10, 200, 20):
         AlertLog(run.directory / "alerts.jsonl").add([alert("loss spike 9 " * 9, step * 60)])
     words = "\n".join(_screen(run, 80)[:14])
-    for wanted in ("● running", "loss", "MFU", *NEWEST):
+    for wanted in ("● running", "loss", "MFU", *NEWEST, "saved at step 400"):
         assert wanted in words
 
 
-def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch) -> None:
+def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch):
     """Not a word for hours would look like a hang."""
     now, screen = [0.0], io.StringIO()
 
@@ -94,58 +101,30 @@ def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch) 
     assert screen.getvalue() == "0 s\n30 s\n40 s\n"
 
 
-def test_the_speed_beside_the_bars_is_that_of_the_heading(run: Run) -> None:
-    spoil(run, {400: {"step_time_s": 10.0}})
-    words = " ".join(_screen(run, 80)).split()
-    shown = [word for word in words if word.endswith("%")]
-    assert len(shown) > 3 and len(set(shown[:2] + shown[-3:-2])) == 1, "MFU, HFU, and MFU again"
-
-
-def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
-    ask(run.directory, "checkpoint")
-    take_request(run.directory, "checkpoint", step=400)
-    folder = run.checkpoints.path(400)
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
-    (told,) = [line for line in _screen(run, 80) if "checkpoint: asked" in line]
-    assert "saved at step 400" in told
-
-
-@pytest.fixture
-def too_fast(run: Run) -> Run:
-    """A run whose steps are faster than its peak."""
-    peak = run.site.peak_flops_per_s("fp32")
-    assert peak is not None
-    slip = run.site.with_measured_peak("fp32", peak / 100, "a slip")
-    slip.write(run.directory / "site.json")
-    return Run.open(run.directory)
-
-
-def page(dashboard: Dashboard) -> str:
-    return view_html(dashboard, curve_html(dashboard))
-
-
-STEP = {"tokens": 4096, "step_time_s": 1, "loss": 1}
-READERS = {
-    "status": lambda run: status_row(run),
-    "runs": lambda run: live_row(run),
+STEP = {"step": 1, "attempt": 1, "tokens": 4096, "step_time_s": 1, "loss": 1}
+READERS: dict[str, Callable[[Run], dict]] = {
+    "status": status_row,
+    "runs": live_row,
     "figure": lambda run: run_figure(run)[1],
     "compare": lambda run: next(iter(compare_figure([run])[1].values())),
     "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
-    "sink": lambda run: scalars(run, [{"step": 1, "attempt": 1} | STEP])[0],
-    "dashboard": lambda run: (dashboard := Dashboard(run)).read() or dashboard.facts(),
-    "notebook": lambda run: {"loss": 1, "text": page(Dashboard(run).read_all())},
+    "sink": lambda run: scalars(run, [STEP])[0],
+    "dashboard": lambda run: Dashboard(run).read_all().facts(),
+    "notebook": lambda run: {"loss": view_html(Dashboard(run).read_all(), "")},
+    "curve": lambda run: {"loss": curve_html(Dashboard(run).read_all())},
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_no_reader_is_held_up_by_a_peak_that_cannot_be_true(too_fast: Run, reader: str) -> None:
-    read = READERS[reader](too_fast)
-    assert read["loss"] is not None and read.get("mfu") is None and read.get("hfu") is None
-
-
-def test_a_speed_above_the_peak_is_not_printed(too_fast: Run) -> None:
-    words = " ".join(" ".join(_screen(too_fast, 80)).split())
+def test_no_reader_is_held_up_by_a_peak_that_cannot_be_true(run):
+    peak = run.site.peak_flops_per_s("fp32") or 0
+    slip = run.site.with_measured_peak("fp32", peak / 100, "a slip")
+    slip.write(run.directory / "site.json")
+    run = Run.open(run.directory)
+    for name, read in READERS.items():
+        told = read(run)
+        assert told["loss"] is not None, name
+        assert told.get("mfu") is None and told.get("hfu") is None, name
+    words = " ".join(" ".join(_screen(run, 80)).split())
     assert "MFU above the peak" in words and "cannot be true" in words
 
 
@@ -163,7 +142,7 @@ def watched(run: Run, end: Callable[[], object], **console: object) -> str:
     return screen.getvalue()
 
 
-def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
+def test_watch_ends_with_the_run_and_shows_its_end(run):
     reason = "rank 0 ended with code 3"
     report = ExitReport(attempt=2, rc=3, reason=reason, host="h", time=time.time())
     screen = watched(run, lambda: write_exit(run.directory, report), width=80, force_terminal=True)
@@ -172,12 +151,12 @@ def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
     assert "step 400 of 1000: all is well" in last, "with the end of its log"
 
 
-def test_watch_outlives_the_directory(run: Run) -> None:
+def test_watch_outlives_the_directory(run):
     screen = watched(run, lambda: shutil.rmtree(run.directory), width=120)
     assert "was removed" in screen and "400 / 1,000" in screen, "with what was read before"
 
 
-def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
+def test_alerts_are_found_though_nobody_watched_and_told_once(run):
     spoil(run, {390: {"loss": float("nan")}})
     say(run, JobState.RUNNING, attempt=2, step=400, process=dead_process())
     for _ in range(2):
@@ -187,7 +166,7 @@ def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
     assert "loss is not finite" in words and "job lost" in words and "older" not in words
 
 
-def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) -> None:
+def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run):
     log = AlertLog(run.directory / "alerts.jsonl")
     told = [alert(f"jump {step}", step, time=step) for step in range(0, 13 * 60, 60)]
     log.add(told)
@@ -199,24 +178,20 @@ def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) 
     assert found == [alert.to_dict() for alert in told]
 
 
-def test_a_job_fails_once_however_late_one_looks(tmp_path: Path) -> None:
-    log = AlertLog(tmp_path / "alerts.jsonl")
-    first = alert("job lost: gone", 4, "job", level="error", time=0.0)
-    others = [first.replace(message="job failed: code 1"), first.replace(attempt=2)]
-    again = first.replace(time=1e6, message="job lost: gone for 9 days")
-    assert log.add([first, again, *others]) == [first, *others]
-
-
-def test_one_event_is_told_once_and_the_same_elsewhere_again(tmp_path: Path) -> None:
+def test_one_event_is_told_once_and_the_same_elsewhere_again(tmp_path):
     log = AlertLog(tmp_path / "alerts.jsonl")
     spikes = [alert("jump", step) for step in (1000, 1050, 949, 1051, 1101, 50)]
     assert [each.step for each in log.add(spikes)] == [1000, 949, 1051, 50]
     stalls = [alert("no step", 1, "stall", time=when) for when in (0.0, 599.0, 1201.0, 700.0)]
     assert [each.time for each in log.add(stalls)] == [0.0, 1201.0]
     assert AlertLog(log.file).add([*spikes, *stalls]) == []
+    lost = alert("job lost: gone", 4, "job", level="error", time=0.0)
+    others = [lost.replace(message="job failed: code 1"), lost.replace(attempt=2)]
+    again = lost.replace(time=1e6, message="job lost: gone for 9 days")
+    assert log.add([lost, again, *others]) == [lost, *others], "however late one looks"
 
 
-def test_buttons_as_commands(tmp_path: Path) -> None:
+def test_buttons_as_commands(tmp_path):
     run = recorded_run(tmp_path / "run")
     sleep = {"argv": ("sleep", "60"), "num_processes": 1, "grace_s": 2.0}
     say(run, JobState.DONE, process=dead_process())

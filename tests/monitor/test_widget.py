@@ -4,6 +4,7 @@ import base64
 import json
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -15,15 +16,17 @@ from kit.data.wheels import file_sha256
 from kit.monitor.dashboard import View
 from kit.monitor.text import status_row
 from tests.cluster.waiting import eventually
-from tests.monitor.recorded import add_rows, dead_process, looked_at, recorded_run, rows, say
+from tests.monitor.recorded import add_rows, dead_process, looked_at, recorded_run, say
 
 anywidget = pytest.importorskip("anywidget")
 from kit.monitor.widget import STATIC, Monitor  # noqa: E402
 
 
 @pytest.fixture
-def show():
+def show(monkeypatch):
     """Shows runs, and ends their threads."""
+    # Which takes seconds, and is a test of its own.
+    monkeypatch.setattr("kit.monitor.expected.Outlook.refresh", lambda *_, **__: None)
     shown = []
 
     def monitor(run, **options) -> Monitor:
@@ -54,12 +57,12 @@ VENDORED = {
 }
 
 
-def test_the_chart_library_is_as_its_authors_published_it() -> None:
+def test_the_chart_library_is_as_its_authors_published_it():
     files = (STATIC / "vendor").iterdir()
     assert {file.name: file_sha256(file) for file in files} == VENDORED
 
 
-def test_new_steps_reach_the_view(show, tmp_path: Path) -> None:
+def test_new_steps_reach_the_view(show, tmp_path):
     run = recorded_run(tmp_path / "run", steps=50)
     widget = show(run)
     assert widget.facts["step"] == 50 and unpack(widget)[0].tolist() == list(range(1, 51))
@@ -74,7 +77,7 @@ def say_to(widget: Monitor, kind: str, **content) -> None:
     widget._on_message(widget, {"type": kind, "number": 7, **content}, [])
 
 
-def test_zoom_and_smoothing_from_the_browser(show, tmp_path: Path) -> None:
+def test_zoom_and_smoothing_from_the_browser(show, tmp_path):
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
     assert 0 < widget.frame["rows"] < 5000, "how it begins is shown at once"
     until(lambda: widget.frame["rows"] == 5000)
@@ -91,7 +94,7 @@ def test_zoom_and_smoothing_from_the_browser(show, tmp_path: Path) -> None:
     assert widget.failure == ""
 
 
-def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
+def test_buttons_leave_requests_and_follow_them(show, tmp_path):
     run = recorded_run(tmp_path / "run")
     widget = show(run)
     say_to(widget, "action", name="checkpoint")
@@ -107,25 +110,33 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     assert "refused" in widget.facts["actions"]["resume"]["note"], "there are no data to train on"
 
 
-def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path, monkeypatch) -> None:
-    run = recorded_run(tmp_path / "run", steps=300)
-    widget = show(run, baselines={"published": 2.0})
-    shown = []
+def displayed(monkeypatch) -> list[dict]:
+    """Returns where all that is displayed will be."""
+    shown: list[dict] = []
     keep = shown.append
     monkeypatch.setattr("IPython.display.display", lambda data, **_: keep(data))
     monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda _, data, **__: keep(data))
-    widget._ipython_display_()
-    view, picture = shown
+    return shown
+
+
+def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path, monkeypatch):
+    run, shown = recorded_run(tmp_path / "run", steps=300), displayed(monkeypatch)
+    empty = show(recorded_run(tmp_path / "empty", steps=0, state=JobState.STARTING))
+    widget = show(run, baselines={"published": 2.0})
+    for each in (empty, widget):
+        each._ipython_display_()
+    assert empty.frame["n"] == 0 and empty.facts["state"] == "starting"
+    assert "image/png" in shown[1], "of an empty run too"
+    view, picture = shown[2:]
     assert view["text/plain"] == "run: running, step 300 of 1000"
     assert "application/vnd.jupyter.widget-view+json" in view and "image/png" not in view
     assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
     assert widget.model_id in picture["text/html"]
     assert len(json.dumps([view, picture])) < 260_000, "two drawings and a picture"
-    for value in (widget.frame, widget.facts, widget.alerts):
-        json.dumps(value, allow_nan=False)
+    json.dumps([widget.frame, widget.facts, widget.alerts], allow_nan=False)
 
 
-def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monkeypatch) -> None:
+def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monkeypatch):
     run = recorded_run(tmp_path / "run", steps=20)
     widget = show(run)
 
@@ -141,28 +152,23 @@ def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monk
     until(lambda: widget.facts["failure"] == "")
 
 
-def test_an_empty_run_has_a_view_and_a_picture(show, tmp_path: Path) -> None:
-    widget = show(recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING))
-    assert widget.frame["n"] == 0 and widget.facts["state"] == "starting"
-    assert "image/png" in widget._still()
-
-
-def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
-    import threading
-
-    widget = show(recorded_run(tmp_path / "run"))
-    before = [thread for thread in threading.enumerate() if thread.name.startswith("kit_follow")]
+def test_closing_ends_the_threads(show, tmp_path):
+    others = set(threading.enumerate())
+    widget = show(run := recorded_run(tmp_path / "run"))
+    own = set(threading.enumerate()) - others
+    add_rows(run, 401, 402)
+    until(lambda: widget.frame["rows"] == 402)
     widget.close()
-    until(lambda: not any(thread.is_alive() for thread in before[-2:]))
+    until(lambda: len(own) == 2 and not any(thread.is_alive() for thread in own))
 
 
-@pytest.mark.slow
-def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch) -> None:
+def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch):
     run, parent = recorded_run(tmp_path / "run"), {}
     kernel = types.SimpleNamespace(get_parent=lambda: parent)
     monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: kernel)
-    for name in ("display", "DisplayHandle.display"):
-        monkeypatch.setattr(f"IPython.display.{name}", lambda *_, **__: None)
+    displayed(monkeypatch)
+    picture = types.SimpleNamespace(to_bundle=lambda alt: {})
+    monkeypatch.setattr(Monitor, "figure", lambda self: picture)
 
     def execute(cell: str, message: str, *widgets: Monitor) -> None:
         parent.update(metadata={"cellId": cell}, header={"msg_id": message})
@@ -177,19 +183,18 @@ def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, m
     assert first._closed.is_set() and not second._closed.is_set() and not other._closed.is_set()
 
 
-def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path: Path) -> None:
+def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     other = recorded_run(tmp_path / "other", steps=60)
     dashboard = looked_at(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
     description, window = dashboard.frame(View())
     curve = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[-1]
-    expected = [json.loads(line)["loss"] for line in rows(1, 60)]
-    np.testing.assert_allclose(curve[:60], expected, rtol=1e-5)
+    np.testing.assert_allclose(curve[:60], other.metrics()["loss"], rtol=1e-5)
     assert np.isnan(curve[60:]).all()
     assert description["others"] == ["other"] and description["levels"] == {"level": 2.5}
 
 
-def test_facts_of_the_last_step(tmp_path: Path) -> None:
+def test_facts_of_the_last_step(tmp_path):
     dashboard = looked_at(recorded_run(tmp_path / "run", steps=100))
     facts, metrics = dashboard.facts(), dashboard.run.metrics()
     assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
@@ -198,10 +203,8 @@ def test_facts_of_the_last_step(tmp_path: Path) -> None:
     assert facts["eta_s"] == pytest.approx(900 * 1.02), "from one step's end to that of the next"
 
 
-def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
-    """After 200 of 400 steps of 36 s, with 360 s of validation after each tenth, as much is
-    left: 4 hours.
-    """
+def test_time_left_counts_what_is_between_steps(tmp_path):
+    """200 of 400 steps of 36 s, 360 s of validation after each tenth: as much is left, 4 hours."""
     run = recorded_run(tmp_path / "run", steps=200, planned=400)
     file = run.directory / "metrics.jsonl"
     taken = [json.loads(line) for line in file.read_text().splitlines()]
@@ -222,7 +225,7 @@ def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
     assert told(attempt=1000, set_back_s=1e6) == [200 * 36] * 2
 
 
-def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None:
+def test_the_package_gives_the_widget_by_name_and_loads_nothing_before():
     import kit.monitor
 
     assert kit.monitor.Monitor is Monitor
@@ -233,7 +236,7 @@ def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     dashboard, recipe = looked_at(run), run.directory / "recipe.json"
     whole = run.recipe.replace(num_steps=2000).to_json()

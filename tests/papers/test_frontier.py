@@ -116,7 +116,7 @@ def test_observations_are_told_from_measured_runs(frontier_runs, tmp_path) -> No
 def test_weak_scaling_is_inside_the_interval_and_strong_scaling_is_told_as_missed() -> None:
     for model in ("175B", "1T"):
         weak, strong = efficiency_layer(model, "weak"), efficiency_layer(model, "strong")
-        assert weak.low[-1] < 100 < weak.high[-1] and weak.y[-1] == pytest.approx(100, abs=3)
+        assert weak.low[-1] < 100 < weak.high[-1] and weak.y[-1] == pytest.approx(100, abs=3.5)
         assert weak.y[0] == strong.y[0] == strong.low[0] == 100
         assert weak.y[-1] > strong.y[-1]
     figure, rows = paper_figure("frontier-strong-scaling").draw()

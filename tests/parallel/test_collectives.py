@@ -1,6 +1,4 @@
-"""How often ranks talk in one step: what is gathered twice, or computed again with its sums,
-costs every step.
-"""
+"""How often ranks talk in one step: what is gathered or computed twice costs every step."""
 
 import warnings
 
@@ -8,39 +6,35 @@ import pytest
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.parity import batches, build, make_plan
-from tests.workers import run_ranks
 
 LAYERS = 4
 
 
 @pytest.mark.parametrize("zero_stage, gathers", [(1, LAYERS + 2), (3, 2 * LAYERS + 2)])
-def test_each_weight_is_gathered_when_it_is_needed(zero_stage, gathers, llama_spec):
-    """Blocks twice a micro-batch under ZeRO 3, but embedding and output once: their backward
-    pass needs no other.
-    """
+def test_each_weight_is_gathered_when_it_is_needed(zero_stage, gathers, llama_spec, run_standing):
+    """Under ZeRO 3 blocks twice a micro-batch; the backward pass of the ends needs no other."""
     plan = {"data_parallel": 2, "zero_stage": zero_stage, "micro_batch_size": 4}
-    counts = run_ranks(2, collectives, llama_spec, make_plan(plan))[0]
+    counts = run_standing(2, collectives, llama_spec, make_plan(plan))[0]
     assert counts["_allgather_base_"] == gathers
     assert counts["_reduce_scatter_base_"] == LAYERS + 2
 
 
-def test_tied_weights_are_gathered_once(gpt_spec):
+def test_tied_weights_are_gathered_once(gpt_spec, run_standing):
     """As one group with the norm, and under ZeRO 3 kept for the backward pass."""
     plan = {"data_parallel": 2, "zero_stage": 3, "micro_batch_size": 4}
-    counts = run_ranks(2, collectives, gpt_spec, make_plan(plan))[0]
+    counts = run_standing(2, collectives, gpt_spec, make_plan(plan))[0]
     assert counts["_allgather_base_"] == 2 * LAYERS + 1
     assert counts["_reduce_scatter_base_"] == LAYERS + 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spec):
-    """What is recomputed selectively holds no sum over ranks; computed again whole, a block has
-    two more.
-    """
+def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spec, run_standing):
+    """Computed again whole, a block has two sums over ranks more; selectively it has none."""
+    two_layers = llama_spec.replace(num_layers=2)
     layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel, "micro_batch_size": 8}
     none, selective = (
-        run_ranks(2, collectives, llama_spec, make_plan({**layout, "recompute": mode}))[0]
+        run_standing(2, collectives, two_layers, make_plan({**layout, "recompute": mode}))[0]
         for mode in ("none", "selective")
     )
     sums = ("all_reduce", "reduce_scatter_tensor")
@@ -49,10 +43,9 @@ def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spe
 
 def collectives(spec, plan):
     """Returns how often this rank took part in each collective of a step."""
-    warnings.simplefilter("ignore")  # the counter's own hooks are warned about
     engine = build(spec, plan)
     samples = batches(spec, plan, engine.data_rank)[0]
     engine.train_step(samples, 1e-3)
-    with CommDebugMode() as mode:
+    with warnings.catch_warnings(action="ignore"), CommDebugMode() as mode:  # of its own hooks
         engine.train_step(samples, 1e-3)
     return {str(op).split(".")[-1]: count for op, count in mode.get_comm_counts().items()}

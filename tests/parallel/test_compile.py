@@ -1,6 +1,4 @@
-"""Compiled blocks must train as eager ones do, whatever is recomputed and however the model is
-cut.
-"""
+"""Compiled blocks train as eager ones, whatever is recomputed and however the model is cut."""
 
 import functools
 import warnings
@@ -21,6 +19,14 @@ LAYOUTS = {
     },
     "DP2, ZeRO 3, recompute full": {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """Workers are forked from this process, so that one import of what compiles serves them all."""
+    ones = torch.ones(2, 2, requires_grad=True)
+    torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(ones)
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""Attention that ends where a document does: each document as if it were alone, on one process
-and on several.
-"""
+"""Attention that ends where a document does: each as if alone, on one process and on several."""
 
 from functools import partial
 
@@ -14,15 +12,12 @@ from kit.model.past import document_begins, has_document_kernel
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.parity import build, make_plan
-from tests.workers import run_ranks
 
 END = 0
 
 
 class PlainVarlen:
-    """torch's own operator, registered for CPUs, where it has no kernel: scores of each sequence
-    written out.
-    """
+    """torch's operator for CPUs, where it has no kernel: scores of each sequence written out."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -70,10 +65,8 @@ for operator, plain in (
 
 
 def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    texts = [
-        torch.randint(1, spec.vocab_size, (1, length), generator=generator) for length in lengths
-    ]
+    random = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, spec.vocab_size, (1, length), generator=random) for length in lengths]
     for text in texts:
         text[0, -1] = END
     return texts
@@ -82,9 +75,7 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("kernel", [False, True], ids=["mask", "kernel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_document_as_if_alone(llama_spec, recompute, kernel):
-    """Its logits and its gradients: rotary positions are relative, so where it begins changes
-    nothing.
-    """
+    """Logits and gradients: rotary positions are relative, so where it begins changes nothing."""
     spec = llama_spec.replace(tied_embeddings=False)
     texts = documents(spec, (5, 1, 7, 3))
     decoder = build_decoder(spec, recompute=recompute)
@@ -136,13 +127,13 @@ def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, 
     return [engine.train_step(whole[engine.data_rank * share :][:share], 1e-3) for _ in range(3)]
 
 
-def test_layouts_agree(llama_spec):
+def test_layouts_agree(llama_spec, run_standing):
     spec = llama_spec.replace(num_layers=2)
-    one = run_ranks(1, three_steps, spec, make_plan({}), True)[0]
-    assert abs(one[0][0] - run_ranks(1, three_steps, spec, make_plan({}), False)[0][0][0]) > 1e-4
+    one, unmasked = (run_standing(1, three_steps, spec, make_plan({}), is_so) for is_so in (1, 0))
+    assert abs(one[0][0][0] - unmasked[0][0][0]) > 1e-4
     for changes in (
         {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
         {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
     ):
-        for found in run_ranks(2, three_steps, spec, make_plan(changes), True):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(one), rtol=1e-5, atol=0)
+        for found in run_standing(2, three_steps, spec, make_plan(changes), True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(one[0]), rtol=1e-5, atol=0)

@@ -1,6 +1,4 @@
-"""Process groups: how many connections and calls they take, and what is said when a rank does
-not come.
-"""
+"""Process groups: their connections and calls, and what is said when a rank does not come."""
 
 import datetime
 import os
@@ -36,14 +34,9 @@ def test_ranks_join_without_a_full_mesh() -> None:
 
 
 def listening() -> list[str]:
-    """Returns the addresses at which somebody waits for connections to the ranks' port, as the
-    kernel writes them.
-    """
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
+    """Returns the addresses, as the kernel writes them, at which the ranks' port is open."""
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     port = f":{int(os.environ['MASTER_PORT']):04X}"
     return [line[1] for line in lines if line[3] == "0A" and line[1].endswith(port)]
 
@@ -122,9 +115,7 @@ def test_groups_of_3072_ranks_without_a_device() -> None:
 
 
 def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
-    """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would
-    ask for each group.
-    """
+    """Returns whether DeepSpeed's grid saw no bound device, which torch asks for each group."""
     from kit.engines.deepspeed.layers import LayerBuilder
 
     world: Any = dist.group.WORLD

@@ -1,6 +1,4 @@
-"""Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few
-file calls a rank.
-"""
+"""Checkpoints by several ranks: planned once, completed by themselves, resumed by few calls."""
 
 import contextlib
 import errno
@@ -13,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import MANIFEST, Checkpoints, Manifest, checksum
 from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
+from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.recovery import PortableCheckpoints
 from tests.checkpoints import facts, writer_in
@@ -43,6 +43,11 @@ def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
     }
 
 
+def write(writer: CheckpointWriter, spec: ModelSpec, step: int, size: int = 5) -> None:
+    writer.start(mine(step, size), facts(spec, step))
+    writer.finish()
+
+
 def load(
     checkpoints: Checkpoints, step: int, state: dict[str, torch.Tensor], spec: ModelSpec
 ) -> None:
@@ -51,26 +56,20 @@ def load(
 
 def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
     """Returns how many saves were planned after each of three, the last of them of other shapes."""
-    plans, plan = [0], default_planner.create_default_global_save_plan
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        plans[0] += 1
-        return plan(*args, **kwargs)
-
-    default_planner.create_default_global_save_plan = counted
+    plan = Mock(wraps=default_planner.create_default_global_save_plan)
+    default_planner.create_default_global_save_plan = plan
     checkpoints, seen = Checkpoints(directory / "checkpoints"), []
     writer = writer_in(checkpoints.directory)
     for step, size in ((1, 5), (2, 5), (3, 7)):
-        writer.start(mine(step, size), facts(spec, step))
-        writer.finish()
-        seen.append(plans[0])
+        write(writer, spec, step, size)
+        seen.append(plan.call_count)
         found = {name: torch.zeros_like(tensor) for name, tensor in mine(step, size).items()}
         load(checkpoints, step, found, spec)
         assert all(torch.equal(found[name], tensor) for name, tensor in mine(step, size).items())
     other = writer_in(directory / "other")
     other.start({"alone": torch.ones(dist.get_rank() + 1)[:1]}, facts(spec, 1))
     other.finish()
-    return [*seen, plans[0]]
+    return [*seen, plan.call_count]
 
 
 def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelSpec) -> None:
@@ -80,10 +79,8 @@ def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelS
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 3]
 
 
-def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
-    """Returns what of the second checkpoint, its folder and the one above had not been flushed
-    when the first went.
-    """
+def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
+    """Fails unless the second checkpoint and its folders were flushed before the first went."""
     flushed, missing, fsync, rmtree = set(), [], os.fsync, shutil.rmtree
 
     def noting(handle: int) -> None:
@@ -92,33 +89,24 @@ def flushed_before_deletion(directory: Path, spec: ModelSpec) -> list[str]:
 
     def asking(folder: Path, *args: Any, **kwargs: Any) -> None:
         newest = directory / "step_00000002"
-        missing.extend(
-            p.name for p in (*newest.iterdir(), newest, directory) if p.stat().st_ino not in flushed
-        )
+        asked = *newest.iterdir(), newest, directory
+        missing.extend(path.name for path in asked if path.stat().st_ino not in flushed)
         rmtree(folder, *args, **kwargs)
 
     os.fsync, shutil.rmtree = noting, asking
     writer = writer_in(directory, 1)
     for step in (1, 2):
-        writer.start(mine(step, 5), facts(spec, step))
-        writer.finish()
-    assert Checkpoints(directory).steps() == [2]
-    return missing
+        write(writer, spec, step)
+    assert Checkpoints(directory).steps() == [2] and not missing
 
 
-def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
-    tmp_path: Path, spec: ModelSpec
-) -> None:
-    """A loss of power in between would else leave neither: a name in a folder is kept in memory
-    for a while.
-    """
-    assert run_ranks(1, flushed_before_deletion, tmp_path / "checkpoints", spec) == [[]]
+def test_a_checkpoint_is_on_the_disk_before_one_goes(tmp_path: Path, spec: ModelSpec) -> None:
+    """Else a loss of power would leave neither: a folder's names stay in memory for a while."""
+    run_ranks(1, assert_flushed_before_deletion, tmp_path / "checkpoints", spec)
 
 
 def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
-    """Returns of each of two checkpoints whether it was whole when it got its name, by which
-    readers and a resume know it.
-    """
+    """Returns of two checkpoints whether each was whole when it got its name."""
     rename, whole = Path.rename, []
 
     def watched(folder: Path, target: Path) -> Path:
@@ -131,8 +119,7 @@ def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
     Path.rename = watched
     writer = writer_in(directory)
     for step in (1, 2):
-        writer.start(mine(step), facts(spec, step))
-        writer.finish()
+        write(writer, spec, step)
     return whole
 
 
@@ -149,16 +136,13 @@ def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec, is_replaced: b
         if is_replaced:
             directory.parent.mkdir()
     dist.barrier()
-    writer.start(mine(1), facts(spec, 1))
     with pytest.raises(CheckpointError) as caught:
-        writer.finish()
+        write(writer, spec, 1)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "replaced"])
-def test_a_checkpoint_writes_nothing_where_its_run_was_deleted_or_replaced(
-    tmp_path: Path, spec: ModelSpec, is_replaced: bool
-) -> None:
+def test_nothing_is_written_where_a_run_was_deleted(tmp_path, spec, is_replaced) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec, is_replaced):
@@ -167,18 +151,14 @@ def test_a_checkpoint_writes_nothing_where_its_run_was_deleted_or_replaced(
 
 
 def begin_without_the_folder(directory: Path, spec: ModelSpec) -> list[int]:
-    writer = writer_in(directory, 2)
-    writer.start(mine(1), facts(spec, 1))
-    writer.finish()
+    writer = writer_in(directory)
+    write(writer, spec, 1)
     shutil.rmtree(directory)
-    writer.start(mine(2), facts(spec, 2))
-    writer.finish()
+    write(writer, spec, 2)
     return Checkpoints(directory).steps()
 
 
-def test_checkpoints_that_somebody_removed_do_not_end_a_run(
-    tmp_path: Path, spec: ModelSpec
-) -> None:
+def test_checkpoints_that_somebody_removed_end_no_run(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, begin_without_the_folder, tmp_path / "checkpoints", spec) == [[2]]
 
 
@@ -186,22 +166,17 @@ def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:
     """Returns the steps that count once an old attempt was refused its checkpoint."""
     writer = writer_in(run / "checkpoints")
     update_state(run, attempt=2, state=JobState.RUNNING)
-    writer.start(mine(5), facts(spec, 5))
     with pytest.raises(StaleAttemptError):
-        writer.finish()
+        write(writer, spec, 5)
     return writer.checkpoints.steps()
 
 
-def test_left_over_of_an_old_attempt_cannot_complete_a_checkpoint(
-    tmp_path: Path, spec: ModelSpec
-) -> None:
+def test_an_old_attempt_cannot_complete_a_checkpoint(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, complete_as_left_over, tmp_path, spec) == [[]]
 
 
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
-    """Returns what three saves hold of a tensor that changes meanwhile, and in how many places
-    it was copied.
-    """
+    """Returns what three saves hold of a changing tensor, and in how many places it was copied."""
     checkpoints, places = Checkpoints(directory), set()
     writer = writer_in(checkpoints.directory, 3)
     weight, found = torch.zeros(1000), []
@@ -213,10 +188,8 @@ def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]
         weight.fill_(-1)
         writer.finish()
         assert writer.stager is not None
-        places |= {
-            copy.data_ptr()
-            for copy in writer.stager._state_dict_stager._cached_storage_mapping.values()
-        }
+        copies = writer.stager._state_dict_stager._cached_storage_mapping.values()
+        places |= {copy.data_ptr() for copy in copies}
         read = {"weight": torch.zeros(1000)}
         load(checkpoints, step, read, spec)
         found.append(float(read["weight"].mean()))
@@ -247,7 +220,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     saver.stager._stage = late
     saver.save(facts(run.spec, 2))
     # Training goes on: a forward and a backward pass.
-    saver.stall_s, weight = (0.0, engine.state["weight"])
+    saver.stall_s, weight = 0.0, engine.state["weight"]
     threading.Timer(0.1, may_copy.set).start()
     weight.grad = torch.ones_like(weight)
     engine.optimizer.step()
@@ -258,9 +231,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     return read["weight"].tolist(), waited, saver.stall_s
 
 
-def test_a_save_is_copied_beside_the_next_step_and_before_its_update(
-    tmp_path: Path, spec: ModelSpec, recipe
-) -> None:
+def test_a_save_is_copied_beside_a_step_and_before_its_update(tmp_path, spec, recipe) -> None:
     run = local_run(tmp_path / "run", spec, Plan(), recipe)
     [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
     assert held == [0.0, 0.0], "as it was when it was saved"
@@ -305,42 +276,27 @@ class Engine:
 
 
 def calls_of_a_resume(run: Run, num_files: int) -> int:
-    """Returns how often this rank has called the file system to load four tensors, each in a
-    file of its own.
-    """
-    calls = [0]
-
-    def count(module: Any, name: str) -> None:
-        real = getattr(module, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls[0] += 1
-            return real(*args, **kwargs)
-
-        setattr(module, name, counted)
-
+    """Returns this rank's calls of the file system to load four tensors of a file each."""
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
     loader = PortableCheckpoints(run, engine, None, attempt=1)
-    for name in ("stat", "lstat", "scandir", "listdir", "open"):
-        count(os, name)
-    count(io, "open")
-    loader.load(num_files)
+    calls = [Mock(wraps=getattr(os, name)) for name in OF_FILES]
+    opened = Mock(wraps=io.open)
+    with patch.multiple(os, **dict(zip(OF_FILES, calls, strict=True))), patch("io.open", opened):
+        loader.load(num_files)
     found = [float(engine.state[name][0]) for name in engine.state]
     assert found == [4.0 * dist.get_rank() + i for i in range(4)]
-    return calls[0]
+    return sum(call.call_count for call in (*calls, opened))
+
+
+OF_FILES = ("stat", "lstat", "scandir", "listdir", "open")
 
 
 def write_files(run: Run, num_files: int) -> None:
-    """Makes a checkpoint of so many tiny tensors, each in a file of its own, at the step of that
-    number.
-    """
+    """Makes a checkpoint of so many tensors, each in a file of its own, at that step."""
     folder = run.checkpoints.path(num_files)
     state = {f"tensor.{i}": torch.full((2,), float(i)) for i in range(num_files)}
-    save(
-        state,
-        storage_writer=FileSystemWriter(folder, single_file_per_rank=False, sync_files=False),
-        no_dist=True,
-    )
+    each = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
+    save(state, storage_writer=each, no_dist=True)
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     sums = {".metadata": checksum(folder / ".metadata")}
     told = facts(run.spec, num_files) | {"files": sizes, "checksums": sums}
@@ -367,9 +323,7 @@ class Strange(EOFError):
 
 
 def meet_an_error() -> list[str]:
-    """Returns what this rank is told of errors that rank 1 meets, and of one that rank 0 meets
-    between.
-    """
+    """Returns what this rank is told of errors of rank 1, and of one of rank 0 between."""
     told = []
     kinds = DamagedCheckpointError, CheckpointError, OSError, DataError, Strange
     for rank, kind in zip((1, 0, 1, 1, 1), kinds, strict=True):
@@ -391,9 +345,7 @@ CheckpointError Strange: seen by rank 1"""
     assert run_ranks(3, meet_an_error) == [said.splitlines()] * 3
 
 
-def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
-    tmp_path: Path, spec: ModelSpec, monkeypatch
-) -> None:
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, spec, monkeypatch) -> None:
     run_ranks(1, save_thrice, tmp_path, spec)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"of.0": torch.zeros(7)}
@@ -425,3 +377,16 @@ def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
         with tempfile.TemporaryFile() as file, contextlib.suppress(DamagedCheckpointError):
             file.write(content)
             reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
+
+
+def test_what_a_killed_attempt_left_is_finished_where_it_is_whole_and_else_deleted(
+    tmp_path: Path,
+) -> None:
+    left = ("100.partial-1", "200.partial-1", "050.deleting", "200.replaced-2", "300.damaged-1")
+    for name in left:
+        (tmp_path / f"step_00000{name}").mkdir()
+    for name in (left[0], left[2]):
+        (tmp_path / f"step_00000{name}" / MANIFEST).touch()
+    assert Checkpoints(tmp_path).recover() == [100]
+    names = sorted(folder.name for folder in tmp_path.iterdir())
+    assert names == ["step_00000100", "step_00000300.damaged-1"]

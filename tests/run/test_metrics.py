@@ -1,6 +1,4 @@
-"""The writer of `metrics.jsonl`, which a full disk holds up; its reader: one bad value costs its
-own step only.
-"""
+"""`metrics.jsonl`: a full disk holds up its writer, a bad value costs its reader one step."""
 
 import dataclasses
 import errno
@@ -47,9 +45,7 @@ class SmallDisk(io.FileIO):
     [(b"", b""), (b'{"step": 0}\n', b'{"step": 0}\n'), (b'{"step": 0, "lo', b'{"step": 0, "lo\n')],
     ids=["new", "whole", "torn"],
 )
-def test_rows_wait_for_room_and_are_written_whole_and_in_order(
-    tmp_path: Path, before: bytes, ended: bytes
-) -> None:
+def test_rows_wait_for_room_and_are_written_whole(tmp_path: Path, before: bytes, ended: bytes):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
     writer = MetricsWriter(file)
@@ -68,9 +64,8 @@ def test_rows_wait_for_room_and_are_written_whole_and_in_order(
     assert not writer.pending
     assert file.read_bytes().startswith(ended)
     written = file.read_bytes().removeprefix(ended)
-    assert [json.loads(line)["step"] for line in written.splitlines()] == [
-        step for step in range(1, 61) if step % 7
-    ]
+    steps = [json.loads(line)["step"] for line in written.splitlines()]
+    assert steps == [step for step in range(1, 61) if step % 7]
 
 
 @pytest.mark.parametrize("other", ["site", "device"])
@@ -81,9 +76,8 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     device = away.device.replace(name="a core of another CPU")
     away = away.replace(name="elsewhere") if other == "site" else away.replace(device=device)
     away.with_measured_peak("fp32", 4e11, "test").write(run.directory / "site.attempt_01.json")
-    run.site.with_measured_peak("fp32", 9e11, "before it was corrected").write(
-        run.directory / "site.attempt_02.json"
-    )
+    corrected = run.site.with_measured_peak("fp32", 9e11, "before it was corrected")
+    corrected.write(run.directory / "site.attempt_02.json")
     mfu = run.metrics().mfu()
     assert before is not None and mfu is not None and 0 < first.sum() < len(mfu)
     assert np.allclose(mfu[first], before[first] / 2)
@@ -112,9 +106,7 @@ def test_one_lost_duration_costs_neither_speed_nor_mfu_and_all_of_them_both(tmp_
 @pytest.mark.parametrize(
     ("too_fast", "why"), [(1, None), (2, "above the peak"), (30, "above the peak")]
 )
-def test_a_peak_is_not_believed_where_more_than_one_step_in_twenty_is_above_it(
-    tmp_path: Path, too_fast: int, why: str | None
-) -> None:
+def test_no_peak_is_believed_that_one_step_in_twenty_is_above(tmp_path, too_fast, why) -> None:
     changes = {step: {"step_time_s": 0.01} for step in range(1, too_fast + 1)}
     metrics = _metrics(tmp_path / "m.jsonl", changes)
     assert metrics.why_no_mfu == why and (metrics.mfu() is None) == (metrics.hfu() is None) == (

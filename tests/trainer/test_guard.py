@@ -75,9 +75,7 @@ def test_a_step_that_is_judged_sums_its_loss_once(llama_spec):
 
 
 def collectives_of_a_step(spec: ModelSpec) -> list[tuple[int, bool]]:
-    """Returns the number of all-reduces of a step, and whether it moved the weights: unasked,
-    accepted and refused.
-    """
+    """Returns all-reduces of a step, and whether it moved weights: unasked, accepted, refused."""
     found = []
     for answer in (None, True, False):
         engine = build(spec, make_plan({}))

@@ -44,9 +44,8 @@ def trained(spec, recipe, tmp_path):
     def trained(text: str, steps: int = 5) -> Run:
         file = tmp_path / "mine.py"
         file.write_text(text)
-        wanted = recipe.replace(
-            num_steps=steps, warmup_steps=0, checkpoint_every=None, hook=str(file)
-        )
+        short = recipe.replace(num_steps=steps, warmup_steps=0, checkpoint_every=None)
+        wanted = short.replace(hook=str(file))
         run = local_run(tmp_path / "run", spec, STAGES, wanted)
         file.unlink()  # the copy is what runs
         finished(run)

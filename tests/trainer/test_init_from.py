@@ -1,6 +1,4 @@
-"""Training that starts from Hugging Face's weights: transformers' own loss at step 1, on every
-layout.
-"""
+"""Training that starts from Hugging Face's weights: transformers' own loss on every layout."""
 
 import json
 from pathlib import Path
@@ -35,10 +33,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_one_batch(layout: dict[str, Any]) -> Plan:
+    count = 2 if "pipeline_parallel" in layout else 1
+    size = BATCH // (count * layout.get("data_parallel", 1))
+    return make_plan({"micro_batch_size": size, "global_batch_size": BATCH, **layout})
+
+
 def save(folder: Path, spec: ModelSpec) -> Path:
-    """Writes a random model of two layers, with weights large enough to tell one from another, as
-    transformers itself writes it.
-    """
+    """Writes a random model of two layers, of large weights, as transformers itself does."""
     import transformers
 
     random = spec.replace(num_layers=2, vocab_size=300, init_std=0.2, tied_embeddings=True)
@@ -68,14 +70,15 @@ def first_losses(spec: ModelSpec, plan: Plan, folder: Path, samples: torch.Tenso
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_loss_is_transformers(layout: str, family: str, tmp_path: Path, request) -> None:
+def test_first_loss_is_transformers(
+    layout: str, family: str, tmp_path: Path, request, run_standing
+) -> None:
     folder = save(tmp_path / family, request.getfixturevalue(f"{family}_spec"))
     spec = load_spec(str(folder)).replace(sequence_length=16)
-    count = 2 if LAYOUTS[layout].get("pipeline_parallel") else 1
-    size = BATCH // (count * LAYOUTS[layout].get("data_parallel", 1))
-    plan = make_plan({"micro_batch_size": size, "global_batch_size": BATCH, **LAYOUTS[layout]})
+    plan = of_one_batch(LAYOUTS[layout])
     samples = torch.randint(0, 300, (BATCH, 17), generator=torch.Generator().manual_seed(1))
-    found = run_ranks(plan.num_devices, first_losses, spec, plan, folder, samples)
+    run = run_standing if plan.engine == "native" else run_ranks
+    found = run(plan.num_devices, first_losses, spec, plan, folder, samples)
     assert all(losses == found[0] for losses in found)
     assert found[0][0] == pytest.approx(their_loss(folder, samples), rel=1e-5)
     assert found[0][1] < found[0][0], "the optimizer was given these weights too"
@@ -95,8 +98,7 @@ def test_first_loss_of_smollm2_is_transformers(layout: dict, tmp_path: Path) -> 
     spec = load_spec(str(folder)).replace(sequence_length=64)
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     samples = torch.tensor(tokenizer.encode(text)[: 4 * 65]).view(4, 65)
-    size = BATCH // 2 if layout else BATCH
-    plan = make_plan({"micro_batch_size": size, "global_batch_size": BATCH, **layout})
+    plan = of_one_batch(layout)
     found = run_ranks(plan.num_devices, first_losses, spec, plan, folder, samples)[0]
     assert found[0] == pytest.approx(their_loss(folder, samples), abs=1e-4)
 
@@ -119,9 +121,7 @@ def test_a_run_starts_from_them_once(tmp_path: Path, llama_spec, recipe) -> None
     assert "resumed from step 3" in log and "started from" not in log, "its folder may be gone"
 
 
-def test_what_does_not_fit_is_refused_before_a_launch(
-    tmp_path: Path, llama_spec, tiny_dataset, monkeypatch
-) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, llama_spec, tiny_dataset, monkeypatch) -> None:
     folder = save(tmp_path / "theirs", llama_spec)
     spec = load_spec(str(folder))
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder))

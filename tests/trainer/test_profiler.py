@@ -1,6 +1,4 @@
-"""`recipe.profile_steps`: these steps are recorded on the ranks of `profile_ranks`, and no
-others.
-"""
+"""`recipe.profile_steps` are recorded on the ranks of `profile_ranks`, and no others."""
 
 import gzip
 import json
@@ -38,9 +36,8 @@ def test_the_steps_are_recorded_and_a_run_that_goes_on_may_name_others(prepared)
     run = prepared(num_steps=8, profile_steps=(3, 5), profile_ranks=(1,))
     assert Attempt(run).wait() == [0, 0]
     folder = run.directory / "profile"
-    assert [str(file.relative_to(folder)) for file in folder.rglob("*.*")] == [
-        "step_3/rank_00001.trace.json.gz"
-    ]
+    files = [str(file.relative_to(folder)) for file in folder.rglob("*.*")]
+    assert files == ["step_3/rank_00001.trace.json.gz"]
     assert recorded(folder / "step_3" / "rank_00001.trace.json.gz") == 3, "no more and no less"
     assert run.metrics()["step"].tolist() == list(range(1, 9))
 

@@ -1,6 +1,4 @@
-"""The one rule of what a loss spike is: what it finds, what it leaves, and that everybody judges
-by it alike.
-"""
+"""The one rule of what a loss spike is: what it finds and leaves, and that all judge by it."""
 
 import numpy as np
 import pytest
@@ -22,9 +20,8 @@ def test_planted_spikes_are_found_without_false_alarms() -> None:
     planted = np.sort(random.choice(np.arange(1000, 20_000), size=30, replace=False))
     loss[planted] += random.uniform(0.7, 2, size=30)
     assert [row for row, _ in spikes(loss)] == planted.tolist()
-    pieces = [
-        row for start in range(0, 20_000, 777) for row, _ in spikes(loss[: start + 777], start)
-    ]
+    starts = range(0, 20_000, 777)
+    pieces = [row for start in starts for row, _ in spikes(loss[: start + 777], start)]
     assert pieces == planted.tolist(), "in whatever pieces the rows came in"
 
 

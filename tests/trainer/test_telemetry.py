@@ -1,10 +1,9 @@
-"""What is done beside the steps on a GPU, with one that pretends; and that no tensor waits for
-the collector.
-"""
+"""What is done beside the steps on a GPU that pretends; no tensor waits for the collector."""
 
 import gc
 import json
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -56,9 +55,7 @@ def test_no_tensor_waits_for_pythons_collector(llama_spec, engine, changes):
     assert left < 3, "not one a step; what torch makes once and keeps may be among them"
 
 
-def test_garbage_is_collected_at_the_same_steps_also_after_something_turned_the_collector_on(
-    monkeypatch,
-):
+def test_garbage_is_collected_at_the_same_steps_whatever_turned_it_on(monkeypatch):
     collected = []
     monkeypatch.setattr(gc, "collect", collected.append)
     try:
@@ -180,3 +177,15 @@ def test_memory_of_a_gpu_is_in_the_metrics(tmp_path: Path, monkeypatch):
     file.write_text(file.read_text().replace("}\n", f", {added}\n"))
     for name, value in row.items():
         assert run.metrics()[name].tolist() == [value] * 3
+
+
+def test_each_thread_reads_its_own_time_in_a_cores_queue(monkeypatch):
+    opened, system_open = [], os.open
+    monkeypatch.setattr(
+        telemetry.os, "open", lambda file, flags: opened.append(file) or system_open(file, flags)
+    )
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: [telemetry.busy_s() for _ in range(3)])
+        thread.start()
+        thread.join()
+    assert len(opened) == len(set(opened)) == 2, "opened once by each"

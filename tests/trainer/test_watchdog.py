@@ -23,17 +23,14 @@ def test_patience_grows_with_the_ranks_unless_it_was_given():
 
 
 def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **settings: Any) -> int:
-    """Returns the exit code of a process that acts under a quick watchdog and then waits; `log` has
-    its words.
-    """
+    """Returns the exit code of a process under a quick watchdog, whose words are in `log`."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     if (pid := os.fork()) == 0:
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
         watchdog.faulthandler.dump_traceback = lambda **_: None
         watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        dog = Watchdog(
-            **{"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []} | settings
-        )
+        usual = {"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []}
+        dog = Watchdog(**usual | settings)
         dog.on_start()
         act(dog)
         time.sleep(30)

@@ -18,9 +18,8 @@ RECIPE = Recipe(
 def theirs(schedule: str, warmup_steps: int, **options: float | str) -> list[float]:
     """Returns transformers' rate of steps 1 to 1,200, the peak where it is 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-    scheduler: Any = optimization.get_scheduler(
-        schedule, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=options
-    )
+    asked = schedule, optimizer, warmup_steps, STEPS
+    scheduler: Any = optimization.get_scheduler(*asked, scheduler_specific_kwargs=options)
     return [PEAK * scheduler.lr_lambdas[0](step) for step in range(1, STEPS + 201)]
 
 
@@ -29,32 +28,25 @@ def ours(warmup_steps: int, **changes: float | str) -> list[float]:
     return [recipe.learning_rate_at(step) for step in range(1, STEPS + 201)]
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 1, 100])
-def test_constant(warmup_steps: int) -> None:
-    expected = theirs("constant_with_warmup", warmup_steps)
-    assert ours(warmup_steps, schedule="constant") == pytest.approx(expected, rel=1e-12)
+DOWN = {"num_decay_steps": 200, "decay_type": "linear", "min_lr_ratio": FLOOR / PEAK}
+SCHEDULES = {
+    "constant": ({"schedule": "constant"}, "constant_with_warmup", {}),
+    "cosine to its floor": ({}, "cosine_with_min_lr", {"min_lr": FLOOR}),
+    "cosine to zero, cut off": ({"cosine_floor": "clamped"}, "cosine", {}),
+    "stable, then straight down": ({"schedule": "wsd"}, "warmup_stable_decay", DOWN),
+}
+"""What the recipe says, and what transformers calls it."""
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 100])
-def test_cosine_that_ends_at_its_floor(warmup_steps: int) -> None:
-    # Theirs warms up from the floor, and turns up again after the last step.
-    expected = theirs("cosine_with_min_lr", warmup_steps, min_lr=FLOOR)[warmup_steps:STEPS]
-    found = ours(warmup_steps)
-    assert found[warmup_steps:STEPS] == pytest.approx(expected, rel=1e-12)
-    assert found[STEPS:] == pytest.approx([FLOOR] * 200)
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 1, 100])
-def test_cosine_to_zero_that_is_cut_off_at_its_floor(warmup_steps: int) -> None:
-    # Their warm-up from zero, and their cosine to zero.
-    expected = theirs("cosine", warmup_steps)[:STEPS]
-    expected[warmup_steps:] = [max(FLOOR, rate) for rate in expected[warmup_steps:]]
-    found = ours(warmup_steps, cosine_floor="clamped")
-    assert found[:STEPS] == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 1, 100])
-def test_stable_then_straight_down(warmup_steps: int) -> None:
-    down = {"num_decay_steps": 200, "decay_type": "linear", "min_lr_ratio": FLOOR / PEAK}
-    expected = theirs("warmup_stable_decay", warmup_steps, **down)[warmup_steps:]
-    assert ours(warmup_steps, schedule="wsd")[warmup_steps:] == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_those_of_transformers(name: str, warmup_steps: int) -> None:
+    changes, schedule, options = SCHEDULES[name]
+    found, expected = ours(warmup_steps, **changes), theirs(schedule, warmup_steps, **options)
+    from_floor = schedule in ("cosine_with_min_lr", "warmup_stable_decay")  # theirs warms up so
+    begin, end = warmup_steps * from_floor, len(found)
+    if "cosine" in schedule:  # theirs turns up again after the last step
+        end = STEPS
+        expected[warmup_steps:] = [max(FLOOR, rate) for rate in expected[warmup_steps:]]
+        assert found[STEPS:] == pytest.approx([FLOOR] * 200)
+    assert found[begin:end] == pytest.approx(expected[begin:end], rel=1e-12)

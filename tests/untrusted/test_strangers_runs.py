@@ -204,9 +204,7 @@ class Looks:
         }
 
     def faults(self, row: str, *, whole: bool, live: bool) -> list[str]:
-        """Returns what is wrong with a command of COMMANDS; `whole`: the run lacks nothing,
-        `live`: its job runs.
-        """
+        """Returns a command's faults; `whole`: the run lacks nothing, `live`: its job runs."""
         expected, *words = row.split()
         given = [self._filled(word) for word in words]
         follows = live and (words[0] == "watch" or "--follow" in words)
@@ -217,9 +215,8 @@ class Looks:
         found = []
         for was, folder in zip(before, (self.run, self.mine), strict=True):
             found += [f"it wrote {name}" for name, _ in was.items() ^ tree(folder).items()]
-        found += [
-            f"it called {call}" for call in hostile.beyond_questions(self.calls.taken(), self.run)
-        ]
+        calls = hostile.beyond_questions(self.calls.taken(), self.run)
+        found += [f"it called {call}" for call in calls]
         found += ["a traceback"] if "Traceback" in said.text else []
         codes = CODES[expected]
         if expected == "look" and not whole and (words[0] not in ALWAYS or "--why" in words):
@@ -256,18 +253,14 @@ def test_commands_on_a_finished_run(looks) -> None:
     assert_no_command_at_fault(looks())
 
 
-def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(
-    looks, run: Path, sleep
-) -> None:
+def test_commands_on_a_run_that_names_a_process_of_the_viewer(looks, run: Path, sleep) -> None:
     running(run, process=hostile.process_of(sleep.pid))
     assert_no_command_at_fault(looks(), live=True)
     assert sleep.poll() is None
 
 
 def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path) -> None:
-    """Its devices are so small that scores need a job, whose lines are shell; and it names a job
-    of the viewer.
-    """
+    """Devices so small that scores need a job, whose lines are shell; and a viewer's job."""
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
     few = base.device.__class__(name="tiny", memory_bytes=Fact(value=1e5, source="x"))
     lines = (f"touch {canary}",)
@@ -287,17 +280,14 @@ def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_pat
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_commands_on_a_run_that_names_a_login_node(
-    looks, run: Path, tmp_path: Path, calls, mirrored: bool
-) -> None:
+def test_commands_on_a_run_that_names_a_login_node(looks, run, tmp_path, mirrored) -> None:
     """And, where it is a mirror, one that the viewer has made and somebody else has copied."""
     there = There(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
     base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
     base.replace(login="far", there=there).write(run / "site.json")
     if mirrored:
-        mirror = Mirror(
-            login="far", python=there.python, source=there.source, directory="/there/run"
-        )
+        at = {"python": there.python, "source": there.source, "directory": "/there/run"}
+        mirror = Mirror(login="far", **at)
         mirror.own().write(run / "login.json")
         running(run)
     assert_no_command_at_fault(looks(), whole=False, live=mirrored)
@@ -307,9 +297,7 @@ LINKS = ("alerts.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".logi
 FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval")
 
 
-def test_commands_on_a_run_whose_files_are_links_to_the_viewers(
-    looks, run: Path, tmp_path: Path
-) -> None:
+def test_commands_on_a_run_of_links_to_the_viewers(looks, run: Path, tmp_path: Path) -> None:
     """And whose job is stalled, of which everybody who looks would leave an alert."""
     mine = tmp_path / "mine"
     for name in (*LINKS, *FOLDERS):
@@ -444,9 +432,8 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         said(*LOOK)  # so that all is imported: nobody may not read where root's Python lies
         open_to_all(run)
         before = tree(run)
-        looked, acted = hostile.in_a_child(
-            lambda: (said(*LOOK), said(*ACT, FOLLOW)), user=hostile.STRANGER
-        )
+        told = hostile.in_a_child(lambda: (said(*LOOK), said(*ACT, FOLLOW)), user=hostile.STRANGER)
+        looked, acted = told
         assert [each.code for each in looked] == [0] * len(LOOK), looked
         for each in acted:
             assert each.code == 1 and "root" in each.text and "Traceback" not in each.text
@@ -457,9 +444,7 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> None:
-    """Process numbers are public, so a state.json may name any process of the viewer, also one
-    of another run.
-    """
+    """A state.json may name any process of the viewer, also one of another run."""
     code = [sys.executable, "-c", "import time; time.sleep(600)"]
     others = [subprocess.Popen(["sleep", "600"]), subprocess.Popen([*code, f"{run}2"])]
     own = subprocess.Popen([*code, str(run)])
@@ -492,9 +477,7 @@ def test_stop_now_cancels_only_the_job_of_this_run(run: Path, calls: Calls, tmp_
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["a link", "another name"])
-def test_nothing_is_appended_to_what_another_has_linked(
-    run: Path, tmp_path: Path, calls: Calls, link
-) -> None:
+def test_nothing_is_appended_to_what_another_has_linked(run, tmp_path, calls, link) -> None:
     opened, mine = Run.open(run), tmp_path / "mine"
     appends: dict[str, Callable[[], Any]] = {
         "alerts.jsonl": lambda: recorded_alerts(opened),

@@ -1,6 +1,4 @@
-"""Words of strangers - names, log lines, site files - are shown, and obeyed by no shell,
-terminal, browser or plot.
-"""
+"""Words of strangers are shown, and obeyed by no shell, terminal, browser or plot."""
 
 import io
 import json
@@ -64,12 +62,8 @@ def test_a_job_number_is_no_option_of_a_command(tmp_path: Path, number: str) -> 
     assert read_state(tmp_path) is None
 
 
-def test_a_run_directory_cannot_bring_its_own_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm's configuration names libraries that its commands load: a stranger's must not be
-    used by a mere look.
-    """
+def test_a_run_directory_cannot_bring_its_own_slurm(tmp_path: Path, monkeypatch) -> None:
+    """It names libraries that Slurm's commands load: a mere look must not use a stranger's."""
     monkeypatch.delenv("SLURM_CONF", raising=False)
     (tmp_path / "job.json").write_text("{}")
     config, inner = tmp_path / "slurm.conf", tmp_path / "etc" / "slurm.conf"
@@ -165,9 +159,8 @@ def hostile_run(folder: Path) -> Run:
     run = recorded_run(folder / SCRIPT.replace("/", "_"), steps=40)
     attack = SCRIPT + ESCAPES + MARKUP
     log_path(run.directory, 1, 0).write_text(attack + "\n")
-    report = ExitReport(
-        attempt=1, rc=1, reason=attack, host=attack, time=1.0, failing_rank=0, log_tail=attack
-    )
+    end = {"attempt": 1, "rc": 1, "time": 1.0, "failing_rank": 0}
+    report = ExitReport(**end, reason=attack, host=attack, log_tail=attack)
     write_exit(run.directory, report)
     alert = {"kind": "nan", "level": "error", "message": attack, "attempt": 1, "step": 5, "time": 1}
     (run.directory / "alerts.jsonl").write_text(json.dumps(alert) + "\n")

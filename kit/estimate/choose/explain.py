@@ -203,12 +203,14 @@ class Answer:
         both = {"data_overlap": np.array(True), "tensor_overlap": np.array(True)}
         beside = dataclasses.replace(self._layout, **both)
         states = self.memory_terms_bytes["optimizer"]
+        kept = self.memory_terms_bytes["activations"]
         gain = float(self.search.machine.step_time(beside).total_s[0]) / self.row["step_time_s"] - 1
         return (
             "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
             f"overlap of collectives with computation ({gain:+.1%} time)",
             f"offload of optimizer states ({states / 2**30:.1f} GiB less a device; at PCIe 5's 64"
-            f" GB/s they need at least {seconds(states / PCIE_BYTES_PER_S, 2)} s a step)",
+            f" GB/s they need at least {seconds(states / PCIE_BYTES_PER_S, 2)} s a step), or of"
+            f" activations (at most {kept / 2**30:.1f} GiB)",
         )
 
     @cached_property

@@ -223,7 +223,8 @@ def published_calibration(site: Site) -> Calibration:
 
     A site file laid over a packaged site has that one's runs as its own as long as the device is
     the same: they are fitted with the numbers of the machine that they ran on, and predict with
-    those of `site`. Second-hand numbers and rows that were put right by hand are left out.
+    those of `site`, and with the doubt of another software stack. Second-hand numbers and rows that
+    were put right by hand are left out.
 
     Raises:
         ConfigError: the site lacks a number that step time needs.
@@ -232,7 +233,9 @@ def published_calibration(site: Site) -> Calibration:
     machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
         if own := published.of_site(machine.name):
-            return dataclasses.replace(calibrate(own, machine), hardware=hardware)
+            found = calibrate(own, machine)
+            misfit = float(np.hypot(found.misfit, interval.OTHER_STACK))
+            return dataclasses.replace(found, hardware=hardware, misfit=misfit)
         machine = _packaged(machine.base)
     return calibrate([], site, hardware=hardware)
 

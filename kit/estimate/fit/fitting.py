@@ -29,7 +29,7 @@ MAX_ROWS = 100.0
 STACK_SPREAD = 0.15
 """ln-spread of the factors of software stacks on one machine."""
 MOST_LEVERAGE = 0.98
-"""Of one run on its own prediction: a linear left-out error means nothing beyond."""
+"""Of a model's runs on their own prediction: a linear left-out error means nothing beyond."""
 FEWEST_READINGS = 3
 """Of memory, that two numbers of a reserve are fitted to."""
 ROUNDS = 3
@@ -100,10 +100,10 @@ class Fit:
     stack_factors: Array
     """ln, one per stack."""
     left_out_error: Array
-    """ln(predicted / measured) of each fitted run, as if the others alone had been fitted (by
-    its leverage)."""
+    """ln(predicted / measured) of the runs of each model, root of their mean square, as if the
+    others alone had been fitted (by their leverage): runs of one model err alike."""
     left_out_variance: Array
-    """Of each of these predictions, from the coefficients."""
+    """Of these predictions, from the coefficients; the mean."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -185,17 +185,36 @@ def fit(
             break
     curvature, _ = _normal_equations(error, slopes, weight, values, mean, spread)
     covariance = np.linalg.inv(curvature)
-    variance = NOISE**2 * np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
-    leverage = np.minimum(
-        weight * (TAIL + 1) / (TAIL + error**2) * variance / NOISE**2, MOST_LEVERAGE
-    )
+    weights = weight * (TAIL + 1) / (TAIL + error**2)
+    off, variance = _left_out(rows.layouts, error, slopes, weights, covariance)
     return Fit(
         values=values[:size],
         covariance=covariance[:size, :size],
         stack_factors=values[size:],
-        left_out_error=NOISE * error / (1 - leverage),
-        left_out_variance=variance / (1 - leverage),
+        left_out_error=off,
+        left_out_variance=variance,
     )
+
+
+def _left_out(
+    layouts: Layouts, error: Array, slopes: Array, weights: Array, covariance: Array
+) -> tuple[Array, Array]:
+    """Returns (root of the mean squared error, mean variance) of the rows of each model, as if all
+    others alone had been fitted, by their leverage.
+    """
+    shapes = np.stack(np.broadcast_arrays(layouts.num_layers, layouts.hidden_size, error)[:2])
+    model = np.unique(shapes, axis=1, return_inverse=True)[1].ravel()
+    told = []
+    for rows in (model == each for each in range(model.max() + 1)):
+        root = np.sqrt(weights[rows])
+        own = root[:, None] * (slopes[rows] @ covariance @ slopes[rows].T) * root
+        leverage, axes = np.linalg.eigh(own)
+        leverage = np.clip(leverage, 0.0, MOST_LEVERAGE)
+        off = axes @ (axes.T @ (root * error[rows]) / (1 - leverage)) / root
+        variance = axes**2 @ (leverage / (1 - leverage)) / root**2
+        told.append((np.sqrt(np.mean(off**2)), np.mean(variance)))
+    off, variance = np.array(told).T
+    return NOISE * off, NOISE**2 * variance
 
 
 def prior_only(prior: Prior) -> Fit:

@@ -3,8 +3,8 @@ measured range.
 
 What a step takes is ln-normal about the model, with a variance of three parts: what is not known of
 the coefficients, what the formula itself gets wrong on this machine (believed beforehand, then told
-by its runs, each as if left out), and what no fit has seen. The scales are chosen on machines and
-code bases left out (`make validate`).
+by its runs, those of each model as if left out), and what no fit has seen. The scales are chosen on
+machines and code bases left out (`make validate`).
 """
 
 import dataclasses
@@ -28,6 +28,9 @@ other machines and code bases alone published runs of torchtitan are missed by a
 in ln; with other runs of their machine 64 A100 by 20 % and 64 MI250X by 2 %. Its own table for
 H100 of 500 W and 2.4 TB/s is missed by 18 % where half the products are made again (its `selective
 op`)."""
+OTHER_STACK = 0.08
+"""ln-scale by which a trainer or release differs from those of the published runs of its machine:
+the least with which intervals hold 85 % on published stacks, models and formats left out."""
 MARGIN = 1.25
 """How far outside the measured values a layout or a device may lie without a warning."""
 BALANCES = {
@@ -45,17 +48,17 @@ class Scales:
     validate`).
     """
 
-    misfit: float = 0.07
+    misfit: float = 0.04
     """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""
     worth: float = 6.0
-    """Runs that this belief is worth against the machine's own."""
-    doubt: float = 2.0
+    """Models that this belief is worth against those that ran on the machine."""
+    doubt: float = 2.25
     """Variance of a coefficient on a machine never met, over what the few machines of the fit
     show."""
 
     def misfit_after(self, error: Array, variance: Array) -> float:
-        """Returns the misfit believed after runs: each one's ln error and variance when it is
-        predicted by the rest.
+        """Returns the misfit believed after runs: ln error and variance of each model's when they
+        are predicted by the rest.
         """
         own = np.maximum(error**2 - self.doubt * variance, 0.0).sum()
         return float(np.sqrt((self.worth * self.misfit**2 + own) / (self.worth + len(error))))
@@ -97,20 +100,22 @@ def spread(
     return centre, np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
 
 
-def errors(rows: Rows, found: Fit, runs: Rows | None) -> tuple[Array, Array]:
+def errors(
+    rows: Rows, found: Fit, runs: Rows | None, other_stack: float = 0.0
+) -> tuple[Array, Array]:
     """Returns (relative error of each prediction, whether the measurement lies in its 90 %
     interval).
 
-    `runs` are those of the machine that were fitted.
+    `runs` are those of the machine that were fitted, `other_stack` is the ln-scale by which theirs
+    differs from that of the rows.
     """
     centre, variance = spread(rows.layouts, rows.hardware, found.values, found.covariance)
     off = centre - np.log(rows.seconds)
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if runs is not None else None
     count = sum(untried(rows.layouts, rows.hardware, measured).values(), np.zeros(len(rows)))
     misfit = SCALES.misfit_after(found.left_out_error, found.left_out_variance)
-    return np.expm1(off), np.abs(off) <= SCALES.half_width(
-        variance, misfit, count, len(found.left_out_error)
-    )
+    misfit, num_runs = float(np.hypot(misfit, other_stack)), 0 if runs is None else len(runs)
+    return np.expm1(off), np.abs(off) <= SCALES.half_width(variance, misfit, count, num_runs)
 
 
 def balances(hardware: Hardware) -> dict[str, Array]:

@@ -46,6 +46,7 @@ NUMBERS = (
     "memory_gb",
 )
 FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel")
+MAY_BE_ZERO = ("zero_stage", "flash_attention", "offloaded_layers")
 WORDS = {
     "kind": ("measured", "oom"),
     "status": ("read", "mixed", "derived", "recalled", "secondary"),
@@ -336,11 +337,7 @@ def _number(row: dict[str, str], column: str) -> float | None:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{column}: {text!r} is not a number.") from None
-    if (
-        not np.isfinite(value)
-        or value < 0
-        or (value == 0 and column not in ("zero_stage", "flash_attention"))
-    ):
+    if not np.isfinite(value) or value < 0 or (value == 0 and column not in MAY_BE_ZERO):
         raise ConfigError(
             f"{column}: {text} is not allowed. Give a finite number above 0, or leave it empty."
         )

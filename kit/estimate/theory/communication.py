@@ -46,7 +46,7 @@ class Links:
         network, in 2 log2 of the nodes steps of a tree.
         """
         ranks, coefficients = self.layouts.tensor_parallel, self.coefficients
-        rate, inside = self._on_node(ranks), np.minimum(ranks, self.hardware.node_devices)
+        rate, inside = self._on_node(ranks, ranks), np.minimum(ranks, self.hardware.node_devices)
         return Link(
             np.where(
                 ranks <= self.hardware.node_devices, rate, np.minimum(rate, self._network_rate)
@@ -62,7 +62,7 @@ class Links:
         """
         ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
         groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
-        rate, fits = self._on_node(ranks), ranks <= self.hardware.node_devices
+        rate, fits = self._on_node(ranks, ranks), ranks <= self.hardware.node_devices
         crossing = np.minimum(rate, self._network_rate / groups)
         return Link(np.where(fits, rate, crossing), self._hop(fits))
 
@@ -70,7 +70,9 @@ class Links:
     def pipeline(self) -> Link:
         """Between neighbours: a pair's links on one node, else a device's part of the network."""
         one_node = self.layouts.num_devices <= self.hardware.node_devices
-        inside = self._on_node(2.0) if np.any(one_node) else self.network_rate
+        inside: Array | float = 1.0
+        if np.any(one_node):
+            inside = self._on_node(2.0, self.layouts.num_devices)
         rate = self.layouts.where(one_node, inside, self.network_rate)
         return Link(rate, self._hop(one_node))
 
@@ -79,7 +81,10 @@ class Links:
         """Of all replicas: links inside a node, or the share of the network that is left, with 2
         log2 of twice the nodes steps between these.
         """
-        inside, coefficients = self._inside(self.layouts.tensor_parallel), self.coefficients
+        x, coefficients = self.layouts, self.coefficients
+        replicas = x.context_parallel * x.data_parallel
+        # Its ring is as long as the group, and goes round all neighbours between its ranks.
+        inside = np.minimum(self._inside(replicas), self._inside(x.tensor_parallel * replicas))
         rate = np.where(self._nodes > 1, np.minimum(inside, self._network_share), inside)
         hop = self.layouts.where(self._nodes > 1, coefficients.network_latency_s, 0.0)
         hops = hop * np.log2(2 * np.maximum(1.0, self._nodes))
@@ -159,18 +164,18 @@ class Links:
         hardware, near = self.hardware, ranks <= self.hardware.near_devices
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
-    def _on_node(self, ranks: Array | float) -> Array:
+    def _on_node(self, ranks: Array | float, span: Array) -> Array:
         """Returns bytes/s of one device in a group on the links of tensor parallelism: their
-        efficiency x min(1, ranks / all) ^ sharing.
+        efficiency x min(1, ranks / all) ^ sharing; `span` is how many neighbours it reaches over.
 
         On a mesh a group only has the links between its own devices; on a switch it should have
         all, but rarely has.
         """
         hardware, coefficients = self.hardware, self.coefficients
-        near = self.layouts.tensor_parallel <= hardware.near_devices
+        near = span <= hardware.near_devices
         nearest = np.minimum(hardware.near_devices, hardware.full_devices)
         all_ranks = self.layouts.where(near, nearest, hardware.full_devices)
-        rate = self._inside(self.layouts.tensor_parallel) * coefficients.node_efficiency
+        rate = self._inside(span) * coefficients.node_efficiency
         return rate * np.minimum(1.0, ranks / all_ranks) ** coefficients.node_sharing
 
     def _hop(self, on_node: Array) -> Array:

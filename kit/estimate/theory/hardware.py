@@ -71,7 +71,7 @@ class Hardware(Columns):
 
         Raises:
             ConfigError: the site lacks a number that step time needs, the peak of the dtype among
-                them.
+                them, or has one in another unit.
         """
         wide = "bf16" if dtype in NARROW else dtype
         peak, matmul = site.peak_flops_per_s(wide), sustained(site, dtype)
@@ -87,6 +87,7 @@ class Hardware(Columns):
                 " file, or measure them (`kit bench --out FILE.toml`)."
             )
         assert peak and matmul and site.device.memory_bytes and site.device.memory_bytes_per_s
+        _check_units(site)
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
         # Shared memory where no link is given.
@@ -165,6 +166,33 @@ def sustained(site: Site, dtype: str) -> float | None:
     if not (burst and watts and dtype in JOULES_PER_FLOP):
         return burst
     return burst * min(1.0, watts.value / (burst * JOULES_PER_FLOP[dtype])) ** (1 / 3)
+
+
+def _check_units(site: Site) -> None:
+    """Refuses what no device has: a number in GB, GB/s or kW, as a rule, and products above the
+    peak.
+    """
+    device, links = site.device, site.links
+    near = links.intra_node[0].bytes_per_s if links.intra_node else None
+    for name, fact, least, unit in (
+        ("device.memory_bytes", device.memory_bytes, 1e9, "bytes"),
+        ("device.memory_bytes_per_s", device.memory_bytes_per_s, 1e10, "bytes/s"),
+        ("device.watts", device.watts, 10, "watts"),
+        ("links.intra_node.bytes_per_s", near, 1e8, "bytes/s"),
+        ("links.inter_node_bytes_per_s", links.inter_node_bytes_per_s, 1e8, "bytes/s"),
+    ):
+        if fact and fact.value < least:
+            raise ConfigError(
+                f"site {site.name}: {name}: {fact.value:,g} is not believable for {device.name}."
+                f" Give {unit}, at least {least:g}."
+            )
+    for dtype, fact in device.matmul_flops_per_s.items():
+        if fact.value > (site.peak_flops_per_s(dtype) or fact.value):
+            raise ConfigError(
+                f"site {site.name}: device.matmul_flops_per_s.{dtype}: {fact.value:.4g} is above"
+                f" the peak of {device.name}, {site.peak_flops_per_s(dtype):.4g}. Give what a"
+                " product reaches."
+            )
 
 
 def _network_per_domain(site: Site, per_node: float) -> float:

@@ -291,8 +291,8 @@ class StepTime:
             return data
         bulk = fully = data
         if not np.all(x.native):
-            again = 2 * self._by_layer(x.gathered_bytes) + np.where(m > 1, self.reduction, 0.0)
-            bulk = data + m * exposed(again, middle)
+            each = 2 * self._by_layer(x.gathered_bytes) + self._by_layer(x.gradient_bytes)
+            bulk = (m - 1) * exposed(each, middle) + exposed(each + self.once, middle)
         if np.any(x.native):
             fully = self._fully_sharded()
         return np.where(is_third, np.where(x.native, fully, bulk), data)

@@ -14,7 +14,7 @@ from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
 from kit.estimate.fit.fitting import FEWEST_READINGS, Prior, fit_reserve
-from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit.measured_rows import hardware_of, rows_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.hardware import NARROW
@@ -32,11 +32,13 @@ def validate_rows(
     All ran on `site`, if it is given. A machine whose site has published rows in the kit starts
     from these (less those that are in the CSV too: no row is scored by a fit that has seen it),
     others from the population. `calibrate` runs of each machine (never all), chosen by the kit out
-    of a random half of its rows (`seed`), are fitted and not scored.
+    of a random half of its rows (`seed`), are fitted and not scored, without published rows of
+    other software stacks: with these, stacks left out are predicted worse (6.3 instead of 5.1 %
+    after five runs).
 
     Raises:
-        ConfigError: the CSV cannot be read, or holds no run whose layout is known, or one whose
-            machine is not (`hardware_of`).
+        ConfigError: the CSV cannot be read, or holds no run whose layout is known, or none whose
+            machine is (`hardware_of`).
     """
     if calibrate < 0:
         raise ConfigError(
@@ -49,6 +51,10 @@ def validate_rows(
             f"{file}: no row has a layout and a time or an out-of-memory label. "
             f"{_reasons([*refused, *left_out])}"
         )
+    lacking = [_lacking(run, site) for run in measured]
+    if lacking and all(lacking):
+        raise ConfigError("; ".join(dict.fromkeys(lacking)))
+    measured = [run for run, lacks in zip(measured, lacking, strict=True) if not lacks]
     table, errors, inside = [], [], []
     for system in dict.fromkeys(run.system for run in measured):
         own = [run for run in measured if run.system == system]
@@ -69,7 +75,19 @@ def validate_rows(
     table += readings([run for run in runs if run.memory_bytes])
     table.append(row("rows refused", len(refused), note=_reasons(refused)))
     table.append(row("rows left out", len(left_out), note=_reasons(left_out)))
+    if unplaced := list(filter(None, lacking)):
+        note = "; ".join(dict.fromkeys(unplaced))
+        table.append(row("rows of a machine without numbers", len(unplaced), note=note))
     return tuple(table)
+
+
+def _lacking(run: PublishedRun, site: Site | None) -> str:
+    """Returns which numbers step time needs and the run's machine lacks, or nothing."""
+    try:
+        hardware_of(run, site)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _reasons(lines: published.Lines) -> str:
@@ -102,6 +120,7 @@ def _score(
     prior = Prior.default()
     start = fitting.fit(rows_of(known, site), prior) if known else fitting.prior_only(prior)
     count = min(calibrate, len(runs) - 1)
+    known = [run for run in known if not count or run.stack == runs[0].stack]
     pool = np.arange(len(runs))
     if 0 < 3 * count < len(runs):  # a few rows are all candidates, many are halved at random
         pool = np.sort(
@@ -115,7 +134,8 @@ def _score(
     if count:
         found = fitting.fit(rows_of(fitted, site), prior, start=start.values)
     seen = rows_of(fitted, site) if fitted else None
-    error, covered = interval.errors(rows.select(rest), found, seen)
+    other = interval.OTHER_STACK if known and not count else 0.0
+    error, covered = interval.errors(rows.select(rest), found, seen, other)
     basis = (
         f"{len(known)} published rows of this machine{derived(known)}"
         if known
@@ -123,7 +143,8 @@ def _score(
     )
     assumed = sorted({name for run in runs for name in run.assumed})
     doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
-    spread = f"median {np.median(np.abs(error)):.1%}, worst {np.abs(error).max():.0%}"
+    off = np.abs(error)
+    spread = f"median {np.median(off):.1%}, worst {off.max():.0%}, on average {error.mean():+.1%}"
     return (
         error,
         covered,

@@ -30,9 +30,7 @@ PATCHED = ("torch_xla.core.xla_env_vars", "torch_xla.core.xla_model", "torch_xla
 
 
 def installed() -> dict[str, str]:
-    """Returns what shall count as installed, and its versions: NxD, where its source is on the
-    path, says its own.
-    """
+    """Returns what counts as installed, and its versions; NxD on the path says its own."""
     spec = importlib.machinery.PathFinder.find_spec("neuronx_distributed")
     found = {"torch_neuronx": "2.9.0.2.12.22436"}
     if spec is not None and spec.origin is not None:
@@ -42,9 +40,7 @@ def installed() -> dict[str, str]:
 
 
 class ClosedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the closed packages and their modules, whatever their names, and distributions of
-    those that are asked.
-    """
+    """Finds closed packages, whatever their modules, and distributions that are asked for."""
 
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
@@ -120,9 +116,7 @@ class EmptyModule(types.ModuleType):
 
 
 class Nothing:
-    """Stands for a kernel, a decorator or a constant: it gives another of its kind, or what it
-    decorates.
-    """
+    """Stands for a kernel, a decorator or a constant: gives another, or what it decorates."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -155,9 +149,7 @@ class EmptyClass(type):
 
 
 class SourcesAndTargets:
-    """Who passes to whom in a ring: a fact of torch_neuronx's private kernels that NxD's groups
-    ask for.
-    """
+    """Who passes to whom in a ring, of torch_neuronx's kernels: NxD's groups ask for it."""
 
     def __init__(self, *, replica_groups: list[list[int]]) -> None:
         self.rank_src_tgt_pairs = {

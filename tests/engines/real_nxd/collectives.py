@@ -61,9 +61,7 @@ def members(groups: Groups) -> tuple[int, ...]:
 
 
 def gloo(ranks: tuple[int, ...]) -> Any:
-    """Returns the process group of these ranks, which are in it alone: others need not know of
-    it.
-    """
+    """Returns the process group of these ranks, of which others need not know."""
     if ranks not in _made:
         name = "over-gloo-" + "-".join(map(str, ranks))
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -96,9 +94,7 @@ def back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def listed(one: Callable[[Tensor], Tensor], given: Any, output: Any) -> Any:
-    """Returns `one` of a tensor, or of each of a list; written into `output`, where there is
-    one.
-    """
+    """Returns `one` of a tensor or of each of a list; into `output`, where there is one."""
     many = isinstance(given, list | tuple)
     torch_xla.sync()  # before any is read: see the top
     made = [one(tensor) for tensor in (given if many else [given])]

@@ -1,6 +1,4 @@
-"""Runs where NxD's source is on the path, as `make test-nxd` puts it there; elsewhere nothing
-here is collected.
-"""
+"""Runs where `make test-nxd` puts NxD's source on the path; else nothing is collected."""
 
 import functools
 import os

@@ -1,6 +1,4 @@
-"""Checkpoints that NxD itself writes: of the step of the save, on a disk as slow as may be;
-resumed, and imported.
-"""
+"""Checkpoints of NxD itself, on a disk as slow as may be; resumed, and imported."""
 
 import threading
 from pathlib import Path
@@ -29,9 +27,7 @@ SAVED = {
 
 
 def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains three steps, saves, and returns what three more give, which end before the disk has
-    written anything.
-    """
+    """Trains three steps, saves, and returns three more, which end before the disk writes."""
     from neuronx_distributed.trainer import checkpoint_storage  # pyright: ignore[reportMissingImports]
 
     storage, trained = checkpoint_storage.FilesysCheckpointStorage, threading.Event()
@@ -90,9 +86,7 @@ def save_initial(spec: ModelSpec, plan: Plan, folder: Path, use_xser: bool) -> N
 
 
 def save_as_the_converter(folder: Path) -> None:
-    """Writes shards as AWS's converter does with --save_xser: tensors in memory, which stay in
-    the file.
-    """
+    """Writes shards as AWS's converter with --save_xser: memory's tensors stay in the file."""
     import torch_xla.utils.serialization as xser  # pyright: ignore[reportMissingImports]
 
     for file in folder.glob("*.pt"):

@@ -1,6 +1,4 @@
-"""Collectives of the test end a graph where a device's do not; that must not change what they
-carry.
-"""
+"""Collectives of the test end a graph where a device's do not, and carry the same."""
 
 import pytest
 import torch
@@ -11,9 +9,7 @@ pytestmark = pytest.mark.neuron
 
 
 def gather_unfinished() -> list[float]:
-    """Returns what a gathering makes of two tensors whose graphs Torch-XLA takes for the same
-    one.
-    """
+    """Returns what is gathered of two tensors whose graphs are one to Torch-XLA."""
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
 

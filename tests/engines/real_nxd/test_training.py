@@ -1,6 +1,4 @@
-"""Both recipes of HLAT in miniature train on NxD as the native engine does on one process, in
-fp32 and in bf16.
-"""
+"""Both recipes of HLAT in miniature train on NxD as the native engine on one process."""
 
 import functools
 import os
@@ -106,9 +104,7 @@ def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_four_tensor_ranks_learn_a_batch(zero_stage, mha):
-    """As the native engine does, where there are fp32 weights; where there are none, as one
-    process without them.
-    """
+    """As the native engine with fp32 weights; without them, as one process of its own."""
     changes = {**SP2, "tensor_parallel": 4, "precision": "bf16", "zero_stage": zero_stage}
     alone = make_plan({"precision": "bf16"}, "native" if zero_stage else "neuron")
     run_alone = run_ranks if zero_stage else run_xla

@@ -32,7 +32,9 @@ COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
 GRID = tuple(
     Scales(misfit=misfit, worth=worth, doubt=doubt)
     for misfit, worth, doubt in itertools.product(
-        (0.04, 0.05, 0.06, 0.07, 0.08, 0.1), (2.0, 3.0, 4.0, 6.0), (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        (0.04, 0.05, 0.06, 0.07, 0.08, 0.1),
+        (2.0, 3.0, 4.0, 6.0),
+        (1.0, 1.5, 2.0, 2.25, 2.5, 3.0, 4.0, 6.0),
     )
 )
 SHORT = 10.0
@@ -87,12 +89,13 @@ class Trial:
     variance: Array
     num_untried: Array
     left_out: tuple[Array, Array]
-    """Error and variance of the runs, each predicted by the others."""
+    """Error and variance of the runs, those of each model predicted by the others."""
+    num_runs: int
 
     def half(self, scales: Scales) -> Array:
         """Returns half the 90 % interval of each row, ln."""
         misfit = scales.misfit_after(*self.left_out)
-        return scales.half_width(self.variance, misfit, self.num_untried, len(self.left_out[0]))
+        return scales.half_width(self.variance, misfit, self.num_untried, self.num_runs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +187,7 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
         variance=variance,
         num_untried=sum(untried.values(), np.zeros(len(rest))),
         left_out=(found.left_out_error, found.left_out_variance),
+        num_runs=count,
     )
 
 

@@ -1,6 +1,4 @@
-"""Python imports this at its start where the folder is on PYTHONPATH, so that every process of a
-run has it.
-"""
+"""Python imports this at its start where the folder is on PYTHONPATH: every process has it."""
 
 import os
 import sys

@@ -148,9 +148,7 @@ class NxDOptimizer:
             self.optimizer.init_zero = self.init_zero
 
     def shard(self, whole):
-        """Returns this replica's part, cut over the first dimension, which is filled up with
-        zeros.
-        """
+        """Returns this replica's part of the first dimension, filled up with zeros."""
         if not self.is_sharded:
             return whole
         data = parallel_state.mesh()["data"].get_group()

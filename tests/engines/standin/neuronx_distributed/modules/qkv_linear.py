@@ -29,11 +29,8 @@ class GQAQKVColumnParallelLinear(nn.Module):
         self.group = kv_group(copies)
         sizes = (query // ranks, key * copies // ranks, key * copies // ranks)
         for name, size in zip(WEIGHTS, sizes, strict=True):
-            setattr(
-                self,
-                name,
-                nn.Parameter(torch.empty(size, arguments["input_size"], dtype=arguments["dtype"])),
-            )
+            weight = torch.empty(size, arguments["input_size"], dtype=arguments["dtype"])
+            setattr(self, name, nn.Parameter(weight))
 
     def initialize_weight_biases(self):
         for name in WEIGHTS:

@@ -32,9 +32,7 @@ class Layer(nn.Module):
 
 
 class Whole(torch.autograd.Function):
-    """As NxD since 0.11: a gradient of another dtype than the sum's is copied, and the copy with
-    the sum is dropped.
-    """
+    """As NxD since 0.11: a gradient of another dtype is copied; the copy's sum is dropped."""
 
     @staticmethod
     def forward(ctx, x, reduce_dtype):
@@ -54,11 +52,8 @@ class ColumnParallelLinear(Layer):
         super().__init__("ColumnParallelLinear", arguments)
         assert not arguments["bias"] and not arguments["gather_output"]
         self.reduce_dtype = torch.float32
-        self.weight = nn.Parameter(
-            torch.empty(
-                arguments["output_size"] // self.size, arguments["input_size"], dtype=self.dtype
-            )
-        )
+        shape = arguments["output_size"] // self.size, arguments["input_size"]
+        self.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype))
 
     def forward(self, x):
         if self.is_sequence_parallel:
@@ -72,11 +67,8 @@ class RowParallelLinear(Layer):
     def __init__(self, **arguments):
         super().__init__("RowParallelLinear", arguments)
         assert not arguments["bias"] and arguments["input_is_parallel"]
-        self.weight = nn.Parameter(
-            torch.empty(
-                arguments["output_size"], arguments["input_size"] // self.size, dtype=self.dtype
-            )
-        )
+        shape = arguments["output_size"], arguments["input_size"] // self.size
+        self.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype))
 
     def forward(self, x):
         y = F.linear(x, self.weight)
