@@ -68,14 +68,18 @@ tensor_parallel=3 | spec.num_heads: 4 is not divisible by tensor_parallel = 3
 pipeline_parallel=5 | spec.num_layers: 4 is not divisible by the number of pipeline stages, nor with embedding and loss as a layer each, = 5. Allowed for this model: 1, 2, 3, 4, 6.
 pipeline_parallel=3 engine=deepspeed | 4 is not divisible by the number of pipeline stages, equal ones with engine 'deepspeed', = 3
 pipeline_parallel=8 | Allowed for this model: 1, 2, 3, 4, 6.
-pipeline_parallel=2 tensor_parallel=2 | tensor 2 x pipeline 2 x data 1 = 4 processes, but 3 were started. Start 4
 """  # noqa: E501
 
 
 @pytest.mark.parametrize(("words", "message"), rows(UNFIT))
-def test_plans_that_do_not_fit_the_model_or_the_processes_are_refused(words, message):
+def test_plans_that_do_not_fit_the_model_are_refused(words, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Plan.from_dict(fields(words)).check(DEMO, 3)
+        Plan.from_dict(fields(words)).check(DEMO)
+
+
+def test_wrong_process_count_is_refused():
+    with pytest.raises(ConfigError, match="2 x data 1 = 4 processes, but 3 were started. Start 4"):
+        Plan(tensor_parallel=2, pipeline_parallel=2).check(DEMO, 3)
 
 
 def test_json_round_trip():

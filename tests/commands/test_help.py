@@ -17,6 +17,7 @@ from cluster.state import JobState
 from kit.__main__ import main
 from kit.commands.app import EXAMPLES, PANELS, app
 from kit.commands.runs import NEXT
+from kit.doctor import Finding
 from tests.commands.test_advice import problem
 from tests.monitor.recorded import recorded_run
 
@@ -112,6 +113,10 @@ doctor                                   | data build data/demo
 """  # noqa: E501
 
 
+FOUND = [Finding(subject="torch", found="2.13", ok=ok, advice="wait") for ok in (True, None, False)]
+"""By `kit doctor`, as if it had looked; test_command_line.py lets it look."""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
@@ -136,6 +141,7 @@ def said(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("line", TABLE.strip().splitlines(), ids=lambda line: line.split(" |")[0])
 def test_a_command_ends_with_the_next_one(line, place, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
+    monkeypatch.setattr("kit.commands.machines.examine", lambda deep: FOUND)
     words, _, wanted = (part.strip() for part in line.partition("|"))
     assert said(words, monkeypatch, capsys)[-1:] == [wanted.replace("FOLDER", str(place))]
     assert problem(shlex.split(wanted)) is None

@@ -21,7 +21,7 @@ def kit_command(words: str) -> None:
     app(words.split(), standalone_mode=False)
 
 
-@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
+@pytest.mark.parametrize("umask", [0o077, 0o002], ids=oct)
 def test_every_file_follows_umask(umask, tmp_path, tiny_dataset, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     text = next(tiny_dataset.directory.parent.glob("*.jsonl"))

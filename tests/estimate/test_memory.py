@@ -102,9 +102,11 @@ def test_loss_of_the_kit(chunk, monkeypatch):
     decoder, tokens = Decoder(spec).to(torch.bfloat16), torch.randint(0, 8192, (2, 64))
     with LiveBytes() as live:
         if chunk:
-            decoder(tokens, tokens).backward()
+            loss = decoder(tokens, tokens)
         else:
-            cross_entropy(decoder(tokens), tokens, None).backward()
+            logits = decoder(tokens)  # held while the gradients are made
+            loss = cross_entropy(logits, tokens, None)
+        loss.backward()
     layouts = Layouts.of(spec, [Plan(micro_batch_size=2, global_batch_size=2)])
     modelled = memory(layouts, kernels=KIT.replace(chunk_logits=chunk)).stages[0]
     held = modelled.embedding_logits + modelled.workspace + modelled.activations

@@ -35,6 +35,7 @@ SMALL = ModelSpec.llama(
 )
 GPT_22B, GPT_175B, GPT_1T = (ModelSpec.preset(f"gpt-{size}") for size in ("22b", "175b", "1t"))
 WHOLE = {"pipeline_parallel": [1], "zero_stage": [0]}
+TP2_PP8 = {"tensor_parallel": [2], "pipeline_parallel": [8]}
 LLAMA_405B = ModelSpec.preset("llama3.1-405b")
 
 
@@ -295,16 +296,20 @@ def test_how_many_devices_would_do_is_said():
 @pytest.mark.parametrize(
     "asked, only, message",
     [
-        ("llama3.1-405b 64 64", {}, r"\d+ devices with 64 seq.*; optimizer states in host memory"),
-        ("llama3.1-405b 512 64", WHOLE, "512 devices with 64 sequences: TP"),
-        ("llama3.1-405b 1021 2048", {}, "allowed: 2,042 sequences, or 1,024 devices"),
-        ("gpt-1t 16 1", {"pipeline_parallel": [8]}, "What fits: nothing nearby"),
+        (
+            "llama3.1-405b dgx-h100 64 64",
+            {},
+            r"\d+ devices with 64 seq.*; optimizer states in host memory",
+        ),
+        ("llama3.1-405b dgx-h100 512 64", WHOLE, "512 devices with 64 sequences: TP"),
+        ("llama3.1-405b dgx-h100 1021 2048", {}, "allowed: 2,042 sequences, or 1,024 devices"),
+        ("gpt-1t frontier 16 1", TP2_PP8, "What fits: nothing nearby"),
     ],
 )
 def test_what_lies_nearby_and_fits_is_named(asked, only, message):
-    model, devices, batch = asked.split()
+    model, site, devices, batch = asked.split()
     with pytest.raises(ConfigError, match=message):
-        search(ModelSpec.preset(model), H100, int(devices), int(batch), only=only)
+        search(ModelSpec.preset(model), Site.load(site), int(devices), int(batch), only=only)
 
 
 def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():

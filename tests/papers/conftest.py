@@ -29,7 +29,7 @@ def _two_ranks(parameters: dict) -> float:
     return 900.0 / parameters["tensor_parallel"]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def drawn_once() -> Iterator[dict]:
     """A figure of the same runs is drawn once for all tests; these are cleared to draw it anew."""
     known: dict[tuple, Any] = {}
