@@ -108,7 +108,7 @@ def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None
 
 
 def test_gallery_is_small_and_the_readme_leads_to_its_pages() -> None:
-    assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 8e6
+    assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 6e6
     readme = (gallery.REPOSITORY / "README.md").read_text()
     pages = [
         *gallery.NOTEBOOKS.glob("*.ipynb"),
