@@ -102,7 +102,7 @@ def test_cancelled_while_waiting(sandbox, site, tmp_path):
 
 def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, site, tmp_path):
     """Of a running job under its number, of an ended one as a new job."""
-    spec = standin(tmp_path / "run", 30)
+    spec = standin(tmp_path / "run", 100)
     job = submit(spec, site)
     with pytest.raises(JobError, match="in use"):
         submit(spec, site)
@@ -113,7 +113,7 @@ def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, 
     assert (status.state, status.attempt, scheduler_job(job).id) == (JobState.DONE, 2, number)
     assert "requeued" in [event.state for event in job.history]
     job.requeue()
-    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 30\n"
+    assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 100\n"
 
 
 def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
