@@ -62,7 +62,7 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
         silent.setattr(slurm, "SUBMIT_TIMEOUT_S", 2.0)
         with pytest.raises(JobError, match=told):
             submit(spec, site)
-    job = submit(standin(run_dir, 30), site)
+    job = submit(standin(run_dir, 60), site)
     waiting = sandbox.run("squeue", "--noheader", "--format=%i %Z").splitlines()
     assert len(waiting) == 2 and all(str(run_dir) in line for line in waiting)
     sandbox.run("scontrol", "update", "NodeName=ALL", "State=resume")
