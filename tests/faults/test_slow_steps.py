@@ -59,7 +59,7 @@ def sabotage(rank: int) -> None:
         setattr(owner, name, patched)
 
     before_each_launch(lambda trainer: now.update(case=cases[trainer.step // EACH]))
-    slowed(Batches, "at", "slow data loader", lambda: time.sleep(2 * STALL_S))
+    slowed(Batches, "at", "slow data loader", lambda: time.sleep(4 * STALL_S))
     slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank))
     slowed(NativeEngine, "_forward_backward", "slow product on all ranks", lambda: burn(rank))
     passes = NativeEngine, "_forward_backward"
