@@ -34,7 +34,7 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def is_full(request):
     """Whether limits are those of users, not those of an impatient test."""
     return request.config.getoption("--real-limits")

@@ -42,11 +42,13 @@ DP4 = Plan(data_parallel=4, zero_stage=1, micro_batch_size=1, global_batch_size=
 
 
 @pytest.fixture(scope="module", autouse=True)
-def results():
+def results(is_full):
+    """The rows, kept; in full, on a machine that does nothing else, their limits hold too."""
     load, command = load_average(), "pytest tests/cluster/test_faults.py"
     yield
     if ROWS:
         write_results("faults", ROWS, command=command, load_before=load)
+    assert not is_full or not [each for each in ROWS if each.ok is False]
 
 
 @pytest.fixture
@@ -73,8 +75,8 @@ def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
     assert eventually(reached, timeout_s), job.status()
 
 
-def event(job: Job, state: str, since: float, timeout_s: float = 100.0) -> Event:
-    """Waits for a change of state and returns it."""
+def event(job: Job, state: str, since: float, timeout_s: float = 200.0) -> Event:
+    """Waits for a change of state and returns it; Slurm itself gives a node up after 300 s."""
 
     def found():
         later = (each for each in read_history(job.run_dir) if each.time >= since)
@@ -92,7 +94,6 @@ def rank_process(job: Job, rank: int) -> int:
 
 def measured(name: str, seconds: float, *, at_most: float | None = None, note: str = "") -> None:
     ROWS.append(row(name, round(seconds, 1), "s", at_most=at_most, note=note))
-    assert at_most is None or seconds <= at_most
 
 
 def took(name: str, start: float, *, at_most: float | None = None, note: str = "") -> None:
@@ -198,7 +199,7 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     at_step(job, 10)
     number, start = scheduler_job(job).id, time.time()
     lose[how]("node2")
-    requeued = event(job, "requeued", start, limit_s + 100)
+    requeued = event(job, "requeued", start, limit_s + 200)
     assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
     resumed = event(job, "running", requeued.time)
     what = f"node {how}, hung_after_s {limit_s:g}"
@@ -222,7 +223,9 @@ def test_node_that_stalls_for_less_than_the_limit_loses_nothing(nodes, hanging_j
     at_step(job, (state.step or 0) + 10)
     time.sleep(5)
     what = f"{node} frozen for {stall_s} s, hung_after_s {limit_s:g}: attempts lost"
-    measured(what, float(last_attempt(job.run_dir) - 1), at_most=0.0)
+    lost = last_attempt(job.run_dir) - 1
+    measured(what, float(lost), at_most=0.0)
+    assert lost == 0
     job.stop()
     assert job.wait(120).state is JobState.DONE
 
@@ -250,7 +253,7 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     number, start = scheduler_job(job).id, time.time()
     nodes.cut("node2")
     nodes.cut("node3")
-    requeued = event(job, "requeued", start, 150)
+    requeued = event(job, "requeued", start)
     assert requeued.lost_node == "node2,node3"
     assert "node2, node3 no longer answer" in requeued.reason
     gone = eventually(lambda: not processes(str(job.run_dir)), 60)
@@ -295,7 +298,7 @@ def test_lost_first_node_is_noticed_by_slurm(
     at_step(job, 10)
     start = time.time()
     lose[how]("node1")
-    resumed = event(job, "running", start, 2 * patience_s + 100)
+    resumed = event(job, "running", start, 2 * patience_s + 200)
     what = f"first node {how}, SlurmdTimeout {patience_s}: first step without it"
     measured(what, resumed.time - start, at_most=2 * patience_s + 60)
     assert "node1" not in nodes_of(nodes, job)
@@ -327,7 +330,7 @@ def test_node_lost_twice_is_left_out(nodes, hanging_job):
         assert eventually(lambda: running(job), 180), job.status()
         start = time.time()
         nodes.cut("node2")
-        event(job, "requeued", start, 150)
+        event(job, "requeued", start)
         recover(nodes, "node2")
         if slurm.lost_nodes(job.run_dir):
             break
