@@ -16,11 +16,12 @@ assert not heavy, heavy
 """
 
 
-def test_import_takes_less_than_a_tenth_of_a_second_and_no_other_package():
+def test_import_is_cheap_and_takes_no_other_package():
     times = []
     for _ in range(3):
         run = subprocess.run(
             [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
         )
         times.append(float(run.stdout))
-    assert min(times) <= 0.1, times
+    # 0.07 s on a quiet machine; what it keeps away takes a second and more.
+    assert min(times) <= 0.3, times

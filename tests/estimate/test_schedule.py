@@ -232,13 +232,11 @@ def test_same_order_as_the_engine_runs(schedule, llama_spec):
 @pytest.mark.parametrize(
     ("schedule", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zbv", 2)]
 )
-def test_large_pipeline_in_a_fifth_of_a_second(schedule, v):
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        even(schedule, 64, 512, v, f=1, b=1, w=1)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.2
+def test_large_pipeline_is_no_longer_than_its_work_and_bubble(schedule, v):
+    start = time.process_time()
+    simulation = even(schedule, 64, 512, v, f=1, b=1, w=1)
+    assert time.process_time() - start < 2  # 0.1 s where nothing else runs
+    assert 512 * 3 <= simulation.makespan_s <= (512 + 63) * 3
 
 
 @pytest.mark.parametrize(
