@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, counted, field_doc, from_one, html_table, must
-from kit.rules import MODEL_RULES, RULES, SPLIT_SCHEDULES, Rule
+from kit.model_rules import MODEL_RULES
+from kit.rules import RULES, SPLIT_SCHEDULES, Rule
 from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -83,6 +84,12 @@ class Plan(Record):
     schedule: Schedule = field_doc("order of pipeline work", default="1f1b")
     recompute: Recompute = field_doc(
         "which activations are computed again in the backward pass", default="none"
+    )
+    recompute_layers: int | None = field_doc(
+        "how many blocks of each pipeline stage, the first ones, recompute 'full' is for (engine"
+        " native); None: all",
+        from_one,
+        default=None,
     )
     micro_batch_size: int = field_doc(
         "sequences in one forward pass of one replica", from_one, default=1
@@ -171,6 +178,13 @@ class Plan(Record):
         first = stage * share - (share * self.num_stages > spec.num_layers)
         return range(max(0, first), min(spec.num_layers, first + share))
 
+    def recomputed_layers(self, spec: ModelSpec) -> int:
+        """Returns how many blocks of the model `recompute` is for."""
+        if self.recompute_layers is None:
+            return spec.num_layers
+        stages = (self.stage_layers(spec, stage) for stage in range(self.num_stages))
+        return sum(min(len(layers), self.recompute_layers) for layers in stages)
+
     @property
     def is_hybrid(self) -> bool:
         """Whether ZeRO shards over groups of `shard_size` replicas, with copies across them."""
@@ -237,6 +251,7 @@ class Plan(Record):
             f" {self.micro_batch_size}"
         )
         over = f" over {self.shard_size}" if self.shard_size else ""
+        some = f" ({self.recompute_layers} a stage)" if self.recompute_layers else ""
         rows = [
             ("devices", self.num_devices),
             (
@@ -250,7 +265,7 @@ class Plan(Record):
             ("batch (sequences) = replicas x micro-batches x size", batch),
             (
                 "recompute, precision",
-                f"{self.recompute}, {self.precision}{', compiled' if self.compile else ''}",
+                f"{self.recompute}{some}, {self.precision}{', compiled' if self.compile else ''}",
             ),
             ("engine", "none: planned, not trained" if self.untrained else self.engine),
         ]

@@ -250,22 +250,27 @@ class ModelSpec(Record):
         return 3.0 * (L * layer + 4 * V * h)
 
     def hardware_flops_per_token(
-        self, recompute: Literal["none", "selective", "full"], *, whole: bool
+        self,
+        recompute: Literal["none", "selective", "full"],
+        *,
+        whole: bool,
+        layers: int | None = None,
     ) -> float:
         """Returns the FLOPs per token that the device executes, for HFU.
 
-        `full` runs every block forward twice: + 2 x block weights + 4 L h s. With `whole`, to its
-        end: Megatron's checkpoint, which is reentrant, and `Plan.recomputes_whole`. Else without
-        the last matrix product (- 2 L h f): torch's non-reentrant checkpoint stops once it has the
-        last tensor that the backward pass needs
-        (`torch.utils.checkpoint.set_checkpoint_early_stop`). `selective` repeats only element-wise
-        operations (norms, rotary, activation), which no FLOP basis counts, so it equals the model
-        FLOPs.
+        `full` runs every block, or `layers` of them (`Plan.recomputed_layers`), forward twice: + 2
+        x block weights + 4 h s each. With `whole`, to its end: Megatron's checkpoint, which is
+        reentrant, and `Plan.recomputes_whole`. Else without the last matrix product (- 2 h f each):
+        torch's non-reentrant checkpoint stops once it has the last tensor that the backward pass
+        needs (`torch.utils.checkpoint.set_checkpoint_early_stop`). `selective` repeats only
+        element-wise operations (norms, rotary, activation), which no FLOP basis counts, so it
+        equals the model FLOPs.
         """
         params = self.matmul_params_per_layer - (
             0 if whole else self.hidden_size * self.ffn_hidden_size
         )
-        again = self.num_layers * (2 * params + 4 * self.hidden_size * self.sequence_length)
+        layers = self.num_layers if layers is None else layers
+        again = layers * (2 * params + 4 * self.hidden_size * self.sequence_length)
         return self.flops_per_token() + (again if recompute == "full" else 0)
 
     def _repr_html_(self) -> str:

@@ -125,21 +125,21 @@ STATEMENTS = {
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 226,
     "cluster/slurm": 706,
-    "kit": 888,  # uneven stages: 405B on a power of two, instead of "no layout fits"
+    "kit": 902,  # recompute_layers, instead of all blocks or none; uneven stages
     "kit/commands": 933,  # panels, --version, the next step after each command
     "kit/convert": 715,
     "kit/data": 1181,
     "kit/engines": 1305,
     "kit/estimate": 8,
-    "kit/estimate/choose": 877,  # near misses; uneven stages; code bases, the peak of MFU
+    "kit/estimate/choose": 909,  # as few blocks recomputed as fit, instead of all; code bases
     "kit/estimate/fit": 638,  # derived times, rows of a site, formats of a run; models left out
-    "kit/estimate/theory": 1122,  # one function a term; narrow formats, power, units; code bases
+    "kit/estimate/theory": 1138,  # a share of blocks, instead of all; narrow formats, power, units
     "kit/estimate/tuning": 245,  # imports of figures.py, instead of a tune.py of 373 lines
     "kit/estimate/validation": 229,  # few readings, --site, rows without a machine
     "kit/evaluate": 1566,  # many notes fold, instead of 14 lines below a table
-    "kit/foreign": 509,
+    "kit/foreign": 511,  # which blocks Megatron recomputes, instead of "all"
     "kit/measure": 303,
-    "kit/model": 274,  # a stage without blocks
+    "kit/model": 275,  # a stage without blocks
     "kit/monitor": 1912,  # losses that jump, gradients not finite, shaded intervals, in figures
     "kit/papers": 1818,  # verdicts from kinds and numbers, how layouts are known, names at lines
     "kit/parallel": 400,  # agreement of ranks, which stood in kit.run
@@ -153,12 +153,12 @@ packed.
 
 Whoever raises one says in the same diff, beside it, what the new code replaces.
 """
-RANK_MODULES = 56
+RANK_MODULES = 57
 RANK_ROOMS = {
     f"kit.{room}"
     for room in (
-        "data engines errors launcher measure parallel plan recipe rules run spec torch_private"
-        " train trainer"
+        "data engines errors launcher measure model_rules parallel plan recipe rules run spec"
+        " torch_private train trainer"
     ).split()
 }
 """Of the kit, what `import kit.train` loads: modules, and the rooms that they are in."""

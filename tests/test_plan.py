@@ -18,6 +18,9 @@ data_parallel=4 zero_stage=1 shard_size=0 | plan.shard_size: 0 is not allowed
 data_parallel=4 zero_stage=1 shard_size=3 | with data_parallel 4, which it must divide
 data_parallel=4 zero_stage=1 shard_size=2 engine=deepspeed | with engine 'deepspeed'
 data_parallel=4 zero_stage=1 shard_size=2 engine=neuron | with engine 'neuron'
+recompute=full recompute_layers=0 | plan.recompute_layers: 0 is not allowed
+recompute_layers=2 | plan.recompute_layers: 2 is not allowed with engine 'native': it needs recompute 'full'
+recompute=full recompute_layers=2 engine=neuron | it recomputes all blocks or none
 schedule=1f2b | plan.schedule: '1f2b' is not allowed
 tensor_paralel=2 | plan.tensor_paralel: unknown key. Did you mean 'tensor_parallel'?
 data_parallel=2 micro_batch_size=4 global_batch_size=12 | 12 sequences cannot be cut into micro-batches of 4 on 2 replicas. Use a multiple of 8

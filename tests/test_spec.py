@@ -77,14 +77,19 @@ def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
     assert spec.flops_per_token(FlopBasis.SIX_N) * 20e12 / 1e18 == pytest.approx(120e6, rel=0.01)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "layers"), [("none", None), ("selective", None), ("full", None), ("full", 1)]
+)
 @pytest.mark.parametrize("spec", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_hardware_flops_are_those_that_torch_counts_in_a_step(spec, recompute):
+def test_hardware_flops_are_those_that_torch_counts_in_a_step(spec, recompute, layers):
     """Attention written out, so that torch counts it both ways; a block that is not compiled."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        build_decoder(spec, recompute=recompute)(ONE_SEQUENCE).sum().backward()
-    whole = Plan(recompute=recompute).recomputes_whole
-    expected = spec.hardware_flops_per_token(recompute, whole=whole)
+        decoder = Decoder(spec, recompute=recompute, recompute_layers=layers)
+        decoder(ONE_SEQUENCE).sum().backward()
+    plan = Plan(recompute=recompute, recompute_layers=layers)
+    expected = spec.hardware_flops_per_token(
+        recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
+    )
     assert counter.get_total_flops() / spec.sequence_length == pytest.approx(expected, rel=1e-6)
 
 

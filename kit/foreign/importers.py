@@ -214,7 +214,9 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
     if not known:
         return ["no line tells how long a step took, so there are no speeds"]
     model = spec.flops_per_token()
-    hardware = spec.hardware_flops_per_token(plan.recompute, whole=True)
+    hardware = spec.hardware_flops_per_token(
+        plan.recompute, whole=True, layers=plan.recomputed_layers(spec)
+    )
     typical, peak = median(known), site.peak_flops_per_s(plan.precision)
     most = getattr(site.device.matmul_flops_per_s.get(plan.precision), "value", peak)
     if most is not None and typical * hardware > most:

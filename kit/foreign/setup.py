@@ -169,6 +169,9 @@ def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict
     eight = "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
     half = "bf16" if flags & {"bf16", "fp16"} else "fp32"
     full = "full" if "checkpoint_activations" in flags else settings.get("recompute_granularity")
+    # Megatron's method `block`: so many of each stage; `uniform`: all, so many at a time.
+    is_block = settings.get("recompute_method") == "block"
+    blocks = _whole(settings, "recompute_num_layers") or None if is_block else None
     exchange, strategy = (
         settings.get("cp_comm_type", ""),
         settings.get("data_parallel_sharding_strategy", ""),
@@ -190,6 +193,7 @@ def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict
         "zero_stage": max(stages),
         "sequence_parallel": "sequence_parallel" in flags and tensor > 1,
         "recompute": full if full in ("full", "selective") else "none",
+        "recompute_layers": blocks if full == "full" else None,
         "precision": eight if narrow else half,
     }
 

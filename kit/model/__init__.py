@@ -202,6 +202,7 @@ class Decoder(nn.Module):
         is_first, is_last: whether it has these, where the blocks do not tell: an uneven stage may
             hold an end and no block.
         recompute: which activations are computed again in the backward pass.
+        recompute_layers: of how many of these blocks, the first ones (default all).
 
     The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or
     x_BTH. Given targets_BT too, the last part returns their mean loss in nats, and never has all
@@ -216,14 +217,18 @@ class Decoder(nn.Module):
         is_first: bool | None = None,
         is_last: bool | None = None,
         recompute: Recompute = "none",
+        recompute_layers: int | None = None,
     ) -> None:
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
+        recomputed = layers[:recompute_layers]
         is_first = layers.start == 0 if is_first is None else is_first
         is_last = layers.stop == spec.num_layers if is_last is None else is_last
         self.spec = spec
         self.embedding = Embedding(spec) if is_first else None
-        self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(spec, recompute if i in recomputed else "none") for i in layers}
+        )
         self.norm = make_norm(spec) if is_last else None
         self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if is_last else None
         self.within_documents: Callable[[Tensor], Past] | None = (

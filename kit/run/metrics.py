@@ -208,7 +208,9 @@ def utilisation_rates(
     if site.scheduler == "local":  # more processes than cores share the cores
         devices = min(devices, site.devices_per_node)
     executed = spec.hardware_flops_per_token(
-        plan.recompute, whole=is_imported or plan.recomputes_whole
+        plan.recompute,
+        whole=is_imported or plan.recomputes_whole,
+        layers=plan.recomputed_layers(spec),
     )
     return spec.flops_per_token() / (peak * devices), executed / (peak * devices)
 

@@ -282,17 +282,21 @@ def test_fits_find_what_made_the_data():
         fit_out_of_memory(layouts, np.ones(len(plans), bool), size, **start)
 
 
-@RECOMPUTE
+@pytest.mark.parametrize(
+    ("recompute", "layers"),
+    [("none", None), ("selective", None), ("full", None), ("full", 6), ("full", 2)],
+)
 @FAMILY
-def test_peak_of_a_whole_step_of_the_kit(family, recompute):
+def test_peak_of_a_whole_step_of_the_kit(family, recompute, layers):
     spec, batch = TINY[family].replace(num_layers=8), 16
-    decoder = Decoder(spec, recompute=recompute).to(torch.bfloat16)
+    some: dict[str, Any] = {"recompute": recompute, "recompute_layers": layers}
+    decoder = Decoder(spec, **some).to(torch.bfloat16)
     tokens = torch.randint(0, spec.vocab_size, (batch, spec.sequence_length))
     decoder.rotary(spec.sequence_length, torch.device("cpu"))
     zero_gradients(decoder)
     with LiveBytes() as live:
         decoder(tokens, tokens).backward()
-    plan = Plan(recompute=recompute, micro_batch_size=batch, global_batch_size=batch)
+    plan = Plan(**some, micro_batch_size=batch, global_batch_size=batch)
     modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0].dynamic.item()
     assert modelled == pytest.approx(live.peak, rel=0.15)
 

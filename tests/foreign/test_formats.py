@@ -309,6 +309,24 @@ MODERN_TELLS = [
     ({"fp8": "hybrid"}, "precision", "fp8"),
     ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "precision", "mxfp8"),
     ({"num_experts": "[1]"}, "precision", "bf16"),
+    (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 3,
+        },
+        "recompute_layers",
+        3,
+    ),
+    (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        "recompute_layers",
+        None,
+    ),
 ]
 
 

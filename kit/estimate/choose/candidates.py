@@ -18,8 +18,9 @@ from kit.estimate.theory.layouts import (
     Array,
     Layouts,
 )
+from kit.model_rules import MODEL_RULES
 from kit.plan import EngineName, Plan
-from kit.rules import MODEL_RULES, RULES
+from kit.rules import RULES
 from kit.spec import ModelSpec
 
 _FREE = {
@@ -33,6 +34,7 @@ _FREE = {
     "schedule": SCHEDULES,
     "context_parallel": "devices",
     "context_exchange": EXCHANGES,
+    "recompute_layers": "blocks of a stage",
 }
 """What a search may choose, and what `only` may restrict."""
 
@@ -207,6 +209,7 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
         np.array(sequence, bool),
         np.array([False, True][: 1 + hybrid]),
         np.array(exchange, np.int8),
+        np.array([float(count or 0) for count in limits.get("recompute_layers", (0,))]),
     )
     names = (
         "schedule",
@@ -215,6 +218,7 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
         "sequence_parallel",
         "hybrid",
         "context_exchange",
+        "recompute_layers",
     )
     is_useful = (~grid[4] | (grid[2] == 3)).ravel()
     return {name: axis.ravel()[is_useful] for name, axis in zip(names, grid, strict=True)}

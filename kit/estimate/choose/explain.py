@@ -234,7 +234,9 @@ class Answer:
     @property
     def _hfu(self) -> float:
         spec, plan = self.search.spec, self.plan
-        flops = spec.hardware_flops_per_token(plan.recompute, whole=plan.recomputes_whole)
+        flops = spec.hardware_flops_per_token(
+            plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
+        )
         return self.search.mfu(self.index) * flops / spec.flops_per_token()
 
     def to_dict(self) -> dict[str, Any]:

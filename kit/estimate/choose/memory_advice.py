@@ -78,6 +78,7 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     values = {
         "micro_batch_size": [size for size in smaller if plan.micro_batch_size % size == 0],
         "recompute": RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :],
+        "recompute_layers": [None] if plan.recompute_layers else [],
         "shard_size": [None] if plan.shard_size else [],
         "zero_stage": range(plan.zero_stage + 1, 4) if plan.data_parallel > 1 else [],
     }

@@ -239,6 +239,7 @@ class Panel:
             **{name: asked[name] for name in (*FIELDS, "global_batch_size")},
             data_parallel=asked["devices"] // degrees,
             sequence_parallel=asked["tensor_parallel"] > 1 and engine != "deepspeed",
+            recompute_layers=self.first.recompute_layers if asked["recompute"] == "full" else None,
             precision="bf16",
             engine=engine,
         )

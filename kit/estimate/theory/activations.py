@@ -244,7 +244,9 @@ class LayerActivations:
         """From the forward pass until the backward pass, per micro-batch."""
         recompute, (selective, _) = self.layouts.recompute, self._selective
         some = np.where(recompute == _NONE, self.everything, selective)
-        return np.where(recompute == _FULL, 2 * self.residual, some)
+        share = self.layouts.recomputed_share
+        full = share * 2 * self.residual + (1 - share) * self.everything
+        return np.where(recompute == _FULL, full, some)
 
     @cached_property
     def workspace(self) -> Array:

@@ -233,7 +233,7 @@ class Layer:
         stops = x.native & np.logical_not(x.compiled)
         whole = self.passes[0] - np.where(stops, product + self.sums[0] / 2, 0.0)
         some = np.where(x.recompute == SELECTIVE, some, 0.0)
-        return np.where(x.recompute == FULL, whole, some)
+        return np.where(x.recompute == FULL, x.recomputed_share * whole, some)
 
     @cached_property
     def total(self) -> Array:

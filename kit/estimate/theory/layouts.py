@@ -75,6 +75,8 @@ class Layouts(Columns):
     global_batch_size: Array
     recompute: Array
     """Index into RECOMPUTE."""
+    recompute_layers: Array
+    """Of each stage, the blocks that full recomputation is for; 0: all."""
     schedule: Array
     """Index into SCHEDULES."""
     flash_attention: Array
@@ -129,7 +131,10 @@ class Layouts(Columns):
             name: np.array([known.index(getattr(plan, name)) for plan in plans], np.int8)
             for name, known in CODES.items()
         }
-        columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
+        columns |= {
+            name: np.array([getattr(plan, name) or 0 for plan in plans], dtype=float)
+            for name in OPTIONAL
+        }
         own = {
             "flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans],
             "compiled": [plan.compile for plan in plans],
@@ -187,6 +192,12 @@ class Layouts(Columns):
         """On a pipeline device with most of them: L / p, its v stages rounded up."""
         return np.ceil(self.num_layers / self.num_stages) * self.virtual_stages
 
+    @cached_property
+    def recomputed_share(self) -> Array:
+        """Of a device's layers, those that full recomputation is for."""
+        some = self.recompute_layers * self.virtual_stages / self.most_layers
+        return self.where(self.recompute_layers > 0, np.minimum(some, 1.0), 1.0)
+
     @property
     def is_hybrid(self) -> Array:
         """As `Plan.is_hybrid`."""
@@ -238,6 +249,19 @@ class Layouts(Columns):
             )
         )
 
+    def followed_by(self, others: Self) -> Self:
+        """Returns these layouts and others; columns of size 1, which both share, stay so."""
+
+        def joined(name: str) -> Array:
+            ours, theirs = getattr(self, name), getattr(others, name)
+            if ours.size == theirs.size == 1:
+                return ours
+            both = np.broadcast_to(ours, self.shape), np.broadcast_to(theirs, others.shape)
+            return np.concatenate(both)
+
+        names = [field.name for field in dataclasses.fields(self)]
+        return dataclasses.replace(self, **{name: joined(name) for name in names})
+
     def plan(self, index: int, engine: EngineName = "native") -> Plan:
         """Returns one layout as a Plan (bf16) for an engine.
 
@@ -246,11 +270,11 @@ class Layouts(Columns):
                 the engine's.
         """
         fields: dict[str, Any] = {}
-        for name in (*DEGREES, *CODES, "shard_size"):
+        for name in (*DEGREES, *CODES, *OPTIONAL):
             value = np.broadcast_to(getattr(self, name), self.shape).flat[index]
             fields[name] = CODES[name][value] if name in CODES else int(value)
         fields["sequence_parallel"] = bool(fields["sequence_parallel"])
-        fields["shard_size"] = fields["shard_size"] or None
+        fields |= {name: fields[name] or None for name in OPTIONAL}
         return Plan(**fields, precision=self.precision, engine=engine)
 
 
@@ -276,6 +300,8 @@ DEGREES = (
     "micro_batch_size",
     "global_batch_size",
 )
+OPTIONAL = ("shard_size", "recompute_layers")
+"""Fields that may be None, which 0 stands for."""
 FLASH_ATTENTION: dict[EngineName, int] = {"native": 2, "deepspeed": 2, "neuron": 0}
 """Which generation of fused attention an engine runs: NxD writes scores out, as HLAT did."""
 KERNELS: dict[str, Any] = {

@@ -1,0 +1,57 @@
+"""Layouts that recompute some blocks of each pipeline stage, as few as fit in memory."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from kit.estimate.theory.layouts import RECOMPUTE, Array, Layouts
+
+NONE, FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
+MOST = 200
+"""How many of the fastest layouts that recompute all blocks are tried with fewer."""
+PARTS = 16
+"""How finely a stage is cut for that."""
+
+
+def with_some_recomputed(
+    layouts: Layouts,
+    time_s: Array,
+    used_bytes: Array,
+    evaluate: Callable[[Layouts], tuple[Array, Array]],
+    most_bytes: float,
+) -> tuple[Layouts, Array, Array]:
+    """Returns layouts, seconds and bytes with more rows: of the fastest that recompute all blocks,
+    and do not fit with none recomputed, those that recompute as few as fit.
+
+    Each block that is not recomputed saves its forward pass and keeps its activations, so among
+    those that fit the one with the fewest is the fastest.
+    """
+    rows = np.flatnonzero((layouts.recompute == FULL) & (used_bytes <= most_bytes))
+    rows = rows[np.argsort(time_s[rows], kind="stable")][:MOST]
+    some, origin = _with_fewer(layouts.select(rows))
+    some_s, some_bytes = evaluate(some)
+    fits = np.flatnonzero(some_bytes <= most_bytes)
+    fewest = fits[np.unique(origin[fits], return_index=True)[1]]
+    fewest = fewest[some.recompute_layers[fewest] > 0]
+    return (
+        layouts.followed_by(some.select(fewest)),
+        np.concatenate((time_s, some_s[fewest])),
+        np.concatenate((used_bytes, some_bytes[fewest])),
+    )
+
+
+def _with_fewer(layouts: Layouts) -> tuple[Layouts, Array]:
+    """Returns layouts that recompute from none to 15 sixteenths of each stage's blocks, rounded up,
+    and the index of the one that each comes from; fewer first.
+    """
+    blocks = layouts.most_layers / layouts.virtual_stages
+    blocks = np.broadcast_to(blocks, layouts.shape)[:, None]
+    counts = np.ceil(blocks * np.arange(PARTS) / PARTS)
+    is_new = (np.diff(counts, prepend=-1) > 0) & (counts < blocks)
+    origin, counts = np.nonzero(is_new)[0], counts[is_new]
+    recompute = np.where(counts > 0, FULL, NONE).astype(np.int8)
+    fewer = dataclasses.replace(
+        layouts.select(origin), recompute=recompute, recompute_layers=counts
+    )
+    return fewer, origin
