@@ -131,7 +131,7 @@ STATEMENTS = {
     "kit/data": 1181,
     "kit/engines": 1305,
     "kit/estimate": 8,
-    "kit/estimate/choose": 909,  # as few blocks recomputed as fit, instead of all; code bases
+    "kit/estimate/choose": 911,  # as few blocks recomputed as fit, instead of all; code bases
     "kit/estimate/fit": 638,  # derived times, rows of a site, formats of a run; models left out
     "kit/estimate/theory": 1138,  # a share of blocks, instead of all; narrow formats, power, units
     "kit/estimate/tuning": 245,  # imports of figures.py, instead of a tune.py of 373 lines

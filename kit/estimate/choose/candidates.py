@@ -71,6 +71,8 @@ def candidates(
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
     modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
+    if "recompute_layers" not in limits:  # of all layouts the same: faster as one number
+        del modes["recompute_layers"]
     columns = {name: values[:, None] for name, values in shapes.items()} | modes
     columns["global_batch_size"] = np.array([float(global_batch_size)])
     if (is_hybrid := columns.pop("hybrid")).any():
