@@ -169,7 +169,7 @@ ControlPersist yes
         log = self.folder / "sshd.log"
         words = [SSHD, "-D", "-f", self.config, "-E", log]
         self.process = subprocess.Popen(words, start_new_session=True)
-        assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 10)
+        assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 60)
         log.write_text("")
 
     def off(self) -> None:

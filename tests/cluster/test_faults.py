@@ -384,13 +384,13 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
     after = with_slurm(site, sbatch_options=(f"--dependency=afterok:{failed}",))
     start = time.time()
     job = submit(standin(tmp_path / "hopeless"), after)
-    assert eventually(lambda: "will not start" in job.status().reason, 20), job.status()
+    assert eventually(lambda: "will not start" in job.status().reason, 60), job.status()
     reason = job.status().reason
     took("hopeless submission: reason shown", start, at_most=20, note=reason)
     assert job.state is JobState.QUEUED
     assert "DependencyNeverSatisfied" in reason and "Cancel it" in reason
     job.cancel()
-    assert job.wait(5).state is JobState.FAILED
+    assert job.wait(30).state is JobState.FAILED
 
 
 def test_killed_supervisor_is_seen_without_accounting(started):
@@ -439,7 +439,7 @@ def test_launches_leave_nothing_behind(sandbox, site, tmp_path, is_full):
         job = submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
         assert job.wait(60).state is JobState.DONE
     took(f"{count} launches of 4 ranks on 4 nodes", start, note="no process left")
-    assert eventually(lambda: not processes(str(tmp_path)), 10)
+    assert eventually(lambda: not processes(str(tmp_path)), 60)
 
 
 # With the real trainer ----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_a_rank_whose_peer_has_failed_ends_at_srun_s_sigterm_and_is_not_to_blame
     assert eventually((tmp_path / "begun").exists, 30)
     (failures_of(tmp_path, 1) / "rank_00003.json").touch()
     process.terminate()
-    assert process.wait(5) == 137 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
+    assert process.wait(30) == 137 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
