@@ -193,7 +193,11 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     assert before != run.checkpoints.steps()
     assert run.checkpoints.steps()[-1] == run.metrics().summary()["step"]
     picture = notebook.page.locator(".jp-OutputArea-output img").last
-    notebook.until(lambda: "done" in (picture.get_attribute("alt") or ""))
+
+    def told() -> bool:  # while it is replaced, there is none
+        return picture.count() > 0 and "done" in (picture.get_attribute("alt") or "")
+
+    notebook.until(told, 180)
     outputs = notebook.save().cells[1].outputs
     assert "image/png" in outputs[-1].data and len(notebook.file.read_bytes()) < 400_000
 

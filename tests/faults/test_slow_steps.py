@@ -4,6 +4,7 @@ import json
 import mmap
 import time
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
@@ -105,6 +106,7 @@ def test_parts_of_a_healthy_step_add_up_and_are_told(cases) -> None:
     parts = "data_s", "forward_backward_s", "reduction_s", "optimizer_s"
     phases = sum(metrics[name] for name in parts)
     assert (phases <= metrics["step_time_s"] + 1e-5).all()
-    assert (phases > 0.5 * metrics["step_time_s"]).all()
+    # The others take the core away between two parts of a step, of some steps.
+    assert np.median(phases / metrics["step_time_s"]) > 0.8
     told = CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"])
     assert "forward and backward pass" in json.loads(told.output)["pace"]["parts_s"]
