@@ -86,8 +86,8 @@ class Plan(Record):
         "which activations are computed again in the backward pass", default="none"
     )
     recompute_layers: int | None = field_doc(
-        "how many blocks of each pipeline stage, the first ones, recompute 'full' is for (engine"
-        " native); None: all",
+        "how many blocks of each pipeline device recompute 'full' is for, the first ones of each"
+        " of its stages (engine native); None: all",
         from_one,
         default=None,
     )
@@ -178,12 +178,21 @@ class Plan(Record):
         first = stage * share - (share * self.num_stages > spec.num_layers)
         return range(max(0, first), min(spec.num_layers, first + share))
 
+    def stage_recomputed(self, spec: ModelSpec, stage: int) -> int:
+        """Returns how many blocks of one pipeline stage, its first ones, `recompute` is for.
+
+        A device's stages have equal shares of `recompute_layers`. What does not divide goes to its
+        first stages, whose activations are kept for longest.
+        """
+        layers = len(self.stage_layers(spec, stage))
+        if self.recompute_layers is None:
+            return layers
+        each, more = divmod(self.recompute_layers, self.virtual_stages)
+        return min(layers, each + (stage // self.pipeline_parallel < more))
+
     def recomputed_layers(self, spec: ModelSpec) -> int:
         """Returns how many blocks of the model `recompute` is for."""
-        if self.recompute_layers is None:
-            return spec.num_layers
-        stages = (self.stage_layers(spec, stage) for stage in range(self.num_stages))
-        return sum(min(len(layers), self.recompute_layers) for layers in stages)
+        return sum(self.stage_recomputed(spec, stage) for stage in range(self.num_stages))
 
     @property
     def is_hybrid(self) -> bool:
@@ -251,7 +260,7 @@ class Plan(Record):
             f" {self.micro_batch_size}"
         )
         over = f" over {self.shard_size}" if self.shard_size else ""
-        some = f" ({self.recompute_layers} a stage)" if self.recompute_layers else ""
+        some = f" ({self.recompute_layers} a device)" if self.recompute_layers else ""
         rows = [
             ("devices", self.num_devices),
             (

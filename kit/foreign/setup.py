@@ -171,7 +171,7 @@ def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict
     full = "full" if "checkpoint_activations" in flags else settings.get("recompute_granularity")
     # Megatron's method `block`: so many of each stage; `uniform`: all, so many at a time.
     is_block = settings.get("recompute_method") == "block"
-    blocks = _whole(settings, "recompute_num_layers") or None if is_block else None
+    blocks = _whole(settings, "recompute_num_layers") * virtual or None if is_block else None
     exchange, strategy = (
         settings.get("cp_comm_type", ""),
         settings.get("data_parallel_sharding_strategy", ""),

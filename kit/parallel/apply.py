@@ -34,7 +34,7 @@ def build_decoders(
                 is_first=stage == 0,
                 is_last=stage == plan.num_stages - 1,
                 recompute=plan.recompute,
-                recompute_layers=plan.recompute_layers,
+                recompute_layers=plan.stage_recomputed(spec, stage),
             )
         if plan.tensor_parallel > 1:
             apply_tensor_parallel(decoder, mesh["tensor"], sequence_parallel=plan.sequence_parallel)

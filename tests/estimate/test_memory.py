@@ -316,16 +316,20 @@ def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
     assert found.total.item() == pytest.approx(live.peak, rel=0.05)
 
 
-def test_the_engine_recomputes_the_first_blocks_of_its_stages(fake_ranks):
+@pytest.mark.parametrize(
+    ("layers", "device"),
+    [(1, "full none none none"), (2, "full none full none"), (3, "full full full none")],
+)
+def test_the_engine_recomputes_the_first_blocks_of_its_stages(fake_ranks, layers, device):
     fake_ranks(2)
     spec, degrees = TINY["llama"].replace(num_layers=8), {"pipeline_parallel": 2}
     stages: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2}
-    some: dict[str, Any] = {"recompute": "full", "recompute_layers": 1, "precision": "bf16"}
+    some: dict[str, Any] = {"recompute": "full", "recompute_layers": layers, "precision": "bf16"}
     plan = Plan(**degrees, **stages, **some, global_batch_size=2)
     engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
     blocks = [block for decoder in engine.decoders for block in decoder.layers.values()]
-    assert [block.recompute for block in blocks] == ["full", "none", "full", "none"]
-    assert plan.recomputed_layers(spec) == 4
+    assert [block.recompute for block in blocks] == device.split()
+    assert plan.recomputed_layers(spec) == 2 * layers
 
 
 def test_what_deepspeed_keeps_of_gradients():

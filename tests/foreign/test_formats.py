@@ -321,6 +321,17 @@ MODERN_TELLS = [
     (
         {
             "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 3,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 4,
+        },
+        "recompute_layers",
+        12,
+    ),
+    (
+        {
+            "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },

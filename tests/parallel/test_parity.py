@@ -51,7 +51,11 @@ LAYOUTS = {
     "DP4, ZeRO 3 over 2": {"data_parallel": 4, "zero_stage": 3, "shard_size": 2},
     "PP2, GPipe": {**PP2, "schedule": "gpipe"},
     "PP2, 1F1B": PP2,
-    "PP2, 1F1B, recompute full of 1": {**PP2, "recompute": "full", "recompute_layers": 1},
+    "PP2, interleaved, recompute full of 1": {
+        **INTERLEAVED,
+        "recompute": "full",
+        "recompute_layers": 1,
+    },
     "PP2, interleaved": INTERLEAVED,
     "PP2, zero bubble": ZERO_BUBBLE,
     "PP2, ZBV": ZBV,

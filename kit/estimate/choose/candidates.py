@@ -34,7 +34,7 @@ _FREE = {
     "schedule": SCHEDULES,
     "context_parallel": "devices",
     "context_exchange": EXCHANGES,
-    "recompute_layers": "blocks of a stage",
+    "recompute_layers": "blocks of a device",
 }
 """What a search may choose, and what `only` may restrict."""
 

@@ -272,8 +272,8 @@ def search(
             )
         evaluated = layouts, *machine.evaluate(layouts)
         if engine == "native" and not {"recompute", "recompute_layers"} & only.keys():
-            most_bytes = machine.most_bytes(max_risk)
-            evaluated = with_some_recomputed(*evaluated, machine.evaluate, most_bytes)
+            most_bytes, alike = machine.most_bytes(max_risk), base is not None
+            evaluated = with_some_recomputed(*evaluated, machine.evaluate, most_bytes, alike)
         layouts, time_s, used_bytes = evaluated
         return Search(
             spec=spec,
@@ -336,7 +336,7 @@ def _none_fits(found: Search) -> str:
 def describe(row: Mapping[str, Any]) -> str:
     """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
 
-    `ZeRO3/8`: over groups of 8 replicas. `recompute full (3 a stage)`: the first 3 blocks.
+    `ZeRO3/8`: over groups of 8 replicas. `recompute full (3 a device)`: 3 of its blocks.
     """
     sequence = "+SP" if row["sequence_parallel"] else ""
     virtual = f"x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""
@@ -348,7 +348,7 @@ def describe(row: Mapping[str, Any]) -> str:
     context = f" CP{row['context_parallel']}" if row["context_parallel"] > 1 else ""
     context += " all-to-all" if row["context_exchange"] == "all_to_all" else ""
     over = f"/{row['shard_size']}" if row["shard_size"] else ""
-    blocks = f" ({row['recompute_layers']} a stage)" if row["recompute_layers"] else ""
+    blocks = f" ({row['recompute_layers']} a device)" if row["recompute_layers"] else ""
     return (
         f"TP{row['tensor_parallel']}{sequence}{context} {pipeline} DP{row['data_parallel']}"
         f" ZeRO{row['zero_stage']}{over} micro {row['micro_batch_size']} recompute"

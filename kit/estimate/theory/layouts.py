@@ -195,7 +195,7 @@ class Layouts(Columns):
     @cached_property
     def recomputed_share(self) -> Array:
         """Of a device's layers, those that full recomputation is for."""
-        some = self.recompute_layers * self.virtual_stages / self.most_layers
+        some = self.recompute_layers / self.most_layers
         return self.where(self.recompute_layers > 0, np.minimum(some, 1.0), 1.0)
 
     @property
