@@ -55,7 +55,9 @@ def test_one_environment_for_the_notebooks_holds_what_the_project_is_named_after
     makefile = (ROOT / "Makefile").read_text()
     light = re.findall(r"^(\w+): \.venv/notebooks-installed", makefile, re.MULTILINE)
     assert light == ["demo", "lab", "gallery", "validate"]
-    assert re.findall(r"\$\(PIP\) -e (.*)", makefile) == ['".[notebooks]"', '".[notebooks,dev]"']
+    extras = re.findall(r"^\.venv/(\w+)-installed: EXTRAS := (.*)", makefile, re.MULTILINE)
+    assert extras == [("notebooks", "notebooks"), ("dev", "notebooks,dev")]
+    assert makefile.count('-e ".[$(EXTRAS)]"') == 2, "by uv, else by pip"
 
 
 def imports_of(file: Path) -> set[str]:
