@@ -149,14 +149,13 @@ class Record:
             )
         _check_known(cls, data, path)
         hints, required = _hints(cls), _required(cls)
-        values, missing = {}, []
-        for name in hints:
+        values, missing = dict(data), [f"{path}.{name}" for name in required if name not in data]
+        # What is missing in records inside this one is told too; the rest is converted once, below.
+        for name, value in data.items():
             try:
-                if name in data:
-                    values[name] = _convert(data[name], hints[name], f"{path}.{name}")
-                elif name in required:
-                    missing.append(f"{path}.{name}")
-            except MissingError as error:  # of a record inside this one
+                if isinstance(value, dict | list):
+                    values[name] = _convert(value, hints[name], f"{path}.{name}")
+            except MissingError as error:
                 missing += error.names
         if missing:
             raise MissingError(missing)

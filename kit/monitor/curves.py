@@ -150,7 +150,7 @@ class Curves:
         # A clock that was set back must not make time run backwards.
         elapsed = np.append(self["time"][-1:], new["time"] - self.columns["time"][0])
         time = np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :]
-        rates = self._believable(metrics.utilisations(), len(speed))
+        rates = self._believable(metrics.utilisations, len(speed))
         self._values.extend(np.vstack([speed, rates, tokens, time]))
 
     def average(self, name: str) -> np.ndarray:

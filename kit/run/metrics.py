@@ -4,6 +4,7 @@ No torch.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -128,22 +129,20 @@ class Metrics:
         """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they
         are known.
         """
-        both = self.utilisations()
+        both = self.utilisations
         if both is None:
             return "peak unknown"
         known = both[1][np.isfinite(both[1])]
         return "above the peak" if refutes_peak(int(np.sum(known > 1)), len(known)) else None
 
     def _believable(self, which: int) -> np.ndarray | None:
-        both = self.utilisations()
-        if both is None or self.why_no_mfu:
+        if (both := self.utilisations) is None or self.why_no_mfu:
             return None
         return np.where(both[which] > 1, np.nan, both[which])
 
+    @functools.cached_property
     def utilisations(self) -> np.ndarray | None:
-        """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown
-        peak.
-        """
+        """MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
         rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
             site = self.other_sites.get(attempt, self.site)
