@@ -20,7 +20,6 @@ EXTRAS = {
     "wandb": "wandb",
 }
 PROBE_LIMIT_S = 120.0
-RANKS_LIMIT_S = 60.0
 SLOW_IMPORT_S = 20.0
 """A thousand ranks that read an environment from one shared file system take far longer than one
 does."""
@@ -95,7 +94,7 @@ def _rates(gpus: int) -> list[Finding]:
 
     ranks, what = (gpus, "GPU ranks over NCCL") if gpus else (2, "processes over gloo")
     try:
-        seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
+        seen = by_ranks("kit.measure.node_check", ranks, PROBE_LIMIT_S)
     except (RuntimeError, JobError) as error:
         again = f"{install_command()} again; no run of several ranks works"
         advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else again

@@ -41,12 +41,12 @@ def continue_text(
             f"num_tokens {num_tokens}, temperature {temperature}, top_p {top_p}: not allowed. Give"
             " a token or more, a temperature from 0, and a top_p above 0 up to 1."
         )
-    import torch
-    from transformers import TextStreamer
+    with _folder(source, step) as folder:  # what is refused is refused before seconds of imports
+        import torch
+        from transformers import TextStreamer
 
-    from kit.evaluate.loading import load_model
+        from kit.evaluate.loading import load_model
 
-    with _folder(source, step) as folder:
         model, tokenizer = load_model(folder)
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     tokens = tokenizer.encode(prompt) or [start]
@@ -83,11 +83,12 @@ def continue_text(
 def _folder(
     source: Run | str | Path, step: int | None
 ) -> contextlib.AbstractContextManager[str | Path]:
-    from kit.evaluate.loading import checkpoint_folder
-
     if isinstance(source, Run) or not is_hugging_face_folder(Path(source)):
         run = source if isinstance(source, Run) else Run.open(source)
-        return checkpoint_folder(run, run.checkpoints.step_or_newest(step))
+        step = run.checkpoints.manifest(run.checkpoints.step_or_newest(step)).step
+        from kit.evaluate.loading import checkpoint_folder
+
+        return checkpoint_folder(run, step)
     if step is not None:
         raise ConfigError(
             f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it out."

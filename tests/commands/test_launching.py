@@ -172,6 +172,11 @@ def test_show_of_one_script_is_that_script(capsys) -> None:
     assert said.err.startswith("Still to fill in:\n  recipe.data: ")
 
 
+def interrupted(*given: Any) -> None:
+    """Stands for Ctrl-C, whose signal does nothing where a script runs tests in the background."""
+    raise KeyboardInterrupt
+
+
 def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
     start, spec = local.start, launcher.job_spec
 
@@ -190,7 +195,7 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
     assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
     job.cancel()
     job.wait(30)
-    monkeypatch.setattr(submission, "submit", lambda *given: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(submission, "submit", interrupted)
     assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
 
 

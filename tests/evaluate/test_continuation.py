@@ -1,6 +1,7 @@
 """What a model writes: transformers' own greedy text, drawn text by its seed, and as it comes."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kit.convert.hugging_face import export_hugging_face
-from kit.errors import ConfigError, RunError
+from kit.errors import CheckpointError, ConfigError, RunError
 from kit.evaluate.continuation import continue_text
 from kit.model import build_decoder
 from tests.evaluate.conftest import OPINIONATED, kit
@@ -70,3 +71,12 @@ def test_what_cannot_be_written_is_refused(folder, tmp_path):
             continue_text(folder, PROMPT, **wrong)
     with pytest.raises(RunError):
         continue_text(tmp_path, PROMPT)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kit.evaluate.loading", None)
+    with pytest.raises(
+        CheckpointError, match=rf"step 7: .*Complete steps: {run.checkpoints.newest()}\."
+    ):
+        continue_text(run, PROMPT, step=7)
