@@ -91,7 +91,7 @@ def test_answers_to_exercises_hold(notebook: Path) -> None:
 
 @by_name
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_runs_to_its_end_where_a_reader_has_installed_the_kit(
     notebook: Path, workplace: Path, reader_python
 ) -> None:
