@@ -101,7 +101,7 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
     run = recorded_run(workplace / "run", steps=0, planned=2 * steps)
     with (run.directory / "metrics.jsonl").open("w") as stream:
         for first in range(1, steps + 1, 50_000):
-            stream.write(_lines(first, min(steps, first + 49_999)))
+            stream.write(lines(first, min(steps, first + 49_999)))
     say(run, JobState.RUNNING, step=steps)
     kernel = _kernel_side(run, steps)
     if missing := lab.why_not():
@@ -130,8 +130,8 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
     page = notebook.page
     page.wait_for_timeout(4000)  # what is done once
     notebook.evaluate(NOTE_DRAWS, contestant.last)
-    kernel = _kernel_process(server)
-    with _steps_coming(run, step) as stamps:
+    kernel = kernel_process(server)
+    with steps_coming(run, step) as stamps:
         page.wait_for_timeout(1000)
         start, used, received = time.monotonic(), sum(kernel.cpu_times()[:2]), notebook.received
         page.wait_for_timeout(1000 * FOLLOWED_S)
@@ -168,7 +168,7 @@ def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
     return rows
 
 
-def _kernel_process(server: Lab) -> psutil.Process:
+def kernel_process(server: Lab) -> psutil.Process:
     """Returns the newest kernel of a server."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     kernels = [each for each in children if "ipykernel" in " ".join(each.cmdline())]
@@ -176,7 +176,7 @@ def _kernel_process(server: Lab) -> psutil.Process:
 
 
 @contextlib.contextmanager
-def _steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
+def steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
     """Adds a step to a run now and then, as its job would; gives the time of each."""
     stamps: dict[int, float] = {}
     ended = threading.Event()
@@ -185,7 +185,7 @@ def _steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
         with (run.directory / "metrics.jsonl").open("a") as stream:
             while not ended.wait(1 / RATE_HZ):
                 number = step + 1 + len(stamps)
-                stream.write(_lines(number, number))
+                stream.write(lines(number, number))
                 stream.flush()
                 stamps[number] = time.time()
                 say(run, JobState.RUNNING, step=number)
@@ -215,7 +215,7 @@ def _kernel_side(run: Run, steps: int) -> list[Row]:
     ]
 
 
-def _lines(first: int, last: int) -> str:
+def lines(first: int, last: int) -> str:
     """Returns lines of `metrics.jsonl`: a falling, noisy loss with a spike now and then."""
     step = np.arange(first, last + 1)
     noise = np.random.default_rng(first).normal(size=(4, len(step)))

@@ -133,11 +133,9 @@ def measure_cold(
     phases = {"git clone": _timed(["git", "clone", "--quiet", str(ROOT), str(clone)], workplace)}
     if install:
         python = str(clone / ".venv/bin/python")
-        phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
-        pip = f"{python} -m pip install --quiet --disable-pip-version-check --no-compile"
-        phases["packages, by pip"] = _timed(
-            [*pip.split(), "-c", "constraints.txt", "-e", ".[notebooks]"], clone
-        )
+        make = ["make", "--silent", f"PYTHON={sys.executable}"]
+        phases["virtual environment"] = _timed([*make, ".venv/bin/python"], clone)
+        phases["packages"] = _timed([*make, ".venv/notebooks-installed"], clone)
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
     phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
     torch_s = _timed([python, "-c", "import torch"], clone)
@@ -161,7 +159,8 @@ def _timed(command: list[str], folder: Path) -> float:
 
 
 def _output(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": str(folder), "UV_CACHE_DIR": str(folder.parent / "uv")}
+    environment = {**os.environ, **paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
