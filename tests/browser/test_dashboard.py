@@ -110,7 +110,7 @@ def test_a_busy_kernel_is_named_and_the_click_is_kept_and_a_silent_one_is_not_li
         screen.settle(500)
         screen.tick()
     assert "waits for the kernel" in screen.text(".kit-history")
-    assert "busy with another cell" in screen.text(".kit-notice")
+    assert "busy with another cell: your request waits. If no" in screen.text(".kit-notice")
     screen.busy = False
     screen.answer(screen.sent("action")[-1])
     screen.settle(300)

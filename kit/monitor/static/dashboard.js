@@ -487,7 +487,7 @@ function render({ model, el }) {
     say(notice, stale
       ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
       : state.frame.read < 1 ? `reading the history: ${Math.round(100 * state.frame.read)} %`
-      : state.frozen ? "the kernel is busy with another cell: your request waits"
+      : state.frozen ? "the kernel is busy with another cell: your request waits. If no cell runs, reload the page."
       : f.as_of ? `as of ${f.as_of} ago: not connected`
       : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "");
   }
