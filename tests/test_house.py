@@ -125,7 +125,7 @@ STATEMENTS = {
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 226,
     "cluster/slurm": 706,
-    "kit": 902,  # recompute_layers, instead of all blocks or none; uneven stages
+    "kit": 904,  # recompute_layers by device, instead of all blocks or none; uneven stages
     "kit/commands": 933,  # panels, --version, the next step after each command
     "kit/convert": 715,
     "kit/data": 1181,
@@ -136,7 +136,7 @@ STATEMENTS = {
     "kit/estimate/theory": 1138,  # a share of blocks, instead of all; narrow formats, power, units
     "kit/estimate/tuning": 245,  # imports of figures.py, instead of a tune.py of 373 lines
     "kit/estimate/validation": 229,  # few readings, --site, rows without a machine
-    "kit/evaluate": 1566,  # many notes fold, instead of 14 lines below a table
+    "kit/evaluate": 1567,  # many notes fold; a step is looked for first, for a limit of doctor
     "kit/foreign": 511,  # which blocks Megatron recomputes, instead of "all"
     "kit/measure": 303,
     "kit/model": 275,  # a stage without blocks

@@ -20,7 +20,7 @@ from kit.trainer.loop import Trainer
 from tests import workers
 from tests.workers import free_port
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 
 
 class Attempt:

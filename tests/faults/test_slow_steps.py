@@ -15,12 +15,14 @@ from kit.engines.native import NativeEngine
 from kit.monitor.expected import PASSES, WAITS, pace
 from kit.run import Run
 from kit.trainer.batches import Batches
+from kit.trainer.loop import Trainer
 from tests.faults.attempts import before_each_launch, finished, lines_of
 from tests.faults.cost import DP2
 from tests.runs import new_run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 EACH, STALL_S = 10, 0.15
+"""Steps of each case, and the shortest stall: on a busy machine it is as long as a healthy step."""
 CASES = {
     "slow data loader": "waiting for data",
     "slow optimizer": "the optimizer",
@@ -35,9 +37,9 @@ BURNT = memoryview(mmap.mmap(-1, 2 * 8)).cast("q")
 """How often each rank has burnt, shared by those that are forked."""
 
 
-def burn(rank: int) -> None:
-    """Computes for as long, and on until the other rank has: so neither waits for it."""
-    end = time.thread_time() + STALL_S
+def burn(rank: int, seconds: float) -> None:
+    """Computes for so long, and on until the other rank has: so neither waits for it."""
+    end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
     BURNT[rank] += 1
@@ -47,27 +49,35 @@ def burn(rank: int) -> None:
 
 def sabotage(rank: int) -> None:
     """Slows each EACH steps in another way; the first are left as they are."""
-    cases, now = ["none", *CASES], {"case": "none"}
+    cases, case_now, stall_s = ["none", *CASES], "none", STALL_S
+    launches: list[float] = []
+
+    def launch(trainer: Trainer) -> None:
+        nonlocal case_now, stall_s
+        case_now = cases[trainer.step // EACH]
+        if case_now == "none":
+            launches.append(time.monotonic())
+            stall_s = max(STALL_S, float(np.median(np.diff(launches))) if launches[1:] else 0.0)
 
     def slowed(owner: object, name: str, case: str, wait) -> None:
         real = getattr(owner, name)
 
         def patched(*args, **kwargs):
-            if now["case"] == case:
+            if case_now == case:
                 wait()
             return real(*args, **kwargs)
 
         setattr(owner, name, patched)
 
-    before_each_launch(lambda trainer: now.update(case=cases[trainer.step // EACH]))
-    slowed(Batches, "at", "slow data loader", lambda: time.sleep(4 * STALL_S))
-    slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank))
-    slowed(NativeEngine, "_forward_backward", "slow product on all ranks", lambda: burn(rank))
+    before_each_launch(launch)
     passes = NativeEngine, "_forward_backward"
+    slowed(Batches, "at", "slow data loader", lambda: time.sleep(4 * stall_s))
+    slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank, stall_s))
+    slowed(*passes, "slow product on all ranks", lambda: burn(rank, stall_s))
     if rank == 1:
-        slowed(*passes, "slow product on rank 1", lambda: time.sleep(2 * STALL_S))
-    slowed(dist, "all_reduce", "slow all-reduce", lambda: time.sleep(STALL_S))
-    slowed(*passes, "slow send of gradients", lambda: time.sleep(2 * STALL_S))
+        slowed(*passes, "slow product on rank 1", lambda: time.sleep(4 * stall_s))
+    slowed(dist, "all_reduce", "slow all-reduce", lambda: time.sleep(stall_s))
+    slowed(*passes, "slow send of gradients", lambda: time.sleep(2 * stall_s))
 
 
 @pytest.fixture(scope="module")

@@ -126,10 +126,11 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     run = prepare("gone", num_steps=100_000, checkpoint_every=3)
     attempt = Attempt(run)
     attempt.until_step(5)
-    beaten = (run.directory / "state.json").stat().st_ino
-    while (run.directory / "state.json").stat().st_ino == beaten:
+    # Just after a heartbeat of each: no rank is caught in the middle.
+    beats = ["state.json", *(f"ranks/rank_{rank:05d}.json" for rank in range(2))]
+    waiting = {run.directory / name: (run.directory / name).stat().st_ino for name in beats}
+    while waiting := {file: old for file, old in waiting.items() if file.stat().st_ino == old}:
         time.sleep(0.001)
-    # Just after a heartbeat: no rank is caught in the middle.
     run.directory.rename(run.directory.with_name("aside"))
     if replaced:
         run.directory.mkdir()
