@@ -95,7 +95,7 @@ class Supervisor:
     def __init__(self, run_dir: Path, command: list[str], job: SchedulerJob) -> None:
         self.run_dir, self.command, self.job = run_dir, command, job
         self.home, self.spec = RunDirectory(run_dir), JobSpec.read(run_dir / "job.json")
-        self.attempt = 0
+        self.attempt = self.starts = 0
         self.stop_reason: str | None = None
         self.next_state = JobState.REQUEUED
         """What the run directory says until the next attempt starts, here or elsewhere."""
@@ -105,14 +105,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs attempts until the job's fate is decided; returns its exit code."""
-        starts = 0
         while True:
             self.attempt = take_over(self.run_dir, self.job)
             nodes = os.environ["SLURM_JOB_NODELIST"]
             say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
             try:
-                outcome = self._check_nodes() if starts == 0 else None
-                outcome = self._limit_retries(self._without_lost(outcome or self._attempt(starts)))
+                outcome = None if self.starts else self._check_nodes()
+                outcome = self._limit_retries(self._without_lost(outcome or self._attempt()))
                 say(f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}")
                 if outcome.fate != "restart":
                     return self._finish(outcome)
@@ -123,7 +122,6 @@ class Supervisor:
                 return 1
             except (OSError, JobError) as error:  # a full disk, or no word from Slurm
                 return self._finish(AttemptOutcome(1, str(error)))
-            starts += 1
 
     def _check_nodes(self) -> AttemptOutcome | None:
         """Returns how it ends when the nodes do not see the same run directory, or do not
@@ -132,13 +130,14 @@ class Supervisor:
         num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
             problem = check_nodes(self.spec, num_nodes)
-        except JobError as error:  # a node on its way out, or back: the queue may have better ones
-            return AttemptOutcome(1, str(error), fate="requeue")
+        except JobError as error:  # a node on its way out, or back
+            return AttemptOutcome(1, str(error), fate="restart")
         return AttemptOutcome(USELESS_TO_RETRY, problem) if problem else None
 
-    def _attempt(self, starts: int) -> AttemptOutcome:
+    def _attempt(self) -> AttemptOutcome:
         """Runs all ranks to their end and returns it; none that can be reached is left."""
-        port = int(os.environ.get("MASTER_PORT", "29500")) + starts
+        port = int(os.environ.get("MASTER_PORT", "29500")) + self.starts
+        self.starts += 1
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
         if self.spec.num_processes > MANY:

@@ -207,7 +207,22 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     measured(f"{what}: first step without it", resumed.time - start, at_most=limit_s + 80)
     assert scheduler_job(job).id != number and "node2" not in nodes_of(nodes, job)
     assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
-    stops(job)
+    # While the old job still runs Slurm may give the lost node to the new one too, which then
+    # ends there at once, and the next one is kept off it.
+    stops(job, attempts=3)
+
+
+def test_node_that_is_lost_before_the_first_start_is_left_behind(nodes, hanging_job):
+    """Slurm does not know yet, and gives it to the job."""
+    start = time.time()
+    power_off(nodes, "node2")
+    job = hanging_job(5.0, num_nodes=3)
+    requeued = event(job, "requeued", start)
+    assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
+    resumed = event(job, "running", requeued.time)
+    took("node lost before the start: first step without it", start, note=requeued.reason)
+    assert resumed.step == 1 and "node2" not in nodes_of(nodes, job)
+    stops(job, attempts=3)
 
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
