@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import enum
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -279,8 +280,9 @@ def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
     """Leaves a request for the trainer, which reads it at a step boundary; a person's replaces a
     supervisor's.
     """
-    asked = AskedRequest(asked_at=time.time(), by_person=by_person)
-    asked.write(run_dir / "control" / f"request_{request}")
+    AskedRequest(asked_at=time.time(), by_person=by_person).write(
+        run_dir / "control" / f"request_{request}"
+    )
 
 
 def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
@@ -323,10 +325,13 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Lets one writer at a time change state.json, exit.json or the attempt number.
 
     After LOCK_WAIT_S, or where the file system has no locks, the work is done without it: each file
-    is still replaced as a whole, and a frozen process must not hold up a training run.
+    is still replaced as a whole, and a frozen process must not hold up a training run. It keeps a
+    file that is no longer there, so that those who come next wait for each other, not for it.
     """
-    with appending(run_dir / ".state.lock") as stream:
-        is_locked(stream, LOCK_WAIT_S)
+    file = run_dir / ".state.lock"
+    with appending(file) as stream:
+        if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
+            file.unlink(missing_ok=True)
         yield
 
 

@@ -119,12 +119,12 @@ def test_files_and_functions_stay_short():
 
 
 STATEMENTS = {
-    "cluster": 1520,  # meanings of fields in `help`; ConfigError, not TypeError, in Python
+    "cluster": 1520,  # a frozen lock's file goes; meanings of fields; ConfigError, not TypeError
     "cluster/kubernetes": 177,
     "cluster/local": 261,
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 226,
-    "cluster/slurm": 706,
+    "cluster/slurm": 705,
     "kit": 904,  # recompute_layers by device, instead of all blocks or none; uneven stages
     "kit/commands": 933,  # panels, --version, the next step after each command
     "kit/convert": 715,

@@ -112,12 +112,14 @@ def test_concurrent_writers_lose_no_update(tmp_path):
     assert state and [getattr(state, field) for field in fields] == [99, 99, 99]
 
 
-def test_a_frozen_lock_holder_delays_but_does_not_stop_the_training(tmp_path, monkeypatch):
+def test_a_frozen_lock_holder_delays_one_update_of_a_training_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.state.LOCK_WAIT_S", 0.1)
     running(tmp_path)
     with (tmp_path / ".state.lock").open("a") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert update_state(tmp_path, attempt=1, step=8).step == 8
+        monkeypatch.setattr("cluster.state.LOCK_WAIT_S", 1e6)
+        test_concurrent_writers_lose_no_update(tmp_path)
 
 
 def test_any_prefix_of_the_files_is_tolerated(tmp_path):
