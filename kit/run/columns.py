@@ -45,8 +45,9 @@ five, of rank 0, say where its step's time went: waiting for the batch; three ph
 engine; and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks.
 """
 NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
-FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20
-"""A few steps are parsed before a faster parser is even imported."""
+FAST_FROM_BYTES, FAST_BLOCK_BYTES, MOST_ROOM = 2**18, 2**20, 2**22
+"""A few steps are parsed before a faster parser is even imported. Room for steps that are unread
+ends at MOST_ROOM, 0.7 GB that is not written to yet."""
 
 
 class Growing:
@@ -59,13 +60,16 @@ class Growing:
     def values(self) -> np.ndarray:
         return self._data[:, : self.length]
 
-    def extend(self, values: ArrayLike, start: int | None = None) -> None:
-        """Adds further values, [rows, n]; in place of those from `start` on, if it is given."""
+    def extend(self, values: ArrayLike, start: int | None = None, to_come: int = 0) -> None:
+        """Adds further values, [rows, n]; in place of those from `start` on, if it is given.
+
+        So many are to come: it is copied less often where they have room at once.
+        """
         values, start = np.asarray(values), self.length if start is None else start
         needed = start + values.shape[-1]
         if needed > self._data.shape[1]:
             # Room that is not written to yet costs nothing.
-            grown = np.empty((len(self._data), needed + self._data.shape[1]))
+            grown = np.empty((len(self._data), needed + max(self._data.shape[1], to_come)))
             grown[:, :start] = self._data[:, :start]
             self._data = grown
         self._data[:, start:needed] = values
@@ -103,7 +107,7 @@ class Columns(Tail):
             return False
         rows, skipped = parse_lines(text)
         self.skipped_lines += skipped
-        self._append(rows)
+        self._append(rows, min(MOST_ROOM, rows.shape[1] * self.unread_bytes // len(text)))
         return self.unread_bytes > 0
 
     def read_all(self) -> "Columns":
@@ -119,12 +123,12 @@ class Columns(Tail):
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
-    def _append(self, rows: np.ndarray) -> None:
+    def _append(self, rows: np.ndarray, to_come: int) -> None:
         """Adds parsed rows, [names, n], in the order of the file."""
         start = int(np.searchsorted(self["step"], rows[0].min(initial=np.inf)))
         self.revision += start < len(self)
         rows = np.hstack([self._rows.values[:, start:], rows])
-        self._rows.extend(rows[:, that_count(rows[0], rows[1], self.first_steps)], start)
+        self._rows.extend(rows[:, that_count(rows[0], rows[1], self.first_steps)], start, to_come)
 
 
 def tokens_seen(
@@ -204,8 +208,15 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
         return None
     if table.num_rows != text.count(b"\n"):
         return None
+    # A scalar of Python's NaN would import pandas, which takes a second; so would `to_numpy`.
+    (nan,) = pyarrow.Array.from_buffers(
+        pyarrow.float64(), 1, [None, pyarrow.py_buffer(np.array([np.nan]))]
+    )
     rows = np.stack(
-        [np.concatenate([_floats(chunk) for chunk in table.column(name).chunks]) for name in NAMES]
+        [
+            np.concatenate([_floats(chunk) for chunk in column.fill_null(nan).chunks])
+            for column in table.columns
+        ]
     )
     ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)  # NaN is not
     rows[:2] = np.trunc(rows[:2])
@@ -213,13 +224,9 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
 
 
 def _floats(array: Any) -> np.ndarray:
-    """Returns an Arrow array of float64, NaN for null.
-
-    Its own `to_numpy` would import pandas, which takes a second.
-    """
-    filled = array.fill_null(np.nan)
-    values = np.frombuffer(filled.buffers()[1], np.float64)
-    return values[filled.offset : filled.offset + len(filled)]
+    """Returns an Arrow array of float64 without nulls."""
+    end = array.offset + len(array)
+    return np.frombuffer(array.buffers()[1], np.float64, end)[array.offset :]
 
 
 def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from itertools import accumulate
 from pathlib import Path
 
@@ -111,6 +113,25 @@ def test_many_rows_take_the_fast_way_though_some_are_nan(file, monkeypatch):
     rows = [f'{{"step": {i}, "attempt": 1, "loss": {loss}}}\n' for i, loss in enumerate(losses)]
     file.write_text("".join(rows))
     assert np.isnan(Columns(file).read_all()["loss"]).sum() == 1
+
+
+def test_the_fast_way_finds_what_the_slow_one_does_and_imports_no_pandas(file, monkeypatch):
+    """Whose import takes as long as half a million steps."""
+    rows = [
+        line(i, loss=i / 7, **({"checkpoint_s": 0.5} if i % 100 == 0 else {})).replace(
+            '"grad_norm": ', f'"grad_norm": null, "x{i % 3}": '
+        )
+        for i in range(1, 20_001)
+    ]
+    file.write_text("".join(rows))
+    code = "import sys; from kit.run.columns import *; Columns(Path(sys.argv[1])).read_all()"
+    code = f"{code}; sys.exit('pandas' in sys.modules or 'pyarrow' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, file]).returncode == 0
+    fast = Columns(file).read_all()
+    monkeypatch.setattr(columns_module, "FAST_FROM_BYTES", math.inf)
+    slow = Columns(file).read_all()
+    for name in columns_module.NAMES:
+        np.testing.assert_array_equal(fast[name], slow[name], err_msg=name)
 
 
 @settings(max_examples=40, deadline=None)
