@@ -25,7 +25,7 @@ from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.columns import parse_row
-from kit.run.metrics import last_step, time_left_s
+from kit.run.metrics import Metrics, last_step, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
@@ -59,7 +59,8 @@ class Dashboard:
         given = (baselines or {}).items()
         self.others = {name: Curves(other) for name, other in given if isinstance(other, Run)}
         self.levels = {name: float(loss) for name, loss in given if not isinstance(loss, Run)}
-        self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
+        self.watchman, self.actions = Watchman(run), Actions(run)
+        self.outlook = Outlook(run, self.metrics)
         self.status = read_status(run.directory)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
         self.log_rank, self.log_search = 0, ""
@@ -92,6 +93,11 @@ class Dashboard:
     def catch_up(self) -> None:
         """Takes over all that is new."""
         self.read_all().look()
+
+    def metrics(self) -> Metrics:
+        """Returns the steps that were read so far."""
+        with self.lock:
+            return self.curves.metrics()
 
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
@@ -192,8 +198,10 @@ class Dashboard:
     def log(self) -> str:
         """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
         per_node = self.run.site.devices_per_node
-        file = fetch_log(self.run.directory, self.status.attempt, self.log_rank, per_node)
-        text = log_lines(file, self.log_search)
+        text = log_lines(
+            fetch_log(self.run.directory, self.status.attempt, self.log_rank, per_node),
+            self.log_search,
+        )
         report = read_exit(self.run.directory) if self.status.exit_code else None
         return report.log_tail if report and not text and not self.log_search else text
 

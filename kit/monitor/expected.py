@@ -10,6 +10,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,10 @@ class Pace:
         measured.
         """
         if math.isnan(self.took_s):
-            band = f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
-            return f"expected: {band} ({self.calibration}); too few steps to compare"
+            return (
+                f"expected: {self.low_s:.3g} to {self.high_s:.3g} s a step ({self.calibration});"
+                " too few steps to compare"
+            )
         text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.calibration)
         part = self.slow_part
         return f"{text}. Most of it: {part}, {self.parts_s[part]:.3g} s a step" if part else text
@@ -108,9 +111,10 @@ def sentence(took_s: float, expected_s: float, low_s: float, high_s: float, labe
     return f"{how} than expected by {abs(ratio):.0%}: {took_s:.3g} s, not {band} ({label})"
 
 
-def expectation(run: Run, attempt: int | None = None) -> Pace:
+def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = None) -> Pace:
     """Returns how the newest steps of an attempt compare with what the estimate says of them, by
-    its plan and its site; by default of the newest attempt.
+    its plan and its site; by default of the newest attempt. `metrics` are its steps, if they are
+    read already.
 
     Raises:
         ConfigError: the site lacks a number that the estimate needs.
@@ -130,9 +134,10 @@ def expectation(run: Run, attempt: int | None = None) -> Pace:
         else published_calibration(site)
     )
     prediction = calibration.predict(layouts, hardware)
-    terms = prediction.step_time.terms_s.items()
-    terms_s = {name: np.asarray(value).item() for name, value in terms}
-    took_s, parts_s = _took(run.metrics(), attempt)
+    terms_s = {
+        name: np.asarray(value).item() for name, value in prediction.step_time.terms_s.items()
+    }
+    took_s, parts_s = _took(metrics or run.metrics(), attempt)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
     at_peak_s = tokens * rates[0] if rates else 0.0  # nothing is faster, however wide the interval
@@ -200,8 +205,8 @@ class Outlook:
     had its first answer.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, steps: Callable[[], Metrics]) -> None:
+        self.run, self.steps = run, steps
         self.facts: dict[str, Any] = {
             "label": BAND,
             "band": None,
@@ -228,26 +233,27 @@ class Outlook:
 
     def _work_out(self) -> None:
         start = time.thread_time()
-        found = {"label": BAND, **compare(self.run)}
         try:
             spent = ledger(self.run)
-            share = spent.goodput if math.isfinite(spent.goodput) else None
-            parts = [row for row in spent.rows() if row["seconds"] > 0]
-            goodput = {"share": share, "usd": spent.usd, "parts": parts}
+            goodput = {
+                "share": spent.goodput if math.isfinite(spent.goodput) else None,
+                "usd": spent.usd,
+                "parts": [row for row in spent.rows() if row["seconds"] > 0],
+            }
         except Exception:  # no attempt yet, or a directory that is gone: the bar is left out
             goodput = None
-        self.facts = {**found, "goodput": goodput}
+        self.facts = {"label": BAND, **compare(self.run, self.steps()), "goodput": goodput}
         self._due = time.monotonic() + max(EVERY_S, (time.thread_time() - start) / SHARE)
 
 
-def compare(run: Run) -> dict[str, Any]:
-    """Returns the expected `band` of the newest attempt if there is one, the `verdict`, one
-    sentence, and `parts_s`, what a step is made of.
+def compare(run: Run, metrics: Metrics) -> dict[str, Any]:
+    """Returns the expected `band` of the newest attempt of a run with these steps if there is one,
+    the `verdict`, one sentence, and `parts_s`, what a step is made of.
 
     Raises nothing.
     """
     try:
-        found = expectation(run)
+        found = expectation(run, metrics=metrics)
         return {"band": found.band, "verdict": found.verdict, "parts_s": found.parts_s}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

@@ -54,7 +54,7 @@ def run_figure(
             draw_scores(axis, accuracies)
         _draw_loss(left, table, _lost(metrics), baselines or {})
         _draw_speed(right, table, run, metrics)
-        outlook = compare(run)
+        outlook = compare(run, metrics)
         notes = [outlook["verdict"]]
         if len(metrics):
             speed, firsts = "mfu" if "mfu" in table else "tokens_per_s", _first_steps(table)

@@ -38,6 +38,7 @@ PARTS = {
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
 """What the wall time of a job is made of. No nodes are held in the last of them."""
+TAKEN = ("step", "attempt", "time", "step_time_s", "checkpoint_s", "validation_loss")
 WARM = 20
 """Steps whose median says what an attempt's first step would have taken, had it been like
 others."""
@@ -222,10 +223,12 @@ def _attempt(
 def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns all rows that were recorded, in the order of the file, and whether each counts."""
     texts = iter(Tail(run.directory / "metrics.jsonl").new_lines, b"")
-    parts = (parse_lines(text)[0] for text in texts)
-    values: Any = np.hstack([np.empty((len(NAMES), 0)), *parts])
-    columns: dict[str, np.ndarray] = dict(zip(NAMES, values, strict=True))
-    counts = that_count(columns["step"], columns["attempt"])
+    places = [NAMES.index(name) for name in TAKEN]
+    values: Any = np.hstack(
+        [np.empty((len(TAKEN), 0)), *(parse_lines(text)[0][places] for text in texts)]
+    )
+    columns: dict[str, np.ndarray] = dict(zip(TAKEN, values, strict=True))
+    counts = that_count(values[0], values[1])
     columns["counts"] = np.isin(np.arange(values.shape[1]), counts)
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[known] for name, column in columns.items()}

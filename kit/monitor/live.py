@@ -130,7 +130,7 @@ def curve_html(dashboard: Dashboard) -> str:
     """Returns the loss as `run_figure` draws it, over the whole planned length of the run, in
     the page's theme.
     """
-    metrics, num_steps = dashboard.curves.metrics(), dashboard.run.recipe.num_steps
+    metrics, num_steps = dashboard.metrics(), dashboard.run.recipe.num_steps
     if not len(metrics):
         return f"<div style='{MUTED};padding-top:12px'>Waiting for the first step.</div>"
     first, last = (number(float(metrics["loss"][row]), ".2f") for row in (0, -1))

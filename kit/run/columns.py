@@ -93,10 +93,11 @@ class Columns(Tail):
         self.restart()
 
     def __len__(self) -> int:
-        return self._rows.length
+        return self._columns["step"].length
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._rows.values[NAMES.index(name)]
+        column = self._columns[name]
+        return column.values[0] if column.length else np.broadcast_to(np.nan, len(self))
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there
@@ -119,7 +120,8 @@ class Columns(Tail):
     def restart(self) -> None:
         """Forgets what was read."""
         super().restart()
-        self._rows, self.skipped_lines = Growing(len(NAMES)), 0
+        # One without a value so far stays empty, and takes no memory.
+        self._columns, self.skipped_lines = {name: Growing(1) for name in NAMES}, 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
@@ -127,8 +129,12 @@ class Columns(Tail):
         """Adds parsed rows, [names, n], in the order of the file."""
         start = int(np.searchsorted(self["step"], rows[0].min(initial=np.inf)))
         self.revision += start < len(self)
-        rows = np.hstack([self._rows.values[:, start:], rows])
-        self._rows.extend(rows[:, that_count(rows[0], rows[1], self.first_steps)], start, to_come)
+        rows = np.hstack([[self[name][start:] for name in NAMES], rows])
+        rows = rows[:, that_count(rows[0], rows[1], self.first_steps)]
+        for column, values in zip(self._columns.values(), rows, strict=True):
+            if column.length or not np.isnan(values).all():
+                begin = min(start, column.length)
+                column.extend([np.append(np.full(start - begin, np.nan), values)], begin, to_come)
 
 
 def tokens_seen(

@@ -84,8 +84,7 @@ class Metrics:
         """Returns the metrics of steps that were read; `facts` as in `read`."""
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
-        for name in ("step", "attempt", "tokens"):
-            columns[name] = _whole(columns[name])
+        columns |= {name: _whole(columns[name]) for name in ("step", "attempt", "tokens")}
         return cls(columns=columns, skipped_lines=read.skipped_lines, **facts)
 
     def __len__(self) -> int:

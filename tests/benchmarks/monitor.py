@@ -137,6 +137,7 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
         page.wait_for_timeout(1000 * FOLLOWED_S)
         elapsed = time.monotonic() - start
         used, received = sum(kernel.cpu_times()[:2]) - used, notebook.received - received
+    resident = kernel.memory_info().rss
     page.wait_for_timeout(1500)
     late = latencies(stamps, notebook.evaluate("() => window.seen"))
     p95 = f"p95 {1000 * late[int(0.95 * len(late))]:,.0f} ms, {len(late)} steps"
@@ -148,10 +149,11 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
     notebook.context.close()
     waited, fresh = statistics.median(late), "from running the cell until it is drawn"
     return [
-        row("first picture", first, "s", note=fresh),
-        row("whole history", whole, "s", at_most=3.0),
+        row("first picture", first, "s", at_most=0.5, note=fresh),
+        row("whole history", whole, "s", at_most=2.5),
         row("a new step on the screen, p50 at 4 Hz", waited, "s", at_most=0.2, note=p95),
-        row("kernel CPU at 4 Hz, of one core", used / elapsed, "fraction", at_most=0.1),
+        row("kernel CPU at 4 Hz, of one core", used / elapsed, "fraction", at_most=0.08),
+        row("memory of the kernel", resident / 1e6, "MB", at_most=400),
         median_row("zoom answered", zooms, "s", at_most=0.1),
         row("sent to the browser", received / elapsed / 1e3, "KB/s"),
         row("saved notebook", saved / 1e3, "KB", at_most=200, note=contestant.saved),

@@ -15,7 +15,7 @@ from tests.monitor.recorded import happened, recorded_run
 def _at_pace(folder: Path, times: float) -> Run:
     """Returns a run that takes so many times what is expected; its history ends now."""
     run = recorded_run(folder, steps=400, second_attempt_at=200)
-    outlook = Outlook(run)
+    outlook = Outlook(run, run.metrics)
     outlook.refresh(wait=True)
     low, high = outlook.facts["band"]["step_time_s"]
     file, now = run.directory / "metrics.jsonl", time.time()

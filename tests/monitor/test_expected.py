@@ -109,7 +109,7 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
     code = f"{views}; sys.exit('kit.estimate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     run = recorded(tmp_path / "run", LAYOUTS["wide"], 1.0, steps=6)
-    outlook = Outlook(run)
+    outlook = Outlook(run, run.metrics)
     assert outlook.facts["verdict"] == "" and outlook.facts["band"] is None
     outlook.refresh(wait=True)
     verdict, band = outlook.facts["verdict"], outlook.facts["band"]
@@ -134,7 +134,7 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
 def test_a_new_attempt_is_not_judged_by_the_steps_of_the_one_before(tmp_path):
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, 10 * estimated(plan))
-    assert compare(run)["verdict"].startswith("slower than expected")
+    assert compare(run, run.metrics())["verdict"].startswith("slower than expected")
     update_state(run.directory, attempt=2, state=JobState.STARTING)  # its plan comes later
-    found = compare(run)
+    found = compare(run, run.metrics())
     assert found["verdict"].endswith("too few steps to compare") and found["band"]["attempt"] == 2
