@@ -6,6 +6,7 @@ again and the whole history is there. The kernel keeps the data and sends one wi
 tick; the browser draws and asks. Needs anywidget where the kernel runs and where JupyterLab runs.
 """
 
+import contextvars
 import threading
 import time
 import traceback
@@ -71,7 +72,14 @@ class Monitor(anywidget.AnyWidget):
         self._send_frame()
         self._send_facts()
         for follow in (self._follow_metrics, self._follow_job):
-            threading.Thread(target=follow, name=f"kit{follow.__name__}", daemon=True).start()
+            # On behalf of this cell, not of what the kernel was told last: ipykernel 7.4 has the
+            # page's next words handled there, by a subshell that JupyterLab may have closed.
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(follow,),
+                name=f"kit{follow.__name__}",
+                daemon=True,
+            ).start()
 
     def close(self) -> None:
         """Ends the view and its threads; the job does not notice."""
@@ -212,9 +220,7 @@ class Monitor(anywidget.AnyWidget):
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
-        facts = self.dashboard.facts()
-        words = (
-            f"{facts['name']}: {facts['state']}, step {facts['step']}, loss and speed, picture"
-            f" {self.model_id}"
+        words = "{name}: {state}, step {step}, loss and speed, picture {picture}"
+        return self.figure().to_bundle(
+            alt=words.format(**self.dashboard.facts(), picture=self.model_id)
         )
-        return self.figure().to_bundle(alt=words)

@@ -188,19 +188,16 @@ class Notebook:
         self.received += len(payload)
 
     def reload(self) -> None:
-        """Reloads the page, again where JupyterLab has lost the view or what the page says to the
-        kernel: ipywidgets' `get_model` looks for a model for 2 s, and a page that is held up just
-        then does not look once more; of 40 reloads on a busy machine one left the page unheard.
+        """Reloads the page, again where JupyterLab has lost the view: ipywidgets' `get_model` looks
+        for a model for 2 s, and a page that is held up just then does not look once more.
         """
         for _ in range(3):
             self.page.reload()
             self.ready()
             self.page.wait_for_selector(f"{VIEW}, {LOST}")
-            self.page.wait_for_timeout(3000)  # by then a page that waits for an answer says so
-            with contextlib.suppress(AssertionError):
-                self.until(lambda: self.page.locator(VIEW).count() and self.is_heard(), 30)
+            if self.page.locator(VIEW).count():
                 return
-        raise AssertionError(f"no live view after three reloads: {self.text('body')[-1500:]}")
+        raise AssertionError(f"no view after three reloads: {self.text('body')[-1500:]}")
 
     def is_heard(self) -> bool:
         """Whether the kernel has answered all that the page has asked."""

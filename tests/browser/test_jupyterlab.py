@@ -31,6 +31,9 @@ BUSY = """pathlib.Path('begun').touch()
 while pathlib.Path('busy').exists():
     time.sleep(0.05)
 pathlib.Path('ended').touch()"""
+SUBSHELL = f"""async () => {{ const kernel = {KERNEL}, made = await kernel.requestCreateSubshell({{}}).done;
+  kernel.subshellId = made.content.subshell_id; await kernel.requestCommInfo({{}}); kernel.subshellId = null;
+  await kernel.requestDeleteSubshell({{subshell_id: made.content.subshell_id}}, true).done; }}"""  # noqa: E501
 OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 
@@ -75,6 +78,11 @@ def notebook(opened, run) -> Notebook:
 
 def is_live(notebook: Notebook) -> bool:
     return notebook.seen("state") == "running" and notebook.is_heard()
+
+
+def assert_heard(notebook: Notebook) -> None:
+    notebook.page.wait_for_timeout(3000)  # by then a page that waits for an answer says so
+    notebook.until(notebook.is_heard, 30)
 
 
 def loss(notebook: Notebook) -> str:
@@ -123,6 +131,18 @@ def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook):
     notebook.reload()
     notebook.until(lambda: notebook.step > before)
     assert notebook.seen("state") == "running"
+    assert_heard(notebook)
+
+
+def test_a_page_is_heard_though_the_last_to_speak_was_a_subshell_that_is_closed(notebook):
+    """As one is that JupyterLab restores views with, after a reload; ipykernel 7.4.0 has the page's
+    next words handled where what the kernel has sent last seems to come from.
+    """
+    notebook.evaluate(SUBSHELL)
+    before = notebook.step
+    notebook.until(lambda: notebook.step > before + 5)
+    notebook.page.get_by_label("Smoothing").first.fill("0.5")
+    assert_heard(notebook)
 
 
 def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
