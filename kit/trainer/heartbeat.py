@@ -133,9 +133,9 @@ class Heartbeat(Callback):
 
     def write(self) -> None:
         """Writes that this rank answers, and what it did last; also from the thread of the
-        watchdog.
+        watchdog, and nothing into a directory that has taken the place of its own.
         """
-        if not self.is_gathered:
+        if not self.is_gathered and not self.home.why_lost():
             tell(self.directory, self._newest().replace(time=time.time()))
 
     def must_gather(self) -> bool:
