@@ -124,7 +124,7 @@ STATEMENTS = {
     "cluster/local": 261,
     "cluster/login": 351,  # a path with ~ is looked for on the login node again
     "cluster/sandbox": 226,
-    "cluster/slurm": 705,
+    "cluster/slurm": 706,
     "kit": 904,  # recompute_layers by device, instead of all blocks or none; uneven stages
     "kit/commands": 932,  # panels, --version, the next step after each command
     "kit/convert": 715,

@@ -130,8 +130,9 @@ class Supervisor:
         num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
             problem = check_nodes(self.spec, num_nodes)
-        except JobError as error:  # a node on its way out, or back
-            return AttemptOutcome(1, str(error), fate="restart")
+        except JobError as error:  # a node on its way out, or back: the queue may have better ones
+            outcome = self._without_lost(AttemptOutcome(1, str(error), fate="restart"))
+            return dataclasses.replace(outcome, fate="requeue")
         return AttemptOutcome(USELESS_TO_RETRY, problem) if problem else None
 
     def _attempt(self) -> AttemptOutcome:

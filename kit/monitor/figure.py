@@ -88,6 +88,7 @@ def snapshot(dashboard: Dashboard) -> Any:
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
         x, rows = dashboard.curves.window(names, View(width=120))
+        lost = dashboard.columns["step"][_lost(dashboard.columns)]
     status, step = dashboard.status, "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -99,9 +100,15 @@ def snapshot(dashboard: Dashboard) -> Any:
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
     draw_levels(left, dashboard.levels)
-    _mark_lost(left, dashboard.columns["step"][_lost(dashboard.columns)])
-    title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
-    figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
+    _mark_lost(left, lost)
+    figure.suptitle(
+        f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}",
+        fontsize=TEXT,
+        x=0.01,
+        ha="left",
+        color=INK,
+        parse_math=False,
+    )
     return figure
 
 

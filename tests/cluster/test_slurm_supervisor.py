@@ -119,6 +119,21 @@ def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_
     assert len(answers) == 1
 
 
+@pytest.mark.parametrize(
+    ("answers", "lost"), [({"node1", "node2"}, None), ({"node1"}, "node2")], ids=["passes", "lost"]
+)
+def test_nodes_that_could_not_be_asked_before_the_start_cost_no_restart(
+    supervisor, monkeypatch, answers, lost
+):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    monkeypatch.setattr(module, "check_nodes", Mock(side_effect=JobError("no answer")))
+    monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
+    monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: answers)
+    outcome = supervisor._check_nodes()
+    assert (outcome.fate, outcome.lost_node) == ("requeue", lost) and "no answer" in outcome.reason
+
+
 @pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
 def test_a_job_that_is_being_told_of_its_preemption_is_preempted(monkeypatch, state):
     found = f"JobState={state} Reason=None Dependency=(null)\n"
