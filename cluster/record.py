@@ -169,12 +169,7 @@ class Record:
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Returns the record that a JSON text describes; errors as `from_dict`."""
-        try:
-            data = json.loads(text)
-        # No JSON, or a number of thousands of digits, or nested without end.
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
-        return cls.from_dict(data)
+        return _from_json(cls, text)
 
     @classmethod
     def read(cls, file: Path) -> Self:
@@ -210,8 +205,7 @@ class Record:
         """
         known = {field.name for field in dataclasses.fields(cls)}
         try:
-            data = json.loads(text)
-            return cls.from_dict({key: value for key, value in data.items() if key in known})
+            return cls.from_dict({k: v for k, v in json.loads(text).items() if k in known})
         except (ValueError, AttributeError, RecursionError):
             return None
 
@@ -222,6 +216,17 @@ class Record:
     def _repr_html_(self) -> str:
         rows = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return html_table(type(self).__name__, rows, type(self))
+
+
+@functools.lru_cache(64)
+def _from_json(cls: type[Record], text: str | bytes) -> Any:
+    """A thousand runs share a site, a model, and often a plan."""
+    try:
+        data = json.loads(text)
+    # No JSON, or a number of thousands of digits, or nested without end.
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
+    return cls.from_dict(data)
 
 
 def _check_known(cls: type[Record], given: dict[str, Any], path: str) -> None:

@@ -272,8 +272,8 @@ def rank_logs(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> tu
 
 def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Path:
     """Returns the log that holds what a rank has said."""
-    own, node = rank_logs(run_dir, attempt, rank, ranks_per_node)
-    return next((file for file in (own, node) if file.exists() and file.stat().st_size), own)
+    logs = rank_logs(run_dir, attempt, rank, ranks_per_node)
+    return next((file for file in logs if file.exists() and file.stat().st_size), logs[0])
 
 
 def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
@@ -328,10 +328,9 @@ def locked(run_dir: Path) -> Iterator[None]:
     is still replaced as a whole, and a frozen process must not hold up a training run. It keeps a
     file that is no longer there, so that those who come next wait for each other, not for it.
     """
-    file = run_dir / ".state.lock"
-    with appending(file) as stream:
+    with appending(run_dir / ".state.lock") as stream:
         if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
-            file.unlink(missing_ok=True)
+            (run_dir / ".state.lock").unlink(missing_ok=True)
         yield
 
 
