@@ -220,7 +220,9 @@ class Record:
 
 @functools.lru_cache(64)
 def _from_json(cls: type[Record], text: str | bytes) -> Any:
-    """A thousand runs share a site, a model, and often a plan."""
+    """Returns the record of a text, the same one again for the same text: of a thousand runs many
+    share their site, their model or their plan.
+    """
     try:
         data = json.loads(text)
     # No JSON, or a number of thousands of digits, or nested without end.

@@ -63,7 +63,7 @@ class Growing:
     def extend(self, values: ArrayLike, start: int | None = None, to_come: int = 0) -> None:
         """Adds further values, [rows, n]; in place of those from `start` on, if it is given.
 
-        So many are to come: it is copied less often where they have room at once.
+        `to_come` is how many more are expected: with room for them at once, less is copied.
         """
         values, start = np.asarray(values), self.length if start is None else start
         needed = start + values.shape[-1]

@@ -180,6 +180,11 @@ def nodes_of(nodes, job: Job) -> list[str]:
     return nodes.run("scontrol", "show", "hostnames", shown.strip()).split()
 
 
+def times_lost(job: Job, node: str) -> int:
+    """Returns how many attempts have ended because this node no longer answered."""
+    return sum(each.lost_node == node for each in read_history(job.run_dir))
+
+
 def stops(job: Job, attempts: int = 2) -> None:
     """Ends a job that must have lost one attempt so far, or a few."""
     assert 2 <= last_attempt(job.run_dir) <= attempts, job.history
@@ -209,6 +214,7 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
     # While the old job still runs Slurm may give the lost node to the new one too, which then
     # ends there at once, and the next one is kept off it.
+    assert last_attempt(job.run_dir) == 1 + times_lost(job, "node2"), job.history
     stops(job, attempts=3)
 
 
@@ -222,6 +228,7 @@ def test_node_that_is_lost_before_the_first_start_is_left_behind(nodes, hanging_
     resumed = event(job, "running", requeued.time)
     took("node lost before the start: first step without it", start, note=requeued.reason)
     assert resumed.step == 1 and "node2" not in nodes_of(nodes, job)
+    assert last_attempt(job.run_dir) == 1 + times_lost(job, "node2"), job.history
     stops(job, attempts=3)
 
 
