@@ -7,19 +7,6 @@ import nbformat
 
 from tests.gallery import GALLERY, as_on_the_page
 
-WORDS = (
-    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-    " seventeen eighteen nineteen"
-).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-NUMBER = {word: number for number, word in enumerate(WORDS, 2)}
-NUMBER |= {word: number for number, word in zip(range(20, 100, 10), TENS, strict=True)}
-NUMBER |= {
-    f"{ten}-{word}": NUMBER[ten] + number
-    for ten in TENS
-    for number, word in enumerate(["one", *WORDS[:8]], 1)
-}
-NUMBER |= {"hundred": 100, "thousand": 1000, "million": 1_000_000}
 NO_PROSE = re.compile(
     r"<details>.*?</details>|\*\*Exercises\.\*\*.*|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$"
     r"|\[(?:\d\d|notebook \d\d|arXiv [^\]]*)\]\([^)]*\)|\]\([^)]*\)|^\*\d+ minutes to read[^*]*\*"
@@ -28,9 +15,6 @@ NO_PROSE = re.compile(
 )
 """Of a Markdown cell: code, formulas, tables, headings, links, exercises."""
 DIGITS = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
-IN_WORDS = re.compile(
-    rf"(?:(\w+) )?\b({'|'.join(sorted(NUMBER, key=len, reverse=True))})\b(?:[ -](\w+))?", re.I
-)
 SMALLEST = 13
 """Of whole numbers in digits those that are looked for: a smaller one stands on every page."""
 
@@ -58,19 +42,6 @@ def evidence(notebook: Path) -> str:
     for text in markdown(notebook):
         page = page.replace(text, "")
     return f"{code}\n{page}"
-
-
-def counts(text: str) -> dict[str, int]:
-    """Returns the counts that a text spells out, each with the word after it, or before it where
-    none follows: "four nodes", "than four".
-    """
-    found = [(match[1] or "", match[2], match[3] or "") for match in IN_WORDS.finditer(text)]
-    return {
-        f"{number} {after}".lower() if after else f"{before} {number}".lower(): NUMBER[
-            number.lower()
-        ]
-        for before, number, after in found
-    }
 
 
 def unseen(text: str, seen: str) -> list[str]:

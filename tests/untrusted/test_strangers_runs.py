@@ -41,7 +41,6 @@ from kit.monitor.text import recorded_alerts, status_table
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from tests.foreign.logs import ARGUMENTS, head, line
-from tests.test_house import leaves
 from tests.untrusted import hostile, planted
 from tests.untrusted.hostile import Calls, finished_run, open_to_all, running, save_checkpoint, tree
 
@@ -97,6 +96,14 @@ something, whoever owns it.
 NEVER_OF_A_RUN = {"validate", "doctor", "eval-data", "site init"}
 ALWAYS = ("status", "watch", "runs")
 """What shows any run, whatever lacks in it; but why it is so fast is said of one that has steps."""
+
+
+def leaves(command, name: str = ""):
+    """Yields the commands that do something, by their words."""
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, f"{name} {word}".strip())
+    if not hasattr(command, "commands"):
+        yield name, command
 
 
 def test_no_command_is_forgotten() -> None:
