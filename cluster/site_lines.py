@@ -20,8 +20,9 @@ TEST = re.compile(r"(^|[\s;&|(])(\[{1,2}|\(\(|!|test|grep|command|type|which|has
 """A command that only answers a question, so that its failure is an answer."""
 
 
-def checked_lines(lines: tuple[str, ...], name: str) -> list[str]:
-    """Returns the lines of a script, each of which ends the script with a message if it fails.
+def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list[str]:
+    """Returns the lines of a script, each of which ends the script with a message and `exit_code`
+    if it fails.
 
     `name` is the field of the site file, such as `site.slurm.setup`.
 
@@ -35,8 +36,8 @@ def checked_lines(lines: tuple[str, ...], name: str) -> list[str]:
         f"# Lines of {name}. One that fails ends the script, unless it ends with `|| true`.",
         "KIT_DEPTH=${#BASH_SOURCE[@]}",
         'trap \'KIT_CODE=$?; [ ${#BASH_SOURCE[@]} != "$KIT_DEPTH" ] || { trap - EXIT;'
-        f" {said} failed with code $KIT_CODE\" >&2; exit 1; }}' ERR",
-        f"trap '{said} ended the shell with code $?\" >&2; exit 1' EXIT",
+        f" {said} failed with code $KIT_CODE\" >&2; exit {exit_code}; }}' ERR",
+        f"trap '{said} ended the shell with code $?\" >&2; exit {exit_code}' EXIT",
     ]
     for command in complete_commands(lines, name):
         script.append(f"KIT_LINE=({_quoted(cut(' '.join(command.split()), 200))})")

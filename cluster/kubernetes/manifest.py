@@ -237,7 +237,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
             f"export {key}={quote(value)}"
             for key, value in {**variables, **table.environment}.items()
         ),
-        *checked_lines(table.setup, "site.kubernetes.setup"),
+        *checked_lines(table.setup, "site.kubernetes.setup", USELESS_TO_RETRY),
         "# What each rank runs, in the attempt that the first pod has begun or a phase before it.",
         "run_rank() {",
         "    log=${KIT_PHASE-}",

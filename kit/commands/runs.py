@@ -99,7 +99,7 @@ def logs(
     else:
         file, text = job.find_logs(rank)
         if not text:
-            note(f"Rank {rank} has printed nothing: {file} is empty or missing.")
+            note(f"Rank {rank} has printed nothing. Looked at: {file}")
         elif not Path(file).name.startswith(("rank_", "node_")):
             note(f"Rank {rank} has printed nothing. This is {file}:")
         print(shown(text), end="")
