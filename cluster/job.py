@@ -149,6 +149,21 @@ class JobSpec(Record):
             )
 
 
+def _text_of(file: Path) -> str:
+    """Returns what a log holds, or an empty text if there is none.
+
+    Raises:
+        JobError: it is no file that can be read.
+    """
+    try:
+        with opened(file, follows=True) as stream:
+            return stream.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise JobError(f"{file}: {error.strerror}.") from error
+
+
 class Job:
     """A submitted job: look at it, read its logs, end it.
 
@@ -198,19 +213,37 @@ class Job:
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Returns everything a rank has printed in an attempt (default: the newest); empty before
-        its first output.
+        its first output. If the attempt has ended without any, returns the text of `find_logs`.
 
         Raises:
             JobError: no such rank or attempt, or the log is no file that can be read.
         """
-        file = self._log(rank, attempt)
-        try:
-            with opened(file, follows=True) as stream:
-                return stream.read().decode(errors="replace")
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            raise JobError(f"{file}: {error.strerror}.") from error
+        text = _text_of(self._log(rank, attempt))
+        if not text and self.status().state.is_final:
+            return self.find_logs(rank, attempt)[1]
+        return text
+
+    def find_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, str]:
+        """Returns (where it was found, what a rank has printed). If the rank has printed nothing,
+        the text is what the batch script, the supervisor or the pods have printed.
+
+        Raises:
+            JobError: as `logs`.
+        """
+        own = self._log(rank, attempt)
+        if text := _text_of(own):
+            return str(own), text
+        state = read_state(self.run_dir)
+        if state is None or attempt not in (None, state.attempt):
+            return str(own), ""
+        for file in mirror.fetch_script_logs(self.run_dir, state):
+            if text := _text_of(file):
+                return str(file), text
+        if state.scheduler_job and not mirror.mirror_of(self.run_dir):
+            where, text = poll.backend(state.scheduler_job.scheduler).output(state.scheduler_job)
+            if text:
+                return where, text
+        return str(own), ""
 
     def follow(self, rank: int = 0, poll_s: float = 0.2) -> Iterator[str]:
         """Yields the lines that a rank prints in the newest attempt, old ones first, until that
@@ -231,6 +264,8 @@ class Job:
             if status.state.is_final or status.attempt != attempt:
                 if line:
                     yield line.decode(errors="replace")
+                elif position == 0:
+                    yield from self.find_logs(rank, attempt)[1].splitlines()
                 return
             time.sleep(poll_s)
 

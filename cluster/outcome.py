@@ -7,6 +7,7 @@ Standard library only.
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 import time
@@ -32,6 +33,20 @@ from cluster.state import (
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+MESSAGE_MARK = "kit: "
+"""Begins each line in which a script of the kit says why it ends."""
+SUPERVISOR_LINE = re.compile(r"attempt \d+ of .* in job \S+ on ")
+"""What the supervisor of a Slurm job prints first in each attempt."""
+SLURM_REMARK = re.compile(r"(srun|slurmstepd\S*): ")
+"""A line of Slurm itself, which tells less than what the job printed before."""
+EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
+"""A line that follows the error of srun and tells nothing more."""
+ERROR_WORDS = re.compile(
+    r"error|not ?found|no such|denied|cannot|can't|could not|unable|unknown|invalid|fail", re.I
+)
+CAUSE_LINES = 15
+"""Lines before a message of the kit's script in which the error of the failing command is sought.
+Lmod prints about ten after its error."""
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
@@ -177,8 +192,8 @@ def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
     """
     rank, reason = outcome.failing_rank, outcome.reason
     tail = "" if rank is None else log_tail(log_path(run_dir, attempt, rank))
-    if tail:
-        reason = f"{reason}: {cut(tail.splitlines()[-1].strip(), 600)}"
+    if said := last_words(tail):
+        reason = f"{reason}: {said}"
     report = ExitReport(
         attempt=attempt,
         rc=outcome.rc,
@@ -204,18 +219,25 @@ def _end(run_dir: Path, report: ExitReport) -> None:
     update_state(run_dir, attempt=report.attempt, state=state, reason=report.reason)
 
 
-def keep_last_lines(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
+def keep_last_lines(
+    run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int, script_log: Path
+) -> None:
     """Gives a rank that failed a log of its own where it has none: its last lines in the log of its
-    node.
+    node or, if the rank never opened a log, in the log of the batch script.
 
     There a line begins with the number of the task that wrote it, as `srun --label` puts it.
     """
     own, said = log_path(run_dir, attempt, rank), find_log(run_dir, attempt, rank, ranks_per_node)
-    if not said.name.startswith("node_"):
+    if not said.exists() or not said.stat().st_size:
+        said = script_log
+    elif not said.name.startswith("node_"):
         return
     with contextlib.suppress(OSError), opened(said) as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
-        lines = (line.partition(b": ") for line in stream.read().splitlines())
+        text = stream.read()
+        attempts = list(re.finditer(SUPERVISOR_LINE.pattern.encode(), text))
+        begin = attempts[-1].start() if attempts else 0
+        lines = (line.partition(b": ") for line in text[begin:].splitlines())
         write_atomic(
             own,
             b"".join(
@@ -260,3 +282,25 @@ def log_tail(file: Path) -> str:
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])
+
+
+def last_words(text: str) -> str:
+    """Returns why something has ended according to the end of its log, in one line.
+
+    That is the last message of the kit's script, with the error before it. If there is none, it is
+    the last line that is not a remark of Slurm on the end, or the last line.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for index in range(len(lines) - 1, -1, -1):
+        if SUPERVISOR_LINE.match(lines[index]):
+            lines = lines[index + 1 :]
+            break
+        if lines[index].startswith(MESSAGE_MARK):
+            message = lines[index].removeprefix(MESSAGE_MARK)
+            before = lines[max(0, index - CAUSE_LINES) : index]
+            errors = [line for line in before if ERROR_WORDS.search(line)]
+            cause = f": {errors[-1]}" if errors else ""
+            return cut(f"{message}{cause}", 600)
+    lines = [line for line in lines if not EMPTY_REMARK.match(line)] or lines
+    words = [line for line in lines if not SLURM_REMARK.match(line)] or lines
+    return cut(words[-1], 600) if words else ""

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cluster.record import Record, cut, field_doc
+from cluster.record import Record, field_doc
 from cluster.state import JobError, JobState, SchedulerJob
 
 INTERVAL_S = 10.0
@@ -137,9 +137,14 @@ def run_command(
     except subprocess.TimeoutExpired as error:
         raise JobError(f"{what} timed out: no answer within {timeout_s:g} s") from error
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise JobError(f"{what}: {cut(said, 500)}")
+        said = " ".join(done.stderr.split()) or " ".join(done.stdout.split())
+        raise JobError(f"{what}: {_end_of(said, 500) or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def _end_of(text: str, length: int) -> str:
+    """Returns a text as it is, or the last words of it: banners come first, the reason last."""
+    return text if len(text) <= length else f"… {text[-length:].partition(' ')[2]}"
 
 
 POLLER = Poller()
@@ -148,7 +153,7 @@ POLLER = Poller()
 
 def backend(scheduler: str) -> Any:
     """Returns the package of a scheduler: `check`, `texts`, `start` and `requeue`; but for local
-    `query` and `cancel` too.
+    `query`, `output` and `cancel` too.
     """
     return import_module(f"cluster.{scheduler}")
 

@@ -243,10 +243,16 @@ class Slurm(SchedulerTable):
     )
     modules: tuple[str, ...] = field_doc("modules, loaded in this order", a_word, default=())
     setup: tuple[str, ...] = field_doc(
-        "shell lines, run once on the first node", check_lines, default=()
+        "shell lines, run once on the first node; a line that fails ends the job, unless it ends"
+        " with `|| true`",
+        check_lines,
+        default=(),
     )
     task_setup: tuple[str, ...] = field_doc(
-        "shell lines, run by each task of the launcher", check_lines, default=()
+        "shell lines, run by each task of the launcher; a line that fails ends the task, unless it"
+        " ends with `|| true`",
+        check_lines,
+        default=(),
     )
     environment_one_node: dict[str, str] = field_doc(
         "variables added in jobs of one node", check_environment, default_factory=dict
@@ -323,7 +329,10 @@ class Kubernetes(SchedulerTable):
     )
     master_port: int = field_doc("port at which ranks meet", from_one, default=29500)
     setup: tuple[str, ...] = field_doc(
-        "shell lines, run by each pod before the command", check_lines, default=()
+        "shell lines, run by each pod before the command; a line that fails ends the pod, unless it"
+        " ends with `|| true`",
+        check_lines,
+        default=(),
     )
     secrets: dict[str, str] = field_doc(
         "variable: 'name/key' of the Secret that holds its value",

@@ -189,7 +189,8 @@ def update_state(
     starts afresh.
 
     The attempt is that of the caller (`KIT_ATTEMPT` in the environment of a rank), `changes` are
-    fields of `RunState`; `lost_node`, for the history, is the node that no longer answers.
+    fields of `RunState`; `lost_node`, for the history, is the node that no longer answers. A new
+    state without a reason has none: the old reason was that of the old state.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up
@@ -202,6 +203,8 @@ def update_state(
         old = read_state(run_dir)
         fresh = old is None or old.attempt < attempt
         state = RunState(state=JobState.RUNNING, attempt=attempt) if old is None or fresh else old
+        if changes.get("state", state.state) is not state.state:
+            changes = {"reason": "", **changes}
         new = state.replace(**changes)
         if (
             not fresh
@@ -268,6 +271,31 @@ def rank_logs(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> tu
     """Returns the logs that may hold what a rank has said: its own, and that of its node."""
     own = log_path(run_dir, attempt, rank)
     return own, own.with_name(f"node_{rank // ranks_per_node}.log")
+
+
+def script_logs(run_dir: Path, state: RunState) -> list[Path]:
+    """Returns the files in which those processes of an attempt write that start its ranks.
+
+    They are the batch script of Slurm with the supervisor in it, or the supervisor on this machine;
+    then the script that compiled ahead. Under Kubernetes there is none: the pods have it.
+    """
+    job, logs = state.scheduler_job, run_dir / "logs"
+    if job is None:
+        # One supervisor may have started several attempts.
+        started = [
+            file
+            for file in sorted(logs.glob("attempt_*_supervisor.log"))
+            if file.name <= f"attempt_{state.attempt:02d}_supervisor.log"
+        ]
+        return started[-1:]
+    if job.scheduler == "slurm" and job.id.isdigit():  # An id that somebody planted may be a path.
+        return [logs / f"slurm-{job.id}.log", compile_log(run_dir, state.attempt)]
+    return []
+
+
+def compile_log(run_dir: Path, attempt: int) -> Path:
+    """Returns where the job writes that compiles ahead for an attempt."""
+    return run_dir / "logs" / f"attempt_{attempt:02d}_compile.log"
 
 
 def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Path:

@@ -6,12 +6,14 @@ this host; the scheduler (squeue, scontrol, sacct); the last heartbeat. Standard
 """
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 
 from cluster import poll
 from cluster.files import why_full
 from cluster.login import mirror
+from cluster.outcome import last_words, log_tail
 from cluster.record import field_doc
 from cluster.state import (
     GIVEN_UP,
@@ -19,10 +21,12 @@ from cluster.state import (
     ExitReport,
     JobState,
     RunState,
+    compile_log,
     last_attempt,
     read_asked,
     read_exit,
     read_state,
+    script_logs,
 )
 
 STALLED_AFTER_S = 60.0
@@ -76,6 +80,7 @@ def read_status(run_dir: Path) -> JobStatus:
             f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
             f"it was killed, or the machine went down, while {state.state}"
         )
+        reason = _with_last_words(run_dir, state, reason)
     else:
         verdict, reason = _living(run_dir, state, age_s)
         if alive is None:
@@ -147,8 +152,10 @@ def _scheduled(
     )
     if answer.state is None or goes_on:
         return living[0], f"{living[1]}; {answer.reason}", None
-    if answer.state.is_final:
+    if answer.state is JobState.DONE:
         return answer.state, answer.reason, answer.exit_code
+    if answer.state.is_final:
+        return answer.state, _with_last_words(run_dir, state, answer.reason), answer.exit_code
     between = f"attempt {state.attempt} ended: {state.reason}; {answer.reason}"
     if answer.state in WAITING:
         # It has started since the scheduler was asked.
@@ -164,6 +171,20 @@ def _scheduled(
     if state.state is JobState.QUEUED:
         return JobState.STARTING, f"{answer.reason}; no sign of life from its processes yet", None
     return *living, None
+
+
+def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
+    """Returns a reason with what the log of the script or supervisor says about its end."""
+    for file in script_logs(run_dir, state):
+        said = last_words(log_tail(file))
+        # A compile job names the task that failed. Each task has a log.
+        task = re.search(r"tasks? (\d+)\S*: (Exited|Out Of|Killed|Segm)", said)
+        if task and file == compile_log(run_dir, state.attempt):
+            own = run_dir / "logs" / f"compile_rank_{int(task[1]):05d}.log"
+            said = last_words(log_tail(own)) or said
+        if said:
+            return f"{reason}. {file.relative_to(run_dir)} ends with: {said}"
+    return reason
 
 
 def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:

@@ -78,6 +78,9 @@ def _torch() -> tuple[Finding, Finding]:
     is_fast = float(told.split()[-2]) < SLOW_IMPORT_S
     advice = "copy the environment to each node's own disk (broadcast in the site file)"
     torch = Finding("torch", told, is_fast, "" if is_fast else advice)
+    if done.returncode:  # The driver ended the process when its GPUs were counted.
+        found = f"cannot be counted: {_last(done.stderr)} (code {done.returncode})"
+        return torch, Finding("GPU", found, False, "see `nvidia-smi` or `rocm-smi`")
     if seen:
         return torch, Finding("GPU", seen, True)
     if shutil.which("nvidia-smi"):

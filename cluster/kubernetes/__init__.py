@@ -6,6 +6,7 @@ again. Standard library only.
 
 import contextlib
 import json
+import shlex
 from pathlib import Path
 
 from cluster.job import Job, JobSpec
@@ -18,7 +19,9 @@ from cluster.kubernetes.manifest import (
     mark,
 )
 from cluster.kubernetes.manifest import texts as texts
+from cluster.outcome import last_words
 from cluster.poll import POLLER, SchedulerAnswer, run_command
+from cluster.record import cut
 from cluster.render import check_submittable, scripts
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
@@ -61,10 +64,86 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
     kinds = ",".join(sorted({job.id.split("/")[0] for job in jobs}))
     mine = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
     answer = _kubectl("get", kinds, f"--selector={mine}", "--output=json", place=jobs[0].config)
-    found = {
-        id_of(item["kind"], item["metadata"]["name"]): item for item in json.loads(answer)["items"]
-    }
-    return {job.id: answer_from(found.get(job.id)) for job in jobs}
+    try:
+        items = json.loads(answer)["items"]
+    except (ValueError, KeyError) as error:
+        raise JobError(
+            f"kubectl get printed {cut(answer.strip(), 200)!r}, which is no JSON"
+        ) from error
+    found = {id_of(item["kind"], item["metadata"]["name"]): item for item in items}
+    answers = {job.id: answer_from(found.get(job.id)) for job in jobs}
+    unclear = [
+        job_id
+        for job_id, answer in answers.items()
+        if job_id in found and answer.state in (JobState.QUEUED, JobState.FAILED)
+    ]
+    if unclear:
+        pods = _items("pods", f"--selector={mine}", place=jobs[0].config)
+        events = _items("events", "--field-selector=type=Warning", place=jobs[0].config)
+        for job_id in unclear:
+            if why := why_not_running(job_id.split("/")[1], pods, events):
+                reason = f"{answers[job_id].reason}. {why}"
+                answers[job_id] = answers[job_id].replace(reason=reason)
+    return answers
+
+
+def output(job: SchedulerJob) -> tuple[str, str]:
+    """Returns (the command that shows it, what the pods of a job have printed)."""
+    words = ("logs", f"--selector={INSTANCE}={job.id.split('/')[1]}", "--prefix", "--tail=-1")
+    try:
+        return shlex.join(["kubectl", *words]), _kubectl(*words, place=job.config)
+    except JobError as error:
+        return str(error), ""
+
+
+def why_not_running(name: str, pods: list[dict], events: list[dict]) -> str:
+    """Returns in one line why the pods of a job do not run, or an empty text if nothing says so.
+
+    `pods` and `events` are objects of the API: all pods of the kit and all warnings of a namespace.
+    """
+    for pod in pods:
+        if pod["metadata"].get("labels", {}).get(INSTANCE) == name and (why := _trouble_of(pod)):
+            return why
+    # Of what has no pod, or a pod without a container, only events tell.
+    for event in sorted(events, key=lambda each: each.get("lastTimestamp") or "", reverse=True):
+        about = event.get("involvedObject") or {}
+        subject = about.get("name", "")
+        if subject == name or subject.startswith(f"{name}-"):
+            where = f"{about.get('kind', 'object').lower()} {subject}"
+            return _sentence(where, event.get("reason"), event.get("message"))
+    return ""
+
+
+def _trouble_of(pod: dict) -> str:
+    """Returns in one line why a pod does not run, or an empty text if its state does not say so."""
+    status, where = pod.get("status") or {}, f"pod {pod['metadata']['name']}"
+    for container in status.get("containerStatuses") or []:
+        state = container.get("state") or {}
+        waiting = state.get("waiting") or {}
+        ended = state.get("terminated") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return _sentence(where, waiting["reason"], waiting.get("message"))
+        if ended.get("exitCode"):
+            # The end of the log, as terminationMessagePolicy of the manifest has it.
+            said = last_words(ended.get("message") or "")
+            return _sentence(where, f"{ended.get('reason')}, code {ended['exitCode']}", said)
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return _sentence(where, condition.get("reason"), condition.get("message"))
+    # Such as Evicted, which leaves no container.
+    return _sentence(where, status["reason"], status.get("message")) if status.get("reason") else ""
+
+
+def _sentence(*parts: str | None) -> str:
+    return cut(": ".join(" ".join(part.split()) for part in parts if part), 600)
+
+
+def _items(*words: str, place: str | None) -> list[dict]:
+    """Returns the objects that `kubectl get` finds, or none where it may not look."""
+    try:
+        return json.loads(_kubectl("get", *words, "--output=json", place=place))["items"]
+    except (JobError, ValueError, KeyError):  # They only explain an answer that there is already.
+        return []
 
 
 def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:

@@ -27,6 +27,7 @@ from cluster.outcome import USELESS_TO_RETRY
 from cluster.record import ConfigError
 from cluster.scheduler import Kubernetes, quote
 from cluster.site import Site
+from cluster.site_lines import checked_lines
 from cluster.state import last_attempt
 
 MANAGED_BY = {"app.kubernetes.io/managed-by": "pretraining-notebook-kit"}
@@ -194,6 +195,8 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         "env": secrets,
         "resources": {"requests": dict(table.resources), "limits": dict(table.resources)},
         "volumeMounts": mounts,
+        # So that the state of a failed pod holds the last lines of its log.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     return {
         "restartPolicy": "Never",
@@ -234,7 +237,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
             f"export {key}={quote(value)}"
             for key, value in {**variables, **table.environment}.items()
         ),
-        *table.setup,
+        *checked_lines(table.setup, "site.kubernetes.setup", USELESS_TO_RETRY),
         "# What each rank runs, in the attempt that the first pod has begun or a phase before it.",
         "run_rank() {",
         "    log=${KIT_PHASE-}",

@@ -132,7 +132,7 @@ def run_attempt(
         say_starting(
             run_dir,
             attempt,
-            f"{counted(job.num_processes, 'process', 'processes')} started, no step yet",
+            f"{counted(job.num_processes, 'process', 'processes')} started",
         )
         if not job.forks:
             started()

@@ -24,7 +24,7 @@ from typing import Any, Self
 from cluster.files import append_lines, appending, is_locked, other_owner, write_atomic
 from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, ssh
 from cluster.record import Record, config_folder, field_doc
-from cluster.state import JobError, find_log, rank_logs
+from cluster.state import JobError, RunState, find_log, rank_logs, script_logs
 
 MIRROR, SEEN, LOCK = "login.json", "login_seen.json", ".login.lock"
 INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
@@ -207,6 +207,19 @@ def fetch_log(
     return find_log(run_dir, attempt, rank, ranks_per_node)
 
 
+def fetch_script_logs(run_dir: Path, state: RunState) -> list[Path]:
+    """Returns the logs of `script_logs`. A mirror fetches those that it has, so there they are made
+    and fetched.
+    """
+    logs = script_logs(run_dir, state)
+    if mirror_of(run_dir) and not other_owner(run_dir):
+        for log in logs:
+            log.parent.mkdir(exist_ok=True)
+            log.touch()
+        refresh(run_dir, now=True)
+    return logs
+
+
 def refresh(run_dir: Path, now: bool = False) -> Seen:
     """Returns what was last heard of a run elsewhere, and what is in the way of hearing more.
 
@@ -262,7 +275,11 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "logs", ignore_errors=True)
     copy(mirror.login, mirror.directory, run_dir, *SMALL)
-    growing = [run_dir / "metrics.jsonl", *run_dir.glob("logs/attempt_*/*.log")]
+    growing = [
+        run_dir / "metrics.jsonl",
+        *run_dir.glob("logs/*.log"),
+        *run_dir.glob("logs/attempt_*/*.log"),
+    ]
     for file in growing:
         appending(file).close()
     names = "\n".join(str(file.relative_to(run_dir)) for file in growing)

@@ -16,6 +16,7 @@ from cluster.attempts import Files, new_folders, write_files
 from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh, ssh_line
 from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, mirror_of, refresh
+from cluster.outcome import last_words
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.render import check_submittable
@@ -205,8 +206,15 @@ def _sync(login: str, source: str) -> None:
 
 
 def source_archive() -> bytes:
-    """Returns `kit` and `cluster` as one archive, the same bytes for the same source."""
+    """Returns `kit` and `cluster` as one archive, the same bytes for the same source.
+
+    Raises:
+        JobError: tar fails, with its words.
+    """
     words = ["tar", "-cf", "-", "--exclude=__pycache__", "--sort=name", "--mtime=@0", "--owner=0"]
     words += ["--group=0", "--numeric-owner", "--mode=u=rwX,go=rX", "cluster", "kit"]
-    done = subprocess.run(words, cwd=PACKAGE_ROOT, capture_output=True, check=True)
+    done = subprocess.run(words, cwd=PACKAGE_ROOT, capture_output=True)
+    if done.returncode:
+        said = last_words(done.stderr.decode(errors="replace"))
+        raise JobError(f"the source in {PACKAGE_ROOT} cannot be packed: {said}")
     return gzip.compress(done.stdout, mtime=0)

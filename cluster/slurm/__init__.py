@@ -6,6 +6,7 @@ What Slurm says of them is asked by `cluster.slurm.queries`. The script itself c
 
 import contextlib
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -19,13 +20,15 @@ from cluster.render import check_fit, check_submittable, slurm_table
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
+from cluster.slurm.queries import matching_lines, not_understood, slurm_command
+from cluster.slurm.queries import output as output
 from cluster.slurm.queries import query as query
-from cluster.slurm.queries import slurm_command
 from cluster.slurm.script import directives, environment
 from cluster.slurm.script import texts as texts
 from cluster.state import (
     JobError,
     SchedulerJob,
+    compile_log,
     read_history,
     read_state,
     refuse_other_owner,
@@ -49,10 +52,12 @@ def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> Sche
     run_dir, job_id = Path(job.run_dir), ""
     try:
         for name in texts:
-            after = (
+            options = (
                 [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"] if job_id else []
             )
-            job_id = _sbatch(run_dir, name, *after)
+            if name == "compile.sh":  # So that it is found from the attempt that it compiles for.
+                options.append(f"--output={compile_log(run_dir, attempt).relative_to(run_dir)}")
+            job_id = _sbatch(run_dir, name, *options)
     except (JobError, OSError):
         if job_id:  # what was to compile ahead for the job that was refused
             with contextlib.suppress(JobError):
@@ -78,9 +83,8 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
     check_submittable(site)
     check(job, site)
     words = ["squeue", "--me", "--noheader", "--format=%F %Z"]
-    for line in slurm_command(words).splitlines():
-        number, _, place = line.partition(" ")
-        if os.path.realpath(place.strip()) == os.path.realpath(run_dir):
+    for number, place in _folders_of_jobs(slurm_command(words)):
+        if os.path.realpath(place) == os.path.realpath(run_dir):
             raise JobError(
                 f"{run_dir}: job {number} of this folder is still in the queue. Wait, or scancel"
                 f" {number}."
@@ -141,15 +145,21 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
     """Raises JobError unless a job was submitted from this run directory, as all of the kit's
     are.
     """
-    words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%Z"]
-    places = slurm_command(words, job.config).splitlines()
-    if places and not any(
-        os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places
-    ):
+    words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%F %Z"]
+    text = slurm_command(words, job.config)
+    places = [place for _, place in _folders_of_jobs(text)]
+    if text.strip() and not places:
+        raise not_understood("squeue", text)
+    if places and not any(os.path.realpath(place) == os.path.realpath(run_dir) for place in places):
         raise JobError(
-            f"{run_dir}: job {job.id} is of {places[0].strip()}, not of this run."
-            " It was left running."
+            f"{run_dir}: job {job.id} is of {places[0]}, not of this run. It was left running."
         )
+
+
+def _folders_of_jobs(text: str) -> list[tuple[str, str]]:
+    """Returns (job number, folder that it was submitted from) of each line of `%F %Z`."""
+    found = matching_lines(text, re.compile(r"(\d+) (/.*)"))
+    return [(match[1], match[2]) for match in found]
 
 
 def requeue_this(job: SchedulerJob) -> None:
@@ -216,9 +226,10 @@ def _sbatch(run_dir: Path, script: str, *options: str) -> str:
             f"{error}. The job may have been accepted all the same: look with `squeue --me"
             f" --format='%i %Z'` for {run_dir}, and `scancel` it before you launch again."
         ) from error
-    job_id = answer.strip().partition(";")[0]
-    if not job_id.isdigit():
+    # Of several clusters `--parsable` gives `NUMBER;CLUSTER`. Wrappers print lines of their own.
+    numbers = matching_lines(answer, re.compile(r"(\d+)(?:;\S+)?"))
+    if not numbers:
         raise JobError(
             f"sbatch answered {answer.strip()!r}, which is no job number. Look with squeue --me."
         )
-    return job_id
+    return numbers[-1][1]

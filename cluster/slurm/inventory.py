@@ -67,13 +67,21 @@ Nodes = dict[str, str]
 
 
 def nodes_of(text: str) -> list[Nodes]:
-    """Returns what `SINFO` prints, line by line; raises JobError for what is not of that form."""
-    lines = {line: LINE.fullmatch(line) for each in text.splitlines() if (line := each.strip())}
-    if wrong := [line for line, found in lines.items() if not found]:
+    """Returns what each line of `SINFO` says. Lines without its columns, which site wrappers print,
+    are ignored.
+
+    Raises:
+        JobError: a line has these columns with other values, or no line has them.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    num_separators = SINFO[-1].count("|")
+    rows = {line: LINE.fullmatch(line) for line in lines if line.count("|") >= num_separators}
+    wrong = [line for line, match in rows.items() if match is None] if rows else lines
+    if wrong:
         raise JobError(
             f"sinfo: {wrong[0]!r} is not of the form {SINFO[-1]!r}. Is it Slurm's own sinfo?"
         )
-    return [found.groupdict() for found in lines.values() if found]
+    return [match.groupdict() for match in rows.values() if match]
 
 
 def seconds(limit: str) -> float | None:

@@ -8,6 +8,7 @@ back none.
 """
 
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -18,10 +19,12 @@ from cluster.record import ConfigError
 from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
 from cluster.slurm.inventory import seconds
-from cluster.slurm.queries import slurm_command
+from cluster.slurm.queries import matching_lines, slurm_command
 from cluster.state import JobError
 
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs")
+SINFO_LINE = re.compile(r"([^|]+)\|(\w+)\|([^|]+)\|(\d+)")
+"""A line of `%P|%a|%l|%D`: partition, whether it takes jobs, time limit, number of nodes."""
 NODE_WAIT_S, ANSWER_WAIT_S = 60.0, 20.0
 ASKED = """\
 token=$1 folder=$2 node="node $SLURMD_NODENAME"
@@ -141,7 +144,7 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
         text = slurm_command(["sinfo", "--noheader", "--format=%P|%a|%l|%D"])
     except JobError:  # then sbatch will say what is wrong
         return
-    rows = [line.split("|") for line in text.splitlines()]
+    rows = [match.groups() for match in matching_lines(text, SINFO_LINE)]
     default = [row for row in rows if row[0].endswith("*")]
     found = [row for row in rows if row[0].rstrip("*") == wanted] if wanted else default
     if not found:

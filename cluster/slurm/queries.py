@@ -14,6 +14,8 @@ import stat
 from pathlib import Path
 
 from cluster.poll import SchedulerAnswer, run_command
+from cluster.record import cut
+from cluster.slurm.reasons import why_it_waits
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
@@ -43,32 +45,11 @@ STATES = {
     "REVOKED": JobState.FAILED,
     "TIMEOUT": JobState.FAILED,
 }
-WAITS = {
-    "Priority": "others are first",
-    "Resources": "no nodes are free yet",
-    "BeginTime": "it may start again in a moment",
-    "Dependency": "another job must end first",
-    "Nodes required for job are DOWN": "its nodes are down or reserved",
-    "ReqNodeNotAvail": "nodes it asks for are down or reserved",
-}
-HOPELESS = {
-    "PartitionConfig": "no job of this partition may have so many nodes or so much time",
-    "PartitionNodeLimit": "no job of this partition may have so many nodes",
-    "PartitionTimeLimit": "no job of this partition may run so long",
-    "PartitionDown": "the partition does not start jobs",
-    "PartitionInactive": "the partition does not take jobs",
-    "BadConstraints": "no node has what it asks for",
-    "DependencyNeverSatisfied": "the job that it waits for has failed or never was",
-    "InvalidAccount": "the account may not run jobs here",
-    "InvalidQOS": "the quality of service may not be used here",
-    "AccountNotAllowed": "the account may not use this partition",
-    "QOSNotAllowed": "the quality of service may not be used here",
-    "JobHeldUser": "it is held; `scontrol release` lets it go",
-    "JobHeldAdmin": "an administrator holds it",
-    "launch failed requeued held": (
-        "it could not be started and is held; `scontrol release` tries again"
-    ),
-}
+SQUEUE_LINE = re.compile(r"(\d[\w+\[\]-]*)\|([A-Z_]+)\|([^|]*)\|(.*)")
+"""A line of `%i|%T|%N|%r`: job number, state, nodes, reason. Site wrappers and plugins print lines
+of their own to standard output, which do not have this form."""
+SACCT_LINE = re.compile(r"([A-Z_]+\+?(?: by \d+)?)\|(\d+:\d+)\|([^|]+)\|?")
+"""A line of `State,ExitCode,End`."""
 
 
 def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
@@ -78,14 +59,24 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
         JobError: Slurm does not answer.
     """
     wanted, config = [job.id for job in jobs], jobs[0].config
-    answers = _squeue(wanted, config)
+    answers, unknown_text = _squeue(wanted, config)
     for job_id in wanted:
         seen = answers.get(job_id)
-        if seen is None or (seen.state and seen.state.is_final):
-            forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
-            lost = SchedulerAnswer(state=JobState.LOST, reason=forgotten)
-            answers[job_id] = _ended(job_id, config) or seen or lost
+        if seen is not None and not (seen.state and seen.state.is_final):
+            continue
+        try:
+            end = _ended(job_id, config)
+        except JobError as error:
+            raise not_understood("squeue", unknown_text) if unknown_text else error from error
+        forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
+        lost = SchedulerAnswer(state=JobState.LOST, reason=forgotten)
+        answers[job_id] = end or seen or lost
     return answers
+
+
+def output(job: SchedulerJob) -> tuple[str, str]:
+    """Returns (where it is kept, what the job has printed) of what is in no file: nothing here."""
+    return "", ""
 
 
 def native_state(job: SchedulerJob) -> str:
@@ -110,8 +101,25 @@ def native_state(job: SchedulerJob) -> str:
     return state
 
 
-def _squeue(job_ids: list[str], config: str | None) -> dict[str, SchedulerAnswer]:
-    """Returns the jobs that squeue still shows; columns: number, state, nodes, reason."""
+def matching_lines(text: str, form: re.Pattern[str]) -> list[re.Match[str]]:
+    """Returns the matches of those lines of a command's output that have a form."""
+    matches = (form.fullmatch(line.strip()) for line in text.splitlines())
+    return [match for match in matches if match]
+
+
+def not_understood(command: str, text: str) -> JobError:
+    """Returns the error for the output of a Slurm command in which nothing has the form that was
+    asked for.
+    """
+    name = command.split()[0]
+    return JobError(
+        f"{command} printed {cut(text.strip().splitlines()[-1], 200)!r}, which is not what was"
+        f" asked for. Is it Slurm's own {name}? `type -a {name}` tells."
+    )
+
+
+def _squeue(job_ids: list[str], config: str | None) -> tuple[dict[str, SchedulerAnswer], str]:
+    """Returns (the jobs that squeue still shows, the text in which no line has the form of one)."""
     words = [
         "squeue",
         "--noheader",
@@ -119,30 +127,22 @@ def _squeue(job_ids: list[str], config: str | None) -> dict[str, SchedulerAnswer
         f"--jobs={','.join(job_ids)}",
         "--format=%i|%T|%N|%r",
     ]
+    text = _told_of_jobs(words, config)
     answers = {}
-    for line in _told_of_jobs(words, config).splitlines():
-        job_id, native, nodes, reason = line.split("|", 3)
-        state = STATES.get(native.split()[0], JobState.RUNNING)
-        answers[job_id] = SchedulerAnswer(state=state, reason=_words(native, nodes, reason))
-    return answers
+    for job_id, native, nodes, reason in (
+        match.groups() for match in matching_lines(text, SQUEUE_LINE)
+    ):
+        state = STATES.get(native, JobState.RUNNING)
+        answers[job_id] = SchedulerAnswer(state=state, reason=_words(native, nodes, reason, job_id))
+    return answers, "" if answers else text.strip()
 
 
-def _words(native: str, nodes: str, reason: str) -> str:
-    if native != "PENDING":
-        place, cause = f" on {nodes}" if nodes else "", f" ({reason})" if reason != "None" else ""
-        return f"Slurm: {native}{place}{cause}"
-    for key, meaning in HOPELESS.items():
-        if reason.startswith(key):
-            return (
-                f"waits, and will not start: {reason} ({meaning}). Cancel it, change what it asks"
-                " for, submit again."
-            )
-    meaning = next((meaning for key, meaning in WAITS.items() if reason.startswith(key)), "")
-    return (
-        f"waits: {reason}{f' ({meaning})' if meaning else ''}"
-        if reason != "None"
-        else "waits to be scheduled"
-    )
+def _words(native: str, nodes: str, reason: str, job_id: str) -> str:
+    if native == "PENDING":
+        return why_it_waits(reason, job_id)
+    place = f" on {nodes}" if nodes else ""
+    cause = f" ({reason})" if reason != "None" else ""
+    return f"Slurm: {native}{place}{cause}"
 
 
 def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
@@ -163,12 +163,12 @@ def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
         "--format=State,ExitCode,End",
     ]
     try:
-        lines = slurm_command(words, config).splitlines()
+        lines = matching_lines(slurm_command(words, config), SACCT_LINE)
     except JobError:  # no accounting here
         return None
     if not lines:
         return None
-    native, exit_code, end = lines[-1].split("|")
+    native, exit_code, end = lines[-1].groups()
     # The word of a job's start may come late, with the state of now; the exit code comes with the
     # word of its end.
     told = end != "Unknown" or not STATES.get(native.split()[0].rstrip("+"), JobState.LOST).is_final
@@ -207,6 +207,9 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
 
     Only fields at fixed places are taken: the job's name and paths are in there too, and may hold
     anything.
+
+    Raises:
+        JobError: Slurm does not answer, or with something else.
     """
     text = _told_of_jobs(["scontrol", "show", "job", job_id], config)
     patterns = (
@@ -219,7 +222,9 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
         if match := re.search(pattern, text, re.MULTILINE):
             groups = match.groups()
             found.update(zip(groups[::2], groups[1::2], strict=True))
-    return found if "JobState" in found else {}
+    if text.strip() and "JobState" not in found:
+        raise not_understood("scontrol show job", text)
+    return found
 
 
 def slurm_command(

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
+from cluster.outcome import MESSAGE_MARK
 from cluster.record import counted
 from cluster.render import slurm_table, warnings
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
+from cluster.site_lines import checked_lines
 
 PACKAGE_ROOT = Path(__file__).parents[2]
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
@@ -117,15 +119,35 @@ def environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
         variables["GLOO_SOCKET_IFNAME"] = slurm.network_interfaces[0]
     return [
         RULER,
-        'fail() { echo "$*" >&2; exit 1; }',
+        f'fail() {{ echo "{MESSAGE_MARK}$*" >&2; exit 1; }}',
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f'export PATH={quote(str(Path(python).parent))}:"$PATH"',
-        *(
-            f"module load {quote(m)} || fail {quote(f'the module {m} cannot be loaded')}"
-            for m in slurm.modules
-        ),
+        *_modules(slurm),
         *_exports(variables),
-        *slurm.setup,
+        *checked_lines(slurm.setup, "site.slurm.setup"),
+    ]
+
+
+def _modules(slurm: Slurm) -> list[str]:
+    """Returns the lines that load the modules of a site.
+
+    Version 3 of Environment Modules reports errors with code 0, so there the list of loaded modules
+    must change or have the module. Later versions set MODULES_CMD, Lmod sets LMOD_CMD.
+    """
+    if not slurm.modules:
+        return []
+    return [
+        "KIT_LOADED=${LOADEDMODULES-}",
+        "is_loaded() {",
+        '    [ -z "${LMOD_CMD-}${MODULES_CMD-}" ] && [ -n "${LOADEDMODULES+set}" ] || return 0',
+        '    [ "$LOADEDMODULES" != "$KIT_LOADED" ] || [[ :$LOADEDMODULES == *":$1"* ]] || return 1',
+        "    KIT_LOADED=$LOADEDMODULES",
+        "}",
+        *(
+            f"{{ module load {quote(name)} && is_loaded {quote(name)}; }} ||"
+            f" fail {quote(f'the module {name} cannot be loaded')}"
+            for name in slurm.modules
+        ),
     ]
 
 
@@ -138,7 +160,9 @@ def _meeting_point(slurm: Slurm) -> list[str]:
     )
     return [
         "# Where the ranks meet: the first node of the job.",
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        # Other lines are those of a site's wrapper of scontrol.
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" |'
+        " grep -xm 1 '[[:alnum:]._-]\\+')",
         '[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"',
         f"export MASTER_ADDR MASTER_PORT={port}",
     ]
@@ -185,10 +209,12 @@ def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> 
     own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
     command = [*(prefix if direct else []), *_command(job, slurm, python)]
+    task_setup = checked_lines(slurm.task_setup, "site.slurm.task_setup")
     body = [
-        *([*identity, *slurm.task_setup] if direct else []),
+        *(identity if direct else []),
         compile_log if compiling else log,
         f'{own_log}exec >>"$log" 2>&1 || exit',
+        *(task_setup if direct else []),
         *_exports(job.environment),
         f"cd {quote(job.working_directory)} || exit",
         f"exec {' '.join(map(quote, command))}",
@@ -198,7 +224,7 @@ def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> 
         return lines
     agent = [*prefix, _interpreter(job, slurm, python), "-m", "torch.distributed.run"]
     body = [
-        *slurm.task_setup,
+        *task_setup,
         # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their
         # checkpoint is written.
         "export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT",

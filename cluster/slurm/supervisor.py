@@ -24,6 +24,7 @@ Standard library, Linux.
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,9 @@ from cluster.outcome import (
     failed,
     is_stop_requested,
     keep_last_lines,
+    last_words,
     limit_retries,
+    log_tail,
     record_end,
     say,
 )
@@ -51,7 +54,7 @@ from cluster.process import become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.slurm import begin_elsewhere, requeue_this
 from cluster.slurm.preflight import answering_nodes, check_nodes
-from cluster.slurm.queries import native_state, slurm_command
+from cluster.slurm.queries import matching_lines, native_state, slurm_command
 from cluster.slurm.rank import Failure, failures_of
 from cluster.state import (
     JobError,
@@ -73,6 +76,7 @@ WATCHED = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LOOK_EVERY_S, END_WAIT_S = 1.0, 15.0
 REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
@@ -185,7 +189,10 @@ class Supervisor:
             first = min(failures, key=lambda failure: (cause_order(failure.code), failure.time))
             return self._failure(first)
         if code:
-            reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
+            log = self._script_log()
+            reason = f"srun ended with code {code}; see {log.relative_to(self.run_dir)}"
+            if said := last_words(log_tail(log)):
+                reason += f", which ends with: {said}"
             return self._why_terminated() or AttemptOutcome(code % 256, reason, fate="restart")
         return self._stopped() or AttemptOutcome(0, ended_well(self.spec.num_processes))
 
@@ -195,9 +202,15 @@ class Supervisor:
         per_node = num_ranks // self.spec.num_nodes
         ranks_per_task = max(1, num_ranks // int(os.environ.get("SLURM_NTASKS", num_ranks)))
         rank = failure.rank * ranks_per_task
-        keep_last_lines(self.run_dir, self.attempt, rank, failure.rank, per_node)
+        keep_last_lines(
+            self.run_dir, self.attempt, rank, failure.rank, per_node, self._script_log()
+        )
         who = f"rank {rank}" if ranks_per_task == 1 else "a rank"
         return failed(self.run_dir, rank, failure.code, f"{who} on {failure.node}")
+
+    def _script_log(self) -> Path:
+        """Returns where this process and srun write, as the batch script has it."""
+        return self.run_dir / "logs" / f"slurm-{self.job.id}.log"
 
     def _stopped(self) -> AttemptOutcome | None:
         """Returns what follows when the trainer has saved and stopped because it was asked to."""
@@ -214,8 +227,8 @@ class Supervisor:
         """
         while outcome.fate == "restart":
             names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-            nodes = slurm_command(names).split()
-            lost = sorted({*nodes} - answering_nodes(len(nodes)))
+            nodes = {match[0] for match in matching_lines(slurm_command(names), HOST_NAME)}
+            lost = sorted(nodes - answering_nodes(len(nodes)))
             if not lost:
                 break
             if os.environ["SLURMD_NODENAME"] not in lost:

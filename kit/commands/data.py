@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.job import JobSpec
+from cluster.outcome import last_words, log_tail
 from cluster.record import counted
 from cluster.site import Site
 from cluster.slurm import submit_array
@@ -16,6 +17,7 @@ from kit.commands.options import (
     OverwriteOption,
     facts_table,
     next_step,
+    note,
     tell,
 )
 from kit.errors import ConfigError
@@ -151,6 +153,10 @@ def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]
         argv=(sys.executable, "-m", "kit", "data", "build", str(out), *words, "--part"),
         num_processes=site.devices_per_node,
     )
+    for number in parts:
+        log = out / "logs" / f"task-{number}.log"
+        if said := last_words(log_tail(log)):
+            note(f"Part {number} was not built before. {log} ends with: {said}")
     array = submit_array(job, site, parts, count)
     return (
         f"{counted(len(parts), 'part')} of {count} sent as job {array}; logs in {out / 'logs'}. "

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from cluster.job import Job, read_status
-from cluster.state import JobState, refuse_other_owner
+from cluster.state import JobState, read_exit, refuse_other_owner
 from kit import monitor
 from kit.commands.options import (
     AS_JSON,
@@ -20,6 +20,7 @@ from kit.commands.options import (
     facts_table,
     hint,
     next_step,
+    note,
     tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 NEXT = {
     JobState.DONE: ("Score its last checkpoint:", "eval"),
-    JobState.FAILED: ("Read the log of its rank 0:", "logs"),
+    JobState.FAILED: ("Read its log:", "logs"),
     JobState.LOST: ("Continue from its last checkpoint:", "resume"),
     JobState.IMPORTED: ("Draw its loss:", "figure"),
 }
@@ -86,7 +87,7 @@ def logs(
     rank: Annotated[int, typer.Option(help="Rank whose log is printed.")] = 0,
     follow: FollowOption = False,
 ) -> None:
-    """Print the log of one rank."""
+    """Print the log of one rank, or of the job's script where the rank has printed nothing."""
     # A job that scores, or builds data, has no spec.
     is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
@@ -96,15 +97,25 @@ def logs(
         for line in job.follow(rank):
             print(shown(line), flush=True)
     else:
-        print(shown(job.logs(rank)), end="")
+        file, text = job.find_logs(rank)
+        if not text:
+            note(f"Rank {rank} has printed nothing. Looked at: {file}")
+        elif not Path(file).name.startswith(("rank_", "node_")):
+            note(f"Rank {rank} has printed nothing. This is {file}:")
+        print(shown(text), end="")
     if not is_other:
         next_step("See its state and alerts:", "status", run)
 
 
 def _tell_next(run: Path) -> None:
     """Says what to do with a run in the state that it is in."""
-    text, command = NEXT.get(read_status(run).state, ("Follow it:", "watch"))
-    next_step(text, command, run)
+    status = read_status(run)
+    text, command = NEXT.get(status.state, ("Follow it:", "watch"))
+    report = read_exit(run)
+    words = []
+    if command == "logs" and report and report.attempt == status.attempt and report.failing_rank:
+        words = ["--rank", str(report.failing_rank)]
+    next_step(text, command, run, *words)
 
 
 @app.command()

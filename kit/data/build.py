@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cluster.outcome import last_words
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
 from kit.data.dataset import DESCRIPTION, BuildSettings, Dataset
@@ -278,19 +279,20 @@ def share_out(
         DataError: a piece cannot be done, or a process has gone.
     """
     children: list[subprocess.Popen[bytes]] = []
-    command, pipe, silence = [sys.executable, "-m", "kit.data"], subprocess.PIPE, subprocess.DEVNULL
+    command, pipe = [sys.executable, "-m", "kit.data"], subprocess.PIPE
     alone = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
     with progress.stage(title, sum(sizes)) as advance:
 
         def elsewhere(piece: tuple[Any, ...], size: int) -> Any:
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=silence, env=alone)
+            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=alone)
             children.append(child)
-            output, _ = child.communicate(pickle.dumps((function, piece)))
+            output, errors = child.communicate(pickle.dumps((function, piece)))
             if child.returncode:
+                said = last_words(errors.decode(errors="replace"))
                 raise DataError(
                     f"A process of the build has ended with code {child.returncode}, which is -9 "
-                    f"where memory ran out. Build again on fewer cores, with `taskset`, or in "
-                    f"Python with fewer workers."
+                    f"where memory ran out{f': {said}' if said else ''}. Build again on fewer"
+                    f" cores, with `taskset`, or in Python with fewer workers."
                 )
             if isinstance(answer := pickle.loads(output), Exception):
                 raise answer

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from cluster import submission
 from cluster.job import JobSpec
+from cluster.outcome import last_words
 from cluster.record import Record, field_doc, from_one, must, suggestion
 from cluster.render import nodes_for
 from cluster.site import Site
@@ -333,6 +334,6 @@ def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Optio
         job.cancel()
         raise
     if status.state is not JobState.DONE:
-        words = [status.reason, *job.logs(0).strip().splitlines()][-1].rstrip(".")
+        words = (last_words(job.logs(0)) or status.reason).rstrip(".")
         more = kit_command("logs", job.run_dir)
         raise RunError(f"{run.name}, step {step}: not scored: {words}. All that it said: `{more}`.")

@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster import submission
 from cluster.job import Job
+from cluster.outcome import last_words
 from cluster.record import Record, field_doc
 from cluster.state import JobError, refuse_other_owner
 from kit.data.wheels import file_sha256
@@ -186,10 +187,8 @@ def _result(
     if has_scores(run, step, requests, options):
         report = EvalReport.read(report_file(run, step))
         return Followed(step=step, scored=True, seconds=report.seconds, said=_said(report))
-    words = job.logs(0).strip().splitlines()
-    return Followed(
-        step=step, scored=False, said=f"not scored: {words[-1] if words else job.status().reason}"
-    )
+    words = last_words(job.logs(0)) or job.status().reason
+    return Followed(step=step, scored=False, said=f"not scored: {words}")
 
 
 def _is_over(run: Run) -> bool:

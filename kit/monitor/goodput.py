@@ -183,10 +183,15 @@ def ledger(run: Run) -> Ledger:
                 devices=plan.num_devices,
                 usd_per_hour=usd_per_hour(plan, sites.get(attempt, run.site)),
                 seconds=seconds,
-                end=f"{told[-1].state}: {told[-1].reason}" if told else "imported",
+                end=_last_event(told[-1]) if told else "imported",
             )
         )
     return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s)
+
+
+def _last_event(event: Event) -> str:
+    """Returns the last state of an attempt, with its reason if it has one."""
+    return f"{event.state}: {event.reason}" if event.reason else str(event.state)
 
 
 def _attempt(

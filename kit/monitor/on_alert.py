@@ -97,5 +97,5 @@ def _call(command: str, run: Run, alert: Alert) -> str:
         return f"it had not ended after {LIMIT_S:g} s"
     except (OSError, ValueError) as error:
         return f"it could not be run ({error})"
-    said = " ".join(done.stderr.decode(errors="replace").split())
+    said = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
     return f"it ended with {done.returncode}: {cut(said, 120)}" if done.returncode else ""

@@ -57,7 +57,9 @@ def test_a_site_builds_the_parts_and_what_was_lost_again(sandbox, text, build, t
     assert sorted(path.name for path in data.iterdir()) == ["array.sh", "logs", "part_2_of_3"]
     (text / "5.jsonl").write_text(whole)
     build(data, "--part=all/3", told)
-    assert "2 parts of 3 sent as job" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "2 parts of 3 sent as job" in said.out
+    assert "Part 3 was not built before." in said.err and "5.jsonl:51: not valid" in said.err
     assert eventually(lambda: not sandbox.run("squeue", "--noheader"), 120)
     for number in (1, 2, 3):
         build(tmp_path / "here", f"--part={number}/3")

@@ -17,7 +17,7 @@ from cluster import poll, slurm
 from cluster.attempts import claim_attempt, hand_over, take_over
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
 from cluster.job import Job, JobSpec, read_status
-from cluster.outcome import fruitless_starts, furthest_steps
+from cluster.outcome import fruitless_starts, furthest_steps, last_words
 from cluster.poll import Poller, SchedulerAnswer
 from cluster.process import Process
 from cluster.record import ConfigError
@@ -56,6 +56,58 @@ def test_states_are_these_and_no_others():
         " imported"
     )
     assert " ".join(state for state in JobState if state.is_final) == "done failed lost imported"
+
+
+def test_reason_ends_with_its_state(tmp_path):
+    starting = {"state": "starting", "step": None, "reason": "4 processes started"}
+    assert "4 processes started" in running(tmp_path, **starting).reason
+    assert update_state(tmp_path, attempt=1, step_time_s=0.5).reason == "4 processes started"
+    assert running(tmp_path, step=192).reason == ""
+    assert read_history(tmp_path)[-1].reason == ""
+    assert read_status(tmp_path).reason.startswith("step 192; ")
+
+
+LMOD = """\
+Lmod has detected the following error: The following module(s) are unknown: "cuda/99"
+
+Please check the spelling or version number. Also try "module spider ..."
+  $ module --ignore_cache load "cuda/99"
+
+kit: the module cuda/99 cannot be loaded
+======== job summary: 12 s, 0 GPU hours ========
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            LMOD,
+            "the module cuda/99 cannot be loaded: Lmod has detected the following error: The"
+            ' following module(s) are unknown: "cuda/99"',
+        ),
+        ("kit: setup: x failed with code 1\nattempt 2 of run in job 5 on n1\nkilled\n", "killed"),
+        ("0: no such device\nsrun: error: n1: task 0: Exited with code 1\n", "0: no such device"),
+        ("srun: error: no step\nsrun: Terminating StepId=1.0\n", "srun: error: no step"),
+        (" \n\n", ""),
+        ("", ""),
+    ],
+    ids=["Lmod", "older", "task", "srun", "blank", "empty"],
+)
+def test_last_words_of_a_log(text, words):
+    assert last_words(text) == words
+
+
+def test_lost_local_run_names_its_supervisors_error(tmp_path):
+    running(tmp_path, process=dataclasses.replace(Process.current(), pid=2**22 + 1))
+    log = tmp_path / "logs" / "attempt_01_supervisor.log"
+    log.parent.mkdir()
+    log.write_text("Traceback\nMemoryError: cannot allocate\n")
+    status = read_status(tmp_path)
+    assert status.state is JobState.LOST
+    assert status.reason.endswith(
+        f"{log.relative_to(tmp_path)} ends with: MemoryError: cannot allocate"
+    )
 
 
 def test_update_keeps_what_it_does_not_name_and_ignores_keys_of_a_newer_version(tmp_path):

@@ -23,7 +23,7 @@ from tests.cluster.jobs import scheduler_job
 from tests.cluster.shell import programs
 
 KINDS = {
-    "v1": ("Service", "ConfigMap"),
+    "v1": ("Service", "ConfigMap", "Pod", "Event"),
     "batch/v1": ("Job",),
     "jobset.x-k8s.io/v1alpha2": ("JobSet",),
 }
@@ -82,6 +82,11 @@ class ApiHandler(BaseHTTPRequestHandler):
             return self._answer(200, b"", OPENAPI)
         if path in self.server.objects:
             return self._answer(200, self.server.objects[path])
+        if path.endswith("/events"):
+            assert query["fieldSelector"] == ["type=Warning"]
+            events = self.server.of_kind("events")
+            listed = {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": events}
+            return self._answer(200, listed)
         selector = query.get("labelSelector")
         if not selector:
             return self._refuse(404, "not found")
@@ -211,6 +216,49 @@ def test_states_in_our_words(api, submitted):
     assert having(active=64, ready=64).state is JobState.STOPPING
     api.objects.clear()
     assert look(job).state is JobState.LOST
+
+
+CORE = "/api/v1/namespaces/default"
+TERMINATED = {
+    "exitCode": 1,
+    "reason": "Error",
+    "message": "ls: no such file\nkit: setup: x failed\n",
+}
+PULL = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "kit:9"'}
+NO_NODE = {"reason": "Unschedulable", "message": "0/4 nodes are available: 4 Insufficient gpu."}
+QUOTA = {"reason": "FailedCreate", "message": "Error creating: exceeded quota: gpus"}
+
+
+@pytest.mark.parametrize(
+    ("pod", "event", "words"),
+    [
+        ({"containerStatuses": [{"state": {"waiting": PULL}}]}, None, "ImagePullBackOff: Back-off"),
+        (
+            {"containerStatuses": [{"state": {"terminated": TERMINATED}}]},
+            None,
+            "Error, code 1: setup: x failed: ls: no such file",
+        ),
+        ({"conditions": [condition("PodScheduled", "False", **NO_NODE)]}, None, "4 Insufficient"),
+        (None, QUOTA, "FailedCreate: Error creating: exceeded quota"),
+        ({}, {"reason": "FailedMount", "message": "claim not found"}, "FailedMount: claim not"),
+    ],
+    ids=["image", "setup", "nodes", "quota", "mount"],
+)
+def test_reason_of_pods_that_do_not_run(api, submitted, pod, event, words):
+    job, made = submitted()
+    name = made["metadata"]["name"]
+    about = {"kind": "Job" if pod is None else "Pod", "name": name if pod is None else f"{name}-0"}
+    if pod is not None:
+        metadata = {"name": about["name"], "labels": made["metadata"]["labels"]}
+        shown = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": pod}
+        api.objects[f"{CORE}/pods/{about['name']}"] = shown
+    if event is not None:
+        shown = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e"}, **event}
+        api.objects[f"{CORE}/events/e"] = {**shown, "involvedObject": about}
+    for status in ({"active": 1}, {"conditions": [condition("Failed", reason="BackoffLimit")]}):
+        made["status"] = status
+        assert f"{about['kind'].lower()} {about['name']}: " in look(job).reason
+        assert words in look(job).reason
 
 
 def test_stopped_job_is_requeued_as_the_next_attempt(api, submitted, tmp_path):

@@ -31,7 +31,7 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.on_alert import OnAlert
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
-from tests.cluster.jobs import standin
+from tests.cluster.jobs import standin, with_slurm
 from tests.cluster.shell import programs
 from tests.cluster.waiting import eventually
 from tests.monitor.recorded import recorded_run
@@ -99,6 +99,17 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     assert eventually(lambda: shutil.rmtree(there, ignore_errors=True) or not there.exists())
     assert eventually(lambda: "not there any more" in job.status().reason), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs(attempt=1)
+
+
+def test_failure_behind_a_login_node_has_a_reason(behind, login_node, tmp_path):
+    site = with_slurm(behind, setup=("source /nowhere/activate env",))
+    job = submission.submit(lone(tmp_path / "laptop" / "run"), site)
+    assert eventually(lambda: job.state.is_final), job.status()
+    status = job.status()
+    assert status.state is JobState.FAILED
+    assert "setup: source /nowhere/activate env failed with code 1" in status.reason
+    assert "kit: setup: source /nowhere/activate env" in job.logs()
+    assert job.find_logs()[0].startswith(str(job.run_dir / "logs" / "slurm-"))
 
 
 def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from typer.testing import CliRunner
 
 from cluster import poll, slurm
 from cluster.poll import Poller, SchedulerAnswer
@@ -19,10 +21,12 @@ from cluster.render import scripts
 from cluster.sandbox import Sandbox, why_not
 from cluster.scheduler import Broadcast, Compilation
 from cluster.site import Site
-from cluster.slurm import preflight
+from cluster.slurm import inventory, preflight, reasons
 from cluster.slurm import queries as slurm_queries
+from cluster.slurm.queries import slurm_command
 from cluster.state import JobError, JobState, SchedulerJob, read_exit
 from cluster.submission import submit
+from kit.commands.app import app
 from tests.cluster.conftest import be_client
 from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin, with_slurm
 from tests.cluster.shell import WORDS, programs
@@ -335,7 +339,7 @@ def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch
         found = [row for number, row in rows.items() if f"--jobs={number}" in words[1:]]
         return "".join(f"{row}\n" for row in found)
 
-    monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
+    monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: ({}, ""))
     monkeypatch.setattr(slurm_queries, "slurm_command", answer)
     found = slurm.query([slurm_job(number) for number in rows])
     told = [(each.state, each.exit_code) for each in found.values()]
@@ -429,3 +433,103 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(
 
     assert eventually(lambda: found().state is JobState.FAILED)
     assert found().exit_code == 3 and "FAILED" in found().reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modules": ("python/9.99",)}, "the module python/9.99 cannot be loaded: .*not found"),
+        (
+            {"setup": ("true", "source /nowhere/activate nosuchenv")},
+            "setup: source /nowhere/activate nosuchenv failed with code 1: .*No such file",
+        ),
+        ({"setup": ("exit 0",)}, "setup: exit 0 ended the shell with code 0"),
+        (
+            {"task_setup": ('[ "$RANK" != 1 ] || nosuchcommand',)},
+            "rank 1 on node2 ended with code 1: task_setup: .* code 127: .*command not found",
+        ),
+        (
+            {"task_setup": ("cd /nowhere && true",), "launcher": "torchrun"},
+            "rank [01] on node[12] ended with code 1: task_setup: cd /nowhere .*No such file",
+        ),
+        ({"srun_options": ("--no-such-option",)}, "srun: .*no-such-option"),
+    ],
+    ids=["module", "setup", "exit", "task", "agent", "srun"],
+)
+def test_failure_before_the_first_rank_has_a_reason(
+    sandbox, site, tmp_path, monkeypatch, changes, words
+):
+    run_dir = tmp_path / "run"
+    job = submit(
+        standin(run_dir, num_processes=2).replace(max_restarts=0), with_slurm(site, **changes)
+    )
+    status = job.wait(60)
+    assert status.state is JobState.FAILED
+    assert re.search(f"{words}[^:]*$", status.reason), status.reason
+    file, text = job.find_logs(rank := 1)
+    shown = CliRunner().invoke(app, ["logs", str(run_dir), "--rank", str(rank)])
+    assert text and text == job.logs(rank) and text in shown.output
+    assert file in shown.output.replace("\n", "") or "rank_00001.log" in file
+
+
+def test_failure_of_the_compile_job_has_a_reason(sandbox, site, tmp_path):
+    places = {"shared_cache": str(tmp_path / "shared"), "node_cache": str(tmp_path / "disk")}
+    compilation = Compilation(command=("env", "COMPILING=1"), variable="CACHE", **places)
+    code = "import sys; sys.exit('no compiler')"
+    spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=2, num_nodes=1)
+    job = submit(spec, with_slurm(site, compilation=compilation))
+    status = job.wait(60)
+    assert status.state is JobState.FAILED and status.reason.endswith(": no compiler"), status
+
+
+REASONS = Path(__file__).with_name("slurm_reasons.txt")
+
+
+def test_each_reason_of_slurm_says_how_it_goes_on():
+    """Against all names in Slurm's source, ordered by the descriptions in its documentation."""
+    verdict, names = "", 0
+    for line in REASONS.read_text().splitlines():
+        if line.startswith("["):
+            verdict = line.strip("[]")
+        elif line and not line.startswith("#"):
+            names += 1
+            family = reasons.family_of(line)
+            assert family and family.verdict == verdict, line
+            said = reasons.why_it_waits(line, "7")
+            assert line in said and ("will not start" in said) == (verdict != "waits"), said
+    assert names > 200
+    details = "ReqNodeNotAvail, UnavailableNodes:node[1-2]"
+    assert reasons.why_it_waits(details, "7").startswith(f"waits: {details} (its nodes are down")
+    assert reasons.why_it_waits("JobHeldUser", "7").endswith("`scontrol release 7` lets it go.")
+    assert reasons.why_it_waits("NewReason", "7") == "waits: NewReason"
+
+
+BANNER = "INFO: maintenance on Monday | see https://status\n\n#### cluster: big ####"
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_stray_lines_of_slurm_commands_are_ignored(sandbox, site, tmp_path, monkeypatch, last):
+    """Each command prints a banner to standard output, as site wrappers do."""
+    real = {name: shutil.which(name) for name in "sbatch squeue scontrol sacct sinfo".split()}
+    printed = f"cat <<'END'\n{BANNER}\nEND"
+    call = '{} "$@"; code=$?; [ $code = 0 ] || exit $code'
+    lines = [(call.format(path), printed) for path in real.values()]
+    texts = ["\n".join(pair if last else pair[::-1]) for pair in lines]
+    fakes = programs(tmp_path / "bin", dict(zip(real, texts, strict=True)))
+    words = ("bash", "-c", "echo $MASTER_ADDR; sleep 600")
+    with monkeypatch.context() as wrapped:
+        wrapped.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+        assert {row["partition"] for row in inventory.nodes_of(slurm_command([*inventory.SINFO]))}
+        job = submit(job_spec(tmp_path / "run", *words), with_slurm(site, partition="batch"))
+        assert eventually(lambda: job.logs(0) or job.state.is_final), job.status()
+        assert job.logs(0) == "node1\n" and job.state is JobState.STARTING
+        job.cancel()
+        status = job.wait(60)
+        assert status.state is JobState.FAILED and "scancel" in status.reason
+
+
+def test_output_that_is_not_slurms_is_named(monkeypatch):
+    said = {"squeue": "Maintenance on Monday", "scontrol": "Maintenance on Monday", "sacct": ""}
+    monkeypatch.setattr(slurm_queries, "slurm_command", lambda words, *_, **__: said[words[0]])
+    with pytest.raises(JobError, match="squeue printed 'Maintenance on Monday'"):
+        slurm.query([slurm_job(7)])

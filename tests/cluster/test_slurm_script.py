@@ -193,6 +193,32 @@ def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_pat
     assert said == "it's $HOME --part 2/12\n"
 
 
+@pytest.mark.parametrize(
+    ("loads", "fails"),
+    [
+        ("[ $2 != b/2 ] || { echo 'ERROR:105: Unable to locate b/2' >&2; return 0; }; ", True),
+        ("", False),
+    ],
+    ids=["missing", "loaded"],
+)
+def test_module_error_with_code_0_ends_the_job(portable, tmp_path, loads, fails):
+    """As version 3 of Environment Modules does, which keeps LOADEDMODULES as later versions do."""
+    job = training_job("web", 8, 1, working_directory=str(tmp_path)).replace(
+        argv=("/bin/echo", "x")
+    )
+    script = slurm.array_script(job, with_slurm(FRONTIER, modules=("a", "b/2", "a")), 1)
+    module = f"module() {{ {loads}LOADEDMODULES+=:$2/1; }}; export LOADEDMODULES="
+    environment = {k: v for k, v in os.environ.items() if k not in ("LMOD_CMD", "MODULES_CMD")}
+    done = subprocess.run(
+        ["bash", "-c", f"{module}; SLURM_ARRAY_TASK_ID=1; {script}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == ((1, "") if fails else (0, "x 1/1\n")), done.stderr
+    assert done.stderr.endswith("kit: the module b/2 cannot be loaded\n" if fails else "")
+
+
 @pytest.mark.parametrize("name", ["lumi", "perlmutter", "generic-gpu-slurm", *JOBS])
 def test_scripts_pass_shellcheck(portable, name):
     texts = texts_of(name) if name in JOBS else scripts(training_job(name, 4, 1), Site.load(name))

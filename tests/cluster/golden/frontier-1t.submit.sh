@@ -18,15 +18,21 @@
 #SBATCH --signal=B:USR1@600
 #SBATCH --network=disable_rdzv_get
 # ----------------------------------------------------------------------------------------------------
-fail() { echo "$*" >&2; exit 1; }
+fail() { echo "kit: $*" >&2; exit 1; }
 export KIT_RUN_DIR=/shared/runs/frontier-1t
 export PATH=/shared/environment/bin:"$PATH"
-module load PrgEnv-gnu/8.7.0 || fail 'the module PrgEnv-gnu/8.7.0 cannot be loaded'
-module load cpe/26.03 || fail 'the module cpe/26.03 cannot be loaded'
-module load miniforge3/23.11.0-0 || fail 'the module miniforge3/23.11.0-0 cannot be loaded'
-module load rocm/7.1.1 || fail 'the module rocm/7.1.1 cannot be loaded'
-module load rccl-net-plugin || fail 'the module rccl-net-plugin cannot be loaded'
-module load craype-accel-amd-gfx90a || fail 'the module craype-accel-amd-gfx90a cannot be loaded'
+KIT_LOADED=${LOADEDMODULES-}
+is_loaded() {
+    [ -z "${LMOD_CMD-}${MODULES_CMD-}" ] && [ -n "${LOADEDMODULES+set}" ] || return 0
+    [ "$LOADEDMODULES" != "$KIT_LOADED" ] || [[ :$LOADEDMODULES == *":$1"* ]] || return 1
+    KIT_LOADED=$LOADEDMODULES
+}
+{ module load PrgEnv-gnu/8.7.0 && is_loaded PrgEnv-gnu/8.7.0; } || fail 'the module PrgEnv-gnu/8.7.0 cannot be loaded'
+{ module load cpe/26.03 && is_loaded cpe/26.03; } || fail 'the module cpe/26.03 cannot be loaded'
+{ module load miniforge3/23.11.0-0 && is_loaded miniforge3/23.11.0-0; } || fail 'the module miniforge3/23.11.0-0 cannot be loaded'
+{ module load rocm/7.1.1 && is_loaded rocm/7.1.1; } || fail 'the module rocm/7.1.1 cannot be loaded'
+{ module load rccl-net-plugin && is_loaded rccl-net-plugin; } || fail 'the module rccl-net-plugin cannot be loaded'
+{ module load craype-accel-amd-gfx90a && is_loaded craype-accel-amd-gfx90a; } || fail 'the module craype-accel-amd-gfx90a cannot be loaded'
 export OMP_NUM_THREADS=7
 export PYTHONUNBUFFERED=1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -34,9 +40,15 @@ export FI_CXI_RDZV_PROTO=alt_read
 export NCCL_NET=OFI
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
 export GLOO_SOCKET_IFNAME=hsn0
+# Lines of site.slurm.setup. One that fails ends the script, unless it ends with `|| true`.
+KIT_DEPTH=${#BASH_SOURCE[@]}
+trap 'KIT_CODE=$?; [ ${#BASH_SOURCE[@]} != "$KIT_DEPTH" ] || { trap - EXIT; echo "kit: setup: ${KIT_LINE[0]} failed with code $KIT_CODE" >&2; exit 1; }' ERR
+trap 'echo "kit: setup: ${KIT_LINE[0]} ended the shell with code $?" >&2; exit 1' EXIT
+KIT_LINE=($'export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH" # since cpe is not the default one')
 export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH"  # since cpe is not the default one
+trap - ERR EXIT
 # Where the ranks meet: the first node of the job.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -xm 1 '[[:alnum:]._-]\+')
 [ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"
 export MASTER_ADDR MASTER_PORT=$((20000 + (SLURM_JOB_ID + 97 * ${SLURM_RESTART_COUNT:-0}) % 12000))
 # The Python environment: one copy to each node's own disk, instead of one read of every file by every rank.
@@ -57,11 +69,19 @@ export PATH="$KIT_ENVIRONMENT/bin:$PATH"
 run_rank() {
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
     export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=8
-    export MIOPEN_USER_DB_PATH="/tmp/miopen-$SLURM_JOB_ID-$SLURM_LOCALID"
-    export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
-    mkdir -p "$MIOPEN_USER_DB_PATH"
     printf -v log '%s/logs/attempt_%02d/rank_%05d.log' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"
     [ "$RANK" != 0 ] || exec >>"$log" 2>&1 || exit
+    # Lines of site.slurm.task_setup. One that fails ends the script, unless it ends with `|| true`.
+    KIT_DEPTH=${#BASH_SOURCE[@]}
+    trap 'KIT_CODE=$?; [ ${#BASH_SOURCE[@]} != "$KIT_DEPTH" ] || { trap - EXIT; echo "kit: task_setup: ${KIT_LINE[0]} failed with code $KIT_CODE" >&2; exit 1; }' ERR
+    trap 'echo "kit: task_setup: ${KIT_LINE[0]} ended the shell with code $?" >&2; exit 1' EXIT
+    KIT_LINE=($'export MIOPEN_USER_DB_PATH="/tmp/miopen-$SLURM_JOB_ID-$SLURM_LOCALID"')
+    export MIOPEN_USER_DB_PATH="/tmp/miopen-$SLURM_JOB_ID-$SLURM_LOCALID"
+    KIT_LINE=($'export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"')
+    export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
+    KIT_LINE=($'mkdir -p "$MIOPEN_USER_DB_PATH"')
+    mkdir -p "$MIOPEN_USER_DB_PATH"
+    trap - ERR EXIT
     cd /shared/work || exit
     exec python -m kit.train --run /shared/runs/frontier-1t
 }

@@ -16,7 +16,7 @@
 #SBATCH --signal=B:USR1@600
 #SBATCH --exclusive
 # ----------------------------------------------------------------------------------------------------
-fail() { echo "$*" >&2; exit 1; }
+fail() { echo "kit: $*" >&2; exit 1; }
 export KIT_RUN_DIR=/shared/runs/hlat-70b
 export PATH=/shared/environment/bin:"$PATH"
 export OMP_NUM_THREADS=1
@@ -30,7 +30,7 @@ export FI_PROVIDER=efa
 export FI_EFA_USE_DEVICE_RDMA=1
 export FI_EFA_FORK_SAFE=1
 # Where the ranks meet: the first node of the job.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -xm 1 '[[:alnum:]._-]\+')
 [ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"
 export MASTER_ADDR MASTER_PORT=41000
 # ----------------------------------------------------------------------------------------------------
@@ -50,8 +50,15 @@ run_rank() {
 export -f run_rank
 # What each node runs: an agent that starts the node's ranks.
 run_node() {
-    ulimit -n 131071
+    # Lines of site.slurm.task_setup. One that fails ends the script, unless it ends with `|| true`.
+    KIT_DEPTH=${#BASH_SOURCE[@]}
+    trap 'KIT_CODE=$?; [ ${#BASH_SOURCE[@]} != "$KIT_DEPTH" ] || { trap - EXIT; echo "kit: task_setup: ${KIT_LINE[0]} failed with code $KIT_CODE" >&2; exit 1; }' ERR
+    trap 'echo "kit: task_setup: ${KIT_LINE[0]} ended the shell with code $?" >&2; exit 1' EXIT
+    KIT_LINE=($'ulimit -n 131071 || echo \'the limit of open files stays as it is\' >&2')
+    ulimit -n 131071 || echo 'the limit of open files stays as it is' >&2
+    KIT_LINE=($'sudo -n sysctl -w net.ipv4.ip_local_reserved_ports=44000,48620,41000,23456 || echo \'the ports of the Neuron runtime are not reserved\' >&2')
     sudo -n sysctl -w net.ipv4.ip_local_reserved_ports=44000,48620,41000,23456 || echo 'the ports of the Neuron runtime are not reserved' >&2
+    trap - ERR EXIT
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
     exec /shared/environment/bin/python -m torch.distributed.run \
         --nnodes=256 --node-rank="$SLURM_NODEID" --nproc-per-node=32 \

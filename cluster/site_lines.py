@@ -1,0 +1,103 @@
+"""The shell lines of a site file, `setup` and `task_setup`, as a part of a script in which a line
+that fails ends the script. Standard library only.
+
+A line fails as under `set -e`: a command that decides an `if` or a `while`, or stands before `||`,
+may fail. So may each command inside a sourced file or a function: only the status of the line
+counts. In addition a line with `&&` fails if its first part fails, unless the line tests something,
+as `[ -d FOLDER ] && ...` does.
+"""
+
+import functools
+import os
+import re
+import subprocess
+
+from cluster.outcome import MESSAGE_MARK
+from cluster.record import ConfigError, cut
+from cluster.scheduler import quote
+
+TEST = re.compile(r"(^|[\s;&|(])(\[{1,2}|\(\(|!|test|grep|command|type|which|hash)\s")
+"""A command that only answers a question, so that its failure is an answer."""
+
+
+def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list[str]:
+    """Returns the lines of a script, each of which ends the script with a message and `exit_code`
+    if it fails.
+
+    `name` is the field of the site file, such as `site.slurm.setup`.
+
+    Raises:
+        ConfigError: bash cannot read the lines.
+    """
+    if not lines:
+        return []
+    said = f'echo "{MESSAGE_MARK}{name.rpartition(".")[2]}: ${{KIT_LINE[0]}}'
+    script = [
+        f"# Lines of {name}. One that fails ends the script, unless it ends with `|| true`.",
+        "KIT_DEPTH=${#BASH_SOURCE[@]}",
+        'trap \'KIT_CODE=$?; [ ${#BASH_SOURCE[@]} != "$KIT_DEPTH" ] || { trap - EXIT;'
+        f" {said} failed with code $KIT_CODE\" >&2; exit {exit_code}; }}' ERR",
+        f"trap '{said} ended the shell with code $?\" >&2; exit {exit_code}' EXIT",
+    ]
+    for command in complete_commands(lines, name):
+        script.append(f"KIT_LINE=({_quoted(cut(' '.join(command.split()), 200))})")
+        script.append(command)  # As one text, so that nothing is indented in a here-document.
+        if "&&" in command and not TEST.search(command):
+            script.append("(exit $?)")
+    return [*script, "trap - ERR EXIT"]
+
+
+def _quoted(text: str) -> str:
+    """Returns a shell word that stands for exactly this text. Shellcheck finds variables in plain
+    single quotes suspicious.
+    """
+    if not text.isprintable():
+        return quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{escaped}'"
+
+
+@functools.cache
+def complete_commands(lines: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Returns shell lines, those joined that together are one command, such as an `if` block.
+
+    Raises:
+        ConfigError: bash cannot read the lines.
+    """
+    commands: list[str] = []
+    part: list[str] = []
+    complaint = ""
+    for line in lines:
+        part.append(line)
+        complaint = _complaint("\n".join(part))
+        if not complaint:
+            commands.append("\n".join(part))
+            part = []
+    if part:
+        raise ConfigError(
+            f"{name}[{len(lines) - len(part)}]: bash cannot read {cut(part[0], 200)!r} and what"
+            f" follows it: {complaint}. Correct the line. A block such as `if ...; then` may go"
+            " over several lines of the list, up to its `fi`."
+        )
+    return tuple(commands)
+
+
+def _complaint(text: str) -> str:
+    """Returns what bash says against a text as a complete command, or an empty text."""
+    if re.search(r"(?<!\\)(\\\\)*\\$", text):
+        return "the last line ends with a backslash"
+    environment = {**os.environ, "LC_ALL": "C"}
+    environment.pop("BASH_ENV", None)
+    try:
+        done = subprocess.run(
+            ["bash", "-O", "extglob", "-n"],
+            input=f"{text}\n",
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+    except FileNotFoundError:  # No bash here: the one on the cluster will read the lines.
+        return ""
+    # An open here-document is a warning, with code 0.
+    said = done.stderr.strip().splitlines()
+    return re.sub(r"^bash: (line \d+: )?", "", said[0]) if said else ""
