@@ -5,12 +5,14 @@ What a launch refuses by itself, such as a full disk, is not looked at. No torch
 
 import dataclasses
 import importlib.metadata
+import shlex
 import shutil
 import subprocess
-import sys
 
+from cluster.interpreter import code_command, source_command
 from cluster.state import JobError
 from kit.errors import install_command
+from kit.shadows import find_in_working_directory, find_shadows, summary
 
 EXTRAS = {
     "optuna": "plan",
@@ -59,6 +61,7 @@ def examine(*, deep: bool = False) -> list[Finding]:
     """
     torch, gpu = _torch()
     return [
+        *_modules(),
         torch,
         gpu,
         *_rates(int(gpu.found.split()[0]) if gpu.ok else 0),
@@ -68,9 +71,22 @@ def examine(*, deep: bool = False) -> list[Finding]:
     ]
 
 
+def _modules() -> list[Finding]:
+    """Returns which modules the user's environment shadows, for ranks and for notebooks."""
+    shadows = find_shadows()
+    advice = f"{shadows[0].advice}" if shadows else ""
+    told = summary(shadows) or "all from this environment"
+    findings = [Finding("modules", told, not shadows, advice)]
+    if here := find_in_working_directory():
+        names = ", ".join(f"{shadow.name}.py" for shadow in here)
+        told = f"{names}: notebooks here import it, ranks do not"
+        findings.append(Finding("this folder", told, None, "rename it"))
+    return findings
+
+
 def _torch() -> tuple[Finding, Finding]:
     """Returns how long torch took to import, and which GPUs it sees."""
-    done = _python("-c", TORCH_PROBE)
+    done = _run(code_command(TORCH_PROBE))
     if not done.stdout:
         told = f"cannot be imported: {_last(done.stderr)}"
         return Finding("torch", told, False, install_command()), NO_GPU
@@ -123,14 +139,14 @@ def _deepspeed(deep: bool) -> Finding:
     installed = _package("deepspeed", "deepspeed")
     if not installed.ok or not deep:
         return installed
-    probe = ("-m", "kit.engines.deepspeed.probe")
+    probe = source_command("kit.engines.deepspeed.probe")
     try:
-        done = _python(*probe, timeout=PROBE_LIMIT_S)
+        done = _run(probe, timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(probe, 1, "", f"no step in {PROBE_LIMIT_S:.0f} s")
     if done.returncode:
         told = f"{installed.found}, but cannot train: {_last(done.stderr)}"
-        advice = f"{install_command('deepspeed')}, or engine 'native'; see {' '.join(probe)}"
+        advice = f"{install_command('deepspeed')}, or engine 'native'; see {shlex.join(probe)}"
         return Finding("deepspeed", told, False, advice)
     return Finding("deepspeed", f"{installed.found}, made a training step", True)
 
@@ -151,9 +167,11 @@ def _neuron() -> Finding:
     return Finding(name, f"{status.state}: {status.reason}", False, status.message)
 
 
-def _python(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with some words, and returns what it wrote."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout)
+def _run(
+    command: tuple[str, ...], timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end and returns its output as text."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def _last(text: str) -> str:

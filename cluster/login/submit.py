@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from cluster.attempts import Files, new_folders, write_files
+from cluster.interpreter import CONTAINER_PYTHON, PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh, ssh_line
 from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, mirror_of, refresh
@@ -22,8 +23,6 @@ from cluster.render import check_submittable
 from cluster.scheduler import Slurm
 from cluster.site import Site, There
 from cluster.state import JobError
-
-PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
@@ -130,8 +129,14 @@ def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
             f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there"
             " first."
         )
-    words = _look_for(module, mirror.python, site.slurm or Slurm())
+    slurm = site.slurm or Slurm()
+    words = _look_for(module, mirror.python, slurm)
     if f"lacks {module}".encode() in ssh(mirror.login, f"exec bash -lc {shlex.quote(words)}"):
+        if slurm.container:
+            raise ConfigError(
+                f"site.slurm.container: {list(slurm.container)} on {mirror.login} has no {module},"
+                " so the job would fail at its start. Give an image that has it."
+            )
         raise ConfigError(
             f"there.python: {mirror.python} on {mirror.login} has no {module}, so the job would"
             " fail at its start. Give the Python of an environment that has it."
@@ -142,13 +147,17 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
     """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the
     site may bring one.
     """
+    if slurm.has_tasks_in_container:
+        return "exit"
     if slurm.has_own_environment or re.search(
         r"PYTHONPATH|PYTHONHOME|activate|\bsource |['; ]\. ", repr(slurm)
     ):
         return "exit"
     loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
     code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"
-    return "\n".join([*loads, shlex.join([python, "-c", code])])
+    # A container that a login node cannot start is tried on the compute nodes.
+    words = [*slurm.container, CONTAINER_PYTHON if slurm.container else python, "-P", "-c", code]
+    return "\n".join([*loads, f"{shlex.join(words)} || exit 0"])
 
 
 def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSpec:

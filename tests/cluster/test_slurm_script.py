@@ -38,7 +38,7 @@ done"""  # noqa: E501
     ),
     "python": (
         """
-[ "$1" != -S ] || shift
+while [[ $1 == -? && $1 != -m ]]; do shift; done  # then start.py or -m
 module=$2
 case $module in
     cluster.slurm.supervisor) shift 4; export KIT_ATTEMPT=3; mkdir -p "$KIT_RUN_DIR/logs/attempt_03" ;;
@@ -73,7 +73,7 @@ TRN1 = with_slurm(Site.load("trn1.32xlarge"), partition="compute1")
 def training_job(name, num_processes, num_nodes, **changes):
     run_dir, python = f"/shared/runs/{name}", "/shared/environment/bin/python"
     given = {"num_nodes": num_nodes, "working_directory": "/shared/work", **changes}
-    words = (python, "-m", "kit.train", "--run", run_dir)
+    words = (python, "-P", "-m", "kit.train", "--run", run_dir)
     return job_spec(run_dir, *words, num_processes=num_processes, **given)
 
 
