@@ -8,8 +8,11 @@ import importlib.metadata
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
-from cluster.interpreter import code_command, source_command
+from cluster.interpreter import PACKAGE_ROOT, code_command, source_command
+from cluster.site import Site
+from cluster.slurm.script import container_trial
 from cluster.state import JobError
 from kit.errors import install_command
 from kit.shadows import find_in_working_directory, find_shadows, summary
@@ -69,6 +72,27 @@ def examine(*, deep: bool = False) -> list[Finding]:
         _deepspeed(deep),
         _neuron(),
     ]
+
+
+def examine_site(site: Site) -> list[Finding]:
+    """Returns whether the container of a site starts here and shows the kit and this folder."""
+    slurm = site.slurm
+    if slurm is None or not slurm.is_in_container:
+        return [Finding("container", f"{site.name} has none", None)]
+    if site.login or slurm.has_tasks_in_container:
+        advice = "the first second of a job tries it, before any rank starts"
+        if slurm.has_tasks_in_container:
+            advice = "srun starts it: try `srun` with the site's srun_options"
+        return [Finding("container", "not tried from this machine", None, advice)]
+    script = container_trial(slurm, str(Path.cwd()))
+    try:
+        done = _run(("bash", "-lc", script), timeout=PROBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        done = subprocess.CompletedProcess(script, 1, "", f"no answer in {PROBE_LIMIT_S:.0f} s")
+    if done.returncode:
+        advice = f"bind {PACKAGE_ROOT} and {Path.cwd()} under the same paths (site.slurm.container)"
+        return [Finding("container", _last(done.stderr), False, advice)]
+    return [Finding("container", "its python3 finds the kit and torch, and sees this folder", True)]
 
 
 def _modules() -> list[Finding]:

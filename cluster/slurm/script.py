@@ -372,6 +372,20 @@ def _container_probe(job: JobSpec, slurm: Slurm, source: Path | str) -> list[str
     ]
 
 
+def container_trial(slurm: Slurm, folder: str) -> str:
+    """Returns a shell script that sets up the environment of a job and tries the site's container
+    on this machine. What is wrong is on standard error.
+    """
+    job = JobSpec(name="trial", run_dir=folder, argv=("true",), num_processes=1)
+    command = [*slurm.container, *container_check(folder)]
+    lines = [
+        *environment(job, slurm, sys.executable),
+        *container_environment(job, slurm, PACKAGE_ROOT),
+        f"exec {' '.join(map(quote, command))}",
+    ]
+    return "\n".join(lines)
+
+
 def container_check(folder: str) -> tuple[str, ...]:
     """Returns the command that reports, inside a container, what is wrong with the container."""
     return (CONTAINER_PYTHON, *module_command("cluster.slurm.container", folder)[1:])

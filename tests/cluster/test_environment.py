@@ -1,5 +1,6 @@
 """The folder and the environment from which a job is launched do not leak into its processes."""
 
+import json
 import operator
 import os
 import subprocess
@@ -62,12 +63,19 @@ def kit_command(users_folder, tmp_path) -> Callable[..., subprocess.CompletedPro
 
 
 def launch(kit_command, tiny_dataset, directory: Path, *words: str) -> Run:
-    """Returns a run of two steps that the command has launched."""
+    """Returns a run of two steps that the command has launched. It must print that a folder in
+    PYTHONPATH shadows a module.
+    """
+    shadowing = directory.parent / "shadowing"
+    shadowing.mkdir()
+    (shadowing / "colorsys.py").write_text("")
+    variables = {"PYTHONPATH": f"{shadowing}:{ROOT}"}
     sizes = ("spec.num_layers=2", f"spec.vocab_size={tiny_dataset.vocab_size}")
     settings = [word for pair in sizes for word in ("--set", pair)]
     data = ("--data", str(tiny_dataset.directory), "--steps", "2")
-    done = kit_command("launch", str(directory), *data, *settings, *words)
+    done = kit_command("launch", str(directory), *data, *settings, *words, **variables)
     assert done.returncode == 0, done.stderr
+    assert f"In the ranks too, colorsys comes from {shadowing}" in " ".join(done.stderr.split())
     return Run.open(directory)
 
 
@@ -78,6 +86,8 @@ def test_local_ranks_ignore_the_users_files(kit_command, tiny_dataset, tmp_path,
     run = launch(kit_command, tiny_dataset, tmp_path / "run", *layout)
     assert run.job.wait(120).state is JobState.DONE, run.job.logs()
     assert kit_command("status", str(run.directory)).returncode == 0
+    facts = json.loads((run.directory / "env.json").read_text())
+    assert facts["shadowed_modules"] == {"colorsys": str(tmp_path / "shadowing")}
 
 
 def test_build_workers_ignore_the_users_files(users_folder, tmp_path):
@@ -172,9 +182,10 @@ def test_ranks_train_in_a_container(
         site=with_slurm(site.replace(devices_per_node=1), container=container(*binds)),
     )
     assert run.job.wait(240).state is JobState.DONE, run.job.logs()
-    metrics = run.metrics()
-    assert list(metrics["hook/is_inside"]) == [1.0, 1.0]
-    assert list(metrics["hook/names"]) == [0.0, 0.0]
+    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    seen = [(row.get("hook/is_inside"), row.get("hook/names")) for row in rows]
+    assert seen == [(1.0, 0.0), (1.0, 0.0)], (run.directory / "alerts.jsonl").read_text()
     assert not (tmp_path / "imported").exists()
 
 
