@@ -15,7 +15,7 @@ SAID = {
     "2.33": "of AWS, see requirements/trainium.txt",
     "2006": "a year",
     "150": "the default of hung_after_s",
-    "900": "bytes, about, by tests/cluster/test_login.py",
+    "2026": "a year",
     "75": "the rule of the alarm, kit.monitor.alerts",
     "15": "seconds, the rule of the alarm, kit.monitor.alerts",
     "86": "size of the package, kit.evaluate.task_data",
