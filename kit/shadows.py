@@ -32,7 +32,7 @@ def find_shadows() -> list[Shadow]:
     """Returns the shadowed modules of this process and of the processes that it starts."""
     found = []
     for folder in python_path():
-        hidden = sys.stdlib_module_names | modules_in_environment()
+        hidden = {*sys.stdlib_module_names} | modules_in_environment()
         found += _shadows_in(folder, hidden, "PYTHONPATH", NO_PYTHONPATH)
     if folder := user_site_before_environment():
         hidden = modules_in_environment()
@@ -45,7 +45,7 @@ def find_in_working_directory() -> list[Shadow]:
     programs that are started there import them. Processes that the kit starts do not.
     """
     folder = os.getcwd()
-    hidden = sys.stdlib_module_names | modules_in_environment()
+    hidden = {*sys.stdlib_module_names} | modules_in_environment()
     return _shadows_in(folder, hidden, "the working directory", "Rename the file")
 
 

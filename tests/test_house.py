@@ -100,8 +100,8 @@ def test_a_rank_imports_what_it_trains_with():
 RANK_ROOMS = {
     f"kit.{room}"
     for room in (
-        "data engines errors launcher measure model_rules parallel plan recipe rules run spec"
-        " torch_private train trainer"
+        "data engines errors launcher measure model_rules parallel plan recipe rules run shadows"
+        " spec torch_private train trainer"
     ).split()
 }
 """Rooms of the kit that `import kit.train` loads."""
@@ -157,6 +157,7 @@ PYTHON_WITHOUT_COMMAND = {
 ADVICE = {
     "cluster/sandbox/__main__.py",
     "cluster/slurm/preflight.py",
+    "kit/measure/collectives.py",
     "kit/papers/hlat_training.py",
 }
 """Files that name a command of Python which a person types."""

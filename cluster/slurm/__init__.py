@@ -99,7 +99,7 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
     many.
     """
     slurm = slurm_table(site)
-    command = rank_command(job, slurm, sys.executable, PACKAGE_ROOT)
+    command = rank_command(job, slurm, sys.executable, str(PACKAGE_ROOT))
     if slurm.has_tasks_in_container:
         command = ["srun", "--nodes=1", "--ntasks=1", *slurm.srun_options, *command]
     lines = [
@@ -111,7 +111,7 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
         f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
         *directives(job, slurm, "--requeue", log="logs/task-%a.log"),
         *environment(job, slurm, sys.executable),
-        *container_environment(job, slurm, PACKAGE_ROOT),
+        *container_environment(job, slurm, str(PACKAGE_ROOT)),
         f"cd {quote(job.working_directory)} || exit",
         f'exec {" ".join(map(quote, command))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
     ]

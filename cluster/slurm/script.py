@@ -42,7 +42,9 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
     `there` names the Python and the source that run them, by default these.
     """
     slurm = slurm_table(site)
-    python, source = (there.python, there.source) if there else (sys.executable, PACKAGE_ROOT)
+    python, source = sys.executable, str(PACKAGE_ROOT)
+    if there:
+        python, source = there.python, str(there.source)
     common = [*environment(job, slurm, python), *_meeting_point(slurm), *_broadcast(job, slurm)]
     scripts = {}
     if slurm.compilation:
@@ -63,7 +65,7 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
         *common,
         *_ranks(job, slurm, python, source),
         *_cache_to_nodes(job, slurm),
-        *_supervised(job, slurm, python, str(source)),
+        *_supervised(job, slurm, python, source),
     ]
     return {name: "\n".join(lines) + "\n" for name, lines in scripts.items()}
 
@@ -176,7 +178,7 @@ def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
 
 
 def _ranks(
-    job: JobSpec, slurm: Slurm, python: str, source: Path | str, compiling: bool = False
+    job: JobSpec, slurm: Slurm, python: str, source: str, compiling: bool = False
 ) -> list[str]:
     """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a
     node, `run_node`.
@@ -329,7 +331,7 @@ def _function(name: str, body: list[str]) -> list[str]:
 
 
 def rank_command(
-    job: JobSpec, slurm: Slurm, python: str, source: Path | str, prefix: Sequence[str] = ()
+    job: JobSpec, slurm: Slurm, python: str, source: str, prefix: Sequence[str] = ()
 ) -> list[str]:
     """Returns the command of a rank as a compute node runs it, in the site's container if there is
     one. `prefix` is put before the rank's own command.
@@ -342,14 +344,14 @@ def rank_command(
     return [*slurm.container, *prefix, *command]
 
 
-def container_environment(job: JobSpec, slurm: Slurm, source: Path | str) -> list[str]:
+def container_environment(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
     """Returns shell lines that keep the Python settings of the submitting shell out of the
     container, whose Python and packages are others. PYTHONPATH names the source of the kit and what
     the site file or the job sets.
     """
     if not slurm.is_in_container:
         return []
-    paths = [str(source)]
+    paths = [source]
     for variables in (slurm.environment, job.environment):
         if "PYTHONPATH" in variables:
             paths.append(variables["PYTHONPATH"])
@@ -359,7 +361,7 @@ def container_environment(job: JobSpec, slurm: Slurm, source: Path | str) -> lis
     ]
 
 
-def _container_probe(job: JobSpec, slurm: Slurm, source: Path | str) -> list[str]:
+def _container_probe(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
     """Returns the function by which the preflight check tries the container on each node."""
     if not slurm.container:
         return []
@@ -367,7 +369,7 @@ def _container_probe(job: JobSpec, slurm: Slurm, source: Path | str) -> list[str
     body = [*container_environment(job, slurm, source), " ".join(map(quote, command))]
     return [
         "# Tries the container, which must show these folders under the same paths:",
-        f"#   {json.dumps([str(source), job.run_dir])}",
+        f"#   {json.dumps([source, job.run_dir])}",
         *_function("try_container", body),
     ]
 
@@ -380,7 +382,7 @@ def container_trial(slurm: Slurm, folder: str) -> str:
     command = [*slurm.container, *container_check(folder)]
     lines = [
         *environment(job, slurm, sys.executable),
-        *container_environment(job, slurm, PACKAGE_ROOT),
+        *container_environment(job, slurm, str(PACKAGE_ROOT)),
         f"exec {' '.join(map(quote, command))}",
     ]
     return "\n".join(lines)
