@@ -34,4 +34,10 @@ if __name__ == "__main__":
     # For processes that multiprocessing spawns, which get sys.path and not sys.meta_path.
     sys.path.append(SOURCE)
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        from cluster.shadows import explain
+
+        explain(error)
+        raise

@@ -8,7 +8,7 @@ try:
     from kit.run import Run
     from kit.spec import FlopBasis, ModelSpec
 except Exception as error:
-    from kit.shadows import explain
+    from cluster.shadows import explain
 
     explain(error)
     raise

@@ -22,7 +22,7 @@ def main() -> None:
     except ImportError as error:
         sys.exit(broken_environment(error))
     except Exception as error:
-        from kit.shadows import explain
+        from cluster.shadows import explain
 
         explain(error)
         raise
@@ -38,7 +38,7 @@ def broken_environment(error: ImportError) -> int:
     Raises:
         ImportError: again, if no module is shadowed, since its traceback is then of use.
     """
-    from kit.shadows import find_shadows, summary
+    from cluster.shadows import find_shadows, summary
 
     shadows = find_shadows()
     is_doctor = "doctor" in sys.argv[1:]

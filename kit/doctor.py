@@ -5,17 +5,19 @@ What a launch refuses by itself, such as a full disk, is not looked at. No torch
 
 import dataclasses
 import importlib.metadata
+import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from cluster.interpreter import PACKAGE_ROOT, code_command, source_command
+from cluster.shadows import find_in_working_directory, find_shadows, summary
 from cluster.site import Site
 from cluster.slurm.script import container_trial
 from cluster.state import JobError
 from kit.errors import install_command
-from kit.shadows import find_in_working_directory, find_shadows, summary
 
 EXTRAS = {
     "optuna": "plan",
@@ -101,6 +103,13 @@ def _modules() -> list[Finding]:
     advice = f"{shadows[0].advice}" if shadows else ""
     told = summary(shadows) or "all from this environment"
     findings = [Finding("modules", told, not shadows, advice)]
+    is_virtual = sys.prefix != sys.base_prefix
+    # Conda's base environment is often active beside a virtual environment, without harm.
+    variable = "VIRTUAL_ENV" if is_virtual else "CONDA_PREFIX"
+    active = os.environ.get(variable, sys.prefix)
+    if os.path.realpath(active) != os.path.realpath(sys.prefix):
+        told = f"{sys.prefix}, while {active} is active ({variable})"
+        findings.append(Finding("environment", told, None, "start the `kit` of the active one"))
     if here := find_in_working_directory():
         names = ", ".join(f"{shadow.name}.py" for shadow in here)
         told = f"{names}: notebooks here import it, ranks do not"

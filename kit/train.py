@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cluster.files import outlive_full_log, write_atomic
 from cluster.interpreter import source_command
 from cluster.record import ConfigError
+from cluster.shadows import find_shadows
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.data.wheels import file_sha256
 from kit.engines import gpu
@@ -27,7 +28,6 @@ from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.parallel.groups import final_barrier
 from kit.run import HOOK, Run
-from kit.shadows import find_shadows
 from kit.trainer.loop import Trainer
 
 

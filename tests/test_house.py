@@ -100,7 +100,7 @@ def test_a_rank_imports_what_it_trains_with():
 RANK_ROOMS = {
     f"kit.{room}"
     for room in (
-        "data engines errors launcher measure model_rules parallel plan recipe rules run shadows"
+        "data engines errors launcher measure model_rules parallel plan recipe rules run"
         " spec torch_private train trainer"
     ).split()
 }

@@ -17,6 +17,7 @@ from typing import IO
 
 from cluster.interpreter import started_module
 from cluster.process import LIBC, become_rank
+from cluster.shadows import explain
 
 PR_SET_NAME = 15  # linux/prctl.h; what ps and top show
 
@@ -83,7 +84,9 @@ def fork_rank(
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ImportError):
+            explain(error)
         traceback.print_exc()
     finally:
         sys.stdout.flush()

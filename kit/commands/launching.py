@@ -15,6 +15,7 @@ from cluster.login.submit import attach, first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
+from cluster.shadows import find_shadows, summary
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
@@ -34,7 +35,6 @@ from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.shadows import find_shadows, summary
 
 app = typer.Typer()
 SELECTIVE = (

@@ -68,14 +68,14 @@ def launch(kit_command, tiny_dataset, directory: Path, *words: str) -> Run:
     """
     shadowing = directory.parent / "shadowing"
     shadowing.mkdir()
-    (shadowing / "colorsys.py").write_text("")
+    (shadowing / "mailbox.py").write_text("")
     variables = {"PYTHONPATH": f"{shadowing}:{ROOT}"}
     sizes = ("spec.num_layers=2", f"spec.vocab_size={tiny_dataset.vocab_size}")
     settings = [word for pair in sizes for word in ("--set", pair)]
     data = ("--data", str(tiny_dataset.directory), "--steps", "2")
     done = kit_command("launch", str(directory), *data, *settings, *words, **variables)
     assert done.returncode == 0, done.stderr
-    assert f"In the ranks too, colorsys comes from {shadowing}" in " ".join(done.stderr.split())
+    assert f"In the ranks too, mailbox comes from {shadowing}" in " ".join(done.stderr.split())
     return Run.open(directory)
 
 
@@ -87,7 +87,7 @@ def test_local_ranks_ignore_the_users_files(kit_command, tiny_dataset, tmp_path,
     assert run.job.wait(120).state is JobState.DONE, run.job.logs()
     assert kit_command("status", str(run.directory)).returncode == 0
     facts = json.loads((run.directory / "env.json").read_text())
-    assert facts["shadowed_modules"] == {"colorsys": str(tmp_path / "shadowing")}
+    assert facts["shadowed_modules"] == {"mailbox": str(tmp_path / "shadowing")}
 
 
 def test_build_workers_ignore_the_users_files(users_folder, tmp_path):
@@ -102,6 +102,22 @@ def test_slurm_ranks_ignore_the_users_files(kit_command, sandbox, site, tiny_dat
     run = launch(kit_command, tiny_dataset, tmp_path / "run", *layout)
     assert run.job.wait(200).state is JobState.DONE, run.job.logs()
     assert not (tmp_path / "imported").exists()
+
+
+def test_failed_rank_names_a_shadowed_module(sandbox, site, spec, recipe, tmp_path):
+    """As a module that only the job loads would set PYTHONPATH."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('an old numpy')\n")
+    run = kit.launch(
+        tmp_path / "run",
+        spec=spec,
+        plan=Plan(global_batch_size=4, micro_batch_size=4),
+        recipe=recipe,
+        site=with_slurm(site, environment={"PYTHONPATH": str(tmp_path)}),
+    )
+    status = run.job.wait(120)
+    assert status.state is JobState.FAILED
+    assert f"numpy comes from {tmp_path}, set by PYTHONPATH" in status.reason
 
 
 SINGULARITY = r"""#!/bin/bash

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.shadows import find_shadows, python_path
+from cluster.shadows import find_shadows, python_path
 from tests.sources import ROOT
 
 KIT = ["-P", "-c", "import sys; from kit.__main__ import main; sys.exit(main())"]
