@@ -13,7 +13,8 @@ NO_PYTHONPATH = "`unset PYTHONPATH`, or `module unload` what sets it"
 NO_USER_SITE = "`export PYTHONNOUSERSITE=1`"
 SUFFIXES = (".py", ".so", ".pyd")
 SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-NOT_LOOKED_FOR = {"kit", "cluster", "sitecustomize", "usercustomize", "__main__", "setup"}
+NOT_LOOKED_FOR = {"kit", "cluster", "tests", "setup", "sitecustomize", "usercustomize", "__main__"}
+"""Names that no program imports by mistake. Several packages install a `tests` of their own."""
 MOST_NAMED = 5
 
 
@@ -34,8 +35,11 @@ def find_shadows() -> list[Shadow]:
     for folder in python_path():
         hidden = {*sys.stdlib_module_names} | modules_in_environment()
         found += _shadows_in(folder, hidden, "PYTHONPATH", NO_PYTHONPATH)
-    if folder := user_site_before_environment():
-        hidden = modules_in_environment()
+    if folder := user_site():
+        # In a virtual environment its own packages come before the user site.
+        place = [os.path.realpath(entry) for entry in sys.path].index(folder)
+        hidden = modules_in_environment(sys.path[place:]) - modules_in_environment(sys.path[:place])
+        hidden -= sys.stdlib_module_names
         found += _shadows_in(folder, hidden, "the user site", NO_USER_SITE)
     return found
 
@@ -81,7 +85,7 @@ def python_path() -> list[str]:
     return folders
 
 
-def user_site_before_environment() -> str | None:
+def user_site() -> str | None:
     """Returns the folder of the user site if it is in use, None otherwise."""
     site = sys.modules.get("site")
     folder = getattr(site, "USER_SITE", None)
@@ -90,11 +94,13 @@ def user_site_before_environment() -> str | None:
     return None
 
 
-def modules_in_environment() -> set[str]:
-    """Returns the names of the modules that are installed in this environment."""
-    of_user = {*python_path(), os.getcwd(), user_site_before_environment()}
+def modules_in_environment(folders: list[str] | None = None) -> set[str]:
+    """Returns the names of the modules in those folders, by default of `sys.path`, that belong to
+    this environment and not to the user.
+    """
+    of_user = {*python_path(), os.getcwd(), user_site()}
     names = set()
-    for folder in sys.path:
+    for folder in sys.path if folders is None else folders:
         if folder and os.path.realpath(folder) not in of_user:
             names |= _modules_in(folder)
     return names

@@ -111,9 +111,9 @@ def _modules() -> list[Finding]:
         told = f"{sys.prefix}, while {active} is active ({variable})"
         findings.append(Finding("environment", told, None, "start the `kit` of the active one"))
     if here := find_in_working_directory():
-        names = ", ".join(f"{shadow.name}.py" for shadow in here)
-        told = f"{names}: notebooks here import it, ranks do not"
-        findings.append(Finding("this folder", told, None, "rename it"))
+        names = ", ".join(shadow.name for shadow in here)
+        told = f"has files named like modules, which notebooks here import, not ranks: {names}"
+        findings.append(Finding("this folder", told, None, "rename them"))
     return findings
 
 

@@ -54,3 +54,40 @@ def test_shadows_are_what_python_imports(tmp_path, monkeypatch):
     imported = run(tmp_path, "-P", "-c", code, str(tmp_path), *names).stdout.split()
     assert [shadow.name for shadow in find_shadows()] == sorted(imported)
     assert sorted(imported) == ["colorsys", "numpy", "rich"]
+
+
+@pytest.mark.parametrize("is_venv", [False, True])
+def test_user_site_shadows_packages_of_its_prefix(tmp_path, is_venv):
+    """Held to the file that Python finds. A virtual environment puts its own packages first."""
+    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    python = base
+    if is_venv:
+        words = ["-m", "venv", "--without-pip", "--system-site-packages", str(tmp_path / "venv")]
+        subprocess.run([base, *words], check=True)
+        python = tmp_path / "venv" / "bin" / "python"
+    environment = {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user")}
+    environment.pop("PYTHONPATH", None)
+
+    def told(code: str) -> list[str]:
+        words = [python, "-P", "-c", f"import sys; sys.path.append({str(ROOT)!r}); {code}"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    (user,) = told("import site; print(site.getusersitepackages())")
+    installed = told("from importlib.util import find_spec; print(bool(find_spec('pip')))")
+    if not is_venv and installed == ["False"]:
+        pytest.skip("the Python below this environment has no pip to shadow")
+    (own,) = told("import sysconfig; print(sysconfig.get_path('purelib'))")
+    Path(user).mkdir(parents=True)
+    (Path(user) / "json.py").write_text("")  # the standard library comes first
+    (Path(user) / "pip").mkdir()
+    (Path(user) / "pip" / "__init__.py").write_text("")
+    if is_venv:
+        (Path(own) / "pip").mkdir()
+        (Path(own) / "pip" / "__init__.py").write_text("")
+    (found,) = told("import pip; print(pip.__file__)")
+    names = told(
+        "from cluster.shadows import find_shadows; print(*(s.name for s in find_shadows()))"
+    )
+    assert names == (["pip"] if found.startswith(user) else [])
+    assert found.startswith(own if is_venv else user)
