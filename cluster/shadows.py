@@ -25,7 +25,7 @@ class Shadow:
         self.name = name
         self.folder = folder
         self.cause = cause
-        """Setting that puts the folder first."""
+        """What the folder is, or which setting puts it first."""
         self.advice = advice
 
 
@@ -34,7 +34,7 @@ def find_shadows() -> list[Shadow]:
     found = []
     for folder in python_path():
         hidden = {*sys.stdlib_module_names} | modules_in_environment()
-        found += _shadows_in(folder, hidden, "PYTHONPATH", NO_PYTHONPATH)
+        found += _shadows_in(folder, hidden, "set by PYTHONPATH", NO_PYTHONPATH)
     if folder := user_site():
         # In a virtual environment its own packages come before the user site.
         place = [os.path.realpath(entry) for entry in sys.path].index(folder)
@@ -61,15 +61,17 @@ def summary(shadows: list[Shadow]) -> str:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         verb = "comes" if len(names) == 1 else "come"
         shown = ", ".join(names[:MOST_NAMED])
-        lines.append(
-            f"{shown}{more} {verb} from {folder}, set by {cause}, not from this environment"
-        )
+        lines.append(f"{shown}{more} {verb} from {folder}, {cause}, not from this environment")
     return "\n".join(lines)
 
 
 def explain(error: BaseException) -> None:
     """Adds what is shadowed to an error, as a note after its traceback."""
-    if shadows := find_shadows():
+    shadows = find_shadows()
+    folder = os.getcwd()
+    if folder != SOURCE and ("" in sys.path or folder in sys.path):
+        shadows += find_in_working_directory()
+    if shadows:
         error.add_note(f"{summary(shadows)}. {shadows[0].advice}.")
 
 

@@ -39,6 +39,16 @@ def test_import_names_a_shadowed_standard_library(tmp_path):
     assert f"dataclasses comes from {tmp_path}, set by PYTHONPATH" in done.stderr.splitlines()[-1]
 
 
+def test_import_names_a_file_of_the_working_directory(tmp_path):
+    """As in a notebook or a program that starts in that folder."""
+    (tmp_path / "random.py").write_text("")
+    words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); import kit"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    told = f"random comes from {tmp_path}, the working directory"
+    assert told in done.stderr.splitlines()[-1]
+
+
 def test_shadows_are_what_python_imports(tmp_path, monkeypatch):
     """Held to the file that a new Python finds for each name."""
     (tmp_path / "numpy").mkdir()
