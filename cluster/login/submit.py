@@ -155,9 +155,12 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
         return "exit"
     loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
     code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"
-    # A container that a login node cannot start is tried on the compute nodes.
-    words = [*slurm.container, CONTAINER_PYTHON if slurm.container else python, "-P", "-c", code]
-    return "\n".join([*loads, f"{shlex.join(words)} || exit 0"])
+    if slurm.container:
+        # If a login node cannot start the container, the compute nodes try it.
+        words = [*slurm.container, CONTAINER_PYTHON, "-P", "-c", code]
+        setup = ["fail() { exit 0; }", *loads, *slurm.setup]
+        return "\n".join([*setup, f"{shlex.join(words)} || exit 0"])
+    return "\n".join([*loads, shlex.join([python, "-P", "-c", code])])
 
 
 def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSpec:
