@@ -16,6 +16,7 @@ SAID = {
     "2006": "a year",
     "150": "the default of hung_after_s",
     "2026": "a year",
+    "3.11": "the oldest Python that the kit supports, see pyproject.toml",
     "75": "the rule of the alarm, kit.monitor.alerts",
     "15": "seconds, the rule of the alarm, kit.monitor.alerts",
     "86": "size of the package, kit.evaluate.task_data",
