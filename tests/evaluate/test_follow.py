@@ -143,7 +143,7 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
         return EvalReport(name="run", tokenizer_sha256="")
 
     monkeypatch.setattr("kit.evaluate.evaluate", caught)
-    CliRunner().invoke(app, list(job.argv[3:]), catch_exceptions=False)
+    CliRunner().invoke(app, list(job.argv[4:]), catch_exceptions=False)
     assert asked == {"run": run.directory, "step": 3, "tasks": "smoke", "options": given}
 
 
