@@ -85,7 +85,8 @@ class JobSpec(Record):
     num_processes: int = field_doc("ranks over all nodes: one per device")
     num_nodes: int = field_doc("nodes they are spread over", default=1)
     forks: bool = field_doc(
-        "argv is `python -m MODULE ...`, which ranks of this machine may import once and be forked",
+        "argv is `python -P -m MODULE ...`, which ranks of this machine may import once and be"
+        " forked",
         default=False,
     )
     environment: dict[str, str] = field_doc(

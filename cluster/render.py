@@ -136,9 +136,10 @@ def reads_shared_disk(slurm: Slurm) -> bool:
     node, not in containers.
     """
     options = (*slurm.srun_options, *slurm.sbatch_options)
-    return not slurm.has_own_environment and not any(
+    in_container = slurm.is_in_container or any(
         option.startswith(("--container", "--image")) for option in options
     )
+    return not slurm.has_own_environment and not in_container
 
 
 def to_fill_in(site: Site) -> list[str]:

@@ -254,6 +254,23 @@ class Slurm(SchedulerTable):
         check_lines,
         default=(),
     )
+    container: tuple[str, ...] = field_doc(
+        "words before the command of every process that runs on a compute node, for Singularity or"
+        " Apptainer ['singularity', 'exec', '--rocm', '-B', '/scratch,/project', '/path/image.sif']"
+        " (--nv on NVIDIA GPUs). Needs launcher 'srun'. The container's python3 runs the command,"
+        " so the image needs Python 3.11 or newer and PyTorch. -B must show the run directory, the"
+        " data and the source of the kit under the same paths; or the image has the kit installed."
+        " The batch script and what watches the ranks run outside of the container, with the Python"
+        " from which you submit. Variables set here reach the ranks, since both programs pass the"
+        " environment on, unless you give --cleanenv. Words are not expanded by the shell: for"
+        " variables end with ['bash', '-c', '$WITH_CONDA; exec \"$@\"', 'bash'], which the"
+        " container's shell reads. For Pyxis leave this out and give srun_options"
+        " ['--container-image=/path/image.sqsh', '--container-mounts=/scratch:/scratch'], on Alps"
+        " ['--environment=/path/image.toml']: there also what watches the ranks runs in the"
+        " container, so the source of the kit must be mounted",
+        check_lines,
+        default=(),
+    )
     environment_one_node: dict[str, str] = field_doc(
         "variables added in jobs of one node", check_environment, default_factory=dict
     )
@@ -274,6 +291,20 @@ class Slurm(SchedulerTable):
         "copies the Python environment to the nodes' own disks", default=None
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.container and self.has_tasks_in_container:
+            raise ConfigError(
+                f"site.slurm.container: {list(self.container)} together with"
+                f" {list(self.srun_options)} would start a container in a container. Give either"
+                " container or srun_options for it."
+            )
+        if self.is_in_container and self.launcher != "srun":
+            raise ConfigError(
+                f"site.slurm.launcher: {self.launcher!r} cannot start ranks in a container. Use"
+                " launcher = 'srun', which starts one task per rank."
+            )
+
     def max_seconds(self, num_nodes: int) -> float | None:
         """Returns how long a job of so many nodes may run, or None where the site does not say."""
         fitting = (
@@ -288,6 +319,17 @@ class Slurm(SchedulerTable):
             (limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None),
             default=None,
         )
+
+    @property
+    def has_tasks_in_container(self) -> bool:
+        """Whether srun itself starts each task in a container (Pyxis, Container Engine)."""
+        options = ("--container-image", "--environment=")
+        return any(option.startswith(options) for option in self.srun_options)
+
+    @property
+    def is_in_container(self) -> bool:
+        """Whether the command of a rank runs in a container."""
+        return bool(self.container) or self.has_tasks_in_container
 
     @property
     def has_own_environment(self) -> bool:

@@ -19,10 +19,44 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(130)  # as of a shell: 128 + SIGINT
+    except ImportError as error:
+        sys.exit(broken_environment(error))
+    except Exception as error:
+        from cluster.shadows import explain
+
+        explain(error)
+        raise
     finally:
         # else Python, before it ends, looks for cycles in all of torch: the user would wait 0.9 s
         gc.freeze()
 
 
+def broken_environment(error: ImportError) -> int:
+    """Reports that the packages of the command line cannot be imported, and which modules of the
+    user's environment may be the reason. For `kit doctor` this is the whole report.
+
+    Raises:
+        ImportError: again, if no module is shadowed, since its traceback is then of use.
+    """
+    from cluster.shadows import find_shadows, summary
+
+    shadows = find_shadows()
+    is_doctor = "doctor" in sys.argv[1:]
+    if not shadows and not is_doctor:
+        error.add_note("`kit doctor` examines this environment.")
+        raise error
+    print(f"ImportError: {error}", file=sys.stderr)
+    for line in summary(shadows).splitlines():
+        print(f"✖ {line}.", file=sys.stderr)
+    if shadows:
+        print(f"{shadows[0].advice}. Then `kit doctor` examines the rest.", file=sys.stderr)
+    else:
+        print(f"✖ {sys.prefix} lacks a package or has a damaged one.", file=sys.stderr)
+    return 1
+
+
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # `python -m kit` puts the working directory first. Last, its files shadow no module.
+        sys.path.append(sys.path.pop(0))
     main()

@@ -5,10 +5,17 @@ What a launch refuses by itself, such as a full disk, is not looked at. No torch
 
 import dataclasses
 import importlib.metadata
+import os
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+from cluster.interpreter import PACKAGE_ROOT, code_command, source_command
+from cluster.shadows import find_in_working_directory, find_shadows, summary
+from cluster.site import Site
+from cluster.slurm.script import container_trial
 from cluster.state import JobError
 from kit.errors import install_command
 
@@ -59,6 +66,7 @@ def examine(*, deep: bool = False) -> list[Finding]:
     """
     torch, gpu = _torch()
     return [
+        *_modules(),
         torch,
         gpu,
         *_rates(int(gpu.found.split()[0]) if gpu.ok else 0),
@@ -68,9 +76,50 @@ def examine(*, deep: bool = False) -> list[Finding]:
     ]
 
 
+def examine_site(site: Site) -> list[Finding]:
+    """Returns whether the container of a site starts here and shows the kit and this folder."""
+    slurm = site.slurm
+    if slurm is None or not slurm.is_in_container:
+        return [Finding("container", f"{site.name} has none", None)]
+    if site.login or slurm.has_tasks_in_container:
+        advice = "the first second of a job tries it, before any rank starts"
+        if slurm.has_tasks_in_container:
+            advice = "srun starts it: try `srun` with the site's srun_options"
+        return [Finding("container", "not tried from this machine", None, advice)]
+    script = container_trial(slurm, str(Path.cwd()))
+    try:
+        done = _run(("bash", "-lc", script), timeout=PROBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        done = subprocess.CompletedProcess(script, 1, "", f"no answer in {PROBE_LIMIT_S:.0f} s")
+    if done.returncode:
+        advice = f"bind {PACKAGE_ROOT} and {Path.cwd()} under the same paths (site.slurm.container)"
+        return [Finding("container", _last(done.stderr), False, advice)]
+    return [Finding("container", "its python3 finds the kit and torch, and sees this folder", True)]
+
+
+def _modules() -> list[Finding]:
+    """Returns which modules the user's environment shadows, for ranks and for notebooks."""
+    shadows = find_shadows()
+    advice = f"{shadows[0].advice}" if shadows else ""
+    told = summary(shadows) or "all from this environment"
+    findings = [Finding("modules", told, not shadows, advice)]
+    is_virtual = sys.prefix != sys.base_prefix
+    # Conda's base environment is often active beside a virtual environment, without harm.
+    variable = "VIRTUAL_ENV" if is_virtual else "CONDA_PREFIX"
+    active = os.environ.get(variable, sys.prefix)
+    if os.path.realpath(active) != os.path.realpath(sys.prefix):
+        told = f"{sys.prefix}, while {active} is active ({variable})"
+        findings.append(Finding("environment", told, None, "start the `kit` of the active one"))
+    if here := find_in_working_directory():
+        names = ", ".join(shadow.name for shadow in here)
+        told = f"has files named like modules, which notebooks here import, not ranks: {names}"
+        findings.append(Finding("this folder", told, None, "rename them"))
+    return findings
+
+
 def _torch() -> tuple[Finding, Finding]:
     """Returns how long torch took to import, and which GPUs it sees."""
-    done = _python("-c", TORCH_PROBE)
+    done = _run(code_command(TORCH_PROBE))
     if not done.stdout:
         told = f"cannot be imported: {_last(done.stderr)}"
         return Finding("torch", told, False, install_command()), NO_GPU
@@ -126,14 +175,14 @@ def _deepspeed(deep: bool) -> Finding:
     installed = _package("deepspeed", "deepspeed")
     if not installed.ok or not deep:
         return installed
-    probe = ("-m", "kit.engines.deepspeed.probe")
+    probe = source_command("kit.engines.deepspeed.probe")
     try:
-        done = _python(*probe, timeout=PROBE_LIMIT_S)
+        done = _run(probe, timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(probe, 1, "", f"no step in {PROBE_LIMIT_S:.0f} s")
     if done.returncode:
         told = f"{installed.found}, but cannot train: {_last(done.stderr)}"
-        advice = f"{install_command('deepspeed')}, or engine 'native'; see {' '.join(probe)}"
+        advice = f"{install_command('deepspeed')}, or engine 'native'; see {shlex.join(probe)}"
         return Finding("deepspeed", told, False, advice)
     return Finding("deepspeed", f"{installed.found}, made a training step", True)
 
@@ -154,9 +203,11 @@ def _neuron() -> Finding:
     return Finding(name, f"{status.state}: {status.reason}", False, status.message)
 
 
-def _python(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with some words, and returns what it wrote."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout)
+def _run(
+    command: tuple[str, ...], timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end and returns its output as text."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def _last(text: str) -> str:

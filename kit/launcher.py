@@ -4,7 +4,6 @@ before it starts.
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from cluster import local, submission
 from cluster.attempts import new_folders, refuse_live
 from cluster.files import is_locked
+from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
@@ -192,17 +192,13 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its
     ranks alone.
     """
-    argv = (sys.executable, "-m", "kit.train", "--run", str(run.directory))
+    argv = module_command("kit.train", "--run", str(run.directory))
     num_processes, is_local = run.plan.num_devices, run.site.scheduler == "local"
     if is_local:
         local.check_count(num_processes)  # a torchrun would count as one
     if is_local and run.plan.engine == "neuron" and num_processes > 1:
-        agent = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={num_processes}",
+        agent = module_command(
+            "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"
         )
         # Without the dashes it would take --run for one of its own options.
         argv, num_processes = (*agent, "--no-python", "--", *argv), 1

@@ -140,7 +140,8 @@ class Recipe(Record):
     )
     hook: str | None = field_doc(
         "Python file with on_step(state) -> dict of numbers for the metrics, see"
-        " kit/trainer/hook.py; each launch and resume copies it into the run directory, as hook.py",
+        " kit/trainer/hook.py; each launch and resume copies it into the run directory, as hook.py;"
+        " it may import modules that lie beside the original, if the job sees that folder",
         default=None,
     )
     profile_steps: tuple[int, int] | None = field_doc(

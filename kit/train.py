@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from cluster.files import outlive_full_log, write_atomic
+from cluster.interpreter import source_command
 from cluster.record import ConfigError
+from cluster.shadows import find_shadows
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.data.wheels import file_sha256
 from kit.engines import gpu
@@ -50,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
         if gpu.is_out_of_memory(error):
             # Again the last word, of a process that may fail: this rank imports no planner.
-            advice = [sys.executable, "-m", "kit.estimate.choose.memory_advice", str(directory)]
+            advice = source_command("kit.estimate.choose.memory_advice", str(directory))
             subprocess.run(advice, stdout=sys.stderr.fileno())
             code = os.EX_CONFIG  # another try would change nothing
     # Hard exit: leaving collectively would wait for ranks that have not failed.
@@ -133,6 +135,7 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         "torch": torch.__version__,
         "kit": kit_version,
         "git": commit,
+        "shadowed_modules": {shadow.name: shadow.folder for shadow in find_shadows()},
         "accelerator": torch.cuda.get_device_name() if device.type == "cuda" else None,
     }
     if run.plan.engine != "neuron":

@@ -3,7 +3,6 @@
 import ast
 import functools
 import graphlib
-import itertools
 import re
 import subprocess
 import sys
@@ -101,8 +100,8 @@ def test_a_rank_imports_what_it_trains_with():
 RANK_ROOMS = {
     f"kit.{room}"
     for room in (
-        "data engines errors launcher measure model_rules parallel plan recipe rules run spec"
-        " torch_private train trainer"
+        "data engines errors launcher measure model_rules parallel plan recipe rules run"
+        " spec torch_private train trainer"
     ).split()
 }
 """Rooms of the kit that `import kit.train` loads."""
@@ -128,15 +127,62 @@ def test_what_is_started_by_name_is_known():
 
 
 def started(node: ast.AST) -> set[str]:
-    """Returns the modules that a node of a syntax tree starts by name."""
-    words = [each.value for each in getattr(node, "elts", ()) if isinstance(each, ast.Constant)]
-    pairs = itertools.pairwise(words)
-    names = {after for word, after in pairs if word == "-m" and after in modules()}
+    """Returns the modules that a node of a syntax tree starts by name.
+
+    All of them, since no other call starts a Python: test_python_is_started_by_one_module.
+    """
+    names = set[str]()
     if isinstance(node, ast.Call):
         function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if function in ("module_command", "source_command"):
+            first = node.args[0]
+            value = first.value if isinstance(first, ast.Constant) else None
+            names = {value} & set(modules())
         asked = ast.unparse(node.args[0]) if function == "import_module" else ""
         names |= {asked} if "cluster." in asked else set()
     return names
+
+
+PYTHON_WITHOUT_COMMAND = {
+    "cluster/interpreter.py",
+    "cluster/login/submit.py",  # replaces it by the Python of the other side
+    "cluster/render.py",  # only the environment that it belongs to
+    "cluster/slurm/__init__.py",  # handed to cluster.slurm.script
+    "cluster/slurm/container.py",  # in a message
+    "cluster/slurm/script.py",  # handed to source_command
+    "kit/data/wheels.py",  # in a message
+    "kit/evaluate/sandbox.py",  # starts it with -I
+}
+"""Files that name `sys.executable`, which no other file may."""
+ADVICE = {
+    "cluster/sandbox/__main__.py",
+    "cluster/slurm/preflight.py",
+    "kit/measure/collectives.py",
+    "kit/papers/hlat_training.py",
+}
+"""Files that name a command of Python which a person types."""
+STARTS_PYTHON = re.compile(r"python[\w.}\"']*(?: -[^P\s]\S*)* -[mc]\b")
+"""In a script: Python that is started without -P."""
+WRONG_STARTS = ["python -m kit", "exec {python} -u -m kit", "python3.12 -c code"]
+RIGHT_STARTS = ["python -P -m kit", "{python} -P -S -m kit", "python3 -I -c code"]
+
+
+def test_python_is_started_by_one_module():
+    """Python that gets the working directory on sys.path imports a user's token.py or torch.py."""
+    assert all(map(STARTS_PYTHON.search, WRONG_STARTS))
+    assert not any(STARTS_PYTHON.search(text.replace("-I", "-P")) for text in RIGHT_STARTS)
+    naming, wrong = set(), []
+    for file, parts in nodes().items():
+        path = str(file.relative_to(ROOT))
+        for node in parts:
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                naming.add(path)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                is_shown = "`" in node.value or "\n" in node.value  # advice in errors, docstrings
+                if STARTS_PYTHON.search(node.value) and not is_shown and path not in ADVICE:
+                    wrong.append(f"{path}: {node.value}")
+    assert naming == PYTHON_WITHOUT_COMMAND
+    assert not wrong
 
 
 def test_private_names_of_torch_are_in_one_file():

@@ -259,7 +259,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         "# What each pod runs: an agent that starts the ranks of its node.",
         "run_node() {",
         (
-            f'    "$@" python -m torch.distributed.run --nnodes={job.num_nodes}'
+            f'    "$@" python -P -m torch.distributed.run --nnodes={job.num_nodes}'
             ' --node-rank="$JOB_COMPLETION_INDEX" \\'
         ),
         f"        --nproc-per-node={job.num_processes // job.num_nodes} \\",
@@ -270,10 +270,10 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         "}",
         *_compilation_lines(table),
         "# Told to end: all ranks save and stop at the same step.",
-        "trap 'python -m cluster.kubernetes stop \"$KIT_RUN_DIR\"' TERM",
+        "trap 'python -P -m cluster.kubernetes stop \"$KIT_RUN_DIR\"' TERM",
         "# The first pod counts the attempt, also when Kubernetes has started it again.",
         (
-            '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
+            '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -P -m cluster.kubernetes begin '
             f'"$KIT_RUN_DIR" {table.namespace} {quote(id_of(table.kind, name))} '
             '>"$KIT_RUN_DIR/logs/attempt" || exit'
         ),
@@ -285,7 +285,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         f'[ ! -e "$KIT_RUN_DIR/control/stopped" ] || exit {STOPPED_CODE}',
         (
             '[ "$JOB_COMPLETION_INDEX" != 0 ] || [ "$code" != 0 ] || '
-            'python -m cluster.kubernetes end "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")"'
+            'python -P -m cluster.kubernetes end "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")"'
         ),
         'exit "$code"',
     ]

@@ -5,10 +5,10 @@ submitted it.
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from cluster.files import appending
+from cluster.interpreter import PACKAGE_ROOT, source_command
 from cluster.job import Job, JobSpec
 from cluster.outcome import log_tail
 from cluster.record import ConfigError, counted
@@ -17,7 +17,6 @@ from cluster.state import JobError, read_exit
 from cluster.submission import submit
 
 MAX_PROCESSES, END_WAIT_S = 256, 60.0
-PACKAGE_ROOT = Path(__file__).parents[2]
 STARTED = b"started\n"
 """What a supervisor tells whoever has submitted its job."""
 
@@ -30,12 +29,12 @@ def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> None
         JobError: not all of them could be started; none is left.
     """
     run_dir = Path(job.run_dir)
-    words = ["setsid", "--fork", sys.executable, "-m", "cluster.local.supervisor"]
+    supervisor = source_command("cluster.local.supervisor", job.run_dir, str(attempt))
     said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
     with (
         appending(said) as log,
         subprocess.Popen(
-            [*words, run_dir, str(attempt)],
+            ["setsid", "--fork", *supervisor],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -95,7 +94,7 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
     """Returns submit.sh: what was started, in words, and the command that starts the next attempt
     by hand.
     """
-    supervisor = shlex.join([sys.executable, "-m", "cluster.local.supervisor", job.run_dir])
+    supervisor = shlex.join(source_command("cluster.local.supervisor", job.run_dir))
     script = (
         "#!/bin/bash\n"
         f"# {job.name}: {counted(job.num_processes, 'process', 'processes')} on this machine, each"

@@ -15,7 +15,9 @@ import traceback
 from collections.abc import Mapping
 from typing import IO
 
+from cluster.interpreter import started_module
 from cluster.process import LIBC, become_rank
+from cluster.shadows import explain
 
 PR_SET_NAME = 15  # linux/prctl.h; what ps and top show
 
@@ -46,9 +48,9 @@ def import_once(module: str, environment: Mapping[str, str]) -> None:
 def fork_rank(
     argv: tuple[str, ...], environment: Mapping[str, str], directory: str, log: IO[bytes]
 ) -> ForkedRank:
-    """Returns a child of this process that runs `python -m MODULE ...`, argv's words, as if it had
-    been started anew: in a process group of its own, with its own environment and directory, its
-    output in `log`.
+    """Returns a child of this process that runs `python -P -m MODULE ...`, the words of argv, as if
+    it had been started anew: in a process group of its own, with its own environment and directory,
+    its output in `log`.
 
     Raises:
         OSError: it could not be forked.
@@ -75,13 +77,16 @@ def fork_rank(
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
-        sys.argv, sys.path[0] = list(argv[2:]), directory
-        sys.modules.pop(argv[2], None)  # runs once more, as __main__; what it imports is there
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        module, words = started_module(argv)
+        sys.argv = [module, *words]
+        sys.modules.pop(module, None)  # runs once more, as __main__; what it imports is there
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ImportError):
+            explain(error)
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -28,6 +28,7 @@ from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, next_attempt
 from cluster.files import appending, outlive_full_log
+from cluster.interpreter import from_source, started_module
 from cluster.job import JobSpec
 from cluster.local import STARTED
 from cluster.local.forked import ForkedRank, fork_rank, import_once
@@ -126,7 +127,7 @@ def run_attempt(
     try:
         update_state(run_dir, attempt=attempt, process=Process.current())
         if job.forks:
-            say_starting(run_dir, attempt, f"{job.argv[2]} is being imported")
+            say_starting(run_dir, attempt, f"{started_module(job.argv)[0]} is being imported")
             started()
         port = start_ranks(run_dir, job, attempt, ranks)
         say_starting(
@@ -179,7 +180,7 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if job.forks:
-        import_once(job.argv[2], {**common, **job.environment})
+        import_once(started_module(job.argv)[0], {**common, **job.environment})
     for rank in range(job.num_processes):
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment}
         with appending(log_path(run_dir, attempt, rank)) as log:
@@ -198,7 +199,7 @@ def start_rank(
         return fork_rank(job.argv, environment, job.working_directory, log)
     supervisor_pid = os.getpid()
     return subprocess.Popen(
-        job.argv,
+        from_source(job.argv),
         env=environment,
         cwd=job.working_directory,
         stdin=subprocess.DEVNULL,

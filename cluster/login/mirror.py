@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.files import append_lines, appending, is_locked, other_owner, write_atomic
+from cluster.interpreter import source_command
 from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, ssh
 from cluster.record import Record, config_folder, field_doc
 from cluster.state import JobError, RunState, find_log, rank_logs, script_logs
@@ -125,7 +126,8 @@ class Mirror(Record):
 def command(source: str, python: str, module: str, *words: str) -> str:
     """Returns the shell command that runs a module of the kit in a folder of its source."""
     own = f" && {IS_OWN}" if SYNCED in source else ""
-    inner = f"cd {shlex.quote(source)}{own} && exec {shlex.join([python, '-m', module, *words])}"
+    answer = source_command(module, *words, python=python, source=source)
+    inner = f"cd {shlex.quote(source)}{own} && exec {shlex.join(answer)}"
     # A login shell, since the scheduler and its modules may be known only there.
     return f"exec bash -lc {shlex.quote(inner)}"
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from cluster.attempts import Files, new_folders, write_files
+from cluster.interpreter import CONTAINER_PYTHON, PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh, ssh_line
 from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, mirror_of, refresh
@@ -23,8 +24,6 @@ from cluster.render import check_submittable
 from cluster.scheduler import Slurm
 from cluster.site import Site, There
 from cluster.state import JobError
-
-PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
@@ -131,8 +130,14 @@ def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
             f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there"
             " first."
         )
-    words = _look_for(module, mirror.python, site.slurm or Slurm())
+    slurm = site.slurm or Slurm()
+    words = _look_for(module, mirror.python, slurm)
     if f"lacks {module}".encode() in ssh(mirror.login, f"exec bash -lc {shlex.quote(words)}"):
+        if slurm.container:
+            raise ConfigError(
+                f"site.slurm.container: {list(slurm.container)} on {mirror.login} has no {module},"
+                " so the job would fail at its start. Give an image that has it."
+            )
         raise ConfigError(
             f"there.python: {mirror.python} on {mirror.login} has no {module}, so the job would"
             " fail at its start. Give the Python of an environment that has it."
@@ -143,13 +148,20 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
     """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the
     site may bring one.
     """
+    if slurm.has_tasks_in_container:
+        return "exit"
     if slurm.has_own_environment or re.search(
         r"PYTHONPATH|PYTHONHOME|activate|\bsource |['; ]\. ", repr(slurm)
     ):
         return "exit"
     loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
     code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"
-    return "\n".join([*loads, shlex.join([python, "-c", code])])
+    if slurm.container:
+        # If a login node cannot start the container, the compute nodes try it.
+        words = [*slurm.container, CONTAINER_PYTHON, "-P", "-c", code]
+        setup = ["fail() { exit 0; }", *loads, *slurm.setup]
+        return "\n".join([*setup, f"{shlex.join(words)} || exit 0"])
+    return "\n".join([*loads, shlex.join([python, "-P", "-c", code])])
 
 
 def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSpec:

@@ -22,6 +22,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from cluster.interpreter import source_command
 from cluster.process import Process
 from cluster.record import ConfigError, Record, field_doc
 from cluster.slurm.queries import client_environment, slurm_command
@@ -105,7 +106,7 @@ class Sandbox(Record):
         is_own(directory)
         write_files(sandbox)
         # Its standard output ends as soon as find() finds it; it lives on.
-        keeper = ["setsid", "--fork", sys.executable, "-m", "cluster.sandbox.keeper", sandbox.root]
+        keeper = ["setsid", "--fork", *source_command("cluster.sandbox.keeper", sandbox.root)]
         with sandbox.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
                 keeper,

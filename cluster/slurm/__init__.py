@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
+from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.record import counted
 from cluster.render import check_fit, check_submittable, slurm_table
@@ -23,7 +24,7 @@ from cluster.slurm.preflight import check as check
 from cluster.slurm.queries import matching_lines, not_understood, slurm_command
 from cluster.slurm.queries import output as output
 from cluster.slurm.queries import query as query
-from cluster.slurm.script import directives, environment
+from cluster.slurm.script import container_environment, directives, environment, rank_command
 from cluster.slurm.script import texts as texts
 from cluster.state import (
     JobError,
@@ -102,6 +103,9 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
     many.
     """
     slurm = slurm_table(site)
+    command = rank_command(job, slurm, sys.executable, str(PACKAGE_ROOT))
+    if slurm.has_tasks_in_container:
+        command = ["srun", "--nodes=1", "--ntasks=1", *slurm.srun_options, *command]
     lines = [
         "#!/bin/bash",
         (
@@ -111,8 +115,9 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
         f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
         *directives(job, slurm, "--requeue", log="logs/task-%a.log"),
         *environment(job, slurm, sys.executable),
+        *container_environment(job, slurm, str(PACKAGE_ROOT)),
         f"cd {quote(job.working_directory)} || exit",
-        f'exec {" ".join(map(quote, job.argv))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
+        f'exec {" ".join(map(quote, command))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
     ]
     return "\n".join(lines) + "\n"
 

@@ -39,6 +39,10 @@ Put the run directory, with its checkpoints, on the shared file system"
     [ -w "$place" ] || { echo "$node may not write into $place"; exit; }
 done
 [ -d "$folder" ] || echo "$node does not see the working directory $folder. Put it on the shared file system"
+if declare -F try_container > /dev/null && ! said=$(try_container 2>&1); then
+    echo "$node: site.slurm.container does not work: ${said##*$'\n'}. It needs a python3 of 3.11 or \
+newer with torch, and must show the source of the kit and the run directory under the same paths"
+fi
 """  # noqa: E501
 """Run by bash on each node, since Python is a thousand files, which all nodes would read at the
 same moment."""

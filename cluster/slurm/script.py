@@ -12,9 +12,17 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.heartbeats import MANY
+from cluster.interpreter import (
+    CONTAINER_PYTHON,
+    PACKAGE_ROOT,
+    from_source,
+    module_command,
+    source_command,
+)
 from cluster.job import JobSpec
 from cluster.outcome import MESSAGE_MARK
 from cluster.record import counted
@@ -23,7 +31,6 @@ from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 from cluster.site_lines import checked_lines
 
-PACKAGE_ROOT = Path(__file__).parents[2]
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
 # Below the range from which Linux takes the ports of outgoing connections.
 FIRST_PORT, NUM_PORTS = 20000, 12000
@@ -37,7 +44,9 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
     `there` names the Python and the source that run them, by default these.
     """
     slurm = slurm_table(site)
-    python, source = (there.python, there.source) if there else (sys.executable, PACKAGE_ROOT)
+    python, source = sys.executable, str(PACKAGE_ROOT)
+    if there:
+        python, source = there.python, str(there.source)
     common = [*environment(job, slurm, python), *_meeting_point(slurm), *_broadcast(job, slurm)]
     scripts = {}
     if slurm.compilation:
@@ -45,7 +54,7 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
             *_header(job, site, slurm, "compiles ahead for"),
             *directives(job, slurm, end="-compile"),
             *common,
-            *_ranks(job, slurm, python, compiling=True),
+            *_ranks(job, slurm, python, source, compiling=True),
             *_compile(job, slurm, slurm.compilation),
         ]
     # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not
@@ -56,9 +65,9 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
         *(f"# WARNING: {text}" for text in warnings(job, site, python)),
         *directives(job, slurm, *comes_back),
         *common,
-        *_ranks(job, slurm, python),
+        *_ranks(job, slurm, python, source),
         *_cache_to_nodes(job, slurm),
-        *_supervised(job, slurm, python, str(source)),
+        *_supervised(job, slurm, python, source),
     ]
     return {name: "\n".join(lines) + "\n" for name, lines in scripts.items()}
 
@@ -192,7 +201,9 @@ def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
     ]
 
 
-def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> list[str]:
+def _ranks(
+    job: JobSpec, slurm: Slurm, python: str, source: str, compiling: bool = False
+) -> list[str]:
     """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a
     node, `run_node`.
     """
@@ -208,7 +219,7 @@ def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> 
     # Of many, the others go on with the log of their node, which the supervisor names to srun.
     own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
-    command = [*(prefix if direct else []), *_command(job, slurm, python)]
+    command = rank_command(job, slurm, python, source, prefix=prefix if direct else [])
     task_setup = checked_lines(slurm.task_setup, "site.slurm.task_setup")
     body = [
         *(identity if direct else []),
@@ -216,13 +227,22 @@ def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> 
         f'{own_log}exec >>"$log" 2>&1 || exit',
         *(task_setup if direct else []),
         *_exports(job.environment),
-        f"cd {quote(job.working_directory)} || exit",
+        *container_environment(job, slurm, source),
+        # A container shows few folders of the host. The run directory is one of them.
+        'cd "$KIT_RUN_DIR" || exit'
+        if slurm.has_tasks_in_container
+        else f"cd {quote(job.working_directory)} || exit",
         f"exec {' '.join(map(quote, command))}",
     ]
-    lines = [RULER, "# What each rank runs.", *_function("run_rank", body)]
+    lines = [
+        RULER,
+        "# What each rank runs.",
+        *_function("run_rank", body),
+        *_container_probe(job, slurm, source),
+    ]
     if direct:
         return lines
-    agent = [*prefix, _interpreter(job, slurm, python), "-m", "torch.distributed.run"]
+    agent = [*prefix, _interpreter(job, slurm, python), "-P", "-m", "torch.distributed.run"]
     body = [
         *task_setup,
         # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their
@@ -267,7 +287,10 @@ def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
 
 
 def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[str]:
-    keeper = "python" if slurm.has_own_environment else quote(python)
+    # Both need the standard library alone, so -I keeps the user's environment out of them.
+    isolated = ["-I", "-u"]
+    supervisor = source_command(SUPERVISOR, python=python, source=source)
+    keeper = source_command(KEEPER, python=_rank_python(slurm, python), source=source)
     return [
         RULER,
         (
@@ -279,8 +302,8 @@ def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[st
             " says how it ended."
         ),
         f"cd {quote(source)} || fail 'the kit is not visible on this node'",
-        f'exec {quote(python)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
-        *_srun(job, slurm, keeper=f"{keeper} -S -m {KEEPER} "),
+        f'exec {_words(supervisor, *isolated)} "$KIT_RUN_DIR" -- \\',
+        *_srun(job, slurm, keeper=f"{_words(keeper, *isolated, '-S')} "),
     ]
 
 
@@ -333,21 +356,88 @@ def _function(name: str, body: list[str]) -> list[str]:
     return [f"{name}() {{", *(f"    {line}" for line in body), "}", f"export -f {name}"]
 
 
-def _command(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
-    return (
-        [_interpreter(job, slurm, python), *job.argv[1:]]
-        if _is_python(job.argv[0])
-        else [*job.argv]
-    )
+def rank_command(
+    job: JobSpec, slurm: Slurm, python: str, source: str, prefix: Sequence[str] = ()
+) -> list[str]:
+    """Returns the command of a rank as a compute node runs it, in the site's container if there is
+    one. `prefix` is put before the rank's own command.
+    """
+    command = [*job.argv]
+    if _is_python(command[0]):
+        # With `container`, PYTHONPATH names the source: the image may bring the kit instead.
+        inside = job.argv if slurm.container else from_source(job.argv, source)
+        command = [_interpreter(job, slurm, python), *inside[1:]]
+    return [*slurm.container, *prefix, *command]
+
+
+def container_environment(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
+    """Returns shell lines that keep the Python settings of the submitting shell out of the
+    container, whose Python and packages are others. PYTHONPATH names the source of the kit and what
+    the site file or the job sets.
+    """
+    if not slurm.is_in_container:
+        return []
+    paths = [source]
+    for variables in (slurm.environment, job.environment):
+        if "PYTHONPATH" in variables:
+            paths.append(variables["PYTHONPATH"])
+    return [
+        "unset PYTHONHOME",
+        f"export PYTHONNOUSERSITE=1 PYTHONPATH={quote(':'.join(paths))}",
+    ]
+
+
+def _container_probe(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
+    """Returns the function by which the preflight check tries the container on each node."""
+    if not slurm.container:
+        return []
+    command = [*slurm.container, *container_check(job.run_dir)]
+    body = [*container_environment(job, slurm, source), " ".join(map(quote, command))]
+    return [
+        "# Tries the container, which must show these folders under the same paths:",
+        f"#   {json.dumps([source, job.run_dir])}",
+        *_function("try_container", body),
+    ]
+
+
+def container_trial(slurm: Slurm, folder: str) -> str:
+    """Returns a shell script that sets up the environment of a job and tries the site's container
+    on this machine. What is wrong is on standard error.
+    """
+    job = JobSpec(name="trial", run_dir=folder, argv=("true",), num_processes=1)
+    command = [*slurm.container, *container_check(folder)]
+    lines = [
+        *environment(job, slurm, sys.executable),
+        *container_environment(job, slurm, str(PACKAGE_ROOT)),
+        f"exec {' '.join(map(quote, command))}",
+    ]
+    return "\n".join(lines)
+
+
+def container_check(folder: str) -> tuple[str, ...]:
+    """Returns the command that reports, inside a container, what is wrong with the container."""
+    return (CONTAINER_PYTHON, *module_command("cluster.slurm.container", folder)[1:])
 
 
 def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
-    """Returns the Python of the ranks: that of the broadcast environment, which is first in
-    PATH, if there is one.
-    """
-    if slurm.has_own_environment:
-        return "python"
+    """Returns the Python of the ranks: the job's own, unless nodes have another."""
+    if slurm.has_own_environment or slurm.is_in_container:
+        return CONTAINER_PYTHON if slurm.is_in_container else "python"
     return job.argv[0] if _is_python(job.argv[0]) else python
+
+
+def _rank_python(slurm: Slurm, python: str) -> str:
+    """Returns the Python that looks after a rank. It runs outside of `container`, and inside where
+    srun itself starts each task in a container.
+    """
+    if slurm.has_tasks_in_container:
+        return CONTAINER_PYTHON
+    return "python" if slurm.has_own_environment else python
+
+
+def _words(command: Sequence[str], *flags: str) -> str:
+    """Returns a command of `source_command` in the shell, with flags in place of its -P."""
+    return " ".join(map(quote, [command[0], *flags, *command[2:]]))
 
 
 def _is_python(word: str) -> bool:

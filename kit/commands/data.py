@@ -1,12 +1,12 @@
 """Commands on text: data build."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.outcome import last_words, log_tail
 from cluster.record import counted
@@ -150,7 +150,7 @@ def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]
     job = JobSpec(
         name=out.absolute().name,
         run_dir=str(out),
-        argv=(sys.executable, "-m", "kit", "data", "build", str(out), *words, "--part"),
+        argv=module_command("kit", "data", "build", str(out), *words, "--part"),
         num_processes=site.devices_per_node,
     )
     for number in parts:

@@ -15,6 +15,7 @@ from cluster.login.submit import attach, first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
+from cluster.shadows import find_shadows, summary
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
@@ -144,6 +145,7 @@ def launch(
         )
     if place.login is None:
         _tell_data(asked, chosen)
+    _warn_of_shadows(place)
     with told_if_interrupted(run):
         started = launcher.launch(
             run,
@@ -186,13 +188,26 @@ def resume(
             f"--set recipe.{min(others)}: cannot change on a resume. Allowed: plan.KEY,"
             " recipe.decay_steps."
         )
-    plan = Run.open(run).plan.replace(**changes["plan"])
+    begun = Run.open(run)
+    plan = begun.plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)
+    _warn_of_shadows(begun.site)
     with told_if_interrupted(run):
         started = launcher.resume(
             run, plan=plan, num_steps=steps, **changes["recipe"], time_limit_s=limit_s
         )
     _tell(started)
+
+
+def _warn_of_shadows(site: Site) -> None:
+    """Prints which modules the ranks import from folders of the user instead of this environment.
+
+    Ranks behind a login node or in a container do not get the PYTHONPATH of this process.
+    """
+    if site.login or (site.slurm and site.slurm.is_in_container) or site.scheduler == "kubernetes":
+        return
+    if shadows := find_shadows():
+        note(f"In the ranks too, {summary(shadows)}. {shadows[0].advice} before you launch.")
 
 
 def _on_gpus(asked: Asked) -> Asked:

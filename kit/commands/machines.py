@@ -28,7 +28,7 @@ from kit.commands.options import (
     refuse,
     tell,
 )
-from kit.doctor import examine
+from kit.doctor import examine, examine_site
 from kit.measure.device import on_device
 from kit.measure.gemm import measured_site
 from kit.measure.site import measure_site, remeasure, to_toml
@@ -212,9 +212,18 @@ def doctor(
         bool,
         typer.Option("--deep", help="Also train one step with DeepSpeed. Takes up to a minute."),
     ] = False,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Also try the container of a site, from one of its login nodes: the name of a"
+            " packaged site (`kit plan --list`) or a .toml file."
+        ),
+    ] = None,
 ) -> None:
     """Check what is installed and works on this machine, and say how to get the rest."""
     findings = examine(deep=deep)
+    if site is not None:
+        findings += examine_site(Site.load(site))
     mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
     rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
     tell(

@@ -8,7 +8,6 @@ import functools
 import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cluster.interpreter import source_command
 from cluster.outcome import last_words
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
@@ -279,7 +279,7 @@ def share_out(
         DataError: a piece cannot be done, or a process has gone.
     """
     children: list[subprocess.Popen[bytes]] = []
-    command, pipe = [sys.executable, "-m", "kit.data"], subprocess.PIPE
+    command, pipe = source_command("kit.data"), subprocess.PIPE
     alone = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
     with progress.stage(title, sum(sizes)) as advance:
 

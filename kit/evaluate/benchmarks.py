@@ -4,7 +4,6 @@ No torch, no lm-eval.
 """
 
 import dataclasses
-import sys
 import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster import submission
+from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.outcome import last_words
 from cluster.record import Record, field_doc, from_one, must, suggestion
@@ -303,16 +303,16 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
         ConfigError: as `layout`.
     """
     chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
-    argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
+    words = ["eval", str(run.directory), "--step", str(step), *chosen]
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if value != field.default:
-            argv += ["--set", f"{field.name}={str(value).lower() if value is True else value}"]
+            words += ["--set", f"{field.name}={str(value).lower() if value is True else value}"]
     devices = layout(run.spec, run.site, options).num_devices
     return JobSpec(
         name=f"{run.name}-eval-{step}",
         run_dir=str(run.directory / "eval" / "jobs" / f"step_{step:08d}"),
-        argv=tuple(argv),
+        argv=module_command("kit", *words),
         num_processes=devices,
         num_nodes=1 if run.site.scheduler == "local" else nodes_for(devices, run.site),
         max_restarts=0,

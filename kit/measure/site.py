@@ -4,12 +4,12 @@ memory, collectives.
 
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
@@ -154,7 +154,7 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
         out = Path(folder) / "measured.json"
-        argv = (sys.executable, "-m", module, "--out", str(out))
+        argv = module_command(module, "--out", str(out))
         asked = JobSpec(
             name=module,
             run_dir=f"{folder}/job",

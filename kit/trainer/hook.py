@@ -4,8 +4,10 @@ float]`.
 
 import dataclasses
 import runpy
+import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,9 @@ class Hook(Callback):
     def __init__(self, run: Run, engine: Engine, group: Any, notices: Notices) -> None:
         self.run, self.engine, self.group, self.notices = run, engine, group, notices
         self.file, self.is_on = run.directory / HOOK, True
+        # Modules beside the user's own file can be imported. Last in sys.path, they shadow none.
+        if (folder := str(Path(str(run.recipe.hook)).parent)) not in sys.path:
+            sys.path.append(folder)
         try:
             self.on_step = runpy.run_path(str(self.file))["on_step"]
         except Exception as error:

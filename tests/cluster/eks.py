@@ -20,6 +20,6 @@ def training_job(shared="/fsx", **changes):
         "working_directory": str(shared),
         "num_processes": 2048,
         "num_nodes": 64,
-        "argv": ("/home/me/venv/bin/python", "-m", "kit.train", "--run", run_dir),
+        "argv": ("/home/me/venv/bin/python", "-P", "-m", "kit.train", "--run", run_dir),
     }
     return JobSpec(**{**given, **changes})

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import kit
 from cluster import submission
+from cluster.interpreter import module_command
 from cluster.job import Job
 from cluster.login import connection, mirror
 from cluster.login.connection import NoConnectionError
@@ -279,9 +280,12 @@ def test_scripts_of_the_other_side_name_nothing_of_this_machine():
     there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
     site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
     job = lone(ROOT / "run").replace(num_nodes=20, num_processes=20)
-    told = render(job.replace(argv=(sys.executable, "-m", "kit.train", "--run", job.run_dir)), site)
+    told = render(job.replace(argv=module_command("kit.train", "--run", job.run_dir)), site)
     assert "tar -C /opt/env -cf" in told
-    assert "exec /opt/env/bin/python -m kit.train --run /project/runs/run" in told
+    assert (
+        "exec /opt/env/bin/python -P /opt/kit/cluster/start.py kit.train --run /project/runs/run"
+        in told
+    )
     assert str(ROOT) not in told and str(Path(sys.executable).parent) not in told
 
 

@@ -105,8 +105,10 @@ def test_secrets_are_named_and_never_written():
 
 
 FAKE_PYTHON = f"""
+[ "$1" = -P ] || exit 64
+shift
 case $2 in
-    cluster.kubernetes) PYTHONPATH={ROOT} exec {sys.executable} "$@" ;;
+    cluster.kubernetes) PYTHONPATH={ROOT} exec {sys.executable} -P "$@" ;;
     torch.distributed.run)
         while [[ $1 != bash ]]; do shift; done
         RANK=0 "$@" || exit 1 ;;  # torchrun's own code, whatever its ranks ended with

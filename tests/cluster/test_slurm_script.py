@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cluster import slurm
 from cluster.job import JobSpec
+from cluster.record import ConfigError
 from cluster.render import render, scripts
 from cluster.scheduler import Broadcast
 from cluster.site import Site
@@ -38,7 +39,7 @@ done"""  # noqa: E501
     ),
     "python": (
         """
-[ "$1" != -S ] || shift
+while [[ $1 == -? && $1 != -m ]]; do shift; done  # then start.py or -m
 module=$2
 case $module in
     cluster.slurm.supervisor) shift 4; export KIT_ATTEMPT=3; mkdir -p "$KIT_RUN_DIR/logs/attempt_03" ;;
@@ -73,7 +74,7 @@ TRN1 = with_slurm(Site.load("trn1.32xlarge"), partition="compute1")
 def training_job(name, num_processes, num_nodes, **changes):
     run_dir, python = f"/shared/runs/{name}", "/shared/environment/bin/python"
     given = {"num_nodes": num_nodes, "working_directory": "/shared/work", **changes}
-    words = (python, "-m", "kit.train", "--run", run_dir)
+    words = (python, "-P", "-m", "kit.train", "--run", run_dir)
     return job_spec(run_dir, *words, num_processes=num_processes, **given)
 
 
@@ -94,6 +95,7 @@ def portable(monkeypatch):
     """Scripts that do not name this machine's paths."""
     monkeypatch.setattr(slurm_script.sys, "executable", "/shared/environment/bin/python")
     monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", Path("/shared/kit"))
+    monkeypatch.setattr(slurm, "PACKAGE_ROOT", Path("/shared/kit"))
 
 
 def texts_of(name):
@@ -287,7 +289,8 @@ def test_frontier_starts_from_the_disk_of_each_node(bench):
     packed, archive = bench.folder / "packed" / "bin", bench.folder / "environment.tar"
     packed.mkdir(parents=True)
     (packed / "conda-unpack").write_text("#!/bin/bash\ntouch bin/unpacked\n")
-    (packed / "python").write_text('#!/bin/bash\n[ "$1" = -S ] || exec "$@"\nshift 3\nexec "$@"\n')
+    keeper = '[ "$1" = -I ] || exec "$@"\nwhile [[ $1 == -? ]]; do shift; done\nshift 2'
+    (packed / "python").write_text(f'#!/bin/bash\n{keeper}\nexec "$@"\n')
     for file in packed.iterdir():
         file.chmod(0o755)
     subprocess.run(["tar", "-cf", archive, "-C", packed.parent, "bin"], check=True)
@@ -377,3 +380,54 @@ def test_names_that_only_resemble_secrets_are_written():
     job = training_job("run", 4, 1, environment=dict.fromkeys(RESEMBLING, "1"))
     script = scripts(job, Site.load("perlmutter"))["submit.sh"]
     assert all(f"export {name}=1" in script for name in RESEMBLING)
+
+
+SINGULARITY = ("singularity", "exec", "--rocm", "-B", "/scratch,/project", "/path/image.sif")
+PYXIS = ("--container-image=/scratch/nemo.sqsh", "--container-mounts=/scratch:/scratch")
+
+
+def test_singularity_runs_ranks_and_array_tasks(portable):
+    """The command follows the words of the site, with the container's own Python. The host's
+    PYTHONPATH is replaced, and what watches the ranks runs on the host.
+    """
+    given = {"container": SINGULARITY, "environment": {"PYTHONPATH": "/extra"}}
+    site = with_slurm(FRONTIER, broadcast=None, **given)
+    job = training_job("run", 16, 2)
+    text = scripts(job, site)["submit.sh"]
+    start = "singularity exec --rocm -B /scratch,/project /path/image.sif python3 -P -m"
+    assert f"exec {start} kit.train --run /shared/runs/run\n" in text
+    assert f"{start} cluster.slurm.container /shared/runs/run\n" in text
+    assert "export PYTHONNOUSERSITE=1 PYTHONPATH=/shared/kit:/extra\n" in text
+    keeper = "/shared/environment/bin/python -I -u -S /shared/kit/cluster/start.py"
+    assert f"{keeper} cluster.slurm.rank bash -c run_rank\n" in text
+    shellcheck(text)
+    array = slurm.array_script(job, site, 3)
+    assert f'exec {start} kit.train --run /shared/runs/run "$SLURM_ARRAY_TASK_ID/3"' in array
+    shellcheck(array)
+
+
+def test_pyxis_runs_tasks_with_their_keepers(portable):
+    site = with_slurm(FRONTIER, broadcast=None, srun_options=PYXIS)
+    text = scripts(training_job("run", 16, 2), site)["submit.sh"]
+    assert " ".join(PYXIS) in text
+    assert "python3 -I -u -S /shared/kit/cluster/start.py cluster.slurm.rank bash -c" in text
+    assert "exec python3 -P /shared/kit/cluster/start.py kit.train --run" in text
+    assert 'cd "$KIT_RUN_DIR" || exit\n' in text and "cd /shared/work" not in text
+    supervisor = "/shared/environment/bin/python -I -u /shared/kit/cluster/start.py"
+    assert f"exec {supervisor} cluster.slurm.supervisor" in text
+    array = slurm.array_script(training_job("run", 8, 1), site, 3)
+    assert f"exec srun --nodes=1 --ntasks=1 {' '.join(PYXIS)} python3 -P" in array
+    shellcheck(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"container": SINGULARITY, "launcher": "torchrun"}, "site.slurm.launcher"),
+        ({"srun_options": PYXIS, "launcher": "torchrun"}, "site.slurm.launcher"),
+        ({"srun_options": PYXIS, "container": SINGULARITY}, "site.slurm.container"),
+    ],
+)
+def test_impossible_container_is_refused(changes, field):
+    with pytest.raises(ConfigError, match=field):
+        with_slurm(FRONTIER, **changes)

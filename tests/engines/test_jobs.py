@@ -16,6 +16,7 @@ from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.engines.test_neuron_recipes import PLANS, RECIPE, a_run
+from tests.sources import ROOT
 
 FRONTIER_175B = Plan(
     tensor_parallel=4,
@@ -61,8 +62,9 @@ def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path
     run = a_run(tmp_path / "run", name, PLANS[name], "trn1.32xlarge")
     texts = scripts(launcher.job_spec(run), run.site)
     assert list(texts) == ["compile.sh", "submit.sh"], "in this order"
-    command = f"exec {sys.executable} -m kit.train --run {run.directory}"
-    agent = f"{sys.executable} -m torch.distributed.run"
+    start = f"{ROOT}/cluster/start.py"
+    command = f"exec {sys.executable} -P {start} kit.train --run {run.directory}"
+    agent = f"{sys.executable} -P -m torch.distributed.run"
     nodes = {"hlat-7b": 64, "hlat-70b": 256}[name]
     for text in texts.values():
         lines = [line.strip() for line in text.splitlines()]
@@ -81,7 +83,7 @@ def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
     for part in (
         "#SBATCH --nodes=16",
         "srun --nodes=16 --ntasks=128 --ntasks-per-node=8",
-        f"-m kit.train --run {run.directory}",
+        f"-P {ROOT}/cluster/start.py kit.train --run {run.directory}",
         "--gpus-per-task=1 --gpu-bind=closest",
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",  # by which DeepSpeed finds its ranks
     ):

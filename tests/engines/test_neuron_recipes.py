@@ -90,10 +90,10 @@ def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spe
         plan = Plan(engine="neuron", precision="bf16").replace(**changes)
         return job_spec(local_run(tmp_path / plan.engine, llama_spec, plan, RECIPE))
 
-    assert job().argv[1:3] == ("-m", "kit.train") and job().num_processes == 1
+    assert job().argv[1:4] == ("-P", "-m", "kit.train") and job().num_processes == 1
     two = job(tensor_parallel=2)
-    assert two.argv[1:3] == ("-m", "torch.distributed.run") and two.num_processes == 1
-    understood = parse_args(list(two.argv[3:]))
+    assert two.argv[1:4] == ("-P", "-m", "torch.distributed.run") and two.num_processes == 1
+    understood = parse_args(list(two.argv[4:]))
     found = understood.nproc_per_node, understood.nnodes, understood.no_python
     assert found == ("2", "1:1", True)
     assert (understood.training_script, *understood.training_script_args) == job().argv

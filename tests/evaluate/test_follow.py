@@ -134,7 +134,7 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
     )
     assert all(getattr(given, field.name) != field.default for field in dataclasses.fields(given))
     job = eval_job(run, 3, "smoke", given)
-    assert job.argv[1:4] == ("-m", "kit", "eval")
+    assert job.argv[1:5] == ("-P", "-m", "kit", "eval")
     assert (job.num_processes, job.num_nodes) == (2, 1)
     asked = {}
 
@@ -143,7 +143,7 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
         return EvalReport(name="run", tokenizer_sha256="")
 
     monkeypatch.setattr("kit.evaluate.evaluate", caught)
-    CliRunner().invoke(app, list(job.argv[3:]), catch_exceptions=False)
+    CliRunner().invoke(app, list(job.argv[4:]), catch_exceptions=False)
     assert asked == {"run": run.directory, "step": 3, "tasks": "smoke", "options": given}
 
 

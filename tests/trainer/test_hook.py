@@ -82,7 +82,8 @@ def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(train
 
 def hook_in(folder: Path, text: str, notices: Any = None) -> Hook:
     (folder / HOOK).write_text(text)
-    run: Any = SimpleNamespace(directory=folder, spec=SimpleNamespace(sequence_length=1))
+    recipe, spec = SimpleNamespace(hook=str(folder / HOOK)), SimpleNamespace(sequence_length=1)
+    run: Any = SimpleNamespace(directory=folder, spec=spec, recipe=recipe)
     return Hook(run, SimpleNamespace(decoders=()), None, notices)  # pyright: ignore[reportArgumentType]
 
 

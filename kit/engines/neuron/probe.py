@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from cluster.interpreter import PACKAGE_ROOT, code_command
 from kit.errors import MissingPackageError
 
 State = Literal["absent", "placeholder", "wrong version", "broken", "ok"]
@@ -147,11 +148,13 @@ def _import() -> str:
     """Returns the same, of a process of its own: NxD takes the Neuron cores, and a crash of it is
     not ours.
     """
-    path = os.pathsep.join(part for part in sys.path if part)
+    # Without the working directory, which is first in sys.path under `python -m`.
+    folders = [part for part in sys.path if part and part != os.getcwd()]
+    path = os.pathsep.join([*folders, str(PACKAGE_ROOT)])
     code = f"import json; from {__name__} import _import_here; print(json.dumps(_import_here()))"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            code_command(code),
             capture_output=True,
             text=True,
             timeout=IMPORT_LIMIT_S,

@@ -1,6 +1,6 @@
 #!/bin/bash
 # frontier-1t: runs 3,072 ranks on 384 nodes of frontier, each with
-#   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/frontier-1t"]
+#   ["/shared/environment/bin/python", "-P", "-m", "kit.train", "--run", "/shared/runs/frontier-1t"]
 # Submit from the run directory, which needs a folder logs: sbatch submit.sh
 # ----------------------------------------------------------------------------------------------------
 #SBATCH --job-name=frontier-1t
@@ -83,15 +83,15 @@ run_rank() {
     mkdir -p "$MIOPEN_USER_DB_PATH"
     trap - ERR EXIT
     cd /shared/work || exit
-    exec python -m kit.train --run /shared/runs/frontier-1t
+    exec python -P /shared/kit/cluster/start.py kit.train --run /shared/runs/frontier-1t
 }
 export -f run_rank
 # ----------------------------------------------------------------------------------------------------
 # The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, starts anew,
 # here or elsewhere, what has failed, and records the end. The keeper of each task says how it ended.
 cd /shared/kit || fail 'the kit is not visible on this node'
-exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
+exec /shared/environment/bin/python -I -u /shared/kit/cluster/start.py cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=384 --ntasks=3072 --ntasks-per-node=8 \
     --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest \
     --kill-on-bad-exit=1 --wait=60 --label \
-    python -S -m cluster.slurm.rank bash -c run_rank
+    python -I -u -S /shared/kit/cluster/start.py cluster.slurm.rank bash -c run_rank

@@ -1,6 +1,6 @@
 #!/bin/bash
 # hlat-70b: runs 8,192 ranks on 256 nodes of trn1.32xlarge, each with
-#   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/hlat-70b"]
+#   ["/shared/environment/bin/python", "-P", "-m", "kit.train", "--run", "/shared/runs/hlat-70b"]
 # Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
 # WARNING: the ranks of 256 nodes would all read Python and its packages from the shared file system, at 33,000 file calls each. Pack them once, `tar -C /shared/environment -cf environment.tar .`, and give the file as archive, and a folder on each node's own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container.
 # ----------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ run_rank() {
     export NEURON_EXPERIMENTAL_COMPRESS_RG=1
     export TORCH_DIST_INIT_BARRIER=0
     cd /shared/work || exit
-    exec /shared/environment/bin/python -m kit.train --run /shared/runs/hlat-70b
+    exec /shared/environment/bin/python -P /shared/kit/cluster/start.py kit.train --run /shared/runs/hlat-70b
 }
 export -f run_rank
 # What each node runs: an agent that starts the node's ranks.
@@ -60,7 +60,7 @@ run_node() {
     sudo -n sysctl -w net.ipv4.ip_local_reserved_ports=44000,48620,41000,23456 || echo 'the ports of the Neuron runtime are not reserved' >&2
     trap - ERR EXIT
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
-    exec /shared/environment/bin/python -m torch.distributed.run \
+    exec /shared/environment/bin/python -P -m torch.distributed.run \
         --nnodes=256 --node-rank="$SLURM_NODEID" --nproc-per-node=32 \
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c run_rank
 }
@@ -78,8 +78,8 @@ srun --nodes=256 --ntasks=256 --ntasks-per-node=1 bash -c copy_cache || fail "th
 # The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, starts anew,
 # here or elsewhere, what has failed, and records the end. The keeper of each task says how it ended.
 cd /shared/kit || fail 'the kit is not visible on this node'
-exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
+exec /shared/environment/bin/python -I -u /shared/kit/cluster/start.py cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=256 --ntasks=256 --ntasks-per-node=1 \
     --cpus-per-task=128 \
     --kill-on-bad-exit=1 --wait=60 --label \
-    /shared/environment/bin/python -S -m cluster.slurm.rank bash -c run_node
+    /shared/environment/bin/python -I -u -S /shared/kit/cluster/start.py cluster.slurm.rank bash -c run_node

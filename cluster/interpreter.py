@@ -1,0 +1,56 @@
+"""Command lines that start Python. Every Python that `kit` or `cluster` starts gets its command
+from here.
+
+`python -m MODULE` and `python -c CODE` put the working directory first on `sys.path`. A user's file
+there that is named like a module (`token.py`, `random.py`, `torch.py`) then ends the process, or
+its code runs. All commands of this module therefore contain `-P`, which leaves the working
+directory out. PYTHONPATH stays in effect, since module systems and containers use it. Standard
+library only.
+"""
+
+import sys
+from pathlib import Path
+
+PACKAGE_ROOT = Path(__file__).parents[1]
+CONTAINER_PYTHON = "python3"
+"""Python of a container. Images have it on PATH more often than `python`."""
+
+
+def module_command(module: str, *words: str) -> tuple[str, ...]:
+    """Returns `PYTHON -P -m MODULE WORDS...`: the form for records, which is right on every machine
+    where the kit is installed. `from_source` makes it independent of an installation.
+    """
+    return (sys.executable, "-P", "-m", module, *words)
+
+
+def code_command(code: str, *words: str) -> tuple[str, ...]:
+    """Returns `PYTHON -P -c CODE WORDS...`."""
+    return (sys.executable, "-P", "-c", code, *words)
+
+
+def from_source(command: tuple[str, ...], source: Path | str = PACKAGE_ROOT) -> tuple[str, ...]:
+    """Returns a command with each `-P -m MODULE` in it replaced by `-P SOURCE/cluster/start.py
+    MODULE`, which runs the `kit` and `cluster` of a source tree without an installation.
+    """
+    words = list(command)
+    for index, pair in enumerate(zip(command, command[1:], strict=False)):
+        if pair == ("-P", "-m"):
+            words[index + 1] = f"{source}/cluster/start.py"
+    return tuple(words)
+
+
+def source_command(
+    module: str, *words: str, python: str = sys.executable, source: Path | str = PACKAGE_ROOT
+) -> tuple[str, ...]:
+    """Returns the command that runs a module of a source tree with a Python."""
+    return (python, "-P", f"{source}/cluster/start.py", module, *words)
+
+
+def started_module(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Returns the module and the words after it of a command `PYTHON [-P] -m MODULE WORDS...`.
+
+    Raises:
+        ValueError: the command starts no module.
+    """
+    index = command.index("-m") + 1
+    return command[index], command[index + 1 :]

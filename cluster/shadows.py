@@ -1,0 +1,131 @@
+"""Modules that the user's environment puts before those of this Python environment.
+
+PYTHONPATH, which module systems set, comes before the standard library and before the installed
+packages. The user site (~/.local) comes before the packages of a conda environment. An old
+`typing_extensions` there ends every program that needs the installed one. Only modules that are
+part of the interpreter itself are imported here, since any other may be shadowed.
+"""
+
+import os
+import sys
+
+NO_PYTHONPATH = "`unset PYTHONPATH`, or `module unload` what sets it"
+NO_USER_SITE = "`export PYTHONNOUSERSITE=1`"
+SUFFIXES = (".py", ".so", ".pyd")
+SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+NOT_LOOKED_FOR = {"kit", "cluster", "tests", "setup", "sitecustomize", "usercustomize", "__main__"}
+"""Names that no program imports by mistake. Several packages install a `tests` of their own."""
+MOST_NAMED = 5
+
+
+class Shadow:
+    """A module that is found in a folder of the user in place of the environment's own."""
+
+    def __init__(self, name: str, folder: str, cause: str, advice: str) -> None:
+        self.name = name
+        self.folder = folder
+        self.cause = cause
+        """What the folder is, or which setting puts it first."""
+        self.advice = advice
+
+
+def find_shadows() -> list[Shadow]:
+    """Returns the shadowed modules of this process and of the processes that it starts."""
+    found = []
+    for folder in python_path():
+        hidden = {*sys.stdlib_module_names} | modules_in_environment()
+        found += _shadows_in(folder, hidden, "set by PYTHONPATH", NO_PYTHONPATH)
+    if folder := user_site():
+        # In a virtual environment its own packages come before the user site.
+        place = [os.path.realpath(entry) for entry in sys.path].index(folder)
+        hidden = modules_in_environment(sys.path[place:]) - modules_in_environment(sys.path[:place])
+        hidden -= sys.stdlib_module_names
+        found += _shadows_in(folder, hidden, "the user site", NO_USER_SITE)
+    return found
+
+
+def find_in_working_directory() -> list[Shadow]:
+    """Returns the files of the working directory that are named like modules. Notebooks and
+    programs that are started there import them. Processes that the kit starts do not.
+    """
+    folder = os.getcwd()
+    hidden = {*sys.stdlib_module_names} | modules_in_environment()
+    return _shadows_in(folder, hidden, "the working directory", "Rename the file")
+
+
+def summary(shadows: list[Shadow]) -> str:
+    """Returns one line per folder with the modules that it shadows."""
+    lines = []
+    for folder, cause in dict.fromkeys((shadow.folder, shadow.cause) for shadow in shadows):
+        names = [shadow.name for shadow in shadows if shadow.folder == folder]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        verb = "comes" if len(names) == 1 else "come"
+        shown = ", ".join(names[:MOST_NAMED])
+        lines.append(f"{shown}{more} {verb} from {folder}, {cause}, not from this environment")
+    return "\n".join(lines)
+
+
+def explain(error: BaseException) -> None:
+    """Adds what is shadowed to an error, as a note after its traceback."""
+    shadows = find_shadows()
+    folder = os.getcwd()
+    if folder != SOURCE and ("" in sys.path or folder in sys.path):
+        shadows += find_in_working_directory()
+    if shadows:
+        error.add_note(f"{summary(shadows)}. {shadows[0].advice}.")
+
+
+def python_path() -> list[str]:
+    """Returns the folders of PYTHONPATH, without the source of the kit."""
+    if sys.flags.ignore_environment:
+        return []
+    folders = []
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        path = os.path.realpath(folder)
+        if folder and path != SOURCE and path not in folders:
+            folders.append(path)
+    return folders
+
+
+def user_site() -> str | None:
+    """Returns the folder of the user site if it is in use, None otherwise."""
+    site = sys.modules.get("site")
+    folder = getattr(site, "USER_SITE", None)
+    if folder and getattr(site, "ENABLE_USER_SITE", False) and folder in sys.path:
+        return os.path.realpath(folder)
+    return None
+
+
+def modules_in_environment(folders: list[str] | None = None) -> set[str]:
+    """Returns the names of the modules in those folders, by default of `sys.path`, that belong to
+    this environment and not to the user.
+    """
+    of_user = {*python_path(), os.getcwd(), user_site()}
+    names = set()
+    for folder in sys.path if folders is None else folders:
+        if folder and os.path.realpath(folder) not in of_user:
+            names |= _modules_in(folder)
+    return names
+
+
+def _shadows_in(folder: str, hidden: set[str], cause: str, advice: str) -> list[Shadow]:
+    names = (_modules_in(folder) & hidden) - NOT_LOOKED_FOR
+    return [Shadow(name, folder, cause, advice) for name in sorted(names)]
+
+
+def _modules_in(folder: str) -> set[str]:
+    """Returns the names of the modules and packages in a folder."""
+    names = set()
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return names
+    for entry in entries:
+        name = entry.name.split(".")[0]
+        if not name.isidentifier():
+            continue
+        is_module = entry.name.endswith(SUFFIXES)
+        # A folder without __init__.py does not come before a package of the same name.
+        if is_module or os.path.exists(os.path.join(entry.path, "__init__.py")):
+            names.add(name)
+    return names

@@ -1,0 +1,23 @@
+"""Tries the container of a site from inside: `python3 -P -m cluster.slurm.container FOLDER`.
+
+Exits with a message on standard error unless the Python of the container finds torch and may write
+into FOLDER. That it can import this module shows that it finds the kit and is recent enough.
+Standard library only.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+
+
+def problem(folder: str) -> str | None:
+    """Returns what is wrong with the container that this process runs in, or None."""
+    if find_spec("torch") is None:
+        return f"{sys.executable} has no torch. Use an image with PyTorch"
+    if not os.access(folder, os.W_OK):
+        return f"{folder} is missing or read-only. Bind it into the container under the same path"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(problem(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""Runs a module of the source tree that this file lies in.
+
+    python -P SOURCE/cluster/start.py MODULE WORDS...
+
+does what `python -m MODULE WORDS...` does, but not in two respects. The working directory is not on
+`sys.path`, so a `token.py` or `torch.py` that a user keeps there is not imported. `kit` and
+`cluster` come from SOURCE, whether or not they are installed and whatever else lies in SOURCE.
+
+Only modules that are part of the interpreter itself are imported here.
+"""
+
+import os
+import runpy
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
+SOURCE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGES = ("kit", "cluster")
+
+
+class FinderInSource:
+    """Finds the packages `kit` and `cluster` in SOURCE."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Returns the location of a package in SOURCE. Returns None for any other module."""
+        return PathFinder.find_spec(name, [SOURCE]) if name in PACKAGES else None
+
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of this file
+    sys.meta_path.insert(0, FinderInSource)
+    # For processes that multiprocessing spawns, which get sys.path and not sys.meta_path.
+    sys.path.append(SOURCE)
+    del sys.argv[0]
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        from cluster.shadows import explain
+
+        explain(error)
+        raise

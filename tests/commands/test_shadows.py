@@ -1,0 +1,103 @@
+"""PYTHONPATH of a module system that shadows modules of this environment is named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.shadows import find_shadows, python_path
+from tests.sources import ROOT
+
+KIT = ["-P", "-c", "import sys; from kit.__main__ import main; sys.exit(main())"]
+OLD = "__version__ = '3.7'\n"
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with a folder in PYTHONPATH, before the source of the kit."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", ["doctor", "plan --list", "status nowhere"])
+def test_commands_name_what_pythonpath_shadows(tmp_path, words):
+    """typer imports pydantic, which imports the old package and fails."""
+    (tmp_path / "typing_extensions").mkdir()
+    (tmp_path / "typing_extensions" / "__init__.py").write_text(OLD)
+    done = run(tmp_path, *KIT, *words.split())
+    told = f"typing_extensions comes from {tmp_path}, set by PYTHONPATH, not from this environment"
+    assert done.returncode == 1 and told in done.stderr
+    assert "Traceback" not in done.stderr and "kit doctor" in done.stderr
+
+
+def test_import_names_a_shadowed_standard_library(tmp_path):
+    (tmp_path / "dataclasses.py").write_text("raise AttributeError('a backport')\n")
+    done = run(tmp_path, *KIT, "doctor")
+    assert done.returncode == 1
+    assert f"dataclasses comes from {tmp_path}, set by PYTHONPATH" in done.stderr.splitlines()[-1]
+
+
+def test_import_names_a_file_of_the_working_directory(tmp_path):
+    """As in a notebook or a program that starts in that folder."""
+    (tmp_path / "random.py").write_text("")
+    words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); import kit"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    told = f"random comes from {tmp_path}, the working directory"
+    assert told in done.stderr.splitlines()[-1]
+
+
+def test_shadows_are_what_python_imports(tmp_path, monkeypatch):
+    """Held to the file that a new Python finds for each name."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("")
+    (tmp_path / "torch").mkdir()  # without __init__.py, Python finds the installed package
+    for name in ("colorsys", "rich", "a_module_of_ours", "kit"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    assert python_path() == [str(tmp_path)]
+    code = "import sys; from importlib.util import find_spec\n"
+    code += "print(*(n for n in sys.argv[2:] if find_spec(n).origin.startswith(sys.argv[1])))"
+    names = ["numpy", "torch", "colorsys", "rich", "json"]
+    imported = run(tmp_path, "-P", "-c", code, str(tmp_path), *names).stdout.split()
+    assert [shadow.name for shadow in find_shadows()] == sorted(imported)
+    assert sorted(imported) == ["colorsys", "numpy", "rich"]
+
+
+@pytest.mark.parametrize("is_venv", [False, True])
+def test_user_site_shadows_packages_of_its_prefix(tmp_path, is_venv):
+    """Held to the file that Python finds. A virtual environment puts its own packages first."""
+    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    python = base
+    if is_venv:
+        words = ["-m", "venv", "--without-pip", "--system-site-packages", str(tmp_path / "venv")]
+        subprocess.run([base, *words], check=True)
+        python = tmp_path / "venv" / "bin" / "python"
+    environment = {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user")}
+    environment.pop("PYTHONPATH", None)
+
+    def told(code: str) -> list[str]:
+        words = [python, "-P", "-c", f"import sys; sys.path.append({str(ROOT)!r}); {code}"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    (user,) = told("import site; print(site.getusersitepackages())")
+    installed = told("from importlib.util import find_spec; print(bool(find_spec('pip')))")
+    if not is_venv and installed == ["False"]:
+        pytest.skip("the Python below this environment has no pip to shadow")
+    (own,) = told("import sysconfig; print(sysconfig.get_path('purelib'))")
+    Path(user).mkdir(parents=True)
+    (Path(user) / "json.py").write_text("")  # the standard library comes first
+    (Path(user) / "pip").mkdir()
+    (Path(user) / "pip" / "__init__.py").write_text("")
+    if is_venv:
+        (Path(own) / "pip").mkdir()
+        (Path(own) / "pip" / "__init__.py").write_text("")
+    (found,) = told("import pip; print(pip.__file__)")
+    names = told(
+        "from cluster.shadows import find_shadows; print(*(s.name for s in find_shadows()))"
+    )
+    assert names == (["pip"] if found.startswith(user) else [])
+    assert found.startswith(own if is_venv else user)
