@@ -156,7 +156,8 @@ def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
     """
     devices = job.num_nodes * site.devices_per_node
     found = []
-    if site.scheduler != "local" and job.num_processes < devices:
+    is_alone = site.scheduler != "local" and not shares_nodes(site)
+    if is_alone and job.num_processes < devices:
         found.append(
             f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle."
         )
@@ -165,6 +166,15 @@ def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
         if job.num_nodes > MANY_NODES and (storm := import_storm(job, site, python)):
             found.append(storm)
     return found
+
+
+def shares_nodes(site: Site) -> bool:
+    """Returns whether a job that uses some GPUs of a node leaves the others to other jobs."""
+    if site.scheduler != "slurm" or not site.device.is_gpu:
+        return False
+    table = slurm_table(site)
+    alone = any(option.startswith("--exclusive") for option in table.sbatch_options)
+    return table.derive_request and not alone
 
 
 def slurm_table(site: Site) -> Slurm:

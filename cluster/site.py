@@ -112,6 +112,16 @@ class Device(Record):
         return any(name in self.name for name in GPU_NAMES)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it is a core or a processor of the host, by its name."""
+        return re.search(r"\b(?:cpu|core|cores)\b", self.name, re.IGNORECASE) is not None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether one GPU has several such devices, by its name: a GCD or a tile."""
+        return re.search(r"\b(?:GCD|tile)\b", self.name) is not None
+
+    @property
     def trainium(self) -> str | None:
         """Its generation of AWS Trainium, as AWS's tools name it (trn1, trn2), told by the
         vendor's name; or None.

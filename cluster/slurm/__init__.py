@@ -15,13 +15,14 @@ from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
 from cluster.record import counted
-from cluster.render import check_fit, check_submittable, slurm_table
+from cluster.render import check_fit, check_submittable
+from cluster.request import cpu_request
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
 from cluster.slurm.queries import query as query
 from cluster.slurm.queries import slurm_command
-from cluster.slurm.script import directives, environment
+from cluster.slurm.script import derived_lines, directives, environment
 from cluster.slurm.script import texts as texts
 from cluster.state import (
     JobError,
@@ -97,7 +98,8 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
     The command of a task is the job's and, as its last word, I/N: which task it is, and of how
     many.
     """
-    slurm = slurm_table(site)
+    request = cpu_request(job, site)
+    slurm = request.table
     lines = [
         "#!/bin/bash",
         (
@@ -105,6 +107,7 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
             " this folder, which"
         ),
         f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
+        *derived_lines(request),
         *directives(job, slurm, "--requeue", log="logs/task-%a.log"),
         *environment(job, slurm, sys.executable),
         f"cd {quote(job.working_directory)} || exit",

@@ -14,6 +14,7 @@ import typer
 from cluster.login.submit import attach, first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
+from cluster.request import derived
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.state import JobError
@@ -254,6 +255,8 @@ def _show(
             _tell_data(asked, recipe)
         except DataError as error:
             left.append(f"recipe.data: {error}")
+    if texts and (lines := derived(job, site)):
+        note("\n  ".join([f"Asked of {site.scheduler} where the site file says nothing:", *lines]))
     if site.login and texts:
         note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
     if left:
