@@ -261,7 +261,8 @@ def _show(
         except DataError as error:
             left.append(f"recipe.data: {error}")
     if texts and (lines := derived(job, site)):
-        note("\n  ".join([f"Asked of {site.scheduler} where the site file says nothing:", *lines]))
+        of = site.scheduler.capitalize()
+        note("\n  ".join([f"Asked of {of} where the site file says nothing:", *lines]))
     if site.login and texts:
         note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
     if left:

@@ -109,7 +109,7 @@ def test_first_launch_follows_the_advice(tmp_path, monkeypatch, cluster, device,
     assert words[:1] == ["launch"] and {"--plan", "plan.json"} <= {*words}
     (tmp_path / "recipe.toml").write_text(RECIPE)
     shown = run(*words, "--show")
-    assert "Asked of slurm where the site file says nothing" in shown.stderr
+    assert "Asked of Slurm where the site file says nothing" in shown.stderr
     left = shown.stderr.partition("Still to fill in:")[2].split("\n")[1:]
     assert [line.strip().partition(":")[0] for line in left if line] == ["recipe.data"]
     script = shown.stdout.partition("#### submit.sh")[2] or shown.stdout
