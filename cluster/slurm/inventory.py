@@ -59,6 +59,9 @@ MEMORY = re.compile(r"(?<!\d)(\d{2,3})(?=g|[_-]|$)")
 TRAINIUM = re.compile(r"(?<![a-z0-9])trn(\d)(n?)(?:[.-]?(\d*xlarge))?(?![a-z0-9])")
 """An instance type of Trainium: in a feature `trn1.32xlarge`, in a node of ParallelCluster
 `compute-dy-trn132xlarge-1`."""
+TRAINIUM_CORES = {"trn1.2xlarge": 2, "trn2.3xlarge": 4, "trn2.48xlarge": 64}
+"""NeuronCores of an instance that no packaged site describes. They are logical cores: a trn2 chip
+has four by the runtime's default (AWS Neuron documentation, Logical NeuronCore configuration)."""
 NEURON_GRES = ("neuron", "neuroncore", "neurondevice")
 TRN1 = "trn1.32xlarge"
 FULL_TRN1_CPUS = (64, 128)
@@ -402,10 +405,11 @@ def _instance_site(nodes: NodeType) -> str | None:
 def _device_count(nodes: NodeType) -> list[str]:
     if nodes.trainium:
         given = [each.count for each in nodes.gres if each.name == "neuroncore"]
+        count = given[0] if given else TRAINIUM_CORES.get(nodes.trainium, 1)
         return [
             'engine = "neuron"',
-            f"devices_per_node = {given[0] if given else 1}   # EDIT: NeuronCores of a node, as"
-            " `neuron-ls` counts them",
+            f"devices_per_node = {count}   # EDIT: NeuronCores of a node, as `neuron-ls` counts"
+            " them",
         ]
     if nodes.gpu is None:
         return [f"devices_per_node = {nodes.cpus}"]
@@ -444,6 +448,8 @@ def _device(nodes: NodeType) -> list[str]:
         return [*_unknown_device(nodes), network]
     site = Site.load(name)
     lines = ["", f"# Device and links inside a node: those of the packaged site {name}."]
+    if "SXM" in site.device.name:
+        lines.append("# They are those of SXM modules. PCIe cards have other numbers.")
     if assumed:
         lines.append(f"# EDIT: {assumed}. Check with `nvidia-smi` or `rocm-smi` on a node.")
         for size, other in SITES_OF_CHIPS.get("a100", {}).items():

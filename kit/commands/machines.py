@@ -40,6 +40,9 @@ from kit.show.terminal import Table
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Write site files: site init.")
+LEAST_BYTES = 40e9
+"""Memory of a node below which the models that are advised do not fit: 1.4 billion parameters at 16
+bytes, and activations."""
 LOCAL = """\
 # This machine, as torch sees it.
 # EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
@@ -317,6 +320,8 @@ def _about_nodes(
     site, assumed = inventory.packaged_site(nodes)
     if site is not None:
         lines.append(f"Numbers of the device: those of the packaged site {site}.")
+    elif nodes.gpu or nodes.trainium:
+        lines.append(f"No packaged site has the numbers of this device ({nodes.what}).")
     if assumed:
         lines.append(f"To check: {assumed}.")
     own = settings.get("ClusterName", "").lower()
@@ -352,11 +357,14 @@ def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
 
 def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
     """Returns (what to do next, words of the command): a layout for one node of accelerators, which
-    needs no number of the network, or a job on CPU cores.
+    needs no number of the network, or a job.
     """
-    if site.device.is_cpu:
+    if site.device.is_cpu or site.scheduler == "local":
         return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]
     model = "hlat-7b" if site.engine == "neuron" else "gpt-1.4b"
+    memory = site.device.memory_bytes
+    if memory and memory.value * site.devices_per_node < LEAST_BYTES:
+        model = "demo"
     sizes = ["--devices", str(site.devices_per_node), "--batch", "64"]
     what = "choose a layout for one of its nodes:"
     return what, ["plan", model, "--site", str(out), *sizes, "--out", "plan.json"]

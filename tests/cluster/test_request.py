@@ -33,7 +33,7 @@ def based_on(base, tmp_path, slurm="", head=""):
     file.write_text(f'base = "{base}"\n{head}\n[slurm]\npartition = "batch"\n{slurm}\n')
     site = Site.load(str(file))
     # What the sandbox does not have: accounts, features and types of GPU, and so many cores.
-    absent = dict.fromkeys(("account", "qos", "constraint"))
+    absent: dict[str, str | int | None] = dict.fromkeys(("account", "qos", "constraint"))
     if site.slurm and site.slurm.cpus_per_task:
         absent["cpus_per_task"] = 1
     if site.slurm and site.slurm.gpus_per_node:
