@@ -41,7 +41,8 @@ class SlurmRequest:
     """What one job asks of Slurm for its nodes."""
 
     table: Slurm
-    """The site's `[slurm]` table with the job's values in `gpus_per_node` and `sbatch_options`."""
+    """The site's `[slurm]` table with the job's values in `gpus_per_node`, `cpus_per_task` and
+    `sbatch_options`."""
     counts_cpus: bool
     """Whether the batch script divides the CPUs of a node by its tasks."""
     derived: tuple[str, ...]
@@ -62,7 +63,8 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
     _check_devices(table, site, ranks, tasks)
     options = list(table.sbatch_options)
     derived: list[str] = []
-    gpus_per_node, counts_cpus = table.gpus_per_node, False
+    gpus_per_node, cpus_per_task = table.gpus_per_node, table.cpus_per_task
+    counts_cpus = False
     if table.derive_request and not site.device.is_cpu:
         takes_node = ranks == site.devices_per_node or not shares_nodes(site)
         if site.device.is_gpu:
@@ -80,14 +82,21 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
             derived += _whole_node(options)
         if table.cpus_per_task is None and not _has_cpu_layout(table):
             counts_cpus = takes_node
-            derived.append(_cpus_line(tasks, takes_node))
+            if not takes_node and site.cores_per_node:
+                per_device = site.cores_per_node.value / site.devices_per_node
+                cpus_per_task = max(1, math.floor(per_device * ranks / tasks))
+            derived.append(_cpus_line(site, tasks, takes_node, cpus_per_task))
     if table.limit_s(job.num_nodes, job.time_limit_s) is None:
         derived.append(
             "No --time: neither --minutes nor [[slurm.walltime]] gives a limit, so the default of"
             " the partition holds (`scontrol show partition`)."
         )
     return SlurmRequest(
-        table=table.replace(gpus_per_node=gpus_per_node, sbatch_options=tuple(options)),
+        table=table.replace(
+            gpus_per_node=gpus_per_node,
+            cpus_per_task=cpus_per_task,
+            sbatch_options=tuple(options),
+        ),
         counts_cpus=counts_cpus,
         derived=tuple(derived),
     )
@@ -102,8 +111,11 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
     """
     table = slurm_table(site)
     per_process = table.cpus_per_task or 1
-    cpus = per_process * job.num_processes if table.launcher == "srun" else per_process
-    cpus = max(cpus, job.num_processes)
+    if table.cpus_per_task is None and site.cores_per_node:
+        per_process = max(1, int(site.cores_per_node.value) // site.devices_per_node)
+    # A task of torchrun has the CPUs of all ranks of its node.
+    has_all = table.launcher == "torchrun" and table.cpus_per_task is not None
+    cpus = max(per_process, job.num_processes) if has_all else per_process * job.num_processes
     left_out = [
         option
         for option in table.sbatch_options
@@ -247,10 +259,15 @@ def _has_cpu_layout(table: Slurm) -> bool:
     return table.cpu_bind is not None or any(CPU_LAYOUT.fullmatch(option) for option in given)
 
 
-def _cpus_line(tasks: int, takes_node: bool) -> str:
+def _cpus_line(site: Site, tasks: int, takes_node: bool, cpus_per_task: int | None) -> str:
     if takes_node:
         over = "for its one task" if tasks == 1 else f"divided by its {tasks} tasks"
         return f"--cpus-per-task: all CPUs of a node, as Slurm counts them at the start, {over}."
+    if site.cores_per_node and cpus_per_task:
+        return (
+            f"--cpus-per-task={cpus_per_task}: the cores of a node, {site.cores_per_node}, divided"
+            f" by its {counted(site.devices_per_node, 'device')}."
+        )
     return (
         "No --cpus-per-task: site.slurm.cpus_per_task is not given, so each task gets the CPUs that"
         " the partition gives by default, usually one. Give the CPUs of a node divided by its"

@@ -228,6 +228,9 @@ class Site(Record):
         "what plans are made for, unless another is named", default="native"
     )
     device: Device = field_doc("one device")
+    cores_per_node: Fact | None = field_doc(
+        "cores of the host processors of one node", default=None
+    )
     links: Links = field_doc("what joins the devices", default_factory=Links)
     storage: Storage = field_doc("the file system that all nodes share", default_factory=Storage)
     open_files: Fact | None = field_doc(

@@ -75,12 +75,15 @@ def test_shortest_site_file_asks_slurm_for_gpus(sandbox, tmp_path, name):
 
 
 def test_part_of_a_node_asks_for_its_part(sandbox, tmp_path):
-    site = based_on("dgx-h100", tmp_path)
+    site = based_on("mi300x", tmp_path)  # whose cores no source gives
     job = job_of(site, tmp_path, per_node=2, num_nodes=1, time_limit_s=3600)
     found, text = asked_of_slurm(sandbox, job, site, tmp_path)
     assert (found["TresPerNode"], found["OverSubscribe"]) == ("gres:gpu:2", "OK")
     assert "site.slurm.cpus_per_task is not given" in text and "No --time" not in text
     assert not [text for text in warnings(job, site) if "idle" in text]
+    site = based_on("dgx-h100", tmp_path)  # 112 cores
+    text = scripts(job, site)["submit.sh"]
+    assert "#SBATCH --cpus-per-task=14\n" in text and "(NVIDIA DGX H100 data sheet" in text
     typed = with_slurm(site, gpus_per_node="h100:8", cpus_per_task=14)
     text = scripts(job, typed)["submit.sh"]
     assert "#SBATCH --gpus-per-node=h100:2\n" in text and "--cpus-per-task=14" in text
