@@ -125,7 +125,8 @@ class Device(Record):
     @property
     def is_cpu(self) -> bool:
         """Whether it is a core or a processor of the host, by its name."""
-        return re.search(r"\b(?:cpu|core|cores)\b", self.name, re.IGNORECASE) is not None
+        found = re.search(r"\b(?:cpu|core|cores)\b", self.name, re.IGNORECASE)
+        return found is not None and not self.is_gpu and self.trainium is None
 
     @property
     def is_part(self) -> bool:
@@ -282,9 +283,7 @@ class Site(Record):
             example = ""
             if any(name.endswith((".value", ".source")) for name in error.names):
                 example = f" Each number has a value and a source, as in {EXAMPLE_FACT}."
-            raise MissingError(
-                [f"{file.name}: {error.names[0]}", *error.names[1:]], example
-            ) from error
+            raise ConfigError(f"{file.name}: {error}{example}") from error
         except ConfigError as error:
             raise ConfigError(f"{file.name}: {error}") from error
 

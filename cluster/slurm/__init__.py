@@ -6,6 +6,7 @@ What Slurm says of them is asked by `cluster.slurm.queries`. The script itself c
 
 import contextlib
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -37,6 +38,12 @@ from cluster.submission import submit
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
 ARRAY_SCRIPT = "array.sh"
+GRES_ADVICE = (
+    "`sinfo --format='%P %c %m %G'` shows the CPUs, the memory and the GPUs of a node. Under [slurm]"
+    ' in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and sbatch_options ='
+    ' ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
+)
+"""What to do about a request for nodes that Slurm refuses."""
 SUBMIT_TIMEOUT_S = 120.0
 """A busy controller takes its time, and what it has not answered it may do all the same."""
 
@@ -213,6 +220,8 @@ def _sbatch(run_dir: Path, script: str, *options: str) -> str:
     try:
         answer = slurm_command([*words, script], cwd=run_dir, timeout_s=SUBMIT_TIMEOUT_S)
     except JobError as error:
+        if re.search(r"node configuration|generic resource|gres", str(error), re.IGNORECASE):
+            raise JobError(f"{error} {GRES_ADVICE}") from error
         if "timed out" not in str(error):  # as sbatch says itself, too
             raise
         raise JobError(

@@ -135,3 +135,23 @@ def test_node_types_of_a_partition_can_be_chosen(tmp_path, monkeypatch):
     assert (sites["3090"].devices_per_node, sites["3090"].slurm.gpus_per_node) == (8, "3090:8")
     wrong = CliRunner().invoke(app, ["site", "init", "x.toml", "--node-type", "v100"])
     assert "'v100'. Give a GPU type" in str(wrong.exception) and "gpu40" in str(wrong.exception)
+
+
+def test_missing_numbers_are_named_at_once(tmp_path, monkeypatch):
+    """The example of the error message, in place of the lines to edit, makes a plan."""
+    monkeypatch.chdir(tmp_path)
+    be_cluster(tmp_path, monkeypatch, CLUSTERS["3090"])
+    run("site", "init", "my.toml")
+    words = "plan gpt-1.4b --site my.toml --devices 16 --batch 64".split()
+    error = str(CliRunner().invoke(app, words).exception)
+    names = ["peak_flops_per_s.bf16", "memory_bytes,", "memory_bytes_per_s", "links.intra_node"]
+    assert not [name for name in [*names, "links.inter_node_bytes_per_s"] if name not in error]
+    example = tomllib.loads(error.partition("For example:\n")[2])
+    assert example["links"]["intra_node"][0]["num_devices"] == 8
+    lines = (tmp_path / "my.toml").read_text().splitlines()
+    heads = ("[links]", "[device.peak_flops_per_s]", "[device]", 'name = "GPU')
+    kept = [line for line in lines if not line.startswith(heads)]
+    first = kept.index("[slurm]")
+    shown = error.partition("For example:\n")[2].replace("[device]", '[device]\nname = "GPU 3090"')
+    (tmp_path / "my.toml").write_text("\n".join([*kept[:first], shown, *kept[first:]]))
+    assert "16 devices of mycluster" in run(*words).output

@@ -13,7 +13,7 @@ from cluster.render import scripts, warnings
 from cluster.request import derived
 from cluster.site import Site
 from cluster.slurm import array_script
-from cluster.state import JobState
+from cluster.state import JobError, JobState
 from cluster.submission import submit
 from tests.cluster.eks import eks
 from tests.cluster.jobs import job_spec, with_slurm
@@ -141,6 +141,13 @@ def test_job_without_gpus_is_refused(tmp_path, base, slurm, message):
 def _with(file, slurm):
     file.write_text(f"{file.read_text()}{slurm}\n")
     return file
+
+
+def test_slurm_that_refuses_the_gpus_gets_advice(sandbox, site, tmp_path):
+    job = job_spec(tmp_path / "run", "true", num_nodes=1, num_processes=1)
+    with pytest.raises(JobError, match=r"configuration is not available.*sinfo --format.*TYPE:8"):
+        submit(job, with_slurm(site, gpus_per_node="h100:1"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
