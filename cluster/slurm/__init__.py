@@ -39,9 +39,9 @@ EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
 ARRAY_SCRIPT = "array.sh"
 GRES_ADVICE = (
-    "`sinfo --format='%P %c %m %G'` shows the CPUs, the memory and the GPUs of a node. Under [slurm]"
-    ' in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and sbatch_options ='
-    ' ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
+    "`sinfo --format='%P %c %m %G'` shows the CPUs, the memory and the GPUs of a node. Under"
+    ' [slurm] in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and'
+    ' sbatch_options = ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
 )
 """What to do about a request for nodes that Slurm refuses."""
 SUBMIT_TIMEOUT_S = 120.0
