@@ -314,9 +314,14 @@ def _about_nodes(
             name = inventory.name_of(other, found)
             how = f": --partition {other.partition} --node-type {name}" if name else ""
             lines.append(f"  {other}{how}")
-    partitions = sorted({each.partition for each in found} - {nodes.partition})
+    partitions: dict[str, list[str]] = {}
+    for each in found:
+        if each.partition != nodes.partition:
+            kinds = partitions.setdefault(each.partition, [])
+            kinds += [each.what] * (each.what not in kinds)
     if partitions:
-        lines.append(f"Other partitions: {', '.join(partitions)}.")
+        texts = [f"{name} ({', '.join(kinds)})" for name, kinds in sorted(partitions.items())]
+        lines.append(f"Other partitions: {', '.join(texts)}.")
     site, assumed = inventory.packaged_site(nodes)
     if site is not None:
         lines.append(f"Numbers of the device: those of the packaged site {site}.")
