@@ -23,6 +23,8 @@ LINE = re.compile(
     r"(?P<megabytes>\d+)\+?\|(?P<limit>[^|]*)\|(?:\d+-)?(?P<most>[^|]*)\|(?P<gres>[^|]*)"
     r"(?:\|(?P<features>[^|]*)\|(?P<names>.*))?"
 )
+LEAST_SEPARATORS = 6
+"""Separators of a line up to its GRES."""
 GRES_COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
 COUNT_UNITS = " KMGTP"
 """Suffixes of a GRES count. Each is 1,024 times the one before."""
@@ -192,13 +194,16 @@ def parse_gres(text: str) -> list[Gres]:
 
 def nodes_of(text: str) -> list[NodeType]:
     """Returns the kinds of nodes that `SINFO` prints, those of a partition together that differ
-    in nothing that matters here.
+    in nothing that matters here. Lines without its columns, which wrappers of sites print, are
+    ignored.
 
     Raises:
-        JobError: a line is not of that form.
+        JobError: a line has the columns with other values, or no line has them.
     """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    rows = [line for line in lines if line.count("|") >= LEAST_SEPARATORS]
     merged: dict[tuple, NodeType] = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in rows or lines:
         found = LINE.fullmatch(line)
         if found is None:
             raise JobError(

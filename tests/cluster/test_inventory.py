@@ -120,6 +120,14 @@ def test_count_that_no_node_has_is_refused():
     assert inventory.choose(found, "cpu").cpus == 64
 
 
+def test_lines_of_wrappers_are_ignored():
+    wrapped = "NOTICE: maintenance on Monday | see motd\ngpu*|2|64|257000|30:00|1|gpu:4"
+    assert [nodes.count for nodes in inventory.nodes_of(wrapped)] == [2]
+    for text in ("NOTICE: no cluster", "gpu*|two|64|257000|30:00|1|gpu:4"):
+        with pytest.raises(JobError, match="is not of the form"):
+            inventory.nodes_of(text)
+
+
 def test_scheduler_without_gpu_counts_gets_gres():
     (nodes,) = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:v100:4")
     said = tomllib.loads(inventory.site_text(nodes, {"SelectType": "select/linear"}))
