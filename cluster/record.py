@@ -153,7 +153,7 @@ class Record:
         # What is missing in records inside this one is told too; the rest is converted once, below.
         for name, value in data.items():
             try:
-                if isinstance(value, dict | list):
+                if type(value) not in _as_they_are(hints[name]):
                     values[name] = _convert(value, hints[name], f"{path}.{name}")
             except MissingError as error:
                 missing += error.names

@@ -157,7 +157,8 @@ def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
     """
     devices = job.num_nodes * site.devices_per_node
     found = []
-    if site.scheduler != "local" and job.num_processes < devices:
+    is_alone = site.scheduler != "local" and not shares_nodes(site)
+    if is_alone and job.num_processes < devices:
         found.append(
             f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle."
         )
@@ -168,17 +169,32 @@ def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
     return found
 
 
+def shares_nodes(site: Site) -> bool:
+    """Returns whether a job that uses some GPUs of a node leaves the others to other jobs."""
+    if site.scheduler != "slurm" or not site.device.is_gpu:
+        return False
+    table = slurm_table(site)
+    alone = any(option.startswith("--exclusive") for option in table.sbatch_options)
+    return table.derive_request and not alone
+
+
 def slurm_table(site: Site) -> Slurm:
     """Returns the `[slurm]` table of a site.
 
     Raises:
-        ConfigError: it has none; the packaged file serves estimates only.
+        ConfigError: it has none; the packaged file serves estimates only. Or its launcher cannot
+            start ranks in the site's container.
     """
     if site.slurm is None:
         raise ConfigError(
             f"site.slurm: {site.name!r} has no [slurm] table, so no job can be written for it."
             " Write a .toml file "
             f'with base = "{site.name}" and such a table; generic-gpu-slurm.toml shows one.'
+        )
+    if site.slurm.is_in_container and site.slurm.launcher != "srun":
+        raise ConfigError(
+            f"site.slurm.launcher: {site.slurm.launcher!r} cannot start ranks in a container. Use"
+            " launcher = 'srun', which starts one task per rank."
         )
     return site.slurm
 

@@ -219,15 +219,25 @@ class Slurm(SchedulerTable):
         check_lines,
         default=(),
     )
+    derive_request: bool = field_doc(
+        "a job also asks for the GPUs, CPUs and memory that `devices_per_node` implies and this"
+        " table leaves open; false: only for what the table names, as on machines that always give"
+        " whole nodes",
+        default=True,
+    )
     launcher: Literal["srun", "torchrun"] = field_doc(
         "srun: one task per rank; torchrun: one per node that starts the node's ranks",
         default="srun",
     )
     cpus_per_task: int | None = field_doc(
-        "CPUs of each task of the launcher", from_one, default=None
+        "CPUs of each task of the launcher; none: those of a whole node, divided by its tasks",
+        from_one,
+        default=None,
     )
     gpus_per_node: str | None = field_doc(
-        "GPUs of a node, such as '8' or 'mi250:8'; each rank sees all of them", a_word, default=None
+        "GPUs of a node, such as '8' or 'mi250:8'; each rank sees all of them; none: derived",
+        a_word,
+        default=None,
     )
     gpus_per_task: int | None = field_doc(
         "GPUs of a task; each rank sees only its own", from_one, default=None
@@ -299,11 +309,6 @@ class Slurm(SchedulerTable):
                 f" {list(self.srun_options)} would start a container in a container. Give either"
                 " container or srun_options for it."
             )
-        if self.is_in_container and self.launcher != "srun":
-            raise ConfigError(
-                f"site.slurm.launcher: {self.launcher!r} cannot start ranks in a container. Use"
-                " launcher = 'srun', which starts one task per rank."
-            )
 
     def max_seconds(self, num_nodes: int) -> float | None:
         """Returns how long a job of so many nodes may run, or None where the site does not say."""
@@ -356,7 +361,9 @@ class Kubernetes(SchedulerTable):
         "where that file system appears in the pods; run directories lie below it"
     )
     resources: dict[str, str] = field_doc(
-        "resources of one pod, requested and limited alike; quantities as text"
+        "resources of one pod, requested and limited alike; quantities as text. The devices are"
+        " derived where none are named",
+        default_factory=dict,
     )
     node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)
     tolerations: tuple[str, ...] = field_doc("taints that the pods accept, by key", default=())

@@ -9,10 +9,11 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from cluster.record import (
     ConfigError,
+    MissingError,
     Record,
     field_doc,
     from_one,
@@ -29,6 +30,9 @@ MAX_PEAK_FLOPS_PER_S = 1e17
 """Per device; fifty times the fastest accelerator sold, so anything above is a wrong unit."""
 LEAST_PEAK_FLOPS_PER_S = 1e12
 """Per accelerator; a number below is in TFLOP/s. So is one below 1e6 of a CPU core."""
+
+
+EXAMPLE_FACT = 'memory_bytes = { value = 85899345920, source = "data sheet, 80 GiB" }'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,13 @@ class Fact(Record):
         must(lambda error: 0 <= error <= 1, "Give a fraction from 0 to 1 (5 % is 0.05)."),
         default=None,
     )
+
+    @classmethod
+    def from_dict(cls, data: Any, path: str = "") -> Self:
+        """Returns the number that a table describes. A number alone lacks its source."""
+        if isinstance(data, int | float) and not isinstance(data, bool):
+            raise MissingError([f"{path}.source"])
+        return super().from_dict(data, path)
 
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.0%}"
@@ -110,6 +121,17 @@ class Device(Record):
     def is_gpu(self) -> bool:
         """Whether torch drives it by CUDA or ROCm, or would by XPU; told by the vendor's name."""
         return any(name in self.name for name in GPU_NAMES)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a core or a processor of the host, by its name."""
+        found = re.search(r"\b(?:cpu|core|cores)\b", self.name, re.IGNORECASE)
+        return found is not None and not self.is_gpu and self.trainium is None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether one GPU has several such devices, by its name: a GCD or a tile."""
+        return re.search(r"\b(?:GCD|tile)\b", self.name) is not None
 
     @property
     def trainium(self) -> str | None:
@@ -207,6 +229,9 @@ class Site(Record):
         "what plans are made for, unless another is named", default="native"
     )
     device: Device = field_doc("one device")
+    cores_per_node: Fact | None = field_doc(
+        "cores of the host processors of one node", default=None
+    )
     links: Links = field_doc("what joins the devices", default_factory=Links)
     storage: Storage = field_doc("the file system that all nodes share", default_factory=Storage)
     open_files: Fact | None = field_doc(
@@ -254,6 +279,11 @@ class Site(Record):
         file, data = _read_toml(os.fspath(name_or_path))
         try:
             return cls.from_dict(_with_this_machine(data))
+        except MissingError as error:
+            example = ""
+            if any(name.endswith((".value", ".source")) for name in error.names):
+                example = f" Each number has a value and a source, as in {EXAMPLE_FACT}."
+            raise ConfigError(f"{file.name}: {error}{example}") from error
         except ConfigError as error:
             raise ConfigError(f"{file.name}: {error}") from error
 

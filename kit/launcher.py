@@ -28,6 +28,11 @@ from kit.run import Run
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 
+MAX_PADDING = 512
+"""Entries that models add to a vocabulary, so that it divides by the tensor-parallel degree."""
+PADDING_SHARE = 0.02
+"""Share of a vocabulary that padding and reserved tokens have at most, such as 0.3 % of Qwen's."""
+
 
 def launch(
     directory: str | Path,
@@ -296,6 +301,21 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
                 f" the weights in {folder} know those of its own tokenizer, {theirs[:12]}. Build"
                 f" the data with --tokenizer {folder}."
             )
+
+
+def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
+    """Returns a warning if the model's vocabulary is so much larger than the tokenizer's that it is
+    more than padding, or None.
+    """
+    unused = spec.vocab_size - tokenizer_size
+    if unused <= max(MAX_PADDING, PADDING_SHARE * spec.vocab_size):
+        return None
+    return (
+        f"The model has {spec.vocab_size:,} tokens and the tokenizer of the data only"
+        f" {tokenizer_size:,}: {unused / spec.vocab_size:.0%} of the vocabulary is never trained."
+        " Is it this model's tokenizer? Build the data with `--tokenizer FOLDER`, or give"
+        f" --set spec.vocab_size={tokenizer_size}."
+    )
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:

@@ -25,6 +25,7 @@ from typing import Any
 from cluster.job import JobSpec
 from cluster.outcome import USELESS_TO_RETRY
 from cluster.record import ConfigError
+from cluster.request import kubernetes_resources
 from cluster.scheduler import Kubernetes, quote
 from cluster.site import Site
 from cluster.site_lines import checked_lines
@@ -62,8 +63,8 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
     """Returns the manifests of an attempt: the Job or JobSet first, then what belongs to it.
 
     Raises:
-        ConfigError: the site has no [kubernetes] table, or a path of the job is not on the shared
-            file system.
+        ConfigError: the site has no [kubernetes] table, a path of the job is not on the shared
+            file system, or the pods would not get their devices.
     """
     table = kubernetes_table(site)
     for field in ("run_dir", "working_directory"):
@@ -72,6 +73,8 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
                 f"job.{field}: {getattr(job, field)!r} is not below {table.mount_path!r}, so the"
                 " pods cannot see it. Use a path there, or correct site.kubernetes.mount_path."
             )
+    resources, asked = kubernetes_resources(job, table, site)
+    table = table.replace(resources=resources)
     name = job_name(job, attempt)
     labels = {**MANAGED_BY, INSTANCE: name}
     named = {"name": name, "namespace": table.namespace, "labels": labels}
@@ -79,7 +82,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": named,
-        "data": {SCRIPT: pod_script(job, table, name)},
+        "data": {SCRIPT: pod_script(job, table, name, asked)},
     }
     metadata = {**named, "labels": labels | ({QUEUE_LABEL: table.queue} if table.queue else {})}
     spec = _job_spec(job, table, name, labels)
@@ -213,8 +216,10 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
     }
 
 
-def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
-    """Returns what each pod runs."""
+def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, ...] = ()) -> str:
+    """Returns what each pod runs. Lines of `derived` stand at the top: what a pod asks for beyond
+    what the site file says.
+    """
     host = f"{name}-0.{name}" if table.kind == "Job" else f"{name}-{REPLICATED_JOB}-0-0.{name}"
     variables = {
         "OMP_NUM_THREADS": "1",
@@ -230,6 +235,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
         *job.argv[1:],
     ]
     lines = [
+        *(f"# Asked of Kubernetes where the site file says nothing: {line}" for line in derived),
         f"cd {quote(job.working_directory)} || exit",
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f"export MASTER_ADDR={host} MASTER_PORT={table.master_port}",

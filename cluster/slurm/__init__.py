@@ -17,14 +17,21 @@ from cluster.files import write_atomic
 from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.record import counted
-from cluster.render import check_fit, check_submittable, slurm_table
+from cluster.render import check_fit, check_submittable
+from cluster.request import cpu_request
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
 from cluster.slurm.queries import matching_lines, not_understood, slurm_command
 from cluster.slurm.queries import output as output
 from cluster.slurm.queries import query as query
-from cluster.slurm.script import container_environment, directives, environment, rank_command
+from cluster.slurm.script import (
+    container_environment,
+    derived_lines,
+    directives,
+    environment,
+    rank_command,
+)
 from cluster.slurm.script import texts as texts
 from cluster.state import (
     JobError,
@@ -40,6 +47,12 @@ from cluster.submission import submit
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
 ARRAY_SCRIPT = "array.sh"
+GRES_ADVICE = (
+    "`sinfo --format='%P %c %m %G'` shows the CPUs, the memory and the GPUs of a node. Under"
+    ' [slurm] in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and'
+    ' sbatch_options = ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
+)
+"""What to do about a request for nodes that Slurm refuses."""
 SUBMIT_TIMEOUT_S = 120.0
 """A busy controller takes its time, and what it has not answered it may do all the same."""
 
@@ -102,7 +115,8 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
     The command of a task is the job's and, as its last word, I/N: which task it is, and of how
     many.
     """
-    slurm = slurm_table(site)
+    request = cpu_request(job, site)
+    slurm = request.table
     command = rank_command(job, slurm, sys.executable, str(PACKAGE_ROOT))
     if slurm.has_tasks_in_container:
         command = ["srun", "--nodes=1", "--ntasks=1", *slurm.srun_options, *command]
@@ -113,6 +127,7 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
             " this folder, which"
         ),
         f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
+        *derived_lines(request),
         *directives(job, slurm, "--requeue", log="logs/task-%a.log"),
         *environment(job, slurm, sys.executable),
         *container_environment(job, slurm, str(PACKAGE_ROOT)),
@@ -225,6 +240,8 @@ def _sbatch(run_dir: Path, script: str, *options: str) -> str:
     try:
         answer = slurm_command([*words, script], cwd=run_dir, timeout_s=SUBMIT_TIMEOUT_S)
     except JobError as error:
+        if re.search(r"node configuration|generic resource|gres", str(error), re.IGNORECASE):
+            raise JobError(f"{error} {GRES_ADVICE}") from error
         if "timed out" not in str(error):  # as sbatch says itself, too
             raise
         raise JobError(

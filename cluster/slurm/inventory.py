@@ -1,91 +1,248 @@
-"""A first site file from what a cluster says of itself, with EDIT where nobody there can know.
+"""A first site file from what Slurm reports about its nodes.
 
-Source of the formats: https://slurm.schedmd.com/sinfo.html, https://slurm.schedmd.com/gres.html
+Numbers that Slurm does not know come from the packaged site with the same GPU or instance type, or
+are left as lines marked EDIT.
+
+Source of the formats: https://slurm.schedmd.com/sinfo.html, https://slurm.schedmd.com/gres.html and
+https://slurm.schedmd.com/slurm.conf.html (Gres).
 """
 
+import dataclasses
 import json
 import re
-from string import Template
+from collections.abc import Iterable, Sequence
 
 from cluster.record import ConfigError, counted, suggestion
+from cluster.site import Device, Fact, Site
 from cluster.state import JobError
 
-SINFO = ("sinfo", "--noheader", "--exact", "--noconvert", "--format=%P|%D|%c|%m|%l|%s|%G")
+SINFO = ("sinfo", "--noheader", "--exact", "--noconvert", "--format=%P|%D|%c|%m|%l|%s|%G|%f|%N")
 CONFIG = ("scontrol", "show", "config")
 LINE = re.compile(
     r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<count>\d+)\|(?P<cpus>\d+)\+?\|"
-    r"(?P<megabytes>\d+)\+?\|(?P<limit>[^|]*)\|(?:\d+-)?(?P<most>[^|]*)\|(?P<gres>.*)"
+    r"(?P<megabytes>\d+)\+?\|(?P<limit>[^|]*)\|(?:\d+-)?(?P<most>[^|]*)\|(?P<gres>[^|]*)"
+    r"(?:\|(?P<features>[^|]*)\|(?P<names>.*))?"
 )
-GPU = re.compile(r"(?:^|[,/])gpu\b(?::([^:,(]*[A-Za-z][^:,(]*))?(?::(\d+))?")
-"""A node's first GPUs, kind and number: a100 and 4 of `gpu:a100:4(S:0-1),lscratch:3570`."""
+LEAST_SEPARATORS = 6
+"""Separators of a line up to its GRES."""
+GRES_COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
+COUNT_UNITS = " KMGTP"
+"""Suffixes of a GRES count. Each is 1,024 times the one before."""
+MAX_GPUS = 128
+"""Most GPUs of a node that are believed. Eight GPUs in seven MIG slices each are 56."""
 TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
 """A limit as sinfo prints it: [[days-]hours:]minutes:seconds."""
-TEMPLATE = Template("""\
-# Made from what $cluster says of itself. Look at each line that says EDIT, then at the rest.
-name = "$cluster"
-description = $description
-scheduler = "slurm"
-devices_per_node = $devices
-# EDIT: price_per_node_hour = { value = 0, source = "your contract" }
-$login
-[device]
-$device
-
-[links]
-# EDIT: inter_node_bytes_per_s = { value = 0, source = "your system's documentation" }
-
-[slurm]
-partition = $partition
-$account
-$tasks
-sbatch_options = ["--mem=0"]   # all memory of a node, of which a job may get a part by default
-# EDIT: modules, environment and network_interfaces, as your system's documentation has them
-$most
-$walltime
-""")
-LOGIN = """\
-login = {}
-
-[there]
-python = "/EDIT/bin/python"   # EDIT: of an environment there with the packages of requirements/
-folder = "/EDIT/runs"         # EDIT: for runs, on a file system that the compute nodes share
-sync = true                   # sends this kit's own source
-"""
-GPU_DEVICE = """\
-name = {}   # EDIT: the vendor's name: `nvidia-smi -L` or `rocm-smi --showproductname` on a node
-# Such facts are in the sites perlmutter, selene (A100), dgx-h100, gb200-nvl72, frontier (MI250X).
-# EDIT: memory_bytes = {{ value = 0, source = "data sheet" }}
-
-[device.peak_flops_per_s]
-# EDIT: bf16 = {{ value = 0, source = "data sheet, dense" }}"""
-CORE = """\
-name = "one CPU core"
-memory_bytes = {{ value = {:.10g}, source = "sinfo: memory of a node over its cores" }}"""
-ACCOUNT = 'account = "EDIT"   # EDIT: your project; `sacctmgr show associations user=$USER`'
-Nodes = dict[str, str]
-"""Nodes of one partition that are alike: the groups of LINE."""
+SITES_OF_CHIPS = {
+    "a100": {40: "perlmutter", 80: "selene"},
+    "h100": {80: "dgx-h100"},
+    "h200": {141: "hgx-h200"},
+    "b200": {180: "hgx-b200"},
+    "b300": {288: "hgx-b300"},
+    "gb200": {186: "gb200-nvl72"},
+    "gb300": {288: "gb300-nvl72"},
+    "mi250": {128: "frontier"},
+    "mi250x": {128: "frontier"},
+    "mi300x": {192: "mi300x"},
+    "mi325x": {256: "mi325x"},
+    "mi350x": {288: "mi350x"},
+    "mi355x": {288: "mi355x"},
+}
+"""Packaged sites with the numbers of a GPU, by chip and GB of memory of one GPU."""
+MEMORY_SIZES = {size for sites in SITES_OF_CHIPS.values() for size in sites}
+CHIP = re.compile(
+    rf"(?<![a-z0-9])({'|'.join(sorted(SITES_OF_CHIPS, key=len, reverse=True))})"
+    r"(?![a-z]|\d)|(?<![a-z0-9])(a100|h100|h200)(?=sxm|\d\dgb?)"
+)
+"""A chip in the type of a GRES or in a feature: h100 of `nvidia_h100_80gb_hbm3`, not of `gh100`."""
+OTHER_VARIANT = re.compile(r"pcie|nvl(?!72|ink)|\d+g[._]\d+gb|mig")
+"""Marks of cards and slices whose numbers no packaged site has: PCIe, H100 NVL, MIG."""
+MEMORY = re.compile(r"(?<!\d)(\d{2,3})(?=g|[_-]|$)")
+"""GB of memory in the type of a GRES or in a feature: 80 of `a100_80`, `hbm80g`, `h100-80gb`."""
+TRAINIUM = re.compile(r"(?<![a-z0-9])trn(\d)(n?)(?:[.-]?(\d*xlarge))?(?![a-z0-9])")
+"""An instance type of Trainium: in a feature `trn1.32xlarge`, in a node of ParallelCluster
+`compute-dy-trn132xlarge-1`."""
+TRAINIUM_CORES = {"trn1.2xlarge": 2, "trn2.3xlarge": 4, "trn2.48xlarge": 64}
+"""NeuronCores of an instance that no packaged site describes. They are logical cores: a trn2 chip
+has four by the runtime's default (AWS Neuron documentation, Logical NeuronCore configuration)."""
+NEURON_GRES = ("neuron", "neuroncore", "neurondevice")
+TRN1 = "trn1.32xlarge"
+FULL_TRN1_CPUS = (64, 128)
+"""CPUs of a trn1.32xlarge, without and with two threads per core."""
+EDIT_FACT = "# EDIT: {} = {{ value = 0, source = {} }}"
 
 
-def nodes_of(text: str) -> list[Nodes]:
-    """Returns what each line of `SINFO` says. Lines without its columns, which site wrappers print,
-    are ignored.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gres:
+    """One generic resource of a node."""
+
+    name: str
+    kind: str
+    """Its type, or an empty text."""
+    count: int
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (self.name, self.kind, str(self.count)) if part)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeType:
+    """Nodes of one partition that are alike."""
+
+    partition: str
+    is_default: bool
+    """Whether jobs that name no partition go to this one."""
+    count: int
+    cpus: int
+    megabytes: int
+    limit: str
+    """Time limit of the partition, as sinfo prints it."""
+    most: str
+    """Nodes that one job may have, as sinfo prints it."""
+    gres_text: str
+    features: tuple[str, ...]
+    """Features that all of these nodes have."""
+    names: str = ""
+    """Node names, as sinfo shortens them."""
+
+    @property
+    def gres(self) -> list[Gres]:
+        return parse_gres(self.gres_text)
+
+    @property
+    def gpu(self) -> Gres | None:
+        """The first kind of GPU of a node, or None."""
+        return next((each for each in self.gres if each.name == "gpu" and each.count), None)
+
+    @property
+    def trainium(self) -> str | None:
+        """Its instance type of AWS Trainium, such as trn1.32xlarge, or None.
+
+        Slurm on AWS has no GRES for NeuronCores as a rule. A feature, the name of a node or the
+        name of the partition shows what the nodes are.
+        """
+        if self.gpu is not None:
+            return None
+        for text in (*self.features, self.names, self.partition):
+            matches = list(TRAINIUM.finditer(text.lower()))
+            if not matches:
+                continue
+            found = max(matches, key=lambda match: match[3] is not None)
+            generation, network, size = found.groups()
+            if size is None and generation == "1" and self.cpus in FULL_TRN1_CPUS:
+                size = "32xlarge"
+            return f"trn{generation}{network}" + (f".{size}" if size else "")
+        is_neuron = any(each.name in NEURON_GRES for each in self.gres)
+        return "trn" if is_neuron else None
+
+    @property
+    def what(self) -> str:
+        """What a node has, in a few words."""
+        if self.gpu:
+            return f"{self.gpu.count} x {self.gpu.kind or 'GPU'}"
+        if self.trainium:
+            return f"Trainium, {self.trainium}"
+        return counted(self.cpus, "core")
+
+    def __str__(self) -> str:
+        marks = ", ".join(self.telling_features)
+        text = f"{counted(self.count, 'node')} with {self.what}, {self.cpus} CPUs"
+        return f"{text} ({marks})" if marks else text
+
+    @property
+    def telling_features(self) -> tuple[str, ...]:
+        """The features that name a GPU, its memory or an instance type."""
+        return tuple(
+            feature
+            for feature in self.features
+            if CHIP.search(feature.lower())
+            or TRAINIUM.search(feature.lower())
+            or any(int(size) in MEMORY_SIZES for size in MEMORY.findall(feature.lower()))
+            or "xlarge" in feature
+        )
+
+    def is_called(self, text: str) -> bool:
+        """Returns whether a user's word means these nodes: a GPU type, a GRES or a feature."""
+        known = {feature.lower() for feature in self.features}
+        known |= {str(each).lower() for each in self.gres}
+        if self.gpu:
+            known |= {self.gpu.kind.lower(), f"{self.gpu.kind}:{self.gpu.count}".lower()}
+        if self.trainium:
+            known |= {self.trainium, self.trainium.partition(".")[0]}
+        return text.lower() in known - {""}
+
+
+def parse_gres(text: str) -> list[Gres]:
+    """Returns the generic resources that sinfo prints for a node, in their order.
+
+    Each is `name[:type][:no_consume][:count[K|M|G|T|P]]`, with sockets or indices in parentheses.
+    A number is a type where another number follows: `gpu:3090:8` are eight GPUs.
+    """
+    found = []
+    for entry in re.sub(r"\([^)]*\)", "", text).split(","):
+        fields = [field for field in re.sub(r"^gres[/:]", "", entry.strip()).split(":") if field]
+        if not fields or fields[0] == "null":
+            continue
+        name, *rest = fields
+        rest = [field for field in rest if field != "no_consume"]
+        count = 1
+        if rest and (number := GRES_COUNT.fullmatch(rest[-1])):
+            count = int(number[1]) * 1024 ** COUNT_UNITS.index(number[2].upper() or " ")
+            rest = rest[:-1]
+        found.append(Gres(name=name, kind=":".join(rest), count=count))
+    return found
+
+
+def nodes_of(text: str) -> list[NodeType]:
+    """Returns the kinds of nodes that `SINFO` prints, those of a partition together that differ
+    in nothing that matters here. Lines without its columns, which wrappers of sites print, are
+    ignored.
 
     Raises:
-        JobError: a line has these columns with other values, or no line has them.
+        JobError: a line has the columns with other values, or no line has them.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    num_separators = SINFO[-1].count("|")
-    rows = {line: LINE.fullmatch(line) for line in lines if line.count("|") >= num_separators}
-    wrong = [line for line, match in rows.items() if match is None] if rows else lines
-    if wrong:
-        raise JobError(
-            f"sinfo: {wrong[0]!r} is not of the form {SINFO[-1]!r}. Is it Slurm's own sinfo?"
+    rows = [line for line in lines if line.count("|") >= LEAST_SEPARATORS]
+    merged: dict[tuple, NodeType] = {}
+    for line in rows or lines:
+        found = LINE.fullmatch(line)
+        if found is None:
+            raise JobError(
+                f"sinfo: {line!r} is not of the form {SINFO[-1]!r}. Is it Slurm's own sinfo?"
+            )
+        features = (found["features"] or "").replace("(null)", "").split(",")
+        nodes = NodeType(
+            partition=found["partition"],
+            is_default=bool(found["default"]),
+            count=int(found["count"]),
+            cpus=int(found["cpus"]),
+            megabytes=int(found["megabytes"]),
+            limit=found["limit"],
+            most=found["most"],
+            gres_text=found["gres"],
+            features=tuple(feature for feature in features if feature),
+            names=found["names"] or "",
         )
-    return [match.groupdict() for match in rows.values() if match]
+        key = (
+            nodes.partition,
+            nodes.cpus,
+            nodes.megabytes,
+            *map(str, nodes.gres),
+            *nodes.telling_features,
+            nodes.trainium,
+        )
+        if same := merged.get(key):
+            nodes = dataclasses.replace(
+                same,
+                count=same.count + nodes.count,
+                features=tuple(each for each in same.features if each in nodes.features),
+                names=f"{same.names},{nodes.names}",
+            )
+        merged[key] = nodes
+    return list(merged.values())
 
 
 def seconds(limit: str) -> float | None:
-    """Returns a time limit in seconds; None where there is none."""
+    """Returns a time limit in seconds, or None where there is none."""
     found = TIME.fullmatch(limit)
     if found is None:
         return None
@@ -93,23 +250,63 @@ def seconds(limit: str) -> float | None:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + rest
 
 
-def choose(found: list[Nodes], partition: str | None) -> Nodes:
-    """Returns the nodes to describe: of the partition that is named, else with GPUs, of the default
-    one, the most.
+def choose(
+    found: Sequence[NodeType], partition: str | None = None, node_type: str | None = None
+) -> NodeType:
+    """Returns the nodes to describe.
+
+    Without a partition and a node type: nodes with accelerators before others, then those of the
+    default partition, then the most numerous.
 
     Raises:
-        ConfigError: there is no such partition.
+        ConfigError: there is no such partition, or no such nodes in it.
+        JobError: the nodes have more GPUs by their GRES than any node has.
     """
-    wanted = [nodes for nodes in found if partition in (None, nodes["partition"])]
+    wanted = [nodes for nodes in found if partition in (None, nodes.partition)]
     if not wanted:
-        names = list(dict.fromkeys(nodes["partition"] for nodes in found))
+        names = list(dict.fromkeys(nodes.partition for nodes in found))
         raise ConfigError(
             f"--partition: {partition!r} is unknown. {suggestion(str(partition), names)}"
         )
-    return max(
+    if node_type is not None:
+        called = [nodes for nodes in wanted if nodes.is_called(node_type)]
+        if not called:
+            place = f"partition {partition}" if partition else "the cluster"
+            lines = [f"{nodes.partition}: {nodes}" for nodes in wanted]
+            raise ConfigError(
+                f"--node-type: no nodes of {place} are called {node_type!r}. Give a GPU type, a"
+                " GRES or a feature of one of these:\n  " + "\n  ".join(lines)
+            )
+        wanted = called
+    chosen = max(
         wanted,
-        key=lambda nodes: (bool(GPU.search(nodes["gres"])), nodes["default"], int(nodes["count"])),
+        key=lambda nodes: (bool(nodes.gpu or nodes.trainium), nodes.is_default, nodes.count),
     )
+    if chosen.gpu and chosen.gpu.count > MAX_GPUS:
+        raise JobError(
+            f"sinfo: GRES {chosen.gres_text!r} means {chosen.gpu.count:,} GPUs in a node, which is"
+            f" not believable (at most {MAX_GPUS}). A type needs a count after it, such as"
+            f" gpu:{chosen.gpu.count}:8. Write the site file by hand, with base ="
+            ' "generic-gpu-slurm", or take other nodes: --partition, --node-type.'
+        )
+    return chosen
+
+
+def others(found: Sequence[NodeType], chosen: NodeType) -> list[NodeType]:
+    """Returns the other kinds of nodes of the partition of the chosen nodes."""
+    return [nodes for nodes in found if nodes.partition == chosen.partition and nodes != chosen]
+
+
+def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
+    """Returns a word for `--node-type` that means these nodes alone in their partition, or None."""
+    kind = nodes.gpu.kind if nodes.gpu else ""
+    words = [kind, str(nodes.gpu or ""), nodes.trainium or ""]
+    words += [*nodes.telling_features, *nodes.features]
+    beside = others(list(found), nodes)
+    for word in filter(None, words):
+        if not any(other.is_called(word) for other in beside):
+            return word
+    return None
 
 
 def settings_of(text: str) -> dict[str, str]:
@@ -118,53 +315,279 @@ def settings_of(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
+def packaged_site(nodes: NodeType) -> tuple[str | None, str]:
+    """Returns (name of the packaged site that has the numbers of these nodes' devices or None, what
+    of it is assumed or an empty text).
+    """
+    features = [feature.lower() for feature in nodes.features]
+    if instance := _instance_site(nodes):
+        return instance, ""
+    if nodes.gpu is None:
+        return None, ""
+    kind = nodes.gpu.kind.lower()
+    texts = [kind] if kind else features
+    chips = {found[1] or found[2] for text in texts if (found := CHIP.search(text))}
+    if len(chips) != 1 or any(OTHER_VARIANT.search(text) for text in (kind, *features)):
+        return None, ""
+    (chip,) = chips
+    sites = SITES_OF_CHIPS[chip]
+    # A feature may also name the speed of a network, such as 100g.
+    sizes = {int(size) for text in features for size in MEMORY.findall(text)} & set(sites)
+    sizes |= {int(size) for size in MEMORY.findall(kind.replace(chip, "").replace("nvl72", ""))}
+    if len(sizes) == 1:
+        return sites.get(min(sizes)), ""
+    least = min(sites)
+    if len(sites) > 1:
+        return sites[least], (
+            f"sinfo says {chip} and not how much memory it has: {least} GB are assumed, the least"
+            f" of {' and '.join(map(str, sorted(sites)))}"
+        )
+    if chip == "mi250":
+        return sites[least], "sinfo says mi250: the numbers are those of an MI250X, which has more"
+    return sites[least], ""
+
+
 def site_text(
-    nodes: Nodes, settings: dict[str, str], *, login: str | None = None, account: str | None = None
+    nodes: NodeType,
+    settings: dict[str, str],
+    *,
+    login: str | None = None,
+    account: str | None = None,
+    beside: Iterable[NodeType] = (),
 ) -> str:
-    """Returns the site file of some nodes, which `Site.load` takes."""
-    cpus, gpu, limit = int(nodes["cpus"]), GPU.search(nodes["gres"]), seconds(nodes["limit"])
-    kind, gpus = (gpu[1] or "", int(gpu[2] or 1)) if gpu else ("", 0)
-    memory_bytes = int(nodes["megabytes"]) * 2**20
-    cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes["partition"]
-    size, what = (
-        counted(int(nodes["count"]), "node"),
-        f"{gpus} x {kind or 'GPU'}" if gpu else counted(cpus, "core"),
+    """Returns the site file of some nodes, which `Site.load` takes.
+
+    `beside` are the other kinds of nodes of the partition, which a job must not get.
+    """
+    cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes.partition
+    size = f"{counted(nodes.count, 'node')} with {nodes.what}"
+    description = f"{cluster}, partition {nodes.partition}: {size}"
+    lines = [
+        f"# Made from what {cluster} says of itself. Look at each line that says EDIT, then at the"
+        " rest."
+    ]
+    instance = _instance_site(nodes)
+    if instance:
+        lines.append(f"base = {json.dumps(instance)}   # instances of this type")
+    lines += [f"name = {json.dumps(cluster)}", f"description = {json.dumps(description)}"]
+    if not instance:
+        lines += ['scheduler = "slurm"', *_device_count(nodes)]
+        lines.append(EDIT_FACT.format("price_per_node_hour", '"your contract"'))
+    if login:
+        lines += _login(login)
+    if not instance:
+        lines += _device(nodes)
+    elif nodes.trainium == "trn1n.32xlarge":
+        network = Fact(value=200e9, source="1,600 Gbit/s of EFA: AWS EC2 Trn1 product page")
+        lines += ["", "[links]", f"inter_node_bytes_per_s = {_fact(network)}"]
+    lines += ["", "[slurm]", f"partition = {json.dumps(nodes.partition)}"]
+    lines.append(_account(settings, account))
+    lines += _request(nodes, settings, beside)
+    lines.append(
+        "# EDIT: modules, environment and network_interfaces, as your system's documentation has"
+        " them"
     )
-    pays = settings.get("AccountingStorageEnforce", "none").lower() not in ("none", "0", "(null)")
-    per_node = (
-        f"gpus_per_node = {json.dumps(f'{kind}:{gpus}'.lstrip(':'))}   # sinfo: {nodes['gres']}"
-    )
-    return TEMPLATE.substitute(
-        cluster=cluster,
-        description=json.dumps(f"{cluster}, partition {nodes['partition']}: {size} with {what}"),
-        devices=gpus or cpus,
-        login=LOGIN.format(json.dumps(login)) if login else "",
-        device=(
-            GPU_DEVICE.format(json.dumps(f"GPU {kind}".strip()))
-            if gpu
-            else CORE.format(memory_bytes / cpus)
-        ),
-        partition=json.dumps(nodes["partition"]),
-        account=(
-            f"account = {json.dumps(account)}"
-            if account
-            else ACCOUNT
-            if pays
-            else "# no account: none is asked"
-        ),
-        tasks=(
-            f"{per_node}\ncpus_per_task = {max(1, cpus // gpus)}"
-            if gpu
-            else "# no gpus_per_node: sinfo has none"
-        ),
-        most=(
-            f"max_nodes = {nodes['most']}"
-            if nodes["most"].isdigit()
-            else "# no max_nodes: sinfo has no limit"
-        ),
-        walltime=(
-            f"\n[[slurm.walltime]]\nmax_hours = {limit / 3600:g}"
-            if limit
-            else "# no [[slurm.walltime]]: no limit"
-        ),
+    if nodes.most.isdigit():
+        lines.append(f"max_nodes = {nodes.most}")
+    else:
+        lines.append("# no max_nodes: sinfo has no limit")
+    limit = seconds(nodes.limit)
+    if limit:
+        lines += ["", "[[slurm.walltime]]", f"max_hours = {limit / 3600:g}"]
+    else:
+        lines.append("# no [[slurm.walltime]]: no limit")
+    return "\n".join(lines) + "\n"
+
+
+def _instance_site(nodes: NodeType) -> str | None:
+    """Returns the packaged site of a cloud's instance type whose feature these nodes have."""
+    if nodes.trainium:
+        return TRN1 if nodes.trainium in (TRN1, "trn1n.32xlarge") else None
+    names = {name.lower(): name for name in Site.names() if "xlarge" in name}
+    return next((names[each.lower()] for each in nodes.features if each.lower() in names), None)
+
+
+def _device_count(nodes: NodeType) -> list[str]:
+    if nodes.trainium:
+        given = [each.count for each in nodes.gres if each.name == "neuroncore"]
+        count = given[0] if given else TRAINIUM_CORES.get(nodes.trainium, 1)
+        return [
+            'engine = "neuron"',
+            f"devices_per_node = {count}   # EDIT: NeuronCores of a node, as `neuron-ls` counts"
+            " them",
+        ]
+    if nodes.gpu is None:
+        return [f"devices_per_node = {nodes.cpus}"]
+    line = f"devices_per_node = {nodes.gpu.count}"
+    site, _ = packaged_site(nodes)
+    if site and Site.load(site).device.is_part and nodes.gpu.count <= 4:
+        line += "   # EDIT: twice as many, if Slurm counts modules of two GCDs"
+    return [line]
+
+
+def _login(login: str) -> list[str]:
+    return [
+        f"login = {json.dumps(login)}",
+        "",
+        "[there]",
+        'python = "/EDIT/bin/python"   # EDIT: of an environment there with the packages of'
+        " requirements/",
+        'folder = "/EDIT/runs"         # EDIT: for runs, on a file system that the compute nodes'
+        " share",
+        "sync = true                   # sends this kit's own source",
+    ]
+
+
+def _device(nodes: NodeType) -> list[str]:
+    """Returns the tables [device] and [links]."""
+    network = EDIT_FACT.format("inter_node_bytes_per_s", '"your system\'s documentation"')
+    if nodes.gpu is None and nodes.trainium is None:
+        memory = Fact(
+            value=nodes.megabytes * 2**20 / nodes.cpus,
+            source="sinfo: memory of a node over its cores",
+        )
+        head = ["", "[device]", 'name = "one CPU core"', f"memory_bytes = {_fact(memory)}"]
+        return [*head, "", "[links]", network]
+    name, assumed = packaged_site(nodes)
+    if name is None:
+        return [*_unknown_device(nodes), network]
+    site = Site.load(name)
+    lines = ["", f"# Device and links inside a node: those of the packaged site {name}."]
+    if "SXM" in site.device.name:
+        lines.append("# They are those of SXM modules. PCIe cards have other numbers.")
+    if assumed:
+        lines.append(f"# EDIT: {assumed}. Check with `nvidia-smi` or `rocm-smi` on a node.")
+        for size, other in SITES_OF_CHIPS.get("a100", {}).items():
+            if "A100" in site.device.name and other != name:
+                facts = Site.load(other).device
+                lines += [
+                    f"#   {size} GB: memory_bytes = {_fact(facts.memory_bytes)}",
+                    f"#   memory_bytes_per_s = {_fact(facts.memory_bytes_per_s)}",
+                ]
+    lines += _known_device(site.device)
+    count = nodes.gpu.count if nodes.gpu else site.devices_per_node
+    lines += ["", "[links]", network]
+    for link in site.links.intra_node if count > 1 else ():
+        # A domain of several nodes (NVL72) keeps its size.
+        spans_nodes = link.num_devices > site.devices_per_node
+        num_devices = link.num_devices if spans_nodes else min(link.num_devices, count)
+        lines += [
+            "",
+            "[[links.intra_node]]",
+            f"num_devices = {num_devices}",
+            f"bytes_per_s = {_fact(link.bytes_per_s)}",
+        ]
+        if num_devices == count and not spans_nodes:
+            break
+    return lines
+
+
+def _known_device(device: Device) -> list[str]:
+    lines = ["[device]", f"name = {json.dumps(device.name)}"]
+    for name in ("memory_bytes", "memory_bytes_per_s", "watts"):
+        if fact := getattr(device, name):
+            lines.append(f"{name} = {_fact(fact)}")
+    for name in ("peak_flops_per_s", "matmul_flops_per_s"):
+        if rates := getattr(device, name):
+            lines += ["", f"[device.{name}]"]
+            lines += [f"{dtype} = {_fact(fact)}" for dtype, fact in rates.items()]
+    return lines
+
+
+def _unknown_device(nodes: NodeType) -> list[str]:
+    """Returns [device] and the head of [links] with a line to edit for each number of a plan."""
+    if nodes.trainium:
+        generation = nodes.trainium.removeprefix("trn")[:1]
+        name = f"AWS Trainium {generation}".strip() + ", one NeuronCore"
+        about = "the AWS Neuron documentation has the numbers"
+        count = 0
+    else:
+        name = f"GPU {nodes.gpu.kind if nodes.gpu else ''}".strip()
+        about = "the vendor's name, by `nvidia-smi -L` or `rocm-smi --showproductname` on a node"
+        count = nodes.gpu.count if nodes.gpu else 0
+    link = '{{ num_devices = {}, bytes_per_s = {{ value = 0, source = "data sheet" }} }}'
+    return [
+        "",
+        "# No packaged site has this device. `kit plan` needs each number below.",
+        "[device]",
+        f"name = {json.dumps(name)}   # EDIT: {about}",
+        EDIT_FACT.format("memory_bytes", '"data sheet"'),
+        EDIT_FACT.format("memory_bytes_per_s", '"data sheet"'),
+        "",
+        "[device.peak_flops_per_s]",
+        EDIT_FACT.format("bf16", '"data sheet, dense"'),
+        "",
+        "[links]",
+        f"# EDIT: intra_node = [{link.format(count or 'DEVICES_PER_NODE')}]",
+    ]
+
+
+def _fact(fact: Fact | None) -> str:
+    """Returns a number with its source as TOML."""
+    if fact is None:
+        return "{}"
+    error = "" if fact.error is None else f", error = {fact.error:g}"
+    return f"{{ value = {fact.value:.12g}, source = {json.dumps(fact.source)}{error} }}"
+
+
+def _account(settings: dict[str, str], account: str | None) -> str:
+    if account:
+        return f"account = {json.dumps(account)}"
+    enforced = settings.get("AccountingStorageEnforce", "none").lower()
+    if enforced in ("none", "0", "(null)"):
+        return "# no account: none is asked"
+    return 'account = "EDIT"   # EDIT: your project; `sacctmgr show associations user=$USER`'
+
+
+def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeType]) -> list[str]:
+    """Returns the lines of [slurm] by which a job gets these nodes and what is in them."""
+    beside = list(beside)
+    lines = []
+    is_alone = not beside
+    if nodes.gpu:
+        gpus = f"{nodes.gpu.kind}:{nodes.gpu.count}".lstrip(":")
+        select = settings.get("SelectType", "select/cons_tres")
+        if select == "select/cons_tres":
+            lines.append(f"gpus_per_node = {json.dumps(gpus)}   # sinfo: {nodes.gres_text}")
+        else:
+            option = json.dumps(f"--gres=gpu:{gpus}")
+            lines.append(f"sbatch_options = [{option}]   # {select} has no --gpus-per-node")
+        lines.append(f"cpus_per_task = {max(1, nodes.cpus // nodes.gpu.count)}")
+        kinds = [each.gpu.kind for each in beside if each.gpu]
+        is_alone = bool(nodes.gpu.kind) and nodes.gpu.kind not in kinds
+        is_alone = is_alone or not kinds
+        more = [str(each) for each in nodes.gres if each.name == "gpu" and each != nodes.gpu]
+        if more:
+            lines.append(f"# These nodes also have {', '.join(more)}, which jobs do not ask for.")
+    elif nodes.trainium:
+        neuron = [str(each) for each in nodes.gres if each.name in NEURON_GRES]
+        if neuron:
+            lines.append(f'sbatch_options = ["--exclusive", "--gres={neuron[0]}"]')
+        else:
+            lines.append("# no gpus_per_node: Slurm has no GRES for NeuronCores")
+        if _instance_site(nodes):
+            lines.append(f"cpus_per_task = {nodes.cpus}")
+    else:
+        lines.append("# no gpus_per_node: sinfo has none")
+        lines.append(
+            'sbatch_options = ["--mem=0"]   # all memory of a node, of which a job may get a part'
+            " by default"
+        )
+    if not is_alone:
+        lines.append(_constraint(nodes, beside))
+    return lines
+
+
+def _constraint(nodes: NodeType, beside: list[NodeType]) -> str:
+    """Returns the line by which a job keeps off the other kinds of nodes of the partition."""
+    elsewhere = {feature for other in beside for feature in other.features}
+    own = [
+        feature
+        for feature in (*nodes.telling_features, *nodes.features)
+        if feature not in elsewhere
+    ]
+    if own:
+        return f"constraint = {json.dumps(own[0])}   # of these nodes alone in the partition"
+    return (
+        "# EDIT: constraint, a feature: the partition has other nodes, and sinfo shows no feature"
     )

@@ -26,7 +26,8 @@ from cluster.interpreter import (
 from cluster.job import JobSpec
 from cluster.outcome import MESSAGE_MARK
 from cluster.record import counted
-from cluster.render import slurm_table, warnings
+from cluster.render import warnings
+from cluster.request import CPUS_VARIABLE, SlurmRequest, slurm_request
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 from cluster.site_lines import checked_lines
@@ -43,31 +44,38 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
 
     `there` names the Python and the source that run them, by default these.
     """
-    slurm = slurm_table(site)
+    request = slurm_request(job, site)
+    slurm = request.table
     python, source = sys.executable, str(PACKAGE_ROOT)
     if there:
         python, source = there.python, str(there.source)
-    common = [*environment(job, slurm, python), *_meeting_point(slurm), *_broadcast(job, slurm)]
+    common = [
+        *environment(job, slurm, python, counts_cpus=request.counts_cpus),
+        *_meeting_point(slurm),
+        *_broadcast(job, slurm),
+    ]
     scripts = {}
     if slurm.compilation:
         scripts["compile.sh"] = [
             *_header(job, site, slurm, "compiles ahead for"),
+            *derived_lines(request),
             *directives(job, slurm, end="-compile"),
             *common,
             *_ranks(job, slurm, python, source, compiling=True),
-            *_compile(job, slurm, slurm.compilation),
+            *_compile(job, request, slurm.compilation),
         ]
     # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not
     # expect it.
     comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
     scripts["submit.sh"] = [
         *_header(job, site, slurm, "runs"),
+        *derived_lines(request),
         *(f"# WARNING: {text}" for text in warnings(job, site, python)),
         *directives(job, slurm, *comes_back),
         *common,
         *_ranks(job, slurm, python, source),
         *_cache_to_nodes(job, slurm),
-        *_supervised(job, slurm, python, source),
+        *_supervised(job, request, python, source),
     ]
     return {name: "\n".join(lines) + "\n" for name, lines in scripts.items()}
 
@@ -85,6 +93,16 @@ def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
         # in JSON, since a line break in a word would end the comment
         f"#   {json.dumps(job.argv)}",
         f"# Submit from the run directory, which needs a folder logs: {order}",
+    ]
+
+
+def derived_lines(request: SlurmRequest) -> list[str]:
+    """Returns comments that say what the job asks for beyond what the site file says."""
+    if not request.derived:
+        return []
+    return [
+        "# Asked of Slurm where the site file says nothing:",
+        *(f"#   {line}" for line in request.derived),
     ]
 
 
@@ -112,16 +130,24 @@ def directives(
     return [RULER, *(f"#SBATCH {option}" for option in (*options, *more, *slurm.sbatch_options))]
 
 
-def environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
-    variables = {
-        "OMP_NUM_THREADS": str(
-            slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1
-        ),
+def environment(job: JobSpec, slurm: Slurm, python: str, *, counts_cpus: bool = False) -> list[str]:
+    is_task = slurm.launcher == "srun"
+    of_size = slurm.environment_one_node if job.num_nodes == 1 else slurm.environment_several_nodes
+    of_site = {**slurm.environment, **of_size}
+    counted_cpus = []
+    num_threads = slurm.cpus_per_task if slurm.cpus_per_task and is_task else 1
+    variables = {"OMP_NUM_THREADS": str(num_threads)}
+    if counts_cpus:
+        tasks = _num_tasks(job, slurm) // job.num_nodes
+        counted_cpus.append(f"export {CPUS_VARIABLE}=$((SLURM_CPUS_ON_NODE / {tasks}))")
+        if is_task and "OMP_NUM_THREADS" not in of_site:
+            del variables["OMP_NUM_THREADS"]
+            counted_cpus.append(f"export OMP_NUM_THREADS=${CPUS_VARIABLE}")
+    variables |= {
         "PYTHONUNBUFFERED": "1",
         # With gloo, ranks that restart would else read stale addresses.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **slurm.environment,
-        **(slurm.environment_one_node if job.num_nodes == 1 else slurm.environment_several_nodes),
+        **of_site,
     }
     if slurm.network_interfaces:
         variables["NCCL_SOCKET_IFNAME"] = ",".join(slurm.network_interfaces)
@@ -132,6 +158,7 @@ def environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f'export PATH={quote(str(Path(python).parent))}:"$PATH"',
         *_modules(slurm),
+        *counted_cpus,
         *_exports(variables),
         *checked_lines(slurm.setup, "site.slurm.setup"),
     ]
@@ -286,7 +313,8 @@ def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
     ]
 
 
-def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[str]:
+def _supervised(job: JobSpec, request: SlurmRequest, python: str, source: str) -> list[str]:
+    slurm = request.table
     # Both need the standard library alone, so -I keeps the user's environment out of them.
     isolated = ["-I", "-u"]
     supervisor = source_command(SUPERVISOR, python=python, source=source)
@@ -303,12 +331,12 @@ def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[st
         ),
         f"cd {quote(source)} || fail 'the kit is not visible on this node'",
         f'exec {_words(supervisor, *isolated)} "$KIT_RUN_DIR" -- \\',
-        *_srun(job, slurm, keeper=f"{_words(keeper, *isolated, '-S')} "),
+        *_srun(job, request, keeper=f"{_words(keeper, *isolated, '-S')} "),
     ]
 
 
-def _compile(job: JobSpec, slurm: Slurm, compilation: Compilation) -> list[str]:
-    first, *rest = _srun(job, slurm)
+def _compile(job: JobSpec, request: SlurmRequest, compilation: Compilation) -> list[str]:
+    first, *rest = _srun(job, request)
     return [
         RULER,
         "# The compiled graphs stay in the shared cache, where a run of the same shape finds them.",
@@ -319,7 +347,8 @@ def _compile(job: JobSpec, slurm: Slurm, compilation: Compilation) -> list[str]:
     ]
 
 
-def _srun(job: JobSpec, slurm: Slurm, keeper: str = "") -> list[str]:
+def _srun(job: JobSpec, request: SlurmRequest, keeper: str = "") -> list[str]:
+    slurm = request.table
     tasks = _num_tasks(job, slurm)
     given = {
         "cpus-per-task": slurm.cpus_per_task,
@@ -330,6 +359,7 @@ def _srun(job: JobSpec, slurm: Slurm, keeper: str = "") -> list[str]:
     options = [f"--{key}={value}" for key, value in given.items() if value is not None]
     lines = [
         f"srun --nodes={job.num_nodes} --ntasks={tasks} --ntasks-per-node={tasks // job.num_nodes}",
+        f'--cpus-per-task="${CPUS_VARIABLE}"' if request.counts_cpus else "",
         " ".join(map(quote, [*options, *slurm.srun_options])),
         # a dead rank ends all; nobody waits for ever for one that left
         "--kill-on-bad-exit=1 --wait=60 --label",

@@ -34,6 +34,8 @@ class Asked:
     """Fields of the recipe that nobody has given yet, and how to give them."""
     unsaid: dict[str, Any]
     """Fields of the plan that nobody has given, and what they are on GPUs."""
+    notes: tuple[str, ...] = ()
+    """What of it does not belong together, one sentence each."""
 
 
 def ask_for(
@@ -86,12 +88,21 @@ def ask_for(
     known = Plan.read(plan) if plan is not None else begun.plan if begun else known
     whole = _layout(known, name, changes["plan"])
     defaults = {} if known else whole.gpu_defaults
+    notes = []
+    if published and published.plan.global_batch_size != whole.global_batch_size:
+        notes.append(
+            f"Recipe {recipe} was published for batches of"
+            f" {published.plan.global_batch_size:,} sequences, and the plan has"
+            f" {whole.global_batch_size:,}. Its learning rate and number of steps are used as they"
+            " are: check them (--set recipe.learning_rate=VALUE, --steps N)."
+        )
     return Asked(
         spec=spec.replace(**changes["spec"]),
         plan=whole,
         fields=fields,
         lacking=lacking,
         unsaid={k: v for k, v in defaults.items() if k not in changes["plan"]},
+        notes=tuple(notes),
     )
 
 

@@ -14,6 +14,7 @@ import typer
 from cluster.login.submit import attach, first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
+from cluster.request import derived
 from cluster.scheduler import EDIT
 from cluster.shadows import find_shadows, summary
 from cluster.site import Site
@@ -42,6 +43,9 @@ SELECTIVE = (
     "micro-batch, in which a GPU may wait. Compile it (--set plan.compile=true), or use --set "
     "plan.recompute=full."
 )
+MAX_EPOCHS = 4
+"""Epochs up to which repeated text is worth about as much as new text (arXiv 2305.16264)."""
+TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
 NOT_STARTED = "Interrupted: nothing was started."
 
 
@@ -134,6 +138,8 @@ def launch(
     if begun and not show:
         launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
     time_limit_s, chosen = _seconds(minutes), as_given(asked.fields)
+    for text in asked.notes:
+        note(text)
     if show:
         is_own = site is not None and site.endswith(".toml")
         own = site if is_own else f"a site file of your own, with base = {place.name!r}"
@@ -269,6 +275,9 @@ def _show(
             _tell_data(asked, recipe)
         except DataError as error:
             left.append(f"recipe.data: {error}")
+    if texts and (lines := derived(job, site)):
+        of = site.scheduler.capitalize()
+        note("\n  ".join([f"Asked of {of} where the site file says nothing:", *lines]))
     if site.login and texts:
         note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
     if left:
@@ -281,15 +290,19 @@ def _tell_data(asked: Asked, recipe: Recipe) -> None:
     """
     from kit.data import Dataset, located, rounded_weights
 
-    told = [
-        f"Reads {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {name}"
-        for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe)
-    ]
+    told = []
+    for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe):
+        number = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+        often = f" ({TOO_OFTEN})" if epochs > MAX_EPOCHS else ""
+        told.append(f"Reads {number} {'epoch' if epochs == 1 else 'epochs'} of {name}{often}")
     told += [
         f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536."
         for name, (wanted, drawn) in rounded_weights(located(recipe)).items()
     ]
-    there = Dataset.open(located(recipe).data).held_out_sequences(asked.spec.sequence_length)
+    dataset = Dataset.open(located(recipe).data)
+    if unused := launcher.unused_vocabulary(asked.spec, dataset.vocab_size):
+        told.append(unused)
+    there = dataset.held_out_sequences(asked.spec.sequence_length)
     if recipe.validation_every and there < recipe.validation_sequences:
         told.append(
             f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}."

@@ -40,6 +40,9 @@ from kit.show.terminal import Table
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Write site files: site init.")
+LEAST_BYTES = 40e9
+"""Memory of a node below which the models that are advised do not fit: 1.4 billion parameters at 16
+bytes, and activations."""
 LOCAL = """\
 # This machine, as torch sees it.
 # EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
@@ -238,7 +241,15 @@ def doctor(
 def init(
     out: Annotated[Path, typer.Argument(help="Site file to write, NAME.toml.", metavar="FILE")],
     partition: Annotated[
-        str | None, typer.Option(help="Slurm partition to describe. Default: one with GPUs.")
+        str | None,
+        typer.Option(help="Slurm partition to describe. Default: one with GPUs or Trainium."),
+    ] = None,
+    node_type: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes to describe, where a partition has several kinds: a GPU type (h100), a"
+            " GRES (gpu:h100:8) or a feature. Default: nodes with GPUs, the most numerous."
+        ),
     ] = None,
     login: Annotated[
         str | None,
@@ -272,7 +283,12 @@ def init(
 
     if local:
         refuse(
-            {"--partition": partition, "--login": login, "--account": account},
+            {
+                "--partition": partition,
+                "--node-type": node_type,
+                "--login": login,
+                "--account": account,
+            },
             "not with --local, which asks no Slurm. Leave one of them out.",
         )
         here = on_device(Site.load("laptop"), Plan()).replace(
@@ -286,30 +302,86 @@ def init(
             "sinfo names no nodes here. Are you on a login node of the cluster? Or give --login"
             " NAME."
         )
-    nodes = inventory.choose(found, partition)
+    nodes = inventory.choose(found, partition, node_type)
     settings = inventory.settings_of(_ask(login, inventory.CONFIG))
-    text = inventory.site_text(nodes, settings, login=login, account=account)
-    _finish(out, text, sorted({each["partition"] for each in found} - {nodes["partition"]}))
+    beside = inventory.others(found, nodes)
+    text = inventory.site_text(nodes, settings, login=login, account=account, beside=beside)
+    _finish(out, text, _about_nodes(found, nodes, settings))
 
 
-def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
+def _about_nodes(
+    found: Sequence[inventory.NodeType], nodes: inventory.NodeType, settings: dict[str, str]
+) -> list[str]:
+    """Returns lines that say which nodes were taken, which others there are, and what the kit has
+    about them.
+    """
+    lines = []
+    beside = inventory.others(found, nodes)
+    if beside:
+        lines.append(f"Taken of partition {nodes.partition}: {nodes}. Its other nodes:")
+        for other in beside:
+            name = inventory.name_of(other, found)
+            how = f": --partition {other.partition} --node-type {name}" if name else ""
+            lines.append(f"  {other}{how}")
+    partitions: dict[str, list[str]] = {}
+    for each in found:
+        if each.partition != nodes.partition:
+            kinds = partitions.setdefault(each.partition, [])
+            kinds += [each.what] * (each.what not in kinds)
+    if partitions:
+        texts = [f"{name} ({', '.join(kinds)})" for name, kinds in sorted(partitions.items())]
+        lines.append(f"Other partitions: {', '.join(texts)}.")
+    site, assumed = inventory.packaged_site(nodes)
+    if site is not None:
+        lines.append(f"Numbers of the device: those of the packaged site {site}.")
+    elif nodes.gpu or nodes.trainium:
+        lines.append(f"No packaged site has the numbers of this device ({nodes.what}).")
+    if assumed:
+        lines.append(f"To check: {assumed}.")
+    own = settings.get("ClusterName", "").lower()
+    if own in Site.names():
+        lines.append(
+            f'The kit has a site {own}. A file with base = "{own}" and your account also has its'
+            " network and modules."
+        )
+    return lines
+
+
+def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
     """Writes a site file and says what is left to do."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
-    more = f". Other partitions: {', '.join(others)}" if others else ""
     left = [
         f"  {out}, line {n}: {line}"
         for n, line in enumerate(text.splitlines(), start=1)
         if f"{EDIT}:" in line
     ]
-    then = f"Edit {counted(len(left), 'line')} of it, as below. Then look" if left else "Look"
-    said, words = f"{then} at a job of it:", ("launch", "runs/first", "--site", out, "--show")
+    site = Site.load(str(out))
+    first = f"Edit {counted(len(left), 'line')} of it, as below. Then " if left else ""
+    what, words = _next_command(site, out)
+    said = first + what if left else what.capitalize()
     tell(
-        {"said": said, "command": kit_command(*words), "left": left},
-        f"{out}: {Site.load(str(out)).description}{more}",
+        {"said": said, "command": kit_command(*words), "left": left, "about": list(about)},
+        f"{out}: {site.description}",
+        *about,
         advice(said, *words),
         *left,
     )
+
+
+def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
+    """Returns (what to do next, words of the command): a layout for one node of accelerators, which
+    needs no number of the network, or a job.
+    """
+    if site.device.is_cpu or site.scheduler == "local":
+        return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]
+    model = "hlat-7b" if site.engine == "neuron" else "gpt-1.4b"
+    memory = site.device.memory_bytes
+    if memory and memory.value * site.devices_per_node < LEAST_BYTES:
+        model = "demo"
+    sizes = ["--devices", str(site.devices_per_node), "--batch", "64"]
+    what = "choose a layout for one of its nodes:"
+    return what, ["plan", model, "--site", str(out), *sizes, "--out", "plan.json"]
 
 
 def _ask(login: str | None, words: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -24,6 +24,9 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.terminal import Table
 from kit.spec import PRESETS, ModelSpec
+
+if TYPE_CHECKING:
+    from kit.estimate.choose.search import Search
 
 app = typer.Typer()
 SHOWN = 5
@@ -158,20 +161,40 @@ def plan(
     if out is None:
         next_step("Keep this layout in a file:", "plan", "--out", "plan.json", *sys.argv[2:])
     else:
-        _tell_launch(name, out, site, seq)
+        _tell_launch(name, out, site, report.search)
 
 
-def _tell_launch(name: str, out: Path, site: str, seq: int | None) -> None:
-    """Says how a layout is launched: with its model's published recipe, or one to be written."""
+def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
+    """Prints the command that launches the layout as it was shown.
+
+    A published recipe is advised only with the batch and the sequence length that it was published
+    with, since its learning rate and number of steps belong to them.
+    """
+    from kit.convert.hugging_face_config import load_spec
     from kit.papers.recipes import names, published_recipe
 
-    known = (each for each in names() if published_recipe(each).model == name)
-    recipe = next(known, "recipe.toml")
-    words = ["--model", name, "--plan", out, "--site", site]
-    words += ["--recipe", recipe] * (name != DEMO)
-    words += ["--set", f"spec.sequence_length={seq}"] * (seq is not None)
-    mine = ", with the fields of kit.Recipe in recipe.toml" if "recipe.toml" in words else ""
-    next_step(f"Launch it{mine}:", "launch", "runs/first", *words)
+    batch, length = found.global_batch_size, found.spec.sequence_length
+    recipe, text = "recipe.toml", "Launch it, with the fields of kit.Recipe in recipe.toml"
+    for each in names():
+        published = published_recipe(each)
+        if published.model != name:
+            continue
+        size = published.plan.global_batch_size, published.spec.sequence_length
+        if size == (batch, length):
+            recipe, text = each, "Launch it"
+        else:
+            text += (
+                f" (the published {each} is for batches of {size[0]:,} sequences of"
+                f" {size[1]:,} tokens)"
+            )
+    words = ["--model", name, "--plan", str(out), "--site", site]
+    if name == DEMO:
+        text = "Launch it"
+    else:
+        words += ["--recipe", recipe]
+    if length != load_spec(name).sequence_length:
+        words += ["--set", f"spec.sequence_length={length}"]
+    next_step(f"{text}:", "launch", "runs/first", *words)
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from cluster.record import counted
 from cluster.site import Site
 from kit.engines import check_site
+from kit.estimate.theory.hardware import check_numbers
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal.stages import Count, Job, checkpoints, failures, ranks, start
@@ -105,6 +106,7 @@ def rehearse(
     """
     plan.check(spec)
     check_site(spec, plan, site)
+    check_numbers(site, "bf16", plan.num_devices)
     job = Job(
         spec=spec,
         plan=plan,

@@ -42,14 +42,97 @@ SlurmctldParameters     = enable_configless
         ("gpu:tesla", (1, "tesla")),
         ("shard:16,nvme:1", (0, "")),
         ("(null)", (0, "")),
+        # https://slurm.schedmd.com/slurm.conf.html, Gres: name[:type][:no_consume]:count[K|M|...]
+        ("gpu:3090:8", (8, "3090")),
+        ("gpu:2080:4(S:0-1),mps:400(S:0)", (4, "2080")),
+        ("gpu:gtx:no_consume:2", (2, "gtx")),
+        ("bandwidth:lustre:no_consume:4G,gpu:a100:4(S:0,2-3,5)", (4, "a100")),
+        ("gpu:8(IDX:0-7)", (8, "")),
+        ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:nvidia_h100_80gb_hbm3:64", None),
     ],
 )
 def test_generic_resources(gres, expected):
     file = f"gpu*|2|64|257000|30:00|1|{gres}"
     text = inventory.site_text(*inventory.nodes_of(file), {})
     said = tomllib.loads(text)
+    expected = expected or (8, "nvidia_h100_80gb_hbm3")
     kind, _, count = said["slurm"].get("gpus_per_node", "0").rpartition(":")
     assert (int(count), kind) == expected and said["devices_per_node"] == (expected[0] or 64)
+
+
+@pytest.mark.parametrize(
+    ("gres", "features", "site"),
+    [
+        ("gpu:h100:8", "", "dgx-h100"),
+        ("gpu:nvidia_h100_80gb_hbm3:8", "", "dgx-h100"),
+        ("gpu:8", "intel,h100", "dgx-h100"),
+        ("gpu:nvidia_h100_pcie:2", "", None),
+        ("gpu:nvidia_h100_nvl:4", "", None),
+        ("gpu:nvidia_h100_80gb_hbm3_3g.40gb:2", "", None),
+        ("gpu:h100-96:4", "", None),
+        ("gpu:h200:8", "", "hgx-h200"),
+        ("gpu:gh200:1", "", None),
+        ("gpu:a100:4", "", "perlmutter"),
+        ("gpu:a100:4", "gpu80,ib100g", "selene"),
+        ("gpu:nvidia_a100-sxm4-80gb:8", "", "selene"),
+        ("gpu:a100:8", "p4d.24xlarge,efa", "p4d.24xlarge"),
+        ("gpu:rtx_a1000:1", "", None),
+        ("gpu:gb200:4", "", "gb200-nvl72"),
+        ("gpu:mi300x:8", "", "mi300x"),
+        ("gpu:mi300a:4", "", None),
+        ("gpu:v100:4", "", None),
+        ("(null)", "dynamic,trn1.32xlarge", "trn1.32xlarge"),
+        ("(null)", "trn2.48xlarge", None),
+        ("(null)", "intel", None),
+    ],
+)
+def test_known_devices_have_their_numbers(gres, features, site):
+    """By the GPU's product name, as vendors and clouds write it."""
+    (nodes,) = inventory.nodes_of(f"gpu*|2|64|257000|30:00|1|{gres}|{features or '(null)'}|n[1-2]")
+    assert inventory.packaged_site(nodes)[0] == site
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "q|4|64|498074|infinite|1-4|(null)",  # nothing but cores
+        "trn1|4|64|498074|infinite|1-4|(null)",
+        "q|4|128|498074|infinite|1-4|(null)|(null)|q-st-trn132xlarge-[1-4]",
+        "q|4|8|32000|infinite|1-4|neuroncore:2|(null)|q-[1-4]",
+        "q|4|192|2000000|infinite|1-4|(null)|trn2.48xlarge|q-[1-4]",
+    ],
+)
+def test_trainium_nodes_are_recognised(line, tmp_path):
+    (nodes,) = inventory.nodes_of(line)
+    file = tmp_path / "site.toml"
+    file.write_text(inventory.site_text(nodes, {}))
+    site = Site.load(file)
+    expected = {"q-st": "trn1", "neuroncore": "trn1", "trn1|": "trn1", "trn2": "trn2"}
+    wanted = next((name for mark, name in expected.items() if mark in line), None)
+    assert site.device.trainium == wanted
+    assert site.engine == ("neuron" if wanted else "native")
+
+
+def test_count_that_no_node_has_is_refused():
+    found = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:3090\ncpu|2|64|257000|30:00|1|(null)")
+    with pytest.raises(JobError, match=r"'gpu:3090' means 3,090 GPUs in a node.*gpu:3090:8"):
+        inventory.choose(found)
+    assert inventory.choose(found, "cpu").cpus == 64
+
+
+def test_lines_of_wrappers_are_ignored():
+    wrapped = "NOTICE: maintenance on Monday | see motd\ngpu*|2|64|257000|30:00|1|gpu:4"
+    assert [nodes.count for nodes in inventory.nodes_of(wrapped)] == [2]
+    for text in ("NOTICE: no cluster", "gpu*|two|64|257000|30:00|1|gpu:4"):
+        with pytest.raises(JobError, match="is not of the form"):
+            inventory.nodes_of(text)
+
+
+def test_scheduler_without_gpu_counts_gets_gres():
+    (nodes,) = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:v100:4")
+    said = tomllib.loads(inventory.site_text(nodes, {"SelectType": "select/linear"}))
+    assert said["slurm"]["sbatch_options"] == ["--gres=gpu:v100:4"]
+    assert "gpus_per_node" not in said["slurm"]
 
 
 def test_time_limits():
@@ -92,10 +175,13 @@ def test_nodes_of_a_partition(tmp_path, partition, devices, gpus, max_nodes, max
 def test_what_slurm_does_not_know_is_left_open(tmp_path):
     site, text = write(tmp_path)
     assert (site.name, site.slurm.partition, site.slurm.cpus_per_task) == ("big-gpu", "gpu", 32)
-    assert site.device.name == "GPU a100" and not site.device.peak_flops_per_s
-    # 40 or 80 GB: GRES does not say.
-    assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text
-    assert site.slurm.account == "EDIT" and site.slurm.sbatch_options == ("--mem=0",)
+    # 40 or 80 GB: GRES does not say. The file assumes the least and shows what to write for more.
+    assert site.device == Site.load("perlmutter").device
+    more = Site.load("selene").device
+    assert "# EDIT: sinfo says a100 and not how much memory" in text
+    assert f"#   80 GB: memory_bytes = {{ value = {more.memory_bytes.value:.0f}," in text
+    assert "EDIT: inter_node_bytes_per_s" in text and site.links.inter_node_bytes_per_s is None
+    assert site.slurm.account == "EDIT" and site.slurm.sbatch_options == ()
     with pytest.raises(ConfigError, match="slurm.account"):
         check_submittable(site)
     site, text = write(tmp_path, login="frontier", account="abc123")
@@ -104,9 +190,10 @@ def test_what_slurm_does_not_know_is_left_open(tmp_path):
 
 
 def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
-    _, text = write(tmp_path, login="frontier")
+    _, text = write(tmp_path, lines=LINES.replace("a100", "v100"), login="frontier")
     filled = text.replace("/EDIT/", "/home/me/").replace('account = "EDIT"', 'account = "abc123"')
     edited = {"price_per_node_hour": "9", "memory_bytes": "85899345920"}
+    edited |= {"memory_bytes_per_s": "2e12"}
     for name, value in {**edited, "bf16": "312e12", "inter_node_bytes_per_s": "100e9"}.items():
         assert f"# EDIT: {name} = {{ value = 0" in filled
         filled = filled.replace(f"# EDIT: {name} = {{ value = 0", f"{name} = {{ value = {value}")
@@ -114,6 +201,7 @@ def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
     site = Site.load(str(tmp_path / "mine.toml"))
     check_submittable(site)
     assert site.device.memory_bytes.value == 80 * 2**30 and site.peak_flops_per_s("bf16") == 312e12
+    assert site.device.memory_bytes_per_s.value == 2e12
     assert site.links.inter_node_bytes_per_s.value == 100e9 and site.price_per_node_hour.value == 9
 
 
@@ -172,12 +260,14 @@ def test_what_is_advised_after_a_first_file_needs_no_connection(
     said = capsys.readouterr().out.splitlines()
     lines = enumerate((tmp_path / "my.toml").read_text().splitlines(), 1)
     marked = [(n, line) for n, line in lines if "EDIT:" in line]
-    assert said[2:] == [f"  my.toml, line {n}: {line}" for n, line in marked]
+    assert said[-len(marked) :] == [f"  my.toml, line {n}: {line}" for n, line in marked]
     assert marked[0][0] > 1, "the heading is nothing to edit"
     assert any("# EDIT: inter_node" in line for line in said)
     asked = len(login_node)
-    advised = shlex.split(said[1].split("kit ")[1])
-    assert advised == ["launch", "runs/first", "--site", "my.toml", "--show"]
+    advised = shlex.split(said[-len(marked) - 1].split("kit ")[1])
+    sizes = ["--devices", "4", "--batch", "64", "--out", "plan.json"]
+    assert advised == ["plan", "gpt-1.4b", "--site", "my.toml", *sizes]
+    advised = ["launch", "runs/first", "--site", "my.toml", "--show"]
     app(advised, standalone_mode=False)
     left = [line.strip() for line in capsys.readouterr().err.splitlines()][1:]
     fields = ("site.there.python", "site.there.folder", "site.slurm.account")

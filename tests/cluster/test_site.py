@@ -128,12 +128,18 @@ def test_nonsense_in_a_site_file_is_refused_and_located(tmp_path, text, message)
 def test_all_fields_that_are_missing_are_named_at_once(tmp_path):
     text = SMALL.replace('name = "small"', "").replace('description = "two', '# "two')
     text = text.replace('name = "chip"', "").replace(', source = "sheet"', "")
+    text = text.replace("[device]\n", "[device]\nmemory_bytes = 80e9\n")
     (tmp_path / "my.toml").write_text(text)
     with pytest.raises(ConfigError) as raised:
         Site.load(tmp_path / "my.toml")
     named, told = str(raised.value).removeprefix("my.toml: ").split(": missing. ")
     wanted = "site.name site.description site.device.name site.device.peak_flops_per_s.bf16.source"
+    wanted += " site.device.memory_bytes.source"
     assert sorted(named.split(", ")) == sorted(wanted.split()) and told.startswith("Add a value")
+    example = told.partition("as in ")[2].removesuffix(".")
+    filled = SMALL.replace("[device]\n", f"[device]\n{example}\n")
+    (tmp_path / "my.toml").write_text(filled)
+    assert Site.load(tmp_path / "my.toml").device.memory_bytes.value == 80 * 2**30
 
 
 def test_packaged_site_must_be_filled_in_before_it_is_submitted(tmp_path):

@@ -208,11 +208,11 @@ print(json.dumps([sys.argv[1:], os.environ['ODD'], os.environ['RANK'], os.getcwd
     "name", ["frontier", "generic-gpu-slurm", "lumi", "perlmutter", "trn1.32xlarge"]
 )
 def test_slurm_understands_the_directives_of_each_site(sandbox, tmp_path, name):
-    # What this cluster does not have: accounts, features, GPUs, so many cores.
-    site = with_slurm(
-        Site.load(name), **dict.fromkeys(("account", "qos", "constraint", "gpus_per_node"))
-    )
-    site = with_slurm(site, partition="batch", cpus_per_task=1)
+    # What this cluster does not have: accounts, features, types of GPU, so many cores.
+    site = with_slurm(Site.load(name), **dict.fromkeys(("account", "qos", "constraint")))
+    gpus = site.slurm.gpus_per_node
+    gpus = gpus and gpus.rpartition(":")[2]
+    site = with_slurm(site, partition="batch", cpus_per_task=1, gpus_per_node=gpus)
     (tmp_path / "logs").mkdir()
     job = job_spec(tmp_path, "true", num_processes=2, time_limit_s=3600)
     for file_name, text in scripts(job, site).items():

@@ -430,4 +430,4 @@ def test_pyxis_runs_tasks_with_their_keepers(portable):
 )
 def test_impossible_container_is_refused(changes, field):
     with pytest.raises(ConfigError, match=field):
-        with_slurm(FRONTIER, **changes)
+        scripts(training_job("run", 16, 2), with_slurm(FRONTIER, **changes))

@@ -141,6 +141,32 @@ def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None
     Plan.read(Path("plan.json")).check(ModelSpec.preset("llama3.1-405b"))
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "recipe"),
+    [(1024, None, "hlat-7b"), (64, None, "recipe.toml"), (1024, 2048, "recipe.toml")],
+)
+def test_plan_advises_a_recipe_of_its_own_batch(capsys, batch, length, recipe) -> None:
+    """What is advised launches the model, the layout, the batch and the length that were shown."""
+    words = f"plan hlat-7b --site trn1.32xlarge --devices 64 --batch {batch} --out plan.json"
+    words += f" --seq {length}" if length else ""
+    app(words.split(), standalone_mode=False)
+    said = shlex.split(capsys.readouterr().err.split("kit ")[-1])
+    options = dict(zip(said[2::2], said[3::2], strict=True))
+    assert options["--recipe"] == recipe
+    Path("recipe.toml").write_text("num_steps = 10\nlearning_rate = 1e-4\n")
+    changes = {"spec": {"sequence_length": int(length)}} if length else {}
+    found = asked(
+        model=options["--model"],
+        recipe=options["--recipe"],
+        plan=Path(options["--plan"]),
+        changes=changes,
+    )
+    assert found.plan.global_batch_size == batch and not found.notes
+    assert found.plan == Plan.read(Path("plan.json"))
+    given = options.get("--set")
+    assert given == (f"spec.sequence_length={length}" if length else None)
+
+
 def test_show_prints_every_script_and_what_is_left(capsys) -> None:
     shown = "--recipe hlat-70b --set plan.data_parallel=8 --show --site"
     launch(f"{shown} trn1.32xlarge")
@@ -149,7 +175,10 @@ def test_show_prints_every_script_and_what_is_left(capsys) -> None:
     assert "#### compile.sh" in compiling and "neuron_parallel_compile" in compiling
     assert "#SBATCH --nodes=64" in compiling and "#SBATCH --nodes=64" in running
     lines = said.err.splitlines()
-    assert lines[0] == "Still to fill in:"
+    assert lines[0] == "Asked of Slurm where the site file says nothing:"
+    derived = lines[1 : lines.index("Still to fill in:")]
+    # The script says the same at its top.
+    assert derived and all(f"\n#   {line.strip()}\n" in running for line in derived)
     marked = [line for line in said.out.splitlines() if "EDIT" in line]
     assert len(marked) == sum(".sh, line" in line for line in lines) > 0
     assert any("site.slurm.partition: in a site file of your own" in line for line in lines)
@@ -208,13 +237,39 @@ def test_epochs_of_each_source_are_told_before_anything_starts(
     recipe = f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}'
     Path("mix.toml").write_text(recipe)
     launch("--recipe mix.toml --model demo --set spec.sequence_length=64 --show")
-    told = capsys.readouterr().err.splitlines()
+    *told, vocabulary = capsys.readouterr().err.splitlines()
+    assert "has 4,096 tokens and the tokenizer of the data only 300: 93%" in vocabulary
     # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
     windows = (tiny_dataset.train.num_tokens - 1) // 64
     counts = (157 + 1443 / 4, 1443 * 3 / 4)
-    assert [line.split(" of ")[1] for line in told] == [str(data)] * 2
+    often = " (above 4, repeated text is worth less than new text: arXiv 2305.16264)"
+    assert [line.split(" of ")[1] for line in told] == [f"{data}{often}"] * 2
     for line, count in zip(told, counts, strict=True):
         assert float(line.split()[1]) == pytest.approx(count / windows, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokenizer", "warns"),
+    [
+        (50_304, 50_257, False),  # GPT-2, padded
+        (152_064, 151_643, False),  # Qwen2.5
+        (128_256, 128_000, False),  # Llama 3
+        (32_000, 4_096, True),
+        (4_096, 4_096, False),
+    ],
+)
+def test_tokenizer_of_another_model_is_reported(vocabulary, tokenizer, warns) -> None:
+    spec = ModelSpec.preset("hlat-7b").replace(vocab_size=vocabulary)
+    assert (launcher.unused_vocabulary(spec, tokenizer) is not None) == warns
+
+
+def test_recipe_for_another_batch_is_reported(capsys) -> None:
+    shown = "--recipe hlat-7b --site trn1.32xlarge --show"
+    launch(shown)
+    assert "was published for batches" not in capsys.readouterr().err
+    launch(f"{shown} --set plan.global_batch_size=512")
+    said = capsys.readouterr().err
+    assert "published for batches of 1,024 sequences, and the plan has 512" in said
 
 
 def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path) -> None:

@@ -269,7 +269,7 @@ def test_commands_on_a_run_that_names_a_process_of_the_viewer(looks, run: Path, 
 def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path) -> None:
     """Devices so small that scores need a job, whose lines are shell; and a viewer's job."""
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
-    few = base.device.__class__(name="tiny", memory_bytes=Fact(value=1e5, source="x"))
+    few = base.device.__class__(name="one tiny core", memory_bytes=Fact(value=1e5, source="x"))
     lines = (f"touch {canary}",)
     slurm = Slurm(account="a", partition="p", setup=lines, task_setup=lines)
     site = base.replace(slurm=slurm, device=few, devices_per_node=8)

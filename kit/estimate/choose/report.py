@@ -10,6 +10,7 @@ from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
 from kit.estimate.fit.calibrate import published_calibration
+from kit.estimate.theory.hardware import check_numbers
 from kit.plan import EngineName, Precision
 
 
@@ -95,6 +96,7 @@ def plan_report(
             f" {batch * spec.sequence_length:,}. Give more, e.g. 1.8e12."
         )
     place = Site.load(site)
+    check_numbers(place, "bf16", devices)
     found = search(
         spec,
         place,

@@ -22,6 +22,7 @@ from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.choose.recomputed import with_some_recomputed
 from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
+from kit.estimate.theory.hardware import check_numbers
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
 from kit.estimate.theory.memory import CODE_BASES
 from kit.plan import EngineName, Plan, Precision
@@ -234,6 +235,7 @@ def search(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1,"
             " e.g. 0.05."
         )
+    check_numbers(site, "bf16", num_devices)
     machine = machine_of(
         site,
         calibration,
@@ -256,6 +258,7 @@ def search(
         batch: int = global_batch_size,
         only: Mapping[str, Iterable[Any]] = only or {},
     ) -> Search:
+        check_numbers(site, "bf16", devices)
         layouts = candidates(
             spec,
             devices,

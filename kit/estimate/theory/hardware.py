@@ -23,6 +23,14 @@ NARROW_CEILING = 0.74
 """As TYPICAL_CEILING, of the peak in one of these: fp8 on H100 0.71, GB200 0.72, H200 0.73, B300
 0.745, B200 0.76 (ml-engineering, maximum achievable matmul FLOPS)."""
 
+EXAMPLES = {
+    "memory_bytes": "85899345920",
+    "memory_bytes_per_s": "2.039e12",
+    "intra_node": "300e9",
+    "inter_node_bytes_per_s": "100e9",
+}
+"""Values that an error message shows, by field of a site file: those of an A100 of 80 GB."""
+
 JOULES_PER_FLOP = {
     "bf16": 700 / 794.5e12,
     "fp16": 700 / 794.5e12,
@@ -75,17 +83,7 @@ class Hardware(Columns):
         """
         wide = "bf16" if dtype in NARROW else dtype
         peak, matmul = site.peak_flops_per_s(wide), sustained(site, dtype)
-        needed = {
-            f"device.peak_flops_per_s.{dtype}": matmul,
-            f"device.peak_flops_per_s.{wide}": peak,
-            "device.memory_bytes": site.device.memory_bytes,
-            "device.memory_bytes_per_s": site.device.memory_bytes_per_s,
-        }
-        if missing := [name for name, value in needed.items() if value is None]:
-            raise ConfigError(
-                f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site"
-                " file, or measure them (`kit bench --out FILE.toml`)."
-            )
+        check_numbers(site, dtype)
         assert peak and matmul and site.device.memory_bytes and site.device.memory_bytes_per_s
         _check_units(site)
         tiers = site.links.intra_node
@@ -140,6 +138,44 @@ class Hardware(Columns):
     def select(self, rows: Any) -> Self:
         """Returns some elements; numbers that are not arrays stay."""
         return self.map(lambda value: value[rows] if isinstance(value, np.ndarray) else value)
+
+
+def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
+    """Raises ConfigError, naming each of them, if a site lacks numbers that the step time of a job
+    on so many devices needs, with an example of each.
+
+    Processes of one CPU share its memory, so CPU cores need no links. Accelerators need them: the
+    bandwidth of their own memory is no estimate of a link's.
+    """
+    device, links = site.device, site.links
+    wide = "bf16" if dtype in NARROW else dtype
+    has_links = not device.is_cpu
+    lines = {
+        f"device.peak_flops_per_s.{dtype}": sustained(site, dtype),
+        f"device.peak_flops_per_s.{wide}": site.peak_flops_per_s(wide),
+        "device.memory_bytes": device.memory_bytes,
+        "device.memory_bytes_per_s": device.memory_bytes_per_s,
+        "links.intra_node": links.intra_node or not (has_links and num_devices > 1) or None,
+        "links.inter_node_bytes_per_s": links.inter_node_bytes_per_s
+        or not (has_links and num_devices > site.devices_per_node)
+        or None,
+    }
+    missing = [name for name, value in lines.items() if value is None]
+    if not missing:
+        return
+    examples: dict[str, list[str]] = {}
+    for name in missing:
+        table, _, field = name.rpartition(".")
+        fact = f'{{ value = {EXAMPLES.get(field, "312e12")}, source = "data sheet" }}'
+        if field == "intra_node":
+            fact = f"[{{ num_devices = {site.devices_per_node}, bytes_per_s = {fact} }}]"
+        examples.setdefault(f"  [{table}]", []).append(f"  {field} = {fact}")
+    tables = sorted(examples, key=lambda head: head.rstrip("]"))
+    shown = [line for head in tables for line in (head, *examples[head])]
+    raise ConfigError(
+        f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site file, or"
+        " measure them (`kit bench --out FILE.toml`). For example:\n" + "\n".join(shown)
+    )
 
 
 def ceiling(site: Site, dtype: str) -> float | None:

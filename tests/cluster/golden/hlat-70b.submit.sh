@@ -2,6 +2,10 @@
 # hlat-70b: runs 8,192 ranks on 256 nodes of trn1.32xlarge, each with
 #   ["/shared/environment/bin/python", "-P", "-m", "kit.train", "--run", "/shared/runs/hlat-70b"]
 # Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
+# Asked of Slurm where the site file says nothing:
+#   No GRES: Slurm does not count NeuronCores, so the job takes whole nodes.
+#   --mem=0: all memory of each node, of which Slurm may give a part by default.
+#   No --time: neither --minutes nor [[slurm.walltime]] gives a limit, so the default of the partition holds (`scontrol show partition`).
 # WARNING: the ranks of 256 nodes would all read Python and its packages from the shared file system, at 33,000 file calls each. Pack them once, `tar -C /shared/environment -cf environment.tar .`, and give the file as archive, and a folder on each node's own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container.
 # ----------------------------------------------------------------------------------------------------
 #SBATCH --job-name=hlat-70b
@@ -15,6 +19,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@600
 #SBATCH --exclusive
+#SBATCH --mem=0
 # ----------------------------------------------------------------------------------------------------
 fail() { echo "kit: $*" >&2; exit 1; }
 export KIT_RUN_DIR=/shared/runs/hlat-70b

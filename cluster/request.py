@@ -1,0 +1,303 @@
+"""What a job asks of its scheduler for each node: devices, CPUs and memory.
+
+A site file need not repeat under `[slurm]` or `[kubernetes]` what `devices_per_node` and `device`
+already say. What is missing there is derived here, from the ranks of the job, and listed, so that a
+script never asks for a node without its GPUs. Standard library only.
+"""
+
+import dataclasses
+import math
+import re
+
+from cluster.job import JobSpec
+from cluster.record import ConfigError, counted
+from cluster.render import shares_nodes, slurm_table
+from cluster.scheduler import Kubernetes, Slurm
+from cluster.site import Device, Site
+
+GPU_REQUEST = re.compile(r"--(?:gpus(?:-[a-z-]+)?(?:=.*)?|(?:gres|tres-[a-z-]+)=.*gpu.*)")
+"""Options of sbatch that ask for GPUs."""
+CPU_LAYOUT = re.compile(
+    r"--(?:hint|threads-per-core|cores-per-socket|cpu-bind|cpus-per-[a-z]+|extra-node-info)\b.*"
+)
+"""Options with which tasks cannot have all CPUs that Slurm reports for a node."""
+CPUS_VARIABLE = "KIT_CPUS_PER_TASK"
+"""Environment variable of the batch script: CPUs of each task, counted when the job starts."""
+CHIP_CORES = {"trn1": 2}
+"""NeuronCores of one Trainium chip by generation. On trn2 it depends on the runtime's setting."""
+KUBERNETES_DEVICES = {
+    "NVIDIA": "nvidia.com/gpu",
+    "AMD Instinct": "amd.com/gpu",
+    "Gaudi": "habana.ai/gaudi",
+    "TPU": "google.com/tpu",
+}
+"""Names that the vendors' device plugins give to one device, by a word of `device.name`."""
+NEURON_DEVICE = "aws.amazon.com/neuron"
+"""Name that AWS's device plugin gives to one Trainium chip."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmRequest:
+    """What one job asks of Slurm for its nodes."""
+
+    table: Slurm
+    """The site's `[slurm]` table with the job's values in `gpus_per_node`, `cpus_per_task` and
+    `sbatch_options`."""
+    counts_cpus: bool
+    """Whether the batch script divides the CPUs of a node by its tasks."""
+    derived: tuple[str, ...]
+    """What the site file does not say and the job asks for, one line each."""
+
+
+def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
+    """Returns what a job asks of Slurm: what the `[slurm]` table says, and what it leaves open,
+    derived from the ranks of a node.
+
+    Raises:
+        ConfigError: the site has no `[slurm]` table, the ranks of a node would not get their GPUs,
+            or the kit does not know how to ask for the site's devices.
+    """
+    table = slurm_table(site)
+    ranks = job.num_processes // job.num_nodes
+    tasks = ranks if table.launcher == "srun" else 1
+    _check_devices(table, site, ranks, tasks)
+    options = list(table.sbatch_options)
+    derived: list[str] = []
+    gpus_per_node, cpus_per_task = table.gpus_per_node, table.cpus_per_task
+    counts_cpus = False
+    if table.derive_request and not site.device.is_cpu:
+        takes_node = ranks == site.devices_per_node or not shares_nodes(site)
+        if site.device.is_gpu:
+            gpus_per_node = _gpus_per_node(table, site, ranks, tasks, takes_node)
+        if gpus_per_node != table.gpus_per_node:
+            derived.append(
+                f"--gpus-per-node={gpus_per_node}: for the {counted(ranks, 'rank')} of a node that"
+                f" has {counted(site.devices_per_node, 'device')}."
+            )
+        if site.device.trainium:
+            derived.append(
+                "No GRES: Slurm does not count NeuronCores, so the job takes whole nodes."
+            )
+        if takes_node:
+            derived += _whole_node(options)
+        if table.cpus_per_task is None and not _has_cpu_layout(table):
+            counts_cpus = takes_node
+            if not takes_node and site.cores_per_node:
+                per_device = site.cores_per_node.value / site.devices_per_node
+                cpus_per_task = max(1, math.floor(per_device * ranks / tasks))
+            derived.append(_cpus_line(site, tasks, takes_node, cpus_per_task))
+    if table.limit_s(job.num_nodes, job.time_limit_s) is None:
+        derived.append(
+            "No --time: neither --minutes nor [[slurm.walltime]] gives a limit, so the default of"
+            " the partition holds (`scontrol show partition`)."
+        )
+    return SlurmRequest(
+        table=table.replace(
+            gpus_per_node=gpus_per_node,
+            cpus_per_task=cpus_per_task,
+            sbatch_options=tuple(options),
+        ),
+        counts_cpus=counts_cpus,
+        derived=tuple(derived),
+    )
+
+
+def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
+    """Returns what a task of an array asks of Slurm that runs on CPUs alone, such as the build of a
+    part of a dataset: one task with a CPU for each process of the job, and no GPU.
+
+    Raises:
+        ConfigError: the site has no `[slurm]` table.
+    """
+    table = slurm_table(site)
+    per_process = table.cpus_per_task or 1
+    if table.cpus_per_task is None and site.cores_per_node:
+        per_process = max(1, int(site.cores_per_node.value) // site.devices_per_node)
+    # A task of torchrun has the CPUs of all ranks of its node.
+    has_all = table.launcher == "torchrun" and table.cpus_per_task is not None
+    cpus = max(per_process, job.num_processes) if has_all else per_process * job.num_processes
+    left_out = [
+        option
+        for option in table.sbatch_options
+        if GPU_REQUEST.fullmatch(option) or option.startswith("--exclusive")
+    ]
+    derived = [f"One task with {counted(cpus, 'CPU')} on a node, and no GPU: the work needs none."]
+    if left_out:
+        derived.append(f"Left out of sbatch_options: {', '.join(left_out)}.")
+    if table.limit_s(1, job.time_limit_s) is None:
+        derived.append("No --time: the default of the partition holds.")
+    return SlurmRequest(
+        table=table.replace(
+            launcher="torchrun",
+            cpus_per_task=cpus,
+            gpus_per_node=None,
+            gpus_per_task=None,
+            sbatch_options=tuple(each for each in table.sbatch_options if each not in left_out),
+        ),
+        counts_cpus=False,
+        derived=tuple(derived),
+    )
+
+
+def kubernetes_resources(
+    job: JobSpec, table: Kubernetes, site: Site
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Returns (resources of a pod, lines that say what the site file does not and the pod asks
+    for).
+
+    Raises:
+        ConfigError: the ranks of a pod would not get their devices, or the kit does not know how
+            to ask for them.
+    """
+    resources, device = dict(table.resources), site.device
+    ranks = job.num_processes // job.num_nodes
+    if device.is_cpu:
+        return resources, ()
+    found = [
+        name for name in resources if re.search(r"gpu|mig-|neuron|gaudi|tpu|/xe$|/i915$", name)
+    ]
+    if found:
+        _check_quantity(resources, found, site, ranks)
+        return resources, ()
+    name, count = _kubernetes_device(device, site, ranks)
+    resources[name] = str(count)
+    line = f"{name}: {count}, for the {counted(ranks, 'rank')} of a pod."
+    return resources, (line,)
+
+
+def derived(job: JobSpec, site: Site) -> tuple[str, ...]:
+    """Returns what a job asks of its scheduler beyond what the site file says, one line each.
+
+    Raises:
+        ConfigError: as `slurm_request` and `kubernetes_resources`.
+    """
+    if site.scheduler == "slurm":
+        return slurm_request(job, site).derived
+    if site.scheduler == "kubernetes" and site.kubernetes is not None:
+        return kubernetes_resources(job, site.kubernetes, site)[1]
+    return ()
+
+
+def _check_devices(table: Slurm, site: Site, ranks: int, tasks: int) -> None:
+    """Raises ConfigError where the ranks of a node would start without a GPU each."""
+    device, options = site.device, table.sbatch_options
+    if device.is_cpu or device.trainium:
+        return
+    asks = table.gpus_per_node or table.gpus_per_task
+    asks = asks or any(GPU_REQUEST.fullmatch(option) for option in options)
+    if not asks and not device.is_gpu:
+        raise ConfigError(
+            f"site.device.name: {device.name!r} does not say how Slurm calls such a device, so the"
+            " job would start without one. Add sbatch_options = "
+            f'["--gres=NAME:{site.devices_per_node}"] or gpus_per_node under [slurm], or give the'
+            " name as the vendor has it: 'NVIDIA ...', 'AMD Instinct ...', 'one CPU core'."
+        )
+    if not asks and not table.derive_request:
+        raise ConfigError(
+            "site.slurm.derive_request: false, and nothing under [slurm] asks for GPUs. Give"
+            f' gpus_per_node = "{site.devices_per_node}", or remove derive_request.'
+        )
+    if not device.is_gpu or device.is_part:
+        return  # Slurm may count whole GPUs, of which each has several devices.
+    given = None
+    if table.gpus_per_task is not None:
+        given = table.gpus_per_task * tasks
+        name = f"gpus_per_task = {table.gpus_per_task} with launcher = {table.launcher!r}"
+    elif table.gpus_per_node is not None:
+        given = _split_gpus(table.gpus_per_node)[1]
+        name = f"gpus_per_node = {table.gpus_per_node!r}"
+    if given is not None and given < ranks:
+        raise ConfigError(
+            f"site.slurm: {name} gives {counted(given, 'GPU')} to the {ranks} ranks of a node, and"
+            f" each rank needs one. Give gpus_per_node = '{ranks}', or correct"
+            " site.devices_per_node."
+        )
+
+
+def _gpus_per_node(
+    table: Slurm, site: Site, ranks: int, tasks: int, takes_node: bool
+) -> str | None:
+    """Returns the value of --gpus-per-node, or None where another option asks for GPUs."""
+    if table.gpus_per_node is not None:
+        kind, count = _split_gpus(table.gpus_per_node)
+        if takes_node:
+            return table.gpus_per_node
+        # A GPU may have several devices, so that a node has fewer GPUs than devices.
+        needed = math.ceil(count * ranks / site.devices_per_node)
+        return f"{kind}:{needed}".lstrip(":")
+    if any(GPU_REQUEST.fullmatch(option) for option in table.sbatch_options):
+        return None
+    if table.gpus_per_task is not None:
+        return str(table.gpus_per_task * tasks)
+    return str(ranks)
+
+
+def _split_gpus(text: str) -> tuple[str, int]:
+    """Returns (type or an empty text, number) of "8", "a100:4" and "a100"."""
+    kind, _, last = text.rpartition(":")
+    if last.isdigit():
+        return kind, int(last)
+    return text, 1
+
+
+def _whole_node(options: list[str]) -> list[str]:
+    """Adds to the options of sbatch what a job needs that uses all devices of its nodes. Returns a
+    line on each addition.
+    """
+    lines = []
+    if not any(option.startswith(("--exclusive", "--oversubscribe")) for option in options):
+        options.append("--exclusive")
+        lines.append("--exclusive: the job uses all devices of its nodes.")
+    if not any(option.startswith("--mem") for option in options):
+        options.append("--mem=0")
+        lines.append("--mem=0: all memory of each node, of which Slurm may give a part by default.")
+    return lines
+
+
+def _has_cpu_layout(table: Slurm) -> bool:
+    given = (*table.sbatch_options, *table.srun_options)
+    return table.cpu_bind is not None or any(CPU_LAYOUT.fullmatch(option) for option in given)
+
+
+def _cpus_line(site: Site, tasks: int, takes_node: bool, cpus_per_task: int | None) -> str:
+    if takes_node:
+        over = "for its one task" if tasks == 1 else f"divided by its {tasks} tasks"
+        return f"--cpus-per-task: all CPUs of a node, as Slurm counts them at the start, {over}."
+    if site.cores_per_node and cpus_per_task:
+        return (
+            f"--cpus-per-task={cpus_per_task}: the cores of a node, {site.cores_per_node}, divided"
+            f" by its {counted(site.devices_per_node, 'device')}."
+        )
+    return (
+        "No --cpus-per-task: site.slurm.cpus_per_task is not given, so each task gets the CPUs that"
+        " the partition gives by default, usually one. Give the CPUs of a node divided by its"
+        " devices."
+    )
+
+
+def _check_quantity(resources: dict[str, str], names: list[str], site: Site, ranks: int) -> None:
+    """Raises ConfigError where a pod asks for fewer devices than it has ranks."""
+    quantities = [resources[name] for name in names]
+    if site.device.trainium or site.device.is_part or not all(map(str.isdigit, quantities)):
+        return
+    if sum(map(int, quantities)) < ranks:
+        raise ConfigError(
+            f"site.kubernetes.resources.{names[0]}: {resources[names[0]]} for the {ranks} ranks of"
+            f" a pod, and each rank needs a device. Give {ranks}, or correct"
+            " site.devices_per_node."
+        )
+
+
+def _kubernetes_device(device: Device, site: Site, ranks: int) -> tuple[str, int]:
+    """Returns (name of the resource, number of it) that gives a pod its devices."""
+    if device.trainium in CHIP_CORES:
+        # All chips of the instance: a pod with some of them could not use its network adapters.
+        return NEURON_DEVICE, math.ceil(site.devices_per_node / CHIP_CORES[device.trainium])
+    for word, name in KUBERNETES_DEVICES.items():
+        if word in device.name:
+            return name, ranks
+    raise ConfigError(
+        f"site.device.name: {device.name!r} does not say how Kubernetes calls such a device, so the"
+        " pods would start without one. Add its resource under [kubernetes.resources], such as"
+        f' "nvidia.com/gpu" = "{site.devices_per_node}".'
+    )

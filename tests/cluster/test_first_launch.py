@@ -1,0 +1,157 @@
+"""From `sinfo` to a job's script on five invented clusters, by the commands that each step advises.
+
+What `sinfo` and `scontrol` print is written as in the clusters' own documentation and in
+https://slurm.schedmd.com/sinfo.html: partition, nodes, CPUs, MB, time limit, nodes of a job, GRES,
+features, node names.
+"""
+
+import os
+import re
+import shlex
+import tomllib
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.site import Site
+from kit.commands.app import app
+from tests.cluster.shell import programs, shellcheck
+
+CONFIG = """\
+Configuration data as of 2026-08-20T10:00:00
+AccountingStorageEnforce = associations,limits,qos,safe
+ClusterName             = mycluster
+SelectType              = select/cons_tres
+SLURM_VERSION           = 24.05.3
+"""
+CLUSTERS = {
+    "A100": (
+        "gpu*|80|128|515000|2-00:00:00|1-64|gpu:a100:4(S:0,2-3,5)|amd,gpu80|g[01-80]\n"
+        "gpu*|4|128|2063000|2-00:00:00|1-64|gpu:a100:4(S:0-1)|amd,gpu40|g[81-84]"
+    ),
+    "H100": "batch*|11|112|2063000+|7-00:00:00|1-infinite|gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:64|rack1|h[1-11]",  # noqa: E501
+    "3090": "viscam*|6|96|515000|5-00:00:00|1-infinite|gpu:3090:8(S:0-1)|(null)|v[1-6]",
+    "MI250X": "standard-g|2900|128|503500|2-00:00:00|1-1024|gpu:mi250x:8(S:0-3)|(null)|nid[005000-007899]",  # noqa: E501
+    "Trainium": "compute1*|4|64|498074|infinite|1-infinite|(null)|dynamic,trn1.32xlarge,efa|compute1-dy-trn132xlarge-[1-4]",  # noqa: E501
+}
+# RTX 3090: NVIDIA's data sheet of the GA102 (24 GB, 936 GB/s, 71 TFLOP/s with fp32 accumulation).
+NUMBERS = {
+    "memory_bytes": "25769803776",
+    "memory_bytes_per_s": "936e9",
+    "bf16": "71e12",
+    "intra_node": "32e9",
+}
+RECIPE = "num_steps = 10\nlearning_rate = 1e-4\nwarmup_steps = 1\n"
+
+
+def be_cluster(folder, monkeypatch, lines):
+    """Has the commands of Slurm print what they print on a cluster."""
+    fakes = {"sinfo": f"echo '{lines}'", "scontrol": f"echo '{CONFIG}'"}
+    monkeypatch.setenv("PATH", f"{programs(folder / 'bin', fakes)}:{os.environ['PATH']}")
+
+
+def run(*words):
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == 0, f"{words}: {done.output} {done.exception}"
+    return done
+
+
+def advised(text):
+    """Returns the words of the last command that a text advises."""
+    return shlex.split(re.findall(r"kit ((?:plan|launch) .*)", text)[-1])
+
+
+def fill_in(file):
+    """Gives the lines that say EDIT their values, as a user does who has only one node in mind."""
+    text = file.read_text().replace('account = "EDIT"', 'account = "abc123"')
+    for name, value in NUMBERS.items():
+        pattern = rf"# EDIT: ({name} = .*value = )0"
+        text = re.sub(pattern, rf"\g<1>{value}", text)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device", "gib", "directives"),
+    [
+        (
+            "A100",
+            "NVIDIA A100-SXM4-80GB",
+            80,
+            {"gpus-per-node": "a100:4", "ntasks-per-node": "4", "constraint": "gpu80"},
+        ),
+        ("H100", "NVIDIA H100-SXM5-80GB", 80, {"gpus-per-node": "nvidia_h100_80gb_hbm3:8"}),
+        ("3090", "GPU 3090", 24, {"gpus-per-node": "3090:8", "cpus-per-task": "12"}),
+        (
+            "MI250X",
+            "AMD Instinct MI250X, one GCD",
+            64,
+            {"gpus-per-node": "mi250x:8", "ntasks-per-node": "8", "cpus-per-task": "16"},
+        ),
+        (
+            "Trainium",
+            "AWS Trainium, one NeuronCore-v2",
+            16,
+            {"gpus-per-node": None, "ntasks-per-node": "1", "cpus-per-task": "64"},
+        ),
+    ],
+)
+def test_first_launch_follows_the_advice(tmp_path, monkeypatch, cluster, device, gib, directives):
+    monkeypatch.chdir(tmp_path)
+    be_cluster(tmp_path, monkeypatch, CLUSTERS[cluster])
+    words = advised(run("site", "init", "my.toml").output)
+    assert words[:1] == ["plan"] and {"--site", "my.toml"} <= {*words}
+    said = tomllib.loads((tmp_path / "my.toml").read_text())
+    assert (said.get("base") is not None) == (cluster == "Trainium")
+    fill_in(tmp_path / "my.toml")
+    site = Site.load("my.toml")
+    assert site.device.name == device and site.device.memory_bytes.value == gib * 2**30
+    words = advised(run(*words).output)
+    assert words[:1] == ["launch"] and {"--plan", "plan.json"} <= {*words}
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    shown = run(*words, "--show")
+    assert "Asked of Slurm where the site file says nothing" in shown.stderr
+    left = shown.stderr.partition("Still to fill in:")[2].split("\n")[1:]
+    assert [line.strip().partition(":")[0] for line in left if line] == ["recipe.data"]
+    script = shown.stdout.partition("#### submit.sh")[2] or shown.stdout
+    asked = dict(re.findall(r"#SBATCH --([a-z-]+)=?(.*)", script))
+    assert {key: asked.get(key) for key in directives} == directives
+    assert asked["nodes"] == "1" and asked["mem"] == "0" and "exclusive" in asked
+    shellcheck("#!/bin/bash\n" + script.partition("#!/bin/bash\n")[2])
+
+
+def test_node_types_of_a_partition_can_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        text.replace("batch*", "gpu*").replace("viscam*", "gpu*") for text in CLUSTERS.values()
+    ]
+    be_cluster(tmp_path, monkeypatch, "\n".join(lines[:3]))
+    told = run("site", "init", "most.toml").output
+    assert "Taken of partition gpu: 80 nodes with 4 x a100" in told
+    for name in ("gpu40", "3090", "nvidia_h100_80gb_hbm3"):
+        (line,) = [line for line in told.splitlines() if f"--node-type {name}" in line]
+        run("site", "init", f"{name}.toml", *line.split(": ")[-1].split())
+    sites = {name: Site.load(f"{name}.toml") for name in ("gpu40", "3090")}
+    assert sites["gpu40"].device.name == "NVIDIA A100-SXM4-40GB"
+    assert (sites["3090"].devices_per_node, sites["3090"].slurm.gpus_per_node) == (8, "3090:8")
+    wrong = CliRunner().invoke(app, ["site", "init", "x.toml", "--node-type", "v100"])
+    assert "'v100'. Give a GPU type" in str(wrong.exception) and "gpu40" in str(wrong.exception)
+
+
+def test_missing_numbers_are_named_at_once(tmp_path, monkeypatch):
+    """The example of the error message, in place of the lines to edit, makes a plan."""
+    monkeypatch.chdir(tmp_path)
+    be_cluster(tmp_path, monkeypatch, CLUSTERS["3090"])
+    run("site", "init", "my.toml")
+    words = "plan gpt-1.4b --site my.toml --devices 16 --batch 64".split()
+    error = str(CliRunner().invoke(app, words).exception)
+    names = ["peak_flops_per_s.bf16", "memory_bytes,", "memory_bytes_per_s", "links.intra_node"]
+    assert not [name for name in [*names, "links.inter_node_bytes_per_s"] if name not in error]
+    example = tomllib.loads(error.partition("For example:\n")[2])
+    assert example["links"]["intra_node"][0]["num_devices"] == 8
+    lines = (tmp_path / "my.toml").read_text().splitlines()
+    heads = ("[links]", "[device.peak_flops_per_s]", "[device]", 'name = "GPU')
+    kept = [line for line in lines if not line.startswith(heads)]
+    first = kept.index("[slurm]")
+    shown = error.partition("For example:\n")[2].replace("[device]", '[device]\nname = "GPU 3090"')
+    (tmp_path / "my.toml").write_text("\n".join([*kept[:first], shown, *kept[first:]]))
+    assert "16 devices of mycluster" in run(*words).output
