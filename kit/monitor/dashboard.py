@@ -210,10 +210,13 @@ class Dashboard:
         return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
-        """Returns the numbers of the last step, its speeds as the median of the last 20."""
+        """Returns the numbers of the last step, its speeds as the median of the last 20 steps with
+        its layout.
+        """
         columns, curves = self.columns, self.curves
         speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
-        known = last_step(columns, {"step_time_s": columns["step_time_s"], **speeds})
+        speeds["step_time_s"] = columns["step_time_s"][: len(curves)]
+        known = last_step(columns, speeds, curves["layout"])
         left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - known["step"])
         held_out = columns["validation_loss"]
         return {
