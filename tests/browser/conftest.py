@@ -46,6 +46,8 @@ class Quiet(Monitor):
 
     def _follow_job(self) -> None: ...
 
+    def _keep_beating(self) -> None: ...
+
 
 class Screen:
     """A page that shows a run: what the page asks is answered by the widget."""

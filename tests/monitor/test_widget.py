@@ -159,12 +159,13 @@ def test_closing_ends_the_threads(show, tmp_path):
     add_rows(run, 401, 402)
     until(lambda: widget.frame["rows"] == 402)
     widget.close()
-    until(lambda: len(own) == 2 and not any(thread.is_alive() for thread in own))
+    until(lambda: len(own) == 3 and not any(thread.is_alive() for thread in own))
 
 
 def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch):
     run, parent = recorded_run(tmp_path / "run"), {}
-    kernel = types.SimpleNamespace(get_parent=lambda: parent)
+    events = types.SimpleNamespace(register=lambda *_: None)
+    kernel = types.SimpleNamespace(get_parent=lambda: parent, events=events)
     monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: kernel)
     displayed(monkeypatch)
     picture = types.SimpleNamespace(to_bundle=lambda alt: {})

@@ -25,7 +25,10 @@ const PARTS = { // of the ledger: where the time of a run went
   "between steps": "#8C8C8C", ending: "#8B6FB3", lost: "#C4162A", waiting: "#8884",
 };
 const STEP_PARTS = { data: "#E69F00", "forward, backward": "#009E73", reduction: "#56B4E9", optimizer: "#0072B2", waits: "#8886" };
-const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
+// The kernel sends a heartbeat every 2 s, as long as the run has not ended.
+const SILENT_AFTER_MS = 10000, BUSY_AFTER_MS = 1500, OLD_AFTER_S = 30, SHOWN_ALERTS = 3;
+// Statuses of JupyterLab's kernel after which the view's other end no longer exists.
+const ENDED = ["restarting", "autorestarting", "terminating", "dead"];
 
 function make(tag, className, parent, text) {
   const element = document.createElement(tag);
@@ -50,7 +53,7 @@ function render({ model, el }) {
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
   const view = { axis: "step", start: null, end: null, log_x: false };
-  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false, number: 0, waiting: 0 };
+  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), beat: {}, ended: false, asked: {}, frozen: false, number: 0, waiting: 0 };
   const hidden = make("style", "", root); // the picture for readers without a kernel
   const sync = uPlot.sync("kit" + Math.random());
   // Every message has a number, and the kernel says up to which it has got: so a question is known to wait.
@@ -155,7 +158,7 @@ function render({ model, el }) {
   // --- charts
   const grid = make("div", "kit-grid", root);
   const hosts = PANES.map(([key, title], i) => {
-    const figure = make("figure", "kit-figure" + (i < LARGE ? " kit-large" : ""), grid);
+    const figure = make("figure", "kit-chart" + (i < LARGE ? " kit-large" : ""), grid);
     const caption = make("figcaption", "", figure);
     make("span", "", caption, title);
     const readout = make("span", "kit-readout", caption);
@@ -182,13 +185,13 @@ function render({ model, el }) {
 
   // --- ranks and log
   const low = make("div", "kit-low", root);
-  const rankFigure = make("figure", "kit-figure", low);
+  const rankFigure = make("figure", "kit-chart", low);
   const rankTitle = make("figcaption", "", rankFigure, "Step time by rank, over the median");
   const heat = make("canvas", "kit-heat", rankFigure);
   heat.setAttribute("role", "img");
   const rankScale = make("div", "kit-muted kit-scale", rankFigure);
   const split = make("table", "kit-split", rankFigure);
-  const logFigure = make("figure", "kit-figure kit-logs", low);
+  const logFigure = make("figure", "kit-chart kit-logs", low);
   const logHead = make("figcaption", "", logFigure);
   make("span", "", logHead, "Log");
   const rankLabel = make("label", "kit-choice", logHead, "rank ");
@@ -208,6 +211,22 @@ function render({ model, el }) {
   const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { expect(send({ type: "log", search: search.value, rank: +rankInput.value || 0 })); }, 200); };
   search.oninput = rankInput.onchange = askLog;
   follow.onchange = showLog;
+
+  // --- the kernel's state: JupyterLab knows it; other front ends know only whether messages come
+  const manager = model.widget_manager, knowsKernel = !!manager && "kernel" in manager;
+  const kernel = () => (knowsKernel ? manager.kernel : null);
+  const firstKernel = kernel();
+  const onKernelStatus = (_, status) => { if (ENDED.includes(status)) { state.ended = true; showNotice(); } };
+  firstKernel?.statusChanged?.connect(onKernelStatus);
+  const hasEnded = () => state.ended || (knowsKernel && (!kernel() || kernel().id !== firstKernel?.id || ENDED.includes(kernel().status)));
+  const isBusy = () => state.beat.busy || kernel()?.status === "busy";
+  const hear = () => { state.heard = Date.now(); };
+  function onMessage(message) {
+    if (message?.type !== "beat") return;
+    hear();
+    state.beat = message;
+    showNotice();
+  }
 
   // --- asking the kernel
   let busyTimer;
@@ -238,7 +257,7 @@ function render({ model, el }) {
   function build() {
     state.plots.forEach((plot) => plot.destroy());
     state.dark = isDark(root);
-    root.classList.toggle("kit-dark", state.dark);
+    root.classList.toggle("kit-on-dark", state.dark);
     state.plots = hosts.map(makePlot);
     draw();
   }
@@ -394,6 +413,7 @@ function render({ model, el }) {
   function onFrame() {
     const frame = model.get("frame");
     if (!frame) return;
+    hear();
     answered(frame.heard);
     const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
     state.frame = frame;
@@ -405,11 +425,11 @@ function render({ model, el }) {
   function onFacts() {
     const f = (state.facts = model.get("facts") || {});
     if (!f.state) return;
-    state.heard = Date.now();
+    hear();
     answered(f.heard);
     name.textContent = f.name;
     name.title = f.directory;
-    const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none !important; }` : "";
+    const rule = f.picture ? `.kit-still-${f.picture} { display: none !important; }` : "";
     if (hidden.textContent !== rule) hidden.textContent = rule;
     say(badge, f.as_of ? `last seen ${f.state}` : `${ICONS[f.state] || "…"} ${f.state}`);
     root.dataset.state = f.state;
@@ -481,15 +501,28 @@ function render({ model, el }) {
     say(history, lines.join("   ·   "));
   }
   function showNotice() {
-    const silent = Date.now() - state.heard, f = state.facts;
-    const stale = silent > SILENT_AFTER_MS;
+    const silent = Date.now() - state.heard > SILENT_AFTER_MS, stale = (silent || hasEnded()) && !state.facts.final;
     root.classList.toggle("kit-stale", stale);
-    say(notice, stale
-      ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
-      : state.frame.read < 1 ? `reading the history: ${Math.round(100 * state.frame.read)} %`
-      : state.frozen ? "the kernel is busy with another cell: your request waits. If no cell runs, reload the page."
-      : f.as_of ? `as of ${f.as_of} ago: not connected`
-      : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "");
+    say(notice, noticeInWords(silent && !state.facts.final));
+  }
+  function noticeInWords(silent) {
+    const f = state.facts, since = duration((Date.now() - state.heard) / 1000);
+    if (hasEnded()) return f.final
+      ? "the kernel was restarted or has ended. To zoom or to resume, run this cell again."
+      : "not live: the kernel was restarted or has ended. Run this cell again.";
+    if (kernel() && kernel().connectionStatus !== "connected") return "not connected to the kernel. JupyterLab tries again by itself.";
+    if (silent) return isBusy()
+      ? `the kernel is busy with another cell and has sent nothing for ${since}. The picture continues by itself.`
+      : knowsKernel ? `the kernel has sent nothing for ${since}. The picture continues by itself.`
+      : `the kernel has sent nothing for ${since}. If it was restarted, run this cell again.`;
+    if (state.frame.read < 1) return `reading the history: ${Math.round(100 * state.frame.read)} %`;
+    if (state.frozen) return isBusy()
+      ? "the kernel is busy with another cell. Your request is answered when that cell ends; the picture continues."
+      : "the kernel has not answered your request yet. If no cell runs, reload the page.";
+    if (!f.final && state.beat.looked_s_ago > OLD_AFTER_S) return `the state is ${duration(state.beat.looked_s_ago)} old: the file system or the scheduler does not answer.`;
+    if (f.as_of) return `as of ${f.as_of} ago: not connected`;
+    if (f.failure) return `view: ${f.failure}`;
+    return f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
   }
   let shownAlerts = "";
   function onAlerts() {
@@ -573,9 +606,12 @@ function render({ model, el }) {
     event.stopPropagation(); // the notebook would take letters and arrows as commands
   };
 
-  const handlers = { frame: () => later(onFrame), facts: () => { onFacts(); onHeat(); }, alerts: onAlerts, heat: onHeat, log: showLog };
-  for (const [key, handler] of Object.entries(handlers)) model.on("change:" + key, handler);
-  model.on("change:window", handlers.frame);
+  const drawFrame = () => later(onFrame);
+  const handlers = {
+    "change:frame": drawFrame, "change:window": drawFrame, "change:facts": () => { onFacts(); onHeat(); }, "change:alerts": onAlerts,
+    "change:heat": onHeat, "change:log": showLog, "msg:custom": onMessage,
+  };
+  for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
   const resize = () => {
     state.plots.forEach((plot, i) => plot.setSize(size(hosts[i], i)));
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
@@ -593,8 +629,8 @@ function render({ model, el }) {
     clearTimeout(busyTimer);
     sizes.disconnect();
     themes.disconnect();
-    for (const [key, handler] of Object.entries(handlers)) model.off("change:" + key, handler);
-    model.off("change:window", handlers.frame);
+    for (const [event, handler] of Object.entries(handlers)) model.off(event, handler);
+    firstKernel?.statusChanged?.disconnect(onKernelStatus);
     state.plots.forEach((plot) => plot.destroy());
   };
 }
