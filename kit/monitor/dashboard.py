@@ -103,8 +103,8 @@ class Dashboard:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
         (float32, [rows, n]).
 
-        Rows: min, max and average of each of SERIES; held-out loss; average loss of each baseline
-        run.
+        Rows: min, max and average of each of SERIES; validation loss; average loss of each baseline
+        run; loss of each baseline run at its last step up to there.
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), view)
@@ -113,6 +113,7 @@ class Dashboard:
             for other in self.others.values():
                 other.smoothing = self.curves.smoothing
                 rows.append(_at(other, view.axis, x))
+            rows += [_loss_until(other, view.axis, x) for other in self.others.values()]
             description = {
                 "series": SERIES,
                 "others": list(self.others),
@@ -316,6 +317,17 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     if not known.any():
         return np.full(len(x), np.nan)
     return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
+
+
+def _loss_until(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+    """Returns the loss of another run at its last step up to the same step, tokens or time; NaN
+    before its first and after its last step.
+    """
+    places = other[axis]
+    if not len(places):
+        return np.full(len(x), np.nan)
+    rows = np.searchsorted(places, x, side="right") - 1
+    return np.where((rows >= 0) & (x <= places[-1]), other["loss"][rows], np.nan)
 
 
 def _last(values: np.ndarray) -> float | None:

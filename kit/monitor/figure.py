@@ -99,6 +99,13 @@ def snapshot(dashboard: Dashboard) -> Any:
         band, firsts = dashboard.outlook.facts["band"], dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
+        figure.supxlabel(
+            f"pale: each step; line: {smoothing_words(dashboard.curves.smoothing)}",
+            fontsize=TEXT,
+            x=0.01,
+            ha="left",
+            color=GREY,
+        )
     draw_levels(left, dashboard.levels)
     _mark_lost(left, lost)
     figure.suptitle(
@@ -110,6 +117,11 @@ def snapshot(dashboard: Dashboard) -> Any:
         parse_math=False,
     )
     return figure
+
+
+def smoothing_words(smoothing: float) -> str:
+    """Returns over how many steps an average with this weight of the past is smoothed, in words."""
+    return f"smoothed over about {1 / (1 - smoothing):,.0f} steps" if smoothing else "each step"
 
 
 def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
@@ -171,7 +183,7 @@ def _draw_loss(
     axis.set_title(TITLES["loss"])
     step, loss = table["step"], drawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(step, table["loss_ema"], color=BLUE, label=f"{EMA_STEPS}-step mean")
+    axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed over about {EMA_STEPS} steps")
     _mark_lost(axis, step[lost])
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
@@ -222,7 +234,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         if (level := median(values[here])) is None:
             continue
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
-        text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
+        text = f"median {level:.1f} %" if name == "mfu" else f"median {level:,.0f}"
         text += f"\n{_layout(plans[attempt])}" if attempt in plans else ""
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP

@@ -36,7 +36,7 @@ SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
 ROOT = ".kit-monitor"
 """Selector of the dashboard's root element. The dashboard's style sheet applies inside it only."""
 NO_MODEL = """<style>
-.jp-OutputArea-child:has(> .jupyter-widgets:not(:has(*))):has(+ .jp-OutputArea-child .{name})
+.jp-OutputArea-child:has(> .jupyter-widgets):not(:has(> .jupyter-widgets *)):has(+ * .{name})
 {{ display: none; }}
 </style>"""
 """Style sheet of a saved picture. Without a kernel, JupyterLab shows "Error displaying widget:

@@ -148,7 +148,7 @@ def test_a_page_is_heard_though_the_last_to_speak_was_a_subshell_that_is_closed(
 def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
     job = process(run)
     notebook.evaluate(f"async () => await {KERNEL}.restart()")
-    notebook.until(lambda: "not live" in notebook.text(".kit-notice"))
+    notebook.until(lambda: "restarted" in notebook.text(".kit-notice"))
     notebook.ready()
     notebook.attach()
     notebook.until(lambda: is_live(notebook))
