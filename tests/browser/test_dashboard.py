@@ -103,7 +103,7 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_sc
 
 LATER = "(ms) => { const now = Date.now; Date.now = () => now() + ms; }"
 JUPYTERLAB = """() => { window.manager = { kernel: { id: 'a', status: 'idle', connectionStatus: 'connected', statusChanged: {
-  connect: (f) => { window.status = (status) => { window.manager.kernel.status = status; f(null, status); }; }, disconnect() {} } } }; }"""  # noqa: E501
+  connect: (f) => { window.tellStatus = (status) => { window.manager.kernel.status = status; f(null, status); }; }, disconnect() {} } } }; }"""  # noqa: E501
 
 
 def is_stale(screen) -> bool:
@@ -157,17 +157,17 @@ def test_finished_run_never_becomes_stale(open_screen, tmp_path):
 def test_only_a_restarted_kernel_asks_for_the_cell(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"), before=JUPYTERLAB)
     page = screen.page
-    page.evaluate("window.status('busy')")
+    page.evaluate("window.tellStatus('busy')")
     page.evaluate(LATER, 60_000)
     page.get_by_text("the kernel is busy with another cell and has sent nothing").wait_for()
     assert "run this cell" not in screen.text(".kit-notice").lower()
-    page.evaluate("window.status('idle')")
+    page.evaluate("window.tellStatus('idle')")
     page.evaluate("window.manager.kernel.connectionStatus = 'connecting'")
     page.get_by_text("not connected to the kernel").wait_for()
     assert "run this cell" not in screen.text(".kit-notice").lower()
     page.evaluate("window.manager.kernel.connectionStatus = 'connected'")
     for status in ("restarting", "starting", "idle"):
-        page.evaluate("(status) => window.status(status)", status)
+        page.evaluate("(status) => window.tellStatus(status)", status)
     assert "was restarted or has ended. Run this cell again" in screen.text(".kit-notice")
     assert is_stale(screen)
 

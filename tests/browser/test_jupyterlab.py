@@ -169,6 +169,8 @@ def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebo
     notebook.lab.start()
     notebook.open()
     notebook.page.wait_for_selector(".jp-OutputArea-output img")
+    assert "Run this cell to see the live dashboard" in notebook.text("body")
+    assert "model not found" not in notebook.text("body")
     notebook.attach()
     newest = run.metrics().summary()["step"]
     notebook.until(lambda: notebook.step >= newest and notebook.seen("state") == "running")

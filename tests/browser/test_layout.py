@@ -82,6 +82,22 @@ def test_dashboard_parts_do_not_overlap(open_screen, tmp_path, dark):
         screen.photograph(f"layout-{'dark' if dark else 'light'}-{width}")
 
 
+CHANGE_THEME = """async () => { const view = document.getElementById('view');
+  view.style.display = 'none'; document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
+  document.body.dataset.theme = 'dark'; await Promise.resolve(); view.style.display = ''; }"""
+WIDTHS = """() => [...document.querySelectorAll('.kit-plot')].map(
+  (plot) => [plot.clientWidth, plot.querySelector('.u-wrap').clientWidth])"""
+
+
+def test_charts_fill_their_panes_after_theme_change(open_screen, tmp_path):
+    """JupyterLab changes its theme while the page has no layout."""
+    screen = open_screen(recorded_run(tmp_path / "run", steps=100), width=1280)
+    screen.page.evaluate(CHANGE_THEME)
+    screen.page.wait_for_selector(".kit-monitor.kit-on-dark")
+    screen.settle(1300)
+    assert all(pane == chart for pane, chart in screen.page.evaluate(WIDTHS))
+
+
 @pytest.mark.parametrize("width", [BESIDE_FILE_BROWSER, 700])
 def test_hover_shows_all_and_moves_nothing(open_screen, tmp_path, width):
     screen = full_screen(open_screen, tmp_path, width=width)

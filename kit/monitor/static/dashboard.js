@@ -665,17 +665,20 @@ function render({ model, el }) {
     "change:heat": onHeat, "change:log": showLog, "msg:custom": onMessage,
   };
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
+  // Also once a second: a theme is changed while the page has no layout, and no observer sees the charts' size then.
+  const fit = () => state.plots.forEach((plot, i) => { const wanted = size(hosts[i], i); if (hosts[i].plot.clientWidth && plot.width !== wanted.width) plot.setSize(wanted); });
   const resize = () => {
-    state.plots.forEach((plot, i) => plot.setSize(size(hosts[i], i)));
+    fit();
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
     if (width && width !== asked) { asked = width; ask(); }
   };
   let asked = 0;
   const sizes = new ResizeObserver(() => later(resize));
   sizes.observe(root);
-  const themes = new MutationObserver(() => { if (isDark(root) !== state.dark) { build(); onHeat(); } });
+  const retheme = () => { if (isDark(root) !== state.dark) { build(); onHeat(); } };
+  const themes = new MutationObserver(() => later(retheme)); // in the next frame, when styles and layout are those of the new theme
   themes.observe(document.body, { attributes: true });
-  const timer = setInterval(showNotice, 1000);
+  const timer = setInterval(() => { showNotice(); fit(); }, 1000);
   requestAnimationFrame(() => { build(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });
   return () => {
     clearInterval(timer);
