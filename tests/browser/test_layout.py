@@ -7,9 +7,11 @@ import re
 import numpy as np
 import pytest
 
-import kit
+from kit.estimate import Panel
+from kit.monitor.figure import run_figure
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.widget import Monitor
+from kit.plan import Plan
 from tests.browser.conftest import Screen
 from tests.environments import ROOT
 from tests.monitor.recorded import beat, looked_at, recorded_run
@@ -169,7 +171,7 @@ def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
     finally:
         widget.close()
     dashboard = looked_at(run)
-    panel = kit.estimate.Panel("gpt-22b", "frontier", kit.Plan(tensor_parallel=8, precision="bf16"))
+    panel = Panel("gpt-22b", "frontier", Plan(tensor_parallel=8, precision="bf16"))
     hides = f"<style>.kit-still-{model} {{ display: none !important; }}</style>"
     return {
         "dashboard": (
@@ -177,7 +179,7 @@ def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
             ("kit-monitor", f"kit-still-{model}"),
         ),
         "saved picture": (still, ("kit-figure", f"kit-still-{model}")),
-        "figure": (kit.monitor.run_figure(run)[0].to_html(), ("kit-figure",)),
+        "figure": (run_figure(run)[0].to_html(), ("kit-figure",)),
         "live view": (view_html(dashboard, curve_html(dashboard)), ("kit-figure",)),
         "panel": (panel.view.value, ("kit-panel", panel._still)),
     }
