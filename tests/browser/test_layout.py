@@ -48,6 +48,8 @@ PLACES = """() => [...document.querySelectorAll('.kit-monitor *')].filter((e) =>
   .map((e) => JSON.stringify(e.getBoundingClientRect()))"""  # noqa: E501
 CUT_CELLS = """(e) => [...e.querySelectorAll('th, td')].filter((cell) => cell.scrollWidth > cell.clientWidth)
   .map((cell) => cell.textContent)"""  # noqa: E501
+# The style of pictures in notebooks that an earlier version of the kit has saved.
+EARLIER_STYLE = "<style>[data-jp-theme-light=false] .kit-dark { display: inline; }</style>"
 # JupyterLab's file browser and cell prompt leave this much of a window of 1,280 pixels.
 BESIDE_FILE_BROWSER = 880
 
@@ -64,7 +66,7 @@ def full_screen(open_screen, folder, **options) -> Screen:
         beat(run, step, slow_rank=2, attempt=2)
         screen.dashboard.ranks.look()
     screen.dashboard.outlook.refresh(wait=True)
-    still = screen.widget._still()["text/html"]
+    still = screen.widget._still()["text/html"] + EARLIER_STYLE
     screen.page.evaluate(
         """([still, theme]) => { document.body.dataset.jpThemeLight = theme;
         document.body.insertAdjacentHTML('beforeend', still); }""",

@@ -203,7 +203,7 @@ def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, m
     kernel = types.SimpleNamespace(get_parent=lambda: parent, events=events)
     monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: kernel)
     displayed(monkeypatch)
-    picture = types.SimpleNamespace(to_bundle=lambda alt: {})
+    picture = types.SimpleNamespace(to_bundle=lambda alt: {"text/html": ""})
     monkeypatch.setattr(Monitor, "figure", lambda self: picture)
 
     def execute(cell: str, message: str, *widgets: Monitor) -> None:
