@@ -199,9 +199,19 @@ def _facts(found: "Pace") -> list[tuple[str, str]]:
             if part > 0.01 * whole
         )
 
+    measured_s = dict(found.parts_s)
+    recorded_s = sum(measured_s.values())
+    # Medians of parts can add up to a little more than the median of the whole.
+    whole_s = max(found.took_s, recorded_s)
+    if measured_s:
+        measured_s["other"] = whole_s - recorded_s
+    waiting = ""
+    if found.waiting_s is not None:
+        waiting = f"{found.waiting_s / whole_s:.0%} for other ranks or the network"
     facts = {
         "pace": found.verdict,
-        "a step, measured": shares(found.parts_s, found.took_s),
+        "a step, measured": shares(measured_s, whole_s),
+        "of that, waiting": waiting,
         "where the time should go": shares(found.terms_s, found.expected_s),
     }
     warnings = [("warning", text) for text in found.warnings]

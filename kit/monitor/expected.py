@@ -38,7 +38,8 @@ MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
     PASSES: ("forward_backward_s", PRODUCTS),
 }
 """Parts of a step in words, what tells most first: their column of the metrics, and the terms of
-the estimate that they should take. A wait for others lies within the other parts."""
+the estimate that they should take. WAITS is measured within the phases, which it overlaps: it is no
+part of their sum."""
 
 Band = dict[str, Any]
 """The 90 % interval of the estimate for an `attempt`: `step_time_s`, and the speeds that follow,
@@ -61,7 +62,11 @@ class Pace:
     took_s: float
     """Median of the newest steps; NaN for too few of them."""
     parts_s: dict[str, float]
-    """What they were made of, on rank 0, as far as it was recorded: names of MEASURED."""
+    """Median seconds of each recorded part of a step on rank 0, by its name in MEASURED. The parts
+    do not overlap."""
+    waiting_s: float | None
+    """Median seconds, within these parts, in which rank 0 waited for other ranks or the network;
+    None where that was not recorded."""
     band: Band
 
     @property
@@ -72,8 +77,8 @@ class Pace:
         if not self.took_s > self.high_s:
             return None
         own_s = dict(self.parts_s)
-        if {PASSES, WAITS} <= own_s.keys():
-            own_s[PASSES] -= own_s[WAITS]
+        if PASSES in own_s and self.waiting_s is not None:
+            own_s |= {WAITS: self.waiting_s, PASSES: own_s[PASSES] - self.waiting_s}
         half_s = (self.took_s - self.expected_s) / 2
         for name, (_, terms) in MEASURED.items():
             if own_s.get(name, 0.0) - sum(self.terms_s[term] for term in terms) > half_s:
@@ -92,7 +97,10 @@ class Pace:
             )
         text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.calibration)
         part = self.slow_part
-        return f"{text}. Most of it: {part}, {self.parts_s[part]:.3g} s a step" if part else text
+        if part is None:
+            return text
+        seconds = {WAITS: self.waiting_s, **self.parts_s}[part]
+        return f"{text}. Most of it: {part}, {seconds:.3g} s a step"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
@@ -138,6 +146,7 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
         name: np.asarray(value).item() for name, value in prediction.step_time.terms_s.items()
     }
     took_s, parts_s = _took(metrics or run.metrics(), attempt)
+    waiting_s = parts_s.pop(WAITS, None)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
     at_peak_s = tokens * rates[0] if rates else 0.0  # nothing is faster, however wide the interval
@@ -154,6 +163,7 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
         warnings=prediction.warnings,
         took_s=took_s,
         parts_s=parts_s,
+        waiting_s=waiting_s,
         band={
             "attempt": attempt,
             "step_time_s": (low_s, high_s),
@@ -254,7 +264,10 @@ def compare(run: Run, metrics: Metrics) -> dict[str, Any]:
     """
     try:
         found = expectation(run, metrics=metrics)
-        return {"band": found.band, "verdict": found.verdict, "parts_s": found.parts_s}
+        parts_s = dict(found.parts_s)
+        if found.waiting_s is not None:
+            parts_s[f"of these, {WAITS}"] = found.waiting_s
+        return {"band": found.band, "verdict": found.verdict, "parts_s": parts_s}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}

@@ -29,16 +29,26 @@ PARTS = {
     ),
     "start-up": "from the start of its processes to an attempt's first step",
     "checkpoints": "what a save held up; it goes on behind the steps that follow",
-    "validation": "held-out text between two steps",
+    "validation": "the loss on the validation set, after a step",
     "between steps": "records, requests, answers to bad steps",
-    "ending": "after the last step of an attempt that ended well: its last checkpoint",
+    "ending": (
+        "after the last step of an attempt that ended well, without validation: its last checkpoint"
+    ),
     "lost": (
         "after the last step of an attempt that did not: until that was noticed and all was ended"
     ),
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
 """What the wall time of a job is made of. No nodes are held in the last of them."""
-TAKEN = ("step", "attempt", "time", "step_time_s", "checkpoint_s", "validation_loss")
+TAKEN = (
+    "step",
+    "attempt",
+    "time",
+    "step_time_s",
+    "checkpoint_s",
+    "validation_loss",
+    "validation_s",
+)
 WARM = 20
 """Steps whose median says what an attempt's first step would have taken, had it been like
 others."""
@@ -202,16 +212,22 @@ def _attempt(
     took[:1] -= extra
     gaps = starts[1:] - ends[:-1]
     saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
-    validations = np.where(np.isfinite(steps["validation_loss"][:-1]), gaps - saves, 0.0)
+    # Runs from before `validation_s` was recorded: all of the gap that was not a save.
+    validation_s = np.where(np.isfinite(steps["validation_loss"]), np.inf, 0.0)
+    recorded = np.isfinite(steps["validation_s"])
+    validation_s[recorded] = steps["validation_s"][recorded]
+    validations = np.minimum(gaps - saves, validation_s[:-1])
     well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
     after = end - last if len(ends) else 0.0
+    last_validation = min(after, validation_s[-1]) if len(ends) and recorded[-1] else 0.0
+    after -= last_validation
     seconds = {
         "productive": took[steps["counts"]].sum(),
         "repeated": took[~steps["counts"]].sum(),
         "first step": extra,
         "start-up": (starts[0] if len(starts) else end) - start,
         "checkpoints": saves.sum(),
-        "validation": validations.sum(),
+        "validation": validations.sum() + last_validation,
         "between steps": (gaps - saves - validations).sum(),
         "ending": after if well else 0.0,
         "lost": 0.0 if well else after,

@@ -26,6 +26,7 @@ COLUMNS = (
 )
 OPTIONAL_COLUMNS = (
     "validation_loss",
+    "validation_s",
     "loss_scale",
     "skipped_steps",
     "nan_steps",
@@ -39,10 +40,15 @@ OPTIONAL_COLUMNS = (
     "optimizer_s",
     "waiting_s",
 )
-"""`skipped_steps` counts on from an attempt's start, `nan_steps` are those of a log's line, among
-its skipped ones. `consumed_tokens` is another trainer's own count at the end of a step. The last
-five, of rank 0, say where its step's time went: waiting for the batch; three phases of the native
-engine; and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks.
+"""Columns that a run may lack.
+
+- `validation_s`: seconds of the validation after a step.
+- `skipped_steps`: steps without an update since the attempt's start. `nan_steps`: those of them, in
+  the line of another trainer's log, whose loss was not a number.
+- `consumed_tokens`: another trainer's own count of tokens at the end of a step.
+- `data_s`, `forward_backward_s`, `reduction_s`, `optimizer_s`: seconds that rank 0 waited for its
+  batch, and that the native engine's three phases took.
+- `waiting_s`, on a CPU: seconds of these phases in which rank 0 waited for other ranks.
 """
 NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES, MOST_ROOM = 2**18, 2**20, 2**22

@@ -32,6 +32,9 @@ number."""
 MAX_ABOVE_PEAK = 0.05
 """Share of a run's steps that may look faster than the peak before it is the peak that is not
 believed."""
+RECENT_STEPS, PERIODS, LOOK_BACK_STEPS = 100, 5, 20_000
+"""For the time left: steps whose mean is the time of a step, periods of validation and of saves
+that count, and the most steps that are looked at, which bounds the work for a long run."""
 
 
 class MetricsWriter:
@@ -246,22 +249,65 @@ def utilisation_rates(
 
 
 def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
-    """Returns seconds until a run will have done `num_steps` steps, None where nothing tells how
-    long one takes.
+    """Returns the predicted seconds until a run will have done `num_steps` steps, or None where
+    the time of a step is unknown.
 
-    A step takes what the newest attempt has taken since its first: with validation, saves and all
-    else between steps. It takes no less than the last steps did by themselves: all that is known of
-    a first step, or of a clock set back.
+    A step takes the mean of the newest attempt's last RECENT_STEPS steps. Validation, saves and
+    other pauses between steps are added at the rate of their last PERIODS periods. So the
+    prediction forgets a slow phase, however long it was.
     """
     if not len(steps):
         return None
     first = int(np.argmax(steps["attempt"] == steps["attempt"][-1]))
-    known = first + np.flatnonzero(np.isfinite(steps["time"][first:]))
-    each = [median(steps["step_time_s"][first:][-SPEED_STEPS:]) or 0.0]
-    if len(known) > 1:
-        ends = known[[0, -1]]
-        each.append(float(np.diff(steps["time"][ends])[0] / np.diff(steps["step"][ends])[0]))
-    return max(0, num_steps - int(steps["step"][-1])) * max(each) if max(each) > 0 else None
+    first = max(first, len(steps) - LOOK_BACK_STEPS)
+    took_s = steps["step_time_s"][first:]
+    # An attempt's first step compiles and connects, which later steps do not.
+    recent_s = took_s[1:][-RECENT_STEPS:] if len(took_s) > 1 else took_s
+    recent_s = recent_s[np.isfinite(recent_s)]
+    step_s = float(recent_s.mean()) if recent_s.size else 0.0
+    if not step_s > 0:
+        return None
+    gaps_s = np.diff(steps["time"][first:]) - took_s[1:]
+    # A clock that was set back gives a large negative gap.
+    gaps_s = np.where(gaps_s > -step_s, gaps_s, 0.0)
+    pauses = {
+        "validation": np.isfinite(_column(steps, "validation_loss")[first:][:-1]),
+        "save": _column(steps, "checkpoint_s")[first:][1:] > 0,
+    }
+    is_other = ~(pauses["validation"] | pauses["save"])
+    pauses["other"] = is_other & (gaps_s > step_s)
+    is_short = is_other & (gaps_s <= step_s)
+    if is_short.any():
+        step_s += float(gaps_s[is_short][-RECENT_STEPS:].mean())
+    for is_pause in pauses.values():
+        step_s += _pause_s_per_step(gaps_s, np.flatnonzero(is_pause))
+    return max(0, num_steps - int(steps["step"][-1])) * step_s
+
+
+def _pause_s_per_step(gaps_s: np.ndarray, pauses: np.ndarray) -> float:
+    """Returns the seconds per step that one kind of pause takes.
+
+    Args:
+        gaps_s: seconds between each step and the next one.
+        pauses: indices in `gaps_s` of the pauses of this kind, ascending.
+    """
+    if not len(pauses):
+        return 0.0
+    now = len(gaps_s) - 1
+    counted = pauses[-PERIODS:]
+    if len(pauses) <= PERIODS:  # too few periods: all steps of the attempt
+        return float(gaps_s[counted].sum()) / (now + 1)
+    begin, end = pauses[-PERIODS - 1], pauses[-1]
+    if now - end > np.diff(pauses[-PERIODS - 1 :]).max():  # the pauses have become rarer
+        end = now
+    return float(gaps_s[counted].sum()) / float(end - begin)
+
+
+def _column(steps: Metrics | Columns, name: str) -> np.ndarray:
+    """Returns a column that a run may lack, then as NaN."""
+    if isinstance(steps, Metrics) and name not in steps.columns:
+        return np.full(len(steps), np.nan)
+    return steps[name]
 
 
 def refutes_peak(above: int, known: int) -> bool:

@@ -126,8 +126,7 @@ class Trainer:
                 if save or validate or self.profiler.turns_before(self.step + 1):
                     self._finish_steps()
                 if validate:
-                    with self.watchdog.paused():
-                        self.rows[-1]["validation_loss"] = self.batches.validation_loss(self.engine)
+                    self._validate()
                 self._write_rows()
                 if save:
                     self._save()
@@ -226,6 +225,13 @@ class Trainer:
 
     def _is_due(self, every: int | None, is_last: bool = False) -> bool:
         return every is not None and (is_last or self.step % every == 0)
+
+    def _validate(self) -> None:
+        """Adds the validation loss, and the seconds that it took, to the row of the last step."""
+        row, start = self.rows[-1], time.perf_counter()
+        with self.watchdog.paused():
+            row["validation_loss"] = self.batches.validation_loss(self.engine)
+        row["validation_s"] = round(time.perf_counter() - start, 6)
 
     def _save(self) -> None:
         self.home.check()

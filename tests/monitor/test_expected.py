@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_one_answer_has_the_verdict_and_where_the_time_went(tmp_path):
     told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert set(told) == {"pace", "goodput"} and told["pace"]["verdict"] == pace(run).verdict
     assert told["goodput"]["attempts"][0]["devices"] == 8
+
+
+def test_why_shares_of_a_step_add_up_to_100_percent(tmp_path):
+    parts = {"data_s": 0.01, "forward_backward_s": 0.96, "reduction_s": 0.02, "waiting_s": 0.54}
+    run = recorded(tmp_path / "run", LAYOUTS["one node"], 1.0, **parts)
+    output = CliRunner().invoke(app, ["status", str(run.directory), "--why"]).output
+    words = " ".join(output.split())
+    measured = words.split("a step, measured ")[1].split(" of that, waiting ")[0]
+    shares = [int(share) for share in re.findall(r"(\d+)%", measured)]
+    assert sum(shares) == pytest.approx(100, abs=2), measured
+    assert "of that, waiting 54% for other ranks or the network" in words
 
 
 def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp_path):

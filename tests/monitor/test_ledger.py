@@ -62,6 +62,17 @@ def test_saves_and_validation_are_told_apart(run):
     assert sum(found.values()) == pytest.approx(10.5) and found["between steps"] == 0
 
 
+def test_validation_after_the_last_step_is_not_ending(run):
+    (run.directory / "metrics.jsonl").write_text("")
+    happened(run, 1, 100.0, JobState.STARTING)
+    step(run, 1, 1, 101.0, validation_loss=3.0, validation_s=2.0)
+    step(run, 2, 1, 106.0, validation_loss=3.0, validation_s=40.0)  # 2 of the 4 s between them
+    happened(run, 1, 150.0, JobState.DONE, reason="finished 2 steps")
+    found = ledger(run).seconds
+    assert (found["validation"], found["ending"]) == (pytest.approx(42), pytest.approx(4))
+    assert found["between steps"] == pytest.approx(2)
+
+
 def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
     happened(told, 3, 1068.0, JobState.QUEUED)
     happened(told, 3, 1069.0, JobState.STARTING)
