@@ -234,14 +234,18 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         if (level := median(values[here])) is None:
             continue
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
-        text = f"median {level:.1f} %" if name == "mfu" else f"median {level:,.0f}"
+        text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
         text += f"\n{_layout(plans[attempt])}" if attempt in plans else ""
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
-    title, top = f"Tokens/s\nno MFU: {metrics.why_no_mfu}", 1.25 * np.nanmax(values, initial=1)
+    kind = "line: median"
+    title, top = (
+        f"Tokens/s, {kind}\nno MFU: {metrics.why_no_mfu}",
+        1.25 * np.nanmax(values, initial=1),
+    )
     if name == "mfu":
-        title, top = f"MFU, % of peak ({run.plan.precision})", 10 * math.ceil(top / 10)
+        title, top = f"MFU, % of peak ({run.plan.precision})\n{kind}", 10 * math.ceil(top / 10)
     axis.set(title=title, ylim=(0, top))
     _draw_attempts(axis, table)
 
