@@ -183,7 +183,7 @@ def _draw_loss(
     axis.set_title(TITLES["loss"])
     step, loss = table["step"], drawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed over about {EMA_STEPS} steps")
+    axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed, {EMA_STEPS} steps")
     _mark_lost(axis, step[lost])
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
