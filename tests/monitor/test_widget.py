@@ -178,9 +178,9 @@ def test_cell_activity_follows_a_real_shell():
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
     activity = CellActivity()
     activity.follow(None)
-    shell.user_ns |= {"activity": activity, "seen": []}
+    seen: list[bool] = []
+    shell.push({"activity": activity, "seen": seen, "shell": shell})
     for code in ("activity.follow(shell)", "activity.follow(shell)", "raise ValueError"):
-        shell.user_ns["shell"] = shell
         shell.run_cell(f"seen.append(activity.is_running)\n{code}", store_history=False)
         assert not activity.is_running
     shell.run_cell("seen.append(activity.is_running)", store_history=False)
