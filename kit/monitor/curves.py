@@ -6,6 +6,7 @@ million.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +21,12 @@ from kit.run.tail import CHUNK_BYTES
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 SCHEDULED = ("learning_rate", "memory_bytes")
 """Not noise: an average of these would only lag behind."""
-DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time")
+DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
+"""Series that are computed from the columns of the file. The other series are columns."""
 UTILISATIONS = ("mfu", "hfu")
-"""The other series are columns of the file as they are."""
+SPEEDS = ("tokens_per_s", *UTILISATIONS)
+"""Series whose average begins anew where the layout changes: they jump there at once. The loss goes
+on."""
 TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
@@ -151,7 +155,7 @@ class Curves:
         elapsed = np.append(self["time"][-1:], new["time"] - self.columns["time"][0])
         time = np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :]
         rates = self._believable(metrics.utilisations, len(speed))
-        self._values.extend(np.vstack([speed, rates, tokens, time]))
+        self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
     def average(self, name: str) -> np.ndarray:
         """Returns the average of a series over all its steps, not of what is drawn, at the
@@ -159,7 +163,8 @@ class Curves:
         """
         if name not in self._averages or self._averages[name].smoothing != self.smoothing:
             self._averages[name] = Average(self.smoothing)
-        return self._averages[name].update(self[name])
+        layouts = self["layout"] if name in SPEEDS else None
+        return self._averages[name].update(self[name], layouts)
 
     def window(self, names: tuple[str, ...], view: View) -> tuple[np.ndarray, np.ndarray]:
         """Returns x of each pixel that has data, [n], and min, max and average of each series
@@ -214,8 +219,8 @@ class Average:
     """Exponential moving average that starts unbiased: sum(w**age y) / sum(w**age) over all finite
     y so far.
 
-    A value that is not finite leaves the average where it was; before the first finite one it is
-    NaN.
+    A value that is not finite leaves the average where it was. Before the first finite value the
+    average is NaN.
     """
 
     def __init__(self, smoothing: float) -> None:
@@ -224,20 +229,39 @@ class Average:
                 f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1."
             )
         self.smoothing = smoothing
-        self._result, self._total, self._count = Growing(1), 0.0, 0
+        self._result, self._group = Growing(1), 0.0
+        self._begin()
 
-    def update(self, values: np.ndarray) -> np.ndarray:
+    def _begin(self) -> None:
+        self._last, self._total, self._count = math.nan, 0.0, 0
+
+    def update(self, values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
         """Returns the average at each of `values`, of which those seen before must not have
         changed.
+
+        `groups` has a number for each value. Where the number changes, the average begins anew.
         """
-        new = values[self._result.length :]
-        finite = np.isfinite(new)
-        averages = np.append(self._result.values[0, -1:], self._extend(new[finite]))
-        # Only finite values move the average; in their places it is the one of the last of them.
-        if len(averages) == finite.sum():
-            averages = np.append(np.nan, averages)
-        self._result.extend(averages[np.cumsum(finite)])
+        known = self._result.length
+        new = values[known:]
+        if groups is None:
+            self._result.extend(self._continue(new))
+            return self._result.values[0]
+        new_groups = groups[known:]
+        changes = np.flatnonzero(np.diff(new_groups, prepend=self._group))
+        for start, end in itertools.pairwise([0, *changes.tolist(), len(new)]):
+            if start < end and new_groups[start] != self._group:
+                self._begin()
+                self._group = new_groups[start]
+            self._result.extend(self._continue(new[start:end]))
         return self._result.values[0]
+
+    def _continue(self, values: np.ndarray) -> np.ndarray:
+        """Returns the averages at further values of the same group."""
+        finite = np.isfinite(values)
+        # Only finite values move the average. At any other value it is that at the last finite one.
+        averages = np.append(self._last, self._extend(values[finite]))
+        self._last = float(averages[-1])
+        return averages[np.cumsum(finite)]
 
     def _extend(self, values: np.ndarray) -> np.ndarray:
         """Returns the averages at further values, all finite.

@@ -103,8 +103,8 @@ class Dashboard:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
         (float32, [rows, n]).
 
-        Rows: min, max and average of each of SERIES; held-out loss; average loss of each baseline
-        run.
+        Rows: min, max and average of each of SERIES; validation loss; average loss of each baseline
+        run; loss of each baseline run at its last step up to there.
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), view)
@@ -113,6 +113,7 @@ class Dashboard:
             for other in self.others.values():
                 other.smoothing = self.curves.smoothing
                 rows.append(_at(other, view.axis, x))
+            rows += [_loss_until(other, view.axis, x) for other in self.others.values()]
             description = {
                 "series": SERIES,
                 "others": list(self.others),
@@ -210,10 +211,13 @@ class Dashboard:
         return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
-        """Returns the numbers of the last step, its speeds as the median of the last 20."""
+        """Returns the numbers of the last step, its speeds as the median of the last 20 steps with
+        its layout.
+        """
         columns, curves = self.columns, self.curves
         speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
-        known = last_step(columns, {"step_time_s": columns["step_time_s"], **speeds})
+        speeds["step_time_s"] = columns["step_time_s"][: len(curves)]
+        known = last_step(columns, speeds, curves["layout"])
         left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - known["step"])
         held_out = columns["validation_loss"]
         return {
@@ -313,6 +317,17 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     if not known.any():
         return np.full(len(x), np.nan)
     return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
+
+
+def _loss_until(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+    """Returns the loss of another run at its last step up to the same step, tokens or time; NaN
+    before its first and after its last step.
+    """
+    places = other[axis]
+    if not len(places):
+        return np.full(len(x), np.nan)
+    rows = np.searchsorted(places, x, side="right") - 1
+    return np.where((rows >= 0) & (x <= places[-1]), other["loss"][rows], np.nan)
 
 
 def _last(values: np.ndarray) -> float | None:

@@ -99,6 +99,13 @@ def snapshot(dashboard: Dashboard) -> Any:
         band, firsts = dashboard.outlook.facts["band"], dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
+        figure.supxlabel(
+            f"pale: each step; line: {smoothing_words(dashboard.curves.smoothing)}",
+            fontsize=TEXT,
+            x=0.01,
+            ha="left",
+            color=GREY,
+        )
     draw_levels(left, dashboard.levels)
     _mark_lost(left, lost)
     figure.suptitle(
@@ -110,6 +117,11 @@ def snapshot(dashboard: Dashboard) -> Any:
         parse_math=False,
     )
     return figure
+
+
+def smoothing_words(smoothing: float) -> str:
+    """Returns over how many steps an average with this weight of the past is smoothed, in words."""
+    return f"smoothed over about {1 / (1 - smoothing):,.0f} steps" if smoothing else "each step"
 
 
 def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
@@ -171,7 +183,7 @@ def _draw_loss(
     axis.set_title(TITLES["loss"])
     step, loss = table["step"], drawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(step, table["loss_ema"], color=BLUE, label=f"{EMA_STEPS}-step mean")
+    axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed, {EMA_STEPS} steps")
     _mark_lost(axis, step[lost])
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
@@ -227,9 +239,13 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
-    title, top = f"Tokens/s\nno MFU: {metrics.why_no_mfu}", 1.25 * np.nanmax(values, initial=1)
+    kind = "line: median"
+    title, top = (
+        f"Tokens/s, {kind}\nno MFU: {metrics.why_no_mfu}",
+        1.25 * np.nanmax(values, initial=1),
+    )
     if name == "mfu":
-        title, top = f"MFU, % of peak ({run.plan.precision})", 10 * math.ceil(top / 10)
+        title, top = f"MFU, % of peak ({run.plan.precision})\n{kind}", 10 * math.ceil(top / 10)
     axis.set(title=title, ylim=(0, top))
     _draw_attempts(axis, table)
 

@@ -93,6 +93,9 @@ def view_html(dashboard: Dashboard, curve: str) -> str:
     run, row, verdict = dashboard.run, dashboard.row(), dashboard.outlook.facts["verdict"]
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
+    steps = row.get("speed_steps")
+    recent = counted(steps, "step") if steps else ""
+    kinds = f"tokens/s, MFU: median of the last {recent}; loss: last step" if steps else ""
     tiles = {
         "step": f"{row['step']:,} / {row['num_steps']:,}",
         "loss": number(row.get("loss"), ".3f"),
@@ -120,6 +123,7 @@ def view_html(dashboard: Dashboard, curve: str) -> str:
         " 0;border-radius:2px;background:var(--jp-border-color2,#8884)'><div"
         f" style='height:4px;border-radius:2px;width:{done:.1%};background:{BLUE}'></div></div><div"
         f" style='display:flex;flex-wrap:wrap;gap:6px'>{boxes}</div><div"
+        f" style='font-size:11px;{MUTED}'>{kinds}</div><div"
         f" style='margin-top:6px;{MUTED}'>{html.escape(verdict)}</div><div"
         f" style='{MUTED}'>{html.escape(row['data'])}</div><div"
         f" style='margin-top:8px'>{curve}</div>{last_words}</div>"

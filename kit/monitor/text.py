@@ -124,7 +124,17 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
     counts = "" if goodput is None else f" Goodput {goodput:.1%}."
     pace = [Text(f"{outlook['verdict']}.{counts}", style=style)] if outlook["verdict"] else []
     data = [Text(row["data"], style="dim")] if row["data"] else []
-    return [title, _tiles(row, facts["checkpoints"], width), *pace, *data]
+    numbers = [_tiles(row, facts["checkpoints"], width), *_kinds_of_numbers(row)]
+    return [title, *numbers, *pace, *data]
+
+
+def _kinds_of_numbers(row: dict[str, Any]) -> list[Text]:
+    """Returns which steps the numbers of the heading are of; nothing before the first step."""
+    if not (steps := row.get("speed_steps")):
+        return []
+    recent = counted(steps, "step")
+    text = f"s/step, tokens/s, MFU, HFU: median of the last {recent}; loss, grad norm: last step"
+    return [Text(text, style="dim")]
 
 
 def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
@@ -154,7 +164,7 @@ def _curves(
     dashboard: Dashboard, row: dict[str, Any], facts: dict[str, Any], width: int
 ) -> list[Text]:
     """Returns a line of bars of the loss and one of the speed, each with its number of the heading,
-    and the speed that is expected.
+    and the speed that is expected. A bar is a mean over several steps.
     """
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]

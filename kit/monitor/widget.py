@@ -7,6 +7,7 @@ tick; the browser draws and asks. Needs anywidget where the kernel runs and wher
 """
 
 import contextvars
+import re
 import threading
 import time
 import traceback
@@ -22,15 +23,66 @@ from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.figure import snapshot
 from kit.run import Run
 from kit.run.columns import FAST_FROM_BYTES
+from kit.show.theme import MUTED
 
 POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
+BEAT_S = 2.0
+"""Seconds between two heartbeats of a view. The front end waits for several before it calls the
+kernel silent."""
 READING_LIMIT_S = 10.0
 STATIC = Path(__file__).parent / "static"
 # uPlot, the chart library (MIT), comes first: the others use it.
 SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
-STYLES = ("vendor/uPlot.min.css", "dashboard.css")
+ROOT = ".kit-monitor"
+"""Selector of the dashboard's root element. The dashboard's style sheet applies inside it only."""
+NO_MODEL = """<style>
+.jp-OutputArea-child:has(> .jupyter-widgets):not(:has(> .jupyter-widgets *)):has(+ * .{name})
+{{ display: none; }}
+</style>"""
+"""Style sheet of a saved picture. Without a kernel, JupyterLab shows "Error displaying widget:
+model not found" instead of the view, in the output just above the picture. The style hides that
+output. A view, and any other error of a widget, contains elements and stays."""
 _SHOWN = weakref.WeakSet["Monitor"]()
 """What cells have shown."""
+
+
+def scoped(css: str, root: str) -> str:
+    """Returns a style sheet without nested rules whose rules apply inside `root` only."""
+
+    def in_root(rule: re.Match[str]) -> str:
+        selectors = rule["selectors"].split(",")
+        return ", ".join(f"{root} {selector.strip()}" for selector in selectors) + rule["body"]
+
+    return re.sub(r"(?P<selectors>[^{}]+)(?P<body>\{[^{}]*\})", in_root, css)
+
+
+class CellActivity:
+    """Whether the kernel runs a cell: messages of the front end wait until that cell ends.
+
+    The kernel status that a front end shows does not tell: with subshells (ipykernel 7) it turns
+    idle after each message that is answered beside the cell.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self._shell: Any = None
+
+    def follow(self, shell: Any) -> None:
+        """Follows the cells of an IPython shell, if there is one. It is called by a cell."""
+        if shell is None or shell is self._shell:
+            return
+        self._shell, self.is_running = shell, True
+        shell.events.register("pre_execute", self._begin)
+        shell.events.register("post_execute", self._end)
+
+    def _begin(self) -> None:
+        self.is_running = True
+
+    def _end(self) -> None:
+        self.is_running = False
+
+
+CELLS = CellActivity()
 
 
 class Monitor(anywidget.AnyWidget):
@@ -41,7 +93,10 @@ class Monitor(anywidget.AnyWidget):
     """
 
     _esm = ";\n".join((STATIC / name).read_text() for name in SCRIPTS)
-    _css = "".join((STATIC / name).read_text() for name in STYLES)
+    _css = (
+        scoped((STATIC / "vendor/uPlot.min.css").read_text(), ROOT)
+        + (STATIC / "dashboard.css").read_text()
+    )
 
     frame = traitlets.Dict().tag(sync=True)
     window = traitlets.Bytes(b"").tag(sync=True)
@@ -65,13 +120,15 @@ class Monitor(anywidget.AnyWidget):
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._closed, self._lock = threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
+        self._looked_at = time.monotonic()
         # How a history begins is parsed at once; the rest is read behind the view, while the
         # browser builds it.
         self._more = self.dashboard.read(FAST_FROM_BYTES)
         self.on_msg(self._on_message)
         self._send_frame()
         self._send_facts()
-        for follow in (self._follow_metrics, self._follow_job):
+        CELLS.follow(_ipython_shell())
+        for follow in (self._follow_metrics, self._follow_job, self._keep_beating):
             # On behalf of this cell, not of what the kernel was told last: ipykernel 7.4 has the
             # page's next words handled there, by a subshell that JupyterLab may have closed.
             threading.Thread(
@@ -121,8 +178,24 @@ class Monitor(anywidget.AnyWidget):
                 self._refresh_picture,
             ):
                 self._guarded(work)
+            self._looked_at = time.monotonic()
             if self._closed.wait(LOOK_S):
                 return
+
+    def _keep_beating(self) -> None:
+        """Sends a heartbeat until the view is closed.
+
+        The thread reads no file and waits for no lock: a file server or scheduler that hangs does
+        not look like a dead kernel. The view of a run that has ended needs no heartbeat, and
+        without one a server can still cull an idle kernel.
+        """
+        while not self._closed.wait(BEAT_S):
+            if not self.dashboard.status.state.is_final:
+                self._guarded(self._beat)
+
+    def _beat(self) -> None:
+        looked_s_ago = time.monotonic() - self._looked_at
+        self.send({"type": "beat", "busy": CELLS.is_running, "looked_s_ago": looked_s_ago})
 
     @property
     def failure(self) -> str:
@@ -196,9 +269,7 @@ class Monitor(anywidget.AnyWidget):
         """Ends the views that an earlier run of this cell has shown, whose threads nobody
         watches any more.
         """
-        from IPython.core.getipython import get_ipython
-
-        parent = getattr(get_ipython(), "get_parent", dict)()
+        parent = getattr(_ipython_shell(), "get_parent", dict)()
         cell = parent.get("metadata", {}).get("cellId")
         self._shown_by = cell, parent.get("header", {}).get("msg_id")
         _SHOWN.add(self)
@@ -220,7 +291,22 @@ class Monitor(anywidget.AnyWidget):
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
-        words = "{name}: {state}, step {step}, loss and speed, picture {picture}"
-        return self.figure().to_bundle(
-            alt=words.format(**self.dashboard.facts(), picture=self.model_id)
+        """Returns the picture for readers without a kernel. Where a live view is, it hides the
+        picture by its class.
+        """
+        words = "{name}: {state}, step {step}, loss and speed"
+        bundle = self.figure().to_bundle(alt=words.format(**self.dashboard.facts()))
+        name = f"kit-still-{self.model_id}"
+        bundle["text/html"] = (
+            f"<div class='{name}'>{NO_MODEL.format(name=name)}{bundle['text/html']}"
+            f"<div style='{MUTED}'>Saved picture. Run this cell to see the live dashboard.</div>"
+            "</div>"
         )
+        return bundle
+
+
+def _ipython_shell() -> Any:
+    """Returns the IPython shell of this process, None where there is none."""
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()

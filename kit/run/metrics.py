@@ -5,6 +5,7 @@ No torch.
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,9 @@ from kit.run.columns import (
 )
 from kit.spec import ModelSpec
 
+SPEED_STEPS = 20
+"""Steps of which tokens/s, MFU, HFU and time per step are the median, wherever a view shows one
+number."""
 MAX_ABOVE_PEAK = 0.05
 """Share of a run's steps that may look faster than the peak before it is the peak that is not
 believed."""
@@ -155,8 +159,14 @@ class Metrics:
         with np.errstate(all="ignore"):
             return rates * self.tokens_per_s
 
+    @property
+    def layouts(self) -> np.ndarray:
+        """Number of the layout of each step, from 0: see `layout_numbers`."""
+        return layout_numbers(self["attempt"], self.plans, self.other_sites)
+
     def summary(self) -> dict[str, Any]:
-        """Returns the last step in plain numbers, speeds as the median of the last 20 steps.
+        """Returns the last step in plain numbers, speeds as the median of the last 20 steps with
+        its layout.
 
         A loss or gradient norm that was not finite stays what it was; None is what was never
         recorded, or is not known.
@@ -166,25 +176,47 @@ class Metrics:
         speeds = {"step_time_s": self["step_time_s"], **self.speeds()}
         return {
             "mfu": None,
-            **last_step(self, speeds),
+            **last_step(self, speeds, self.layouts),
             "tokens": int(self.total_tokens[-1]),
             "attempt": int(self["attempt"][-1]),
         }
 
 
-def last_step(steps: Metrics | Columns, speeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the numbers of the last of some steps, `speeds` as the median of the last 20.
+def last_step(
+    steps: Metrics | Columns, speeds: Mapping[str, np.ndarray], layouts: np.ndarray
+) -> dict[str, Any]:
+    """Returns the numbers of the last of some steps. Each of `speeds` is the median of the last
+    SPEED_STEPS steps with the layout of the last one, `layouts` being the layout of each step.
 
     A loss or gradient norm that was not finite stays what it was; None is what was never recorded,
-    or is not known.
+    or is not known. `speed_steps` is the number of steps in each median.
     """
     norms = steps["grad_norm"]
+    recent = layouts[-SPEED_STEPS:] == layouts[-1]
     return {
         "step": int(steps["step"][-1]),
         "loss": float(steps["loss"][-1]),
         "grad_norm": None if np.isnan(norms).all() else float(norms[-1]),
-        **{name: median(values[-20:]) for name, values in speeds.items()},
+        **{name: median(values[-SPEED_STEPS:][recent]) for name, values in speeds.items()},
+        "speed_steps": int(recent.sum()),
     }
+
+
+def layout_numbers(
+    attempts: np.ndarray, plans: Mapping[int, Plan], other_sites: Mapping[int, Site]
+) -> np.ndarray:
+    """Returns the number of the layout of each step, given the attempt of each step. The number
+    grows where an attempt has another plan or another site than the attempt before.
+
+    Speed, MFU and time per step are averaged within one layout only.
+    """
+    numbers = sorted(plans)
+    changes = [
+        attempt
+        for earlier, attempt in itertools.pairwise(numbers)
+        if (plans[earlier], other_sites.get(earlier)) != (plans[attempt], other_sites.get(attempt))
+    ]
+    return np.searchsorted(changes, attempts, side="right")
 
 
 def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:

@@ -16,12 +16,13 @@ from kit.show.theme import DARK, PIXELS_PER_INCH
 DPI = 120
 """Of the picture for pages that show no HTML."""
 THEMES = """<style>
-.kit-figure img { max-width: 100%; height: auto; }
-:is([data-jp-theme-light=false], .vscode-dark) .kit-light { display: none; }
-:is([data-jp-theme-light=false], .vscode-dark) .kit-dark { display: inline; }
+.kit-figure > img { max-width: 100%; height: auto; }
+:is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-light { display: none; }
+:is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-dark { display: inline; }
 </style>"""
-"""Which drawing JupyterLab and VS Code show. A page that strips style sheets shows the light
-one, on its own ground."""
+"""Style sheet by which JupyterLab and VS Code show the drawing of their theme. It holds for the
+whole page, so each of its selectors names the figure. A page that strips style sheets shows the
+light drawing, on its own ground."""
 
 
 class ThemedFigure(Figure):

@@ -46,17 +46,23 @@ class Quiet(Monitor):
 
     def _follow_job(self) -> None: ...
 
+    def _keep_beating(self) -> None: ...
+
 
 class Screen:
     """A page that shows a run: what the page asks is answered by the widget."""
 
-    def __init__(self, window: "Window", run: Run, *, dark: bool = False, **options) -> None:
+    def __init__(
+        self, window: "Window", run: Run, *, dark: bool = False, before: str = "", **options
+    ) -> None:
         self.page, self.widget, self.busy = window.page, Quiet(run, **options), False
         self.dashboard, window.screen, page = self.widget.dashboard, self, window.page
         page.set_content(PAGE % (Monitor._css, base64.b64encode(Monitor._esm.encode()).decode()))
         page.wait_for_function("window.ready")
         if dark:
             page.evaluate(f"() => {{ {DARK} }}")
+        if before:
+            page.evaluate(before)
         self.tick()
         page.evaluate("start()")
         page.wait_for_selector(".kit-monitor[data-points]")

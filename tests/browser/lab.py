@@ -194,7 +194,7 @@ class Notebook:
         for _ in range(3):
             self.page.reload()
             self.ready()
-            self.page.wait_for_selector(f"{VIEW}, {LOST}")
+            self.page.wait_for_selector(f"{VIEW}, {LOST}", state="attached")
             if self.page.locator(VIEW).count():
                 return
         raise AssertionError(f"no view after three reloads: {self.text('body')[-1500:]}")

@@ -81,8 +81,9 @@ def test_keys_stay_in_the_view_and_axes_smoothing_and_hover_work(open_screen, tm
     box = page.locator(".u-over").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
     screen.settle()
-    readouts = page.locator(".kit-readout").all_inner_texts()
-    assert all("tokens" in text for text in readouts), "hovering one chart reads all"
+    numbers = screen.text(".kit-hover")
+    assert numbers.startswith("tokens "), "the place on the x axis"
+    assert all(name in numbers for name in ("Loss", "MFU", "Learning rate")), "of all charts"
     screen.photograph("axes")
 
 
@@ -100,9 +101,16 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_sc
     assert take_request(run.directory, "stop")
 
 
-def test_a_busy_kernel_is_named_and_the_click_is_kept_and_a_silent_one_is_not_live(
-    open_screen, tmp_path
-):
+LATER = "(ms) => { const now = Date.now; Date.now = () => now() + ms; }"
+JUPYTERLAB = """() => { window.manager = { kernel: { id: 'a', status: 'idle', connectionStatus: 'connected', statusChanged: {
+  connect: (f) => { window.tellStatus = (status) => { window.manager.kernel.status = status; f(null, status); }; }, disconnect() {} } } }; }"""  # noqa: E501
+
+
+def is_stale(screen) -> bool:
+    return "kit-stale" in screen.page.locator(".kit-monitor").get_attribute("class")
+
+
+def test_busy_kernel_is_named_and_click_kept(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True
     screen.click("Checkpoint now")
@@ -110,17 +118,58 @@ def test_a_busy_kernel_is_named_and_the_click_is_kept_and_a_silent_one_is_not_li
         screen.settle(500)
         screen.tick()
     assert "waits for the kernel" in screen.text(".kit-history")
-    assert "busy with another cell: your request waits. If no" in screen.text(".kit-notice")
+    assert "has not answered your request yet" in screen.text(".kit-notice")
+    screen.page.evaluate("tell({type: 'beat', busy: true, looked_s_ago: 0})")
+    assert "busy with another cell" in screen.text(".kit-notice")
+    assert "the picture continues" in screen.text(".kit-notice")
     screen.busy = False
     screen.answer(screen.sent("action")[-1])
     screen.settle(300)
     screen.tick()
     assert "Checkpoint now: asked" in screen.text(".kit-history")
     assert screen.text(".kit-notice") == ""
-    screen.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 60000; }")
-    screen.page.get_by_text("not live").wait_for()  # it looks at the clock once a second
-    assert "not live" in screen.text(".kit-notice")
-    assert "kit-stale" in screen.page.locator(".kit-monitor").get_attribute("class")
+
+
+def test_heartbeat_alone_keeps_a_view_live(open_screen, tmp_path):
+    screen = open_screen(recorded_run(tmp_path / "run"))
+    for _ in range(3):
+        screen.page.evaluate(LATER, 6000)
+        screen.page.evaluate("tell({type: 'beat', busy: false, looked_s_ago: 1})")
+        screen.settle(1100)
+        assert not is_stale(screen) and screen.text(".kit-notice") == ""
+    screen.page.evaluate("tell({type: 'beat', busy: false, looked_s_ago: 90})")
+    assert "the state is 1 min 30 s old" in screen.text(".kit-notice")
+    screen.page.evaluate(LATER, 60_000)
+    screen.page.get_by_text("has sent nothing for").wait_for()  # it looks once a second
+    assert is_stale(screen)
+    assert "If it was restarted, run this cell again" in screen.text(".kit-notice")
+
+
+def test_finished_run_never_becomes_stale(open_screen, tmp_path):
+    run = recorded_run(tmp_path / "run")
+    say(run, JobState.FAILED, step=400)
+    screen = open_screen(run)
+    screen.page.evaluate(LATER, 3_600_000)
+    screen.settle(1500)
+    assert not is_stale(screen) and screen.text(".kit-notice") == ""
+
+
+def test_only_a_restarted_kernel_asks_for_the_cell(open_screen, tmp_path):
+    screen = open_screen(recorded_run(tmp_path / "run"), before=JUPYTERLAB)
+    page = screen.page
+    page.evaluate("window.tellStatus('busy')")
+    page.evaluate(LATER, 60_000)
+    page.get_by_text("the kernel is busy with another cell and has sent nothing").wait_for()
+    assert "run this cell" not in screen.text(".kit-notice").lower()
+    page.evaluate("window.tellStatus('idle')")
+    page.evaluate("window.manager.kernel.connectionStatus = 'connecting'")
+    page.get_by_text("not connected to the kernel").wait_for()
+    assert "run this cell" not in screen.text(".kit-notice").lower()
+    page.evaluate("window.manager.kernel.connectionStatus = 'connected'")
+    for status in ("restarting", "starting", "idle"):
+        page.evaluate("(status) => window.tellStatus(status)", status)
+    assert "was restarted or has ended. Run this cell again" in screen.text(".kit-notice")
+    assert is_stale(screen)
 
 
 def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path):
@@ -172,7 +221,7 @@ def test_dark_and_narrow(open_screen, tmp_path, width):
         recorded_run(tmp_path / "run", steps=900, spike_at=700), width=width, dark=True
     )
     screen.settle(400)
-    assert "kit-dark" in screen.page.locator(".kit-monitor").get_attribute("class")
+    assert "kit-on-dark" in screen.page.locator(".kit-monitor").get_attribute("class")
     assert screen.coloured(0, LIGHT_BLUE) > 200
     assert screen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     small = screen.page.evaluate(

@@ -148,7 +148,7 @@ def test_a_page_is_heard_though_the_last_to_speak_was_a_subshell_that_is_closed(
 def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
     job = process(run)
     notebook.evaluate(f"async () => await {KERNEL}.restart()")
-    notebook.until(lambda: "not live" in notebook.text(".kit-notice"))
+    notebook.until(lambda: "restarted" in notebook.text(".kit-notice"))
     notebook.ready()
     notebook.attach()
     notebook.until(lambda: is_live(notebook))
@@ -169,6 +169,8 @@ def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebo
     notebook.lab.start()
     notebook.open()
     notebook.page.wait_for_selector(".jp-OutputArea-output img")
+    assert "Run this cell to see the live dashboard" in notebook.text("body")
+    assert "model not found" not in notebook.text("body")
     notebook.attach()
     newest = run.metrics().summary()["step"]
     notebook.until(lambda: notebook.step >= newest and notebook.seen("state") == "running")

@@ -19,7 +19,7 @@ from tests.cluster.waiting import eventually
 from tests.monitor.recorded import add_rows, dead_process, looked_at, recorded_run, say
 
 anywidget = pytest.importorskip("anywidget")
-from kit.monitor.widget import STATIC, Monitor  # noqa: E402
+from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402
 
 
 @pytest.fixture
@@ -152,6 +152,41 @@ def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monk
     until(lambda: widget.facts["failure"] == "")
 
 
+def test_heartbeat_needs_no_new_data(show, tmp_path, monkeypatch):
+    """Not even while the scheduler or the file system hangs. A run that has ended sends none."""
+    sent, hangs = {}, threading.Event()
+    monkeypatch.setattr("kit.monitor.widget.BEAT_S", 0.02)
+    keep = lambda widget, content, **_: sent.setdefault(widget, []).append(content)  # noqa: E731
+    monkeypatch.setattr(Monitor, "send", keep)
+    monkeypatch.setattr("kit.monitor.dashboard.Dashboard.look", lambda _: hangs.wait(60))
+    ended = recorded_run(tmp_path / "ended")
+    say(ended, JobState.FAILED, step=400)
+    finished, running = show(ended), show(recorded_run(tmp_path / "run"))
+    with running._lock:
+        until(lambda: len(sent.get(running, [])) > 5)
+    beats = sent[running]
+    assert all(beat["type"] == "beat" and beat["busy"] is False for beat in beats)
+    assert 0 < beats[0]["looked_s_ago"] < beats[-1]["looked_s_ago"]
+    assert finished not in sent
+    hangs.set()
+
+
+def test_cell_activity_follows_a_real_shell():
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    activity = CellActivity()
+    activity.follow(None)
+    seen: list[bool] = []
+    shell.push({"activity": activity, "seen": seen, "shell": shell})
+    for code in ("activity.follow(shell)", "activity.follow(shell)", "raise ValueError"):
+        shell.run_cell(f"seen.append(activity.is_running)\n{code}", store_history=False)
+        assert not activity.is_running
+    shell.run_cell("seen.append(activity.is_running)", store_history=False)
+    assert shell.user_ns["seen"] == [False, True, True, True]
+
+
 def test_closing_ends_the_threads(show, tmp_path):
     others = set(threading.enumerate())
     widget = show(run := recorded_run(tmp_path / "run"))
@@ -159,15 +194,16 @@ def test_closing_ends_the_threads(show, tmp_path):
     add_rows(run, 401, 402)
     until(lambda: widget.frame["rows"] == 402)
     widget.close()
-    until(lambda: len(own) == 2 and not any(thread.is_alive() for thread in own))
+    until(lambda: len(own) == 3 and not any(thread.is_alive() for thread in own))
 
 
 def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch):
     run, parent = recorded_run(tmp_path / "run"), {}
-    kernel = types.SimpleNamespace(get_parent=lambda: parent)
+    events = types.SimpleNamespace(register=lambda *_: None)
+    kernel = types.SimpleNamespace(get_parent=lambda: parent, events=events)
     monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: kernel)
     displayed(monkeypatch)
-    picture = types.SimpleNamespace(to_bundle=lambda alt: {})
+    picture = types.SimpleNamespace(to_bundle=lambda alt: {"text/html": ""})
     monkeypatch.setattr(Monitor, "figure", lambda self: picture)
 
     def execute(cell: str, message: str, *widgets: Monitor) -> None:

@@ -3,7 +3,7 @@
 
 // name, title, colours (light, dark), format, whether the "log y" button applies
 const PANES = [
-  ["loss", "Loss, nats per token (○ held out)", "#0072B2", "#56B4E9", (v) => v.toFixed(3), true],
+  ["loss", "Loss, nats per token", "#0072B2", "#56B4E9", (v) => v.toFixed(3), true],
   ["mfu", "MFU, % of peak", "#007A5A", "#2BCB9A", (v) => (100 * v).toFixed(1) + " %", false],
   ["tokens_per_s", "Tokens per second", "#9A4A78", "#E08FC0", short, false],
   ["grad_norm", "Gradient norm", "#B34D00", "#FF9A52", (v) => v.toPrecision(3), true],
@@ -11,6 +11,7 @@ const PANES = [
   ["memory_bytes", "Memory of rank 0", "#007A5A", "#2BCB9A", bytes, false],
 ];
 const LARGE = 2; // the first panes are drawn larger
+const NOT_SMOOTHED = ["learning_rate", "memory_bytes"]; // as SCHEDULED in curves.py: their line is each step's value
 const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
   ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
@@ -25,7 +26,10 @@ const PARTS = { // of the ledger: where the time of a run went
   "between steps": "#8C8C8C", ending: "#8B6FB3", lost: "#C4162A", waiting: "#8884",
 };
 const STEP_PARTS = { data: "#E69F00", "forward, backward": "#009E73", reduction: "#56B4E9", optimizer: "#0072B2", waits: "#8886" };
-const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
+// The kernel sends a heartbeat every 2 s, as long as the run has not ended.
+const SILENT_AFTER_MS = 10000, BUSY_AFTER_MS = 1500, OLD_AFTER_S = 30, SHOWN_ALERTS = 3;
+// Statuses of JupyterLab's kernel after which the view's other end no longer exists.
+const ENDED = ["restarting", "autorestarting", "terminating", "dead"];
 
 function make(tag, className, parent, text) {
   const element = document.createElement(tag);
@@ -50,7 +54,7 @@ function render({ model, el }) {
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
   const view = { axis: "step", start: null, end: null, log_x: false };
-  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false, number: 0, waiting: 0 };
+  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), beat: {}, ended: false, asked: {}, frozen: false, number: 0, waiting: 0 };
   const hidden = make("style", "", root); // the picture for readers without a kernel
   const sync = uPlot.sync("kit" + Math.random());
   // Every message has a number, and the kernel says up to which it has got: so a question is known to wait.
@@ -75,13 +79,16 @@ function render({ model, el }) {
   const formula = make("p", "kit-note", root);
   formula.hidden = true;
   for (const [key, label] of [["loss", "Loss"], ["mfu", "MFU"], ["speed", "Tokens/s"], ["step", "Step"], ["tokens", "Tokens seen"],
-    ["eta", "Time left"], ["grad", "Gradient norm"], ["memory", "Memory"]]) {
+    ["eta", "Time left"], ["grad", "Gradient norm"], ["memory", "Memory of rank 0"]]) {
     const box = make(key === "mfu" ? "button" : "div", "kit-tile", tiles);
     make("span", "kit-label", box, label);
     tile[key] = make("span", "kit-value", box, "–");
     tile[key].box = box;
     tile[key].small = make("span", "kit-small", box);
+    tile[key].kind = make("span", "kit-small", box); // which steps the number is of
   }
+  const TILE_OF = { tokens_per_s: "speed", grad_norm: "grad", memory_bytes: "memory" };
+  const tileName = (key) => (key === "learning_rate" ? "Learning rate" : tile[TILE_OF[key] || key].box.firstChild.textContent);
   const mfuBox = tile.mfu.box;
   mfuBox.type = "button";
   mfuBox.setAttribute("aria-expanded", "false");
@@ -118,7 +125,8 @@ function render({ model, el }) {
   Object.assign(slider, { type: "range", min: 0, max: 1, step: 0.005 });
   const slideValue = make("output", "kit-number", slide);
   const weight = () => { const v = 1 - 10 ** (-3 * slider.value); return +v.toPrecision(4); }; // fine near 1, where it matters
-  const showWeight = () => { slideValue.textContent = weight().toFixed(3); };
+  const smoothedSteps = (weightOfPast) => `about ${whole(1 / (1 - weightOfPast))} steps`; // the mean age of what an average holds
+  const showWeight = () => { slideValue.textContent = weight() ? smoothedSteps(weight()) : "none"; };
   let slideTimer;
   slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { expect(send({ type: "smoothing", value: weight() })); }, 120); };
   const full = make("button", "kit-button", tools, "Whole run");
@@ -153,17 +161,65 @@ function render({ model, el }) {
   let allAlerts = false;
 
   // --- charts
+  const legend = make("p", "kit-muted kit-legend", root);
+  function showLegend() {
+    const weightOfPast = state.frame.smoothing || 0;
+    say(legend, [
+      "Charts: pale = each step", weightOfPast ? `line = smoothed over ${smoothedSteps(weightOfPast)} (learning rate and memory: each step)` : "line = each step",
+      "○ = validation loss", numOthers() ? "dashed curve = another run" + (weightOfPast ? ", smoothed" : "") : "",
+    ].filter(Boolean).join("; ") + ".");
+  }
   const grid = make("div", "kit-grid", root);
   const hosts = PANES.map(([key, title], i) => {
-    const figure = make("figure", "kit-figure" + (i < LARGE ? " kit-large" : ""), grid);
+    const figure = make("figure", "kit-chart" + (i < LARGE ? " kit-large" : ""), grid);
     const caption = make("figcaption", "", figure);
     make("span", "", caption, title);
-    const readout = make("span", "kit-readout", caption);
+    const last = make("span", "kit-last", caption);
     const plot = make("div", "kit-plot", figure);
     plot.tabIndex = 0;
     plot.setAttribute("role", "img");
-    return { key, plot, readout };
+    plot.onmousemove = (event) => { state.hover = { pane: i, x: event.clientX, y: event.clientY }; showHover(); };
+    plot.onmouseleave = () => { state.hover = null; showHover(); };
+    return { key, plot, last };
   });
+
+  // --- numbers under the pointer: above all else in the view, so that they move nothing
+  const hover = make("table", "kit-hover", root);
+  hover.hidden = true;
+  function showHover() {
+    const pane = state.hover?.pane, at = pane == null ? null : state.plots[pane]?.cursor.idx;
+    hover.hidden = at == null || !state.rows || state.rows[0][at] == null;
+    if (hover.hidden) return;
+    const row = (texts, className) => { const line = make("tr", className, null); texts.forEach((text, k) => make(k ? "td" : "th", "", line, text)); return line; };
+    const lines = [row([placeOf(at), "each step", state.frame.smoothing ? "smoothed" : ""], "kit-hover-head")];
+    PANES.forEach(([key, , , , format], i) => {
+      const [, low, high, average, validation, ...others] = dataOf(i), known = (v) => (v == null ? "–" : format(v)), here = i === pane ? "kit-here" : "";
+      const raw = low[at] === high[at] ? known(low[at]) : `${known(low[at])} … ${known(high[at])}`;
+      const smoothed = state.frame.smoothing && !NOT_SMOOTHED.includes(key) ? known(average[at]) : "";
+      lines.push(row([tileName(key), raw, smoothed], here));
+      if (i) return;
+      let last = at;
+      while (last >= 0 && validation[last] == null) last--;
+      if (last >= 0) lines.push(row([last === at ? "○ validation" : `○ validation, ${placeOf(last)}`, known(validation[last]), ""], here));
+      (state.frame.others || []).forEach((label, k) => lines.push(row([label, known(rawOfOther(k)[at]), state.frame.smoothing ? known(others[k][at]) : ""], here)));
+    });
+    hover.replaceChildren(...lines);
+    placeHover();
+  }
+  // Beside the pointer, inside of the view and of what the page shows of it.
+  function placeHover() {
+    const box = root.getBoundingClientRect(), seen = { left: box.left, top: box.top, right: box.right, bottom: box.bottom };
+    for (let e = root.parentElement; e; e = e.parentElement) {
+      if (e !== document.body && e !== document.documentElement && getComputedStyle(e).overflowY === "visible") continue;
+      const { left, top, width, height } = e === document.documentElement || e === document.body ? { left: 0, top: 0, width: innerWidth, height: innerHeight } : e.getBoundingClientRect();
+      Object.assign(seen, { left: Math.max(seen.left, left), top: Math.max(seen.top, top), right: Math.min(seen.right, left + width), bottom: Math.min(seen.bottom, top + height) });
+    }
+    const { offsetWidth: w, offsetHeight: h } = hover, { x, y } = state.hover, gap = 14;
+    const left = x + gap + w <= seen.right ? x + gap : x - gap - w, top = y + gap + h <= seen.bottom ? y + gap : y - gap - h;
+    const within = (v, low, high) => Math.max(low, Math.min(v, high));
+    hover.style.left = within(left, seen.left + 2, seen.right - w - 2) - box.left - root.clientLeft + "px";
+    hover.style.top = within(top, seen.top + 2, seen.bottom - h - 2) - box.top - root.clientTop + "px";
+  }
 
   // --- the same in numbers
   const table = make("table", "kit-table", root);
@@ -182,13 +238,13 @@ function render({ model, el }) {
 
   // --- ranks and log
   const low = make("div", "kit-low", root);
-  const rankFigure = make("figure", "kit-figure", low);
+  const rankFigure = make("figure", "kit-chart", low);
   const rankTitle = make("figcaption", "", rankFigure, "Step time by rank, over the median");
   const heat = make("canvas", "kit-heat", rankFigure);
   heat.setAttribute("role", "img");
   const rankScale = make("div", "kit-muted kit-scale", rankFigure);
   const split = make("table", "kit-split", rankFigure);
-  const logFigure = make("figure", "kit-figure kit-logs", low);
+  const logFigure = make("figure", "kit-chart kit-logs", low);
   const logHead = make("figcaption", "", logFigure);
   make("span", "", logHead, "Log");
   const rankLabel = make("label", "kit-choice", logHead, "rank ");
@@ -208,6 +264,22 @@ function render({ model, el }) {
   const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { expect(send({ type: "log", search: search.value, rank: +rankInput.value || 0 })); }, 200); };
   search.oninput = rankInput.onchange = askLog;
   follow.onchange = showLog;
+
+  // --- the kernel's state: JupyterLab knows it; other front ends know only whether messages come
+  const manager = model.widget_manager, knowsKernel = !!manager && "kernel" in manager;
+  const kernel = () => (knowsKernel ? manager.kernel : null);
+  const firstKernel = kernel();
+  const onKernelStatus = (_, status) => { if (ENDED.includes(status)) { state.ended = true; showNotice(); } };
+  firstKernel?.statusChanged?.connect(onKernelStatus);
+  const hasEnded = () => state.ended || (knowsKernel && (!kernel() || kernel().id !== firstKernel?.id || ENDED.includes(kernel().status)));
+  const isBusy = () => state.beat.busy || kernel()?.status === "busy";
+  const hear = () => { state.heard = Date.now(); };
+  function onMessage(message) {
+    if (message?.type !== "beat") return;
+    hear();
+    state.beat = message;
+    showNotice();
+  }
 
   // --- asking the kernel
   let busyTimer;
@@ -238,11 +310,11 @@ function render({ model, el }) {
   function build() {
     state.plots.forEach((plot) => plot.destroy());
     state.dark = isDark(root);
-    root.classList.toggle("kit-dark", state.dark);
+    root.classList.toggle("kit-on-dark", state.dark);
     state.plots = hosts.map(makePlot);
     draw();
   }
-  function size(host, i) { return { width: Math.max(220, host.plot.clientWidth), height: i < LARGE ? 230 : 120 }; }
+  function size(host, i) { return { width: Math.max(100, host.plot.clientWidth), height: i < LARGE ? 230 : 120 }; }
   function makePlot(host, i) {
     const [key, , light, dark, format, mayLog] = PANES[i];
     const colour = state.dark ? dark : light, log = state.logY && mayLog;
@@ -285,7 +357,6 @@ function render({ model, el }) {
           u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
           zoom(a, b);
         }],
-        setCursor: [(u) => readout(host, i, u.cursor.idx, format)],
         draw: [(u) => marks(u, key, grey)],
       },
     }, Array.from(series, () => []), host.plot);
@@ -360,17 +431,14 @@ function render({ model, el }) {
   function dataOf(i) {
     const rows = state.rows, first = 1 + 3 * i, count = PANES.length * 3;
     const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
-    return i ? data : [...data, ...rows.slice(1 + count)];
+    return i ? data : [...data, ...rows.slice(1 + count, 2 + count + numOthers())]; // validation loss, smoothed losses of other runs
   }
-  function readout(host, i, index, format) {
-    if (!state.rows) return;
-    const [x, low, high, average] = dataOf(i);
-    const at = index == null ? null : index;
-    const value = at == null ? lastOf(average) : average[at];
-    if (value == null) { host.readout.textContent = ""; return; }
-    const spread = at != null && low[at] !== high[at] ? `  (${format(low[at])} … ${format(high[at])})` : "";
-    const where = at == null ? "" : `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x[at])}:  `;
-    host.readout.textContent = where + format(value) + spread;
+  function numOthers() { return (state.frame.others || []).length; }
+  function rawOfOther(k) { return state.rows[2 + 3 * PANES.length + numOthers() + k]; }
+  // A pixel may hold several steps, of which `x` is the last.
+  function placeOf(at) {
+    const [x, low, high] = dataOf(0), several = state.frame.axis === "step" && at && low[at] !== high[at] && x[at] > x[at - 1] + 1;
+    return several ? `steps ${whole(x[at - 1] + 1)} to ${whole(x[at])}` : place(x[at]);
   }
   function place(x) { return `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x)}`; }
   function attemptsInWords() { return (state.frame.attempts || []).slice(1).map(({ attempt, x }) => `; attempt ${attempt} from ${place(x)}`).join(""); }
@@ -381,9 +449,9 @@ function render({ model, el }) {
       const data = dataOf(i);
       plot.setData(data);
       const value = lastOf(data[3]);
-      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`) + (bandOf(PANES[i][0]) ? `; ${bandInWords(PANES[i][0])}` : ""));
-      readout(hosts[i], i, plot.cursor.idx, PANES[i][4]);
+      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `${NOT_SMOOTHED.includes(PANES[i][0]) ? "" : "smoothed "}${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`) + (bandOf(PANES[i][0]) ? `; ${bandInWords(PANES[i][0])}` : ""));
     });
+    showHover();
     showTable();
     root.dataset.draws = +(root.dataset.draws || 0) + 1;
   }
@@ -394,10 +462,12 @@ function render({ model, el }) {
   function onFrame() {
     const frame = model.get("frame");
     if (!frame) return;
+    hear();
     answered(frame.heard);
     const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
     state.frame = frame;
     state.rows = unpack(model.get("window"), frame.n);
+    showLegend();
     if (document.activeElement !== slider && frame.smoothing != null) { slider.value = -Math.log10(1 - frame.smoothing) / 3; showWeight(); }
     if (rebuild) build(); else draw();
     showNotice();
@@ -405,11 +475,11 @@ function render({ model, el }) {
   function onFacts() {
     const f = (state.facts = model.get("facts") || {});
     if (!f.state) return;
-    state.heard = Date.now();
+    hear();
     answered(f.heard);
     name.textContent = f.name;
     name.title = f.directory;
-    const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none !important; }` : "";
+    const rule = f.picture ? `.kit-still-${f.picture} { display: none !important; }` : "";
     if (hidden.textContent !== rule) hidden.textContent = rule;
     say(badge, f.as_of ? `last seen ${f.state}` : `${ICONS[f.state] || "…"} ${f.state}`);
     root.dataset.state = f.state;
@@ -432,17 +502,20 @@ function render({ model, el }) {
     formula.textContent = mfuBox.title = f.formula || "";
   }
   function showTiles(f) {
-    const put = (key, text, small) => { tile[key].textContent = text; tile[key].small.textContent = small || ""; };
-    put("loss", f.loss == null ? "–" : f.loss.toFixed(3));
-    put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.hfu == null ? f.why_no_mfu || "" : `HFU ${(100 * f.hfu).toFixed(1)} %`);
-    put("speed", short(f.tokens_per_s), f.step_time_s == null ? "" : `${+f.step_time_s.toPrecision(3)} s per step`);
+    const put = (key, text, small, kind) => { tile[key].textContent = text; tile[key].small.textContent = small || ""; tile[key].kind.textContent = kind || ""; };
+    const median = f.speed_steps ? `median of ${f.speed_steps} step${f.speed_steps > 1 ? "s" : ""}` : "", last = f.step ? "last step" : "";
+    put("loss", f.loss == null ? "–" : f.loss.toFixed(3), last);
+    put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.hfu == null ? f.why_no_mfu || "" : `HFU ${(100 * f.hfu).toFixed(1)} %`, f.mfu == null ? "" : median);
+    put("speed", short(f.tokens_per_s), f.step_time_s == null ? "" : `${+f.step_time_s.toPrecision(3)} s per step`, median);
     put("step", whole(f.step), `of ${whole(f.num_steps)}`);
     put("tokens", short(f.tokens), f.tokens_left ? `${short(f.tokens_left)} left` : "");
     const spent = f.cost ? "$" + (f.cost.value < 100 ? f.cost.value.toFixed(2) : whole(f.cost.value)) : "";
     put("eta", f.eta_s == null ? "–" : duration(f.eta_s), spent && `${spent} so far`);
     tile.eta.box.title = f.cost ? `Cost: node hours x price per node hour, ${f.cost.note}` : "";
-    put("grad", f.grad_norm == null ? "–" : (+f.grad_norm.toPrecision(3)).toString());
-    put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "");
+    put("grad", f.grad_norm == null ? "–" : (+f.grad_norm.toPrecision(3)).toString(), last);
+    put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "", last);
+    // Every chart but this one has its number in a tile.
+    hosts.find(({ key }) => key === "learning_rate").last.textContent = f.learning_rate == null ? "" : `last step ${f.learning_rate.toExponential(2)}`;
   }
   let shownBand = "";
   function showOutlook(o) {
@@ -481,15 +554,28 @@ function render({ model, el }) {
     say(history, lines.join("   ·   "));
   }
   function showNotice() {
-    const silent = Date.now() - state.heard, f = state.facts;
-    const stale = silent > SILENT_AFTER_MS;
+    const silent = Date.now() - state.heard > SILENT_AFTER_MS, stale = (silent || hasEnded()) && !state.facts.final;
     root.classList.toggle("kit-stale", stale);
-    say(notice, stale
-      ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
-      : state.frame.read < 1 ? `reading the history: ${Math.round(100 * state.frame.read)} %`
-      : state.frozen ? "the kernel is busy with another cell: your request waits. If no cell runs, reload the page."
-      : f.as_of ? `as of ${f.as_of} ago: not connected`
-      : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "");
+    say(notice, noticeInWords(silent && !state.facts.final));
+  }
+  function noticeInWords(silent) {
+    const f = state.facts, since = duration((Date.now() - state.heard) / 1000);
+    if (hasEnded()) return f.final
+      ? "the kernel was restarted or has ended. To zoom or to resume, run this cell again."
+      : "not live: the kernel was restarted or has ended. Run this cell again.";
+    if (kernel() && kernel().connectionStatus !== "connected") return "not connected to the kernel. JupyterLab tries again by itself.";
+    if (silent) return isBusy()
+      ? `the kernel is busy with another cell and has sent nothing for ${since}. The picture continues by itself.`
+      : knowsKernel ? `the kernel has sent nothing for ${since}. The picture continues by itself.`
+      : `the kernel has sent nothing for ${since}. If it was restarted, run this cell again.`;
+    if (state.frame.read < 1) return `reading the history: ${Math.round(100 * state.frame.read)} %`;
+    if (state.frozen) return isBusy()
+      ? "the kernel is busy with another cell. Your request is answered when that cell ends; the picture continues."
+      : "the kernel has not answered your request yet. If no cell runs, reload the page.";
+    if (!f.final && state.beat.looked_s_ago > OLD_AFTER_S) return `the state is ${duration(state.beat.looked_s_ago)} old: the file system or the scheduler does not answer.`;
+    if (f.as_of) return `as of ${f.as_of} ago: not connected`;
+    if (f.failure) return `view: ${f.failure}`;
+    return f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
   }
   let shownAlerts = "";
   function onAlerts() {
@@ -573,28 +659,34 @@ function render({ model, el }) {
     event.stopPropagation(); // the notebook would take letters and arrows as commands
   };
 
-  const handlers = { frame: () => later(onFrame), facts: () => { onFacts(); onHeat(); }, alerts: onAlerts, heat: onHeat, log: showLog };
-  for (const [key, handler] of Object.entries(handlers)) model.on("change:" + key, handler);
-  model.on("change:window", handlers.frame);
+  const drawFrame = () => later(onFrame);
+  const handlers = {
+    "change:frame": drawFrame, "change:window": drawFrame, "change:facts": () => { onFacts(); onHeat(); }, "change:alerts": onAlerts,
+    "change:heat": onHeat, "change:log": showLog, "msg:custom": onMessage,
+  };
+  for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
+  // Also once a second: a theme is changed while the page has no layout, and no observer sees the charts' size then.
+  const fit = () => state.plots.forEach((plot, i) => { const wanted = size(hosts[i], i); if (hosts[i].plot.clientWidth && plot.width !== wanted.width) plot.setSize(wanted); });
   const resize = () => {
-    state.plots.forEach((plot, i) => plot.setSize(size(hosts[i], i)));
+    fit();
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
     if (width && width !== asked) { asked = width; ask(); }
   };
   let asked = 0;
   const sizes = new ResizeObserver(() => later(resize));
   sizes.observe(root);
-  const themes = new MutationObserver(() => { if (isDark(root) !== state.dark) { build(); onHeat(); } });
+  const retheme = () => { if (isDark(root) !== state.dark) { build(); onHeat(); } };
+  const themes = new MutationObserver(() => later(retheme)); // in the next frame, when styles and layout are those of the new theme
   themes.observe(document.body, { attributes: true });
-  const timer = setInterval(showNotice, 1000);
+  const timer = setInterval(() => { showNotice(); fit(); }, 1000);
   requestAnimationFrame(() => { build(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });
   return () => {
     clearInterval(timer);
     clearTimeout(busyTimer);
     sizes.disconnect();
     themes.disconnect();
-    for (const [key, handler] of Object.entries(handlers)) model.off("change:" + key, handler);
-    model.off("change:window", handlers.frame);
+    for (const [event, handler] of Object.entries(handlers)) model.off(event, handler);
+    firstKernel?.statusChanged?.disconnect(onKernelStatus);
     state.plots.forEach((plot) => plot.destroy());
   };
 }

@@ -1,0 +1,235 @@
+"""Nothing in the dashboard lies over anything else, and no style of the kit acts outside its own
+element. Judged by a real browser: by bounding boxes, and by computed styles of a foreign page.
+"""
+
+import re
+
+import numpy as np
+import pytest
+
+from kit.estimate import Panel
+from kit.monitor.figure import run_figure
+from kit.monitor.live import curve_html, view_html
+from kit.monitor.widget import Monitor
+from kit.plan import Plan
+from tests.browser.conftest import Screen
+from tests.environments import ROOT
+from tests.monitor.recorded import beat, looked_at, recorded_run
+
+OVERLAPS = """() => {
+  const seen = (e) => e.getClientRects().length && e.getBoundingClientRect().width;
+  const box = (e) => e.getBoundingClientRect(), root = document.querySelector('.kit-monitor');
+  const groups = [
+    '.kit-monitor > *:not(style):not(.kit-hover)', '.kit-tile', '.kit-tile > *', '.kit-tools > *', '.kit-acts > *',
+    '.kit-chart', 'figcaption > *', '.kit-chart > figcaption, .kit-plot, .kit-heat, .kit-log',
+  ];
+  const faults = [];
+  for (const group of groups) {
+    const all = [...root.querySelectorAll(group.replaceAll('.kit-monitor', ':scope'))].filter(seen);
+    all.forEach((a, i) => all.slice(i + 1).forEach((b) => {
+      const p = box(a), q = box(b);
+      const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left), high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+      if (wide > 1 && high > 1) faults.push(`${a.className || a.textContent} over ${b.className || b.textContent}`);
+    }));
+  }
+  const all = box(root);
+  for (const e of root.querySelectorAll('*:not(style)')) {
+    if (!seen(e) || e.closest('.u-wrap')) continue;
+    const p = box(e);
+    if (p.left < all.left - 1 || p.right > all.right + 1 || p.top < all.top - 1 || p.bottom > all.bottom + 1)
+      faults.push(`${e.className || e.tagName} sticks out`);
+  }
+  for (const e of root.querySelectorAll('.kit-label, .kit-value, .kit-small, figcaption, figcaption > span'))
+    if (seen(e) && e.parentElement.getBoundingClientRect().right < e.getBoundingClientRect().left + e.scrollWidth - 1)
+      faults.push(`${e.textContent} is cut`);
+  if (document.documentElement.scrollWidth > innerWidth) faults.push('the page scrolls sideways');
+  return faults; }"""  # noqa: E501
+PLACES = """() => [...document.querySelectorAll('.kit-monitor *')].filter((e) => !e.closest('.kit-hover, .u-wrap'))
+  .map((e) => JSON.stringify(e.getBoundingClientRect()))"""  # noqa: E501
+CUT_CELLS = """(e) => [...e.querySelectorAll('th, td')].filter((cell) => cell.scrollWidth > cell.clientWidth)
+  .map((cell) => cell.textContent)"""  # noqa: E501
+# The style of pictures in notebooks that an earlier version of the kit has saved.
+EARLIER_STYLE = "<style>[data-jp-theme-light=false] .kit-dark { display: inline; }</style>"
+# JupyterLab's file browser and cell prompt leave this much of a window of 1,280 pixels.
+BESIDE_FILE_BROWSER = 880
+
+
+def full_screen(open_screen, folder, **options) -> Screen:
+    """Returns a screen with all that a dashboard can show, and the picture of a saved one below."""
+    run = recorded_run(
+        folder / "run", steps=900, spike_at=700, second_attempt_at=500, ranks=4, pipeline=2
+    )
+    other = recorded_run(folder / "another-run-with-quite-a-long-name", steps=600)
+    baselines = {"published": 2.2, other.name: other}
+    screen = open_screen(run, baselines=baselines, **options)
+    for step in range(900, 930):
+        beat(run, step, slow_rank=2, attempt=2)
+        screen.dashboard.ranks.look()
+    screen.dashboard.outlook.refresh(wait=True)
+    still = screen.widget._still()["text/html"] + EARLIER_STYLE
+    screen.page.evaluate(
+        """([still, theme]) => { document.body.dataset.jpThemeLight = theme;
+        document.body.insertAdjacentHTML('beforeend', still); }""",
+        [still, "false" if options.get("dark") else "true"],
+    )
+    screen.refresh()
+    return screen
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_dashboard_parts_do_not_overlap(open_screen, tmp_path, dark):
+    screen = full_screen(open_screen, tmp_path, dark=dark, width=1280)
+    for width in (1280, 900, 700, 480):
+        screen.page.set_viewport_size({"width": width, "height": 900})
+        screen.settle(400)
+        assert screen.page.evaluate(OVERLAPS) == [], width
+        screen.photograph(f"layout-{'dark' if dark else 'light'}-{width}")
+
+
+CHANGE_THEME = """async () => { const view = document.getElementById('view');
+  view.style.display = 'none'; document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
+  document.body.dataset.theme = 'dark'; await Promise.resolve(); view.style.display = ''; }"""
+WIDTHS = """() => [...document.querySelectorAll('.kit-plot')].map(
+  (plot) => [plot.clientWidth, plot.querySelector('.u-wrap').clientWidth])"""
+
+
+def test_charts_fill_their_panes_after_theme_change(open_screen, tmp_path):
+    """JupyterLab changes its theme while the page has no layout."""
+    screen = open_screen(recorded_run(tmp_path / "run", steps=100), width=1280)
+    screen.page.evaluate(CHANGE_THEME)
+    screen.page.wait_for_selector(".kit-monitor.kit-on-dark")
+    screen.settle(1300)
+    assert all(pane == chart for pane, chart in screen.page.evaluate(WIDTHS))
+
+
+@pytest.mark.parametrize("width", [BESIDE_FILE_BROWSER, 700])
+def test_hover_shows_all_and_moves_nothing(open_screen, tmp_path, width):
+    screen = full_screen(open_screen, tmp_path, width=width)
+    page = screen.page
+    for number in range(6):
+        plot = page.locator(".u-over").nth(number)
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        page.mouse.move(1, 1)
+        before = page.evaluate(PLACES)
+        for share in (0.02, 0.5, 0.98):
+            page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+            screen.settle(50)
+            hover = page.locator(".kit-hover")
+            assert hover.is_visible(), (number, share)
+            assert page.evaluate(PLACES) == before, (number, share)
+            inside = hover.bounding_box()
+            view = page.locator(".kit-monitor").bounding_box()
+            assert inside["x"] >= view["x"] and inside["y"] >= max(0, view["y"])
+            assert inside["x"] + inside["width"] <= view["x"] + view["width"]
+            assert inside["y"] + inside["height"] <= min(900, view["y"] + view["height"])
+            assert hover.evaluate(CUT_CELLS) == []
+
+
+def test_hover_shows_recorded_and_smoothed_values(open_screen, tmp_path):
+    run = recorded_run(tmp_path / "run", steps=300)
+    other = recorded_run(tmp_path / "other", steps=280)
+    screen = open_screen(run, width=1280, baselines={"other": other})
+    box = screen.page.locator(".u-over").first.bounding_box()
+    screen.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    screen.settle(100)
+    rows = screen.page.locator(".kit-hover tr")
+    cells = [row.inner_text().split("\t") for row in rows.all()]
+    assert cells[0][1:] == ["each step", "smoothed"]
+    step = int(cells[0][0].removeprefix("step "))
+    shown = {row[0]: row[1:] for row in cells}
+    metrics, theirs = run.metrics(), other.metrics()
+    averages = {}
+    for name, losses in (("Loss", metrics["loss"]), ("other", theirs["loss"])):
+        weights = 0.9 ** np.arange(step)[::-1]
+        averages[name] = weights @ losses[:step] / weights.sum()
+        assert float(shown[name][0]) == pytest.approx(losses[step - 1], abs=6e-4)
+        assert float(shown[name][1]) == pytest.approx(averages[name], abs=6e-4)
+    validated = step // 50 * 50
+    validation = next(row for row in cells if row[0].startswith("○ validation"))
+    assert validation[0].endswith(f"step {validated}") or step == validated
+    recorded = metrics["validation_loss"][validated - 1]
+    assert float(validation[1]) == pytest.approx(recorded, abs=6e-4)
+    norm = float(metrics["grad_norm"][step - 1])
+    assert float(shown["Gradient norm"][0]) == pytest.approx(norm, rel=6e-3)
+    assert {"MFU", "Tokens/s", "Learning rate", "Memory of rank 0"} <= set(shown)
+
+
+# Styles ------------------------------------------------------------------------------------------
+
+ALL_STYLES = """() => [...document.querySelectorAll('#foreign *')].map((e) => {
+  const style = getComputedStyle(e); return e.className + ': ' + [...style].map((name) => name + style.getPropertyValue(name)).join(';'); })"""  # noqa: E501
+TAGS = ("div", "span", "img", "table", "th", "td", "section", "figure", "button", "input", "pre")
+
+
+def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Returns the HTML with the styles of everything that the kit shows in a notebook, by its name:
+    the HTML, and the classes of the elements in which its style may act.
+    """
+    run = recorded_run(folder / "run", steps=300)
+    widget = Monitor(run)
+    try:
+        still, model = widget._still()["text/html"], widget.model_id
+    finally:
+        widget.close()
+    dashboard = looked_at(run)
+    panel = Panel("gpt-22b", "frontier", Plan(tensor_parallel=8, precision="bf16"))
+    hides = f"<style>.kit-still-{model} {{ display: none !important; }}</style>"
+    return {
+        "dashboard": (
+            f"<style>{Monitor._css}</style>{hides}",
+            ("kit-monitor", f"kit-still-{model}"),
+        ),
+        "saved picture": (still, ("kit-figure", f"kit-still-{model}")),
+        "figure": (run_figure(run)[0].to_html(), ("kit-figure",)),
+        "live view": (view_html(dashboard, curve_html(dashboard)), ("kit-figure",)),
+        "panel": (panel.view.value, ("kit-panel", panel._still)),
+    }
+
+
+def kit_classes() -> set[str]:
+    """Returns the names of all classes in the kit's sources, and of its chart library's."""
+    files = [*(ROOT / "kit").rglob("*.py"), *(ROOT / "kit/monitor/static").rglob("*.[cj]s*")]
+    text = "".join(file.read_text() for file in files)
+    return set(re.findall(r"\bkit-[a-z]+(?:-[a-z]+)*\b", text)) | set(
+        re.findall(r"\.(u-[a-z]+|uplot)\b", text)
+    )
+
+
+def test_every_style_of_the_kit_is_known():
+    """A further module that writes a style sheet belongs into `emitted`."""
+    sources = {
+        str(file.relative_to(ROOT / "kit"))
+        for file in (ROOT / "kit").rglob("*.py")
+        if "<style" in file.read_text() or "_css =" in file.read_text()
+    }
+    known = {"estimate/choose/panel.py", "monitor/widget.py", "show/themed_figure.py"}
+    assert sources == known
+
+
+@pytest.mark.parametrize("theme", ["true", "false"])
+def test_styles_act_in_their_own_element_only(browser, tmp_path, theme):
+    page, classes = browser.new_page(), sorted(kit_classes())
+    assert {"kit-dark", "kit-on-dark", "kit-figure", "u-axis", "uplot"} <= set(classes)
+    for name, (html, own) in emitted(tmp_path).items():
+        foreign = "".join(
+            f"<{tag} class='{each}'></{tag}>"
+            for each in (*classes, "jp-OutputArea-child", "jupyter-widgets")
+            if each not in own
+            for tag in TAGS
+        )
+        message = "<div class=jp-OutputArea-child><p class=jupyter-widgets>no model</p></div>"
+        page.set_content(
+            f"<!doctype html><body data-jp-theme-light={theme}><div id=foreign>{foreign}"
+            f"{message}</div><div id=kit></div>"
+        )
+        before = page.evaluate(ALL_STYLES)
+        page.evaluate("html => { document.getElementById('kit').innerHTML = html; }", html)
+        page.wait_for_timeout(50)
+        changed = [
+            new[:200]
+            for old, new in zip(before, page.evaluate(ALL_STYLES), strict=True)
+            if old != new
+        ]
+        assert len(before) > 500 and not changed, (name, changed[:5])
+    page.close()
