@@ -177,9 +177,10 @@ class Answer:
                 " device reach."
             )
         if self.simulated_share > 1 + ROUNDING:
+            longer = f"{self.simulated_share - 1:.1%} longer than this step time"
             texts.append(
-                f"simulated event by event, the schedule takes {self.simulated_share - 1:.1%} longer"
-                " than this step time. Prefer a layout without this warning."
+                f"simulated event by event, the schedule takes {longer}. Prefer a layout without"
+                " this warning."
             )
         texts += self.search.prediction(self.index).warnings
         texts += self._wide_texts
