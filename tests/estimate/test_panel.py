@@ -21,9 +21,8 @@ from kit.estimate import (
     timeline_figure,
 )
 from kit.estimate.choose.machine import machine_of
+from kit.estimate.choose.memory_advice import estimated
 from kit.estimate.choose.panel import Estimate
-from kit.estimate.theory.activations import engine_kernels
-from kit.estimate.theory.memory import memory
 from kit.estimate.theory.schedule import Simulation
 from kit.estimate.theory.step_time import step_time
 from kit.papers.recipes import names as recipe_names
@@ -76,7 +75,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_panel_estimates_the_plan_it_is_given(name: str) -> None:
-    """Held to `step_time` and `memory` on the plan itself, and to what the panel's titles say."""
+    """Held to `step_time` and to the advice of a job that runs out of memory, on the same plan."""
     plan = GIVEN[name]
     is_recipe = name in recipe_names()
     model = published_recipe(name).model if is_recipe else "gpt-175b"
@@ -86,7 +85,8 @@ def test_panel_estimates_the_plan_it_is_given(name: str) -> None:
     layouts = Layouts.of(ModelSpec.preset(model), [plan])
     known = published_calibration(site)
     seconds = step_time(layouts, known.hardware, known.coefficients).total_s.item()
-    used = memory(layouts, kernels=engine_kernels(plan.engine, site.device)).used_bytes.item()
+    (option,) = estimated(ModelSpec.preset(model), plan, [{}], site.device)
+    used = option.used_bytes
     found = panel.estimate()
     assert found.step_s[0] == pytest.approx(seconds, rel=1e-9)
     assert found.used_bytes[0] == pytest.approx(used, rel=1e-9)

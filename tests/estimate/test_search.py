@@ -18,6 +18,7 @@ from kit.errors import ConfigError
 from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.machine import machine_of
+from kit.estimate.choose.memory_advice import estimated
 from kit.estimate.choose.nearest import measured_mfu
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.choose.report import plan_report
@@ -28,6 +29,7 @@ from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import CODES, DEGREES, EXCHANGES, RECOMPUTE, SCHEDULES, Layouts
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.step_time import step_time
+from kit.papers.recipes import published_recipe
 from kit.plan import Plan
 from kit.rules import ENGINES
 from kit.spec import ModelSpec
@@ -347,6 +349,19 @@ def test_a_plan_for_trainium_is_one_that_its_engine_takes():
     with pytest.raises(ConfigError, match="'interleaved' is not allowed with engine 'neuron'"):
         only = {"schedule": "interleaved", "pipeline_parallel": [8]}
         plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, only=only)
+
+
+def test_zero_0_on_trainium_is_searched_with_its_own_memory():
+    """NxD without ZeRO keeps no master weights: HLAT's 7B, as the memory advice estimates it."""
+    recipe, site = published_recipe("hlat-7b"), Site.load("trn1.32xlarge")
+    spec, plan = ModelSpec.preset(recipe.model), recipe.plan
+    only = {"zero_stage": [0], "tensor_parallel": [plan.tensor_parallel], "pipeline_parallel": [1]}
+    found = search(spec, site, plan.num_devices, plan.global_batch_size, only=only)
+    (index,) = [i for i in range(len(found.layouts)) if found.plan(i) == plan]
+    (option,) = estimated(spec, plan, [{}], site.device)
+    assert found.used_bytes[index] == pytest.approx(option.used_bytes, rel=1e-6)
+    with pytest.raises(ConfigError, match="Name stage 0 or the others"):
+        search(spec, site, 64, 64, only={"zero_stage": [0, 1]})
 
 
 @pytest.mark.parametrize(

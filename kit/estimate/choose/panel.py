@@ -21,6 +21,7 @@ from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import StageMemory, memory_by_stage
 from kit.estimate.theory.schedule import Simulation, simulate_plan
+from kit.estimate.theory.state import convention_of
 from kit.estimate.theory.timeline import timeline_figure
 from kit.plan import EngineName, Plan, Precision, Recompute, Schedule
 from kit.show.style import new_figure
@@ -108,7 +109,7 @@ class Estimate:
                 float(found.low_s[0]),
                 float(found.high_s[0]),
             ),
-            stages=memory_by_stage(layouts, kernels=machine.kernels),
+            stages=memory_by_stage(layouts, kernels=machine.kernels, convention=machine.convention),
             risk=float(machine.risk(memory.used_bytes)[0]),
             timeline=simulate_plan(
                 plan, num_microbatches=simulated, **machine.stage_times(spec, plan, terms)
@@ -292,7 +293,9 @@ class Panel:
             data_parallel=asked["devices"] // degrees,
         )
         check_site(spec, plan, site)
-        return Estimate.of(spec, _machine(asked["site"], plan.engine), plan)
+        convention = convention_of(plan.precision, plan.engine, plan.zero_stage)
+        machine = _machine(asked["site"], plan.engine)
+        return Estimate.of(spec, dataclasses.replace(machine, convention=convention), plan)
 
     def update(self) -> None:
         """Draws what the controls say, or says why that is impossible."""

@@ -23,7 +23,8 @@ from kit.estimate.choose.recomputed import with_some_recomputed
 from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
-from kit.estimate.theory.memory import CODE_BASES
+from kit.estimate.theory.memory import CODE_BASES, Convention
+from kit.estimate.theory.state import convention_of
 from kit.plan import EngineName, Plan, Precision
 from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
@@ -242,7 +243,7 @@ def search(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1,"
             " e.g. 0.05."
         )
-    machine = machine_of(
+    fixed = machine_of(
         site,
         calibration,
         engine=engine,
@@ -264,6 +265,7 @@ def search(
         batch: int = global_batch_size,
         only: Mapping[str, Iterable[Any]] = only or {},
     ) -> Search:
+        machine = dataclasses.replace(fixed, convention=_convention(engine, only))
         layouts = candidates(
             spec,
             devices,
@@ -305,6 +307,23 @@ def search(
     if not found.feasible.any():
         raise ConfigError(_none_fits(found))
     return found
+
+
+def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Convention:
+    """Returns the bytes per parameter of all layouts of a search.
+
+    Raises:
+        ConfigError: `only` allows ZeRO stages of which engine neuron trains one in another
+            precision.
+    """
+    allowed = only.get("zero_stage", ())
+    stages = {allowed} if isinstance(allowed, int) else set(allowed)
+    if engine == "neuron" and 0 in stages and len(stages) > 1:
+        raise ConfigError(
+            f"search.only.zero_stage: {tuple(sorted(stages))} is not allowed with engine 'neuron',"
+            " which keeps no fp32 master weights at stage 0. Name stage 0 or the others."
+        )
+    return convention_of("bf16", engine, min(stages, default=1))
 
 
 def _fastest_in_float64(
