@@ -63,7 +63,8 @@ def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
     notebook.page.wait_for_selector("img[alt='the panel']", state="visible")
     still = notebook.page.locator("img[alt='the panel']")
     notebook.until(lambda: still.evaluate("image => image.naturalWidth") > 0)
-    assert picture.count() == 0, "no kernel has the live panel any more"
+    live = notebook.page.locator(".kit-panel img")
+    assert live.count() == 0, "no kernel has the live panel any more"
     pixels = np.asarray(Image.open(io.BytesIO(still.screenshot())).convert("L"))
     assert np.median(pixels) < 60, "the saved picture is as dark as its page"
     notebook.photograph("panel-still-dark")
