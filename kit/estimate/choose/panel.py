@@ -365,10 +365,10 @@ class Panel:
         return figure
 
 
-def _image(png: bytes, attributes: str = "", *, alt: str) -> str:
+def _image(png: bytes, *, alt: str) -> str:
     """Returns a picture as HTML."""
     return (
-        f"<img {attributes} alt='{html.escape(alt, quote=True)}' width='{WIDTH}'"
+        f"<img alt='{html.escape(alt, quote=True)}' width='{WIDTH}' style='max-width:100%'"
         f" src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
     )
 
