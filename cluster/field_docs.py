@@ -8,6 +8,9 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+LEFT = "style='text-align:left'"
+"""Attribute of a cell of text. JupyterLab's own style aligns every cell at the right."""
+
 
 class WithFields:
     """The docstring of a record: its own text, then type, default and meaning of each field.
@@ -43,19 +46,20 @@ def _told(field: dataclasses.Field) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[Any, Any]], record: type | None = None) -> str:
-    """Returns a small two-column HTML table; all text is escaped. A row named as a field of
-    `record` says what it means to who points at it.
+    """Returns a small two-column HTML table, flush left. All text is escaped. A row that is named
+    as a field of `record` shows the field's meaning under the pointer.
     """
     meanings = {
         field.name: f" title='{html.escape(field.metadata.get('doc', ''))}'"
         for field in (dataclasses.fields(record) if record else ())
     }
     body = "".join(
-        f"<tr{meanings.get(str(key).replace(' ', '_'), '')}><td>{html.escape(str(key))}</td><td"
-        f" style='text-align:right'>{html.escape(str(value))}</td></tr>"
+        f"<tr{meanings.get(str(key).replace(' ', '_'), '')}>{_left(key)}{_left(value)}</tr>"
         for key, value in rows
     )
-    return (
-        "<table><thead><tr><th"
-        f" colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
-    )
+    head = f"<tr><th colspan=2 {LEFT}>{html.escape(title)}</th></tr>"
+    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+
+
+def _left(text: Any) -> str:
+    return f"<td {LEFT}>{html.escape(str(text))}</td>"

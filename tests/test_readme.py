@@ -11,13 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from cluster.site import Site
+from kit.estimate.fit import published
+from kit.estimate.fit.calibrate import calibrate, published_calibration
+from kit.estimate.theory.layouts import Layouts
+from kit.papers.recipes import published_recipe
+from kit.plan import Plan
+from kit.spec import ModelSpec
 from tests.benchmarks.headlines import plan_example
 
 README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text()
 COMMANDS = re.findall(r"^\| [^|`]+ \| `(kit [^`]+)` \|", TEXT, re.M)
-SAID = re.compile(r"^```python\n(.*?)^```|^\$ (kit [^\n]+)$|`(kit [^`\n]+)`", re.M | re.S)
-"""What a reader may type, in its order: Python, a command with its answer, one within a text."""
+SAID = re.compile(
+    r"^```python\n(.*?)^```|^\$ (kit (?:[^\n]*\\\n)*[^\n]+)$|`(kit [^`\n]+)`", re.M | re.S
+)
+"""What a reader may type, in its order: Python, a command with its answer, which may continue over
+lines, and a command within a text."""
 ON_A_CLUSTER = ("mine.toml", "runs/web")
 """Words of commands that need Slurm; `tests/cluster` runs them."""
 LONGEST = 96
@@ -46,6 +56,34 @@ def test_its_plan_is_what_the_command_says_now():
     assert plan_example(README) in TEXT, "refresh it: `python -m tests.benchmarks.headlines`"
 
 
+def test_its_plan_is_held_to_published_runs():
+    """The sentence below the plan has published times, and the prediction of a fit without them."""
+    sentence = re.search(r"^Predicted: ([\d.]+) s.*?\n\n", TEXT, re.M | re.S)
+    assert sentence
+    told = [float(number) for number in re.findall(r"([\d.]+) s\b", sentence[0])]
+    site, recipe = Site.load("trn1.32xlarge"), published_recipe("hlat-70b")
+    runs = published.of_site(site.name)
+    spec, plan = ModelSpec.preset(recipe.model), recipe.plan
+    same = [run for run in runs if _shape(run.spec, run.plan) == _shape(spec, plan)]
+    assert len(runs) == 11 and len(same) == 2
+    layouts = Layouts.of(spec, [plan])
+    whole = published_calibration(site).predict(layouts)
+    without = calibrate([run for run in runs if run not in same], site).predict(layouts)
+    expected = [
+        whole.total_s.item(),
+        *(run.step_time_s for run in same),
+        without.total_s.item(),
+        without.high_s.item(),
+    ]
+    assert told == pytest.approx(expected, abs=0.05)
+    assert f"({without.low_s.item():.1f} to " in sentence[0]
+
+
+def _shape(spec: ModelSpec, plan: Plan) -> tuple[int, int, int, int]:
+    degrees = plan.tensor_parallel, plan.pipeline_parallel, plan.data_parallel
+    return spec.num_params, *degrees
+
+
 # A minute and a half alone; on a busy machine several times that.
 @pytest.mark.timeout(1800)
 def test_its_commands_run_in_their_order_for_somebody_who_has_nothing(tmp_path):
@@ -60,7 +98,8 @@ def test_its_commands_run_in_their_order_for_somebody_who_has_nothing(tmp_path):
     assert len(launched) == 1, "each launch has a directory of its own"
     ran = []
     for python, *commands in SAID.findall(TEXT):
-        command = "".join(commands).replace("NAME", "frontier-strong-scaling")
+        command = "".join(commands).replace("\\\n", " ")
+        command = command.replace("NAME", "frontier-strong-scaling")
         if any(word in command for word in ON_A_CLUSTER):
             continue
         words = ["-c", python] if python else ["-m", *shlex.split(command)]

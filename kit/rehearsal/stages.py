@@ -13,9 +13,10 @@ from cluster.record import counted
 from cluster.render import STORM_NODES, nodes_for, reads_shared_disk
 from cluster.site import Fact, Site
 from kit.estimate.choose.machine import Machine, machine_of
+from kit.estimate.choose.memory_advice import estimated
 from kit.estimate.fit.calibrate import Prediction, published_calibration
+from kit.estimate.fit.measured_rows import hardware_on
 from kit.estimate.theory.layouts import Layouts
-from kit.estimate.theory.memory import CONVENTIONS, memory
 from kit.parallel.pipeline import stage_indices
 from kit.parallel.simulate import view_rank
 from kit.plan import Plan
@@ -100,7 +101,15 @@ class Job:
     @cached_property
     def step_time(self) -> Prediction:
         """Modelled seconds of a step, with an interval."""
-        return self.machine.calibration.predict(Layouts.of(self.spec, [self.plan]))
+        layouts = Layouts.of(self.spec, [self.plan])
+        hardware = hardware_on(self.site, layouts, self.plan.precision)
+        return self.machine.calibration.predict(layouts, hardware)
+
+    @property
+    def used_bytes(self) -> float:
+        """Modelled bytes of the fullest device."""
+        (option,) = estimated(self.spec, self.plan, [{}], self.site.device)
+        return option.used_bytes
 
     @property
     def num_nodes(self) -> int:
@@ -122,13 +131,6 @@ class Job:
 def plan(job: Job) -> list[Count]:
     """The layout: memory of the fullest device, time of a step and of the run."""
     slurm, step = job.site.slurm, job.step_time
-    is_pure = job.plan.engine == "neuron" and job.plan.precision == "bf16"
-    convention = "pure_bf16" if is_pure and job.plan.zero_stage == 0 else "mixed_precision"
-    used = memory(
-        Layouts.of(job.spec, [job.plan]),
-        kernels=job.machine.kernels,
-        convention=CONVENTIONS[convention],
-    )
     run_s = job.recipe.num_steps * step.total_s.item()
     limit_s = slurm.max_seconds(job.num_nodes) if slurm else None
     jobs = f", {counted(math.ceil(run_s / limit_s), 'job')} one after the other" if limit_s else ""
@@ -143,7 +145,7 @@ def plan(job: Job) -> list[Count]:
         Count(
             stage="plan",
             what="memory of the fullest device",
-            value=used.used_bytes.item() / 2**30,
+            value=job.used_bytes / 2**30,
             unit="GiB",
             limit=job.machine.most_bytes(MAX_RISK) / 2**30,
             limit_source=f"above, it runs out with a probability of more than {MAX_RISK:.0%}",

@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,11 @@ def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
     return f"{seen}<details><summary>Sources and notes</summary><ul>{items}</ul></details>"
 
 
-NUMERIC = ("", *"0123456789+-")
-"""How the cells of a column of numbers begin."""
+NUMBER = re.compile(r"[+-]?\d")
+"""How the cells of a column of numbers begin, unless they are empty."""
+WORD = re.compile(r"[^\W\d_]{2,}")
+MOST_WORDS = 2
+"""Words in a cell of a column of numbers: "41 GiB of 64" has two. A cell with more is text."""
 
 
 class Table(TextTable):
@@ -47,7 +51,7 @@ class Table(TextTable):
     def _repr_html_(self) -> str:
         rows = [[cell.plain for cell in cells] for cells in self.cells]
         sides = [
-            "right" if all(cell[:1] in NUMERIC for cell in column) else "left"
+            "right" if all(_is_number(cell) for cell in column) else "left"
             for column in zip(*rows, strict=True)
         ]
         body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in rows)
@@ -55,6 +59,11 @@ class Table(TextTable):
         head = f"<thead><tr>{_html_cells('th', self.columns, sides)}</tr></thead>"
         table = f"<table>{caption if self.title else ''}{head}<tbody>{body}</tbody></table>"
         return table + notes_html(self.notes, self.left_out)
+
+
+def _is_number(cell: str) -> bool:
+    """Returns whether a cell is empty, or a number with few words."""
+    return not cell or bool(NUMBER.match(cell)) and len(WORD.findall(cell)) <= MOST_WORDS
 
 
 def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:

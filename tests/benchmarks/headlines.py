@@ -98,14 +98,14 @@ def front(directory: Path = RESULTS) -> str | None:
 
 
 def plan_example(document: Path = Path("README.md")) -> str:
-    """Returns, as a code block, why `kit plan` chooses its layout: the command that `document`
-    shows, at 80 columns.
+    """Returns, as a code block, what `kit plan` explains about a layout: the command that
+    `document` shows, which may continue over lines, at 80 columns.
     """
-    command = re.search(r"^\$ (kit plan .*)$", document.read_text(), re.M)
+    command = re.search(r"^\$ (kit plan (?:.*\\\n)*.*)$", document.read_text(), re.M)
     assert command
     terminal = {"TERM": "dumb", "NO_COLOR": "1", "FORCE_COLOR": "1", "COLUMNS": "80"}
     told = subprocess.run(
-        [sys.executable, "-m", *command[1].split()],
+        [sys.executable, "-m", *command[1].replace("\\\n", " ").split()],
         env={**os.environ, **terminal},
         stdout=subprocess.PIPE,
         text=True,

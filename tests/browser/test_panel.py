@@ -1,6 +1,10 @@
 """The panel of notebook 02 in a real JupyterLab: light, dark, narrow, and without a kernel."""
 
+import io
+
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.browser.lab import Notebook
 
@@ -11,6 +15,7 @@ Panel('gpt-175b', 'frontier',
     kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,
     global_batch_size=640, recompute='full', precision='bf16'))"""
 DARK = "async () => await jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"  # noqa: E501
+END_KERNELS = "async () => await jupyterapp.serviceManager.sessions.shutdownAll()"
 
 
 def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
@@ -46,8 +51,21 @@ def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
     notebook.photograph("panel-dark-narrow")
     shown = picture.evaluate("image => getComputedStyle(image).filter")
     assert "invert" in shown, "dark as its page"
+    engine = notebook.page.get_by_label("engine")
+    assert engine.input_value() == "native", "the engine that is estimated is shown"
 
     live, left = notebook.save().cells[0].outputs
     assert "widget-view" in str(live.data)
     assert {"image/png", "text/html"} <= set(left.data), "a still is saved"
+
+    notebook.evaluate(END_KERNELS)
+    notebook.open(width=700)
+    notebook.page.wait_for_selector("img[alt='the panel']", state="visible")
+    still = notebook.page.locator("img[alt='the panel']")
+    notebook.until(lambda: still.evaluate("image => image.naturalWidth") > 0)
+    live = notebook.page.locator(".kit-panel img")
+    assert live.count() == 0, "no kernel has the live panel any more"
+    pixels = np.asarray(Image.open(io.BytesIO(still.screenshot())).convert("L"))
+    assert np.median(pixels) < 60, "the saved picture is as dark as its page"
+    notebook.photograph("panel-still-dark")
     notebook.context.close()

@@ -245,6 +245,14 @@ def test_more_processes_than_cores_share_them():
     assert rate[0] == 2 * rate[1]
 
 
+def test_fp16_is_as_fast_as_bf16_everywhere():
+    """The fit takes the rate of bf16 for its runs in fp16, so views of a run in fp16 do so too."""
+    site = Site.load("frontier")
+    layouts = Layouts.of(ModelSpec.preset("demo"), [Plan()])
+    rates = [hardware_on(site, layouts, dtype).matmul_flops_per_s for dtype in ("fp16", "bf16")]
+    assert rates[0] == rates[1] == Hardware.of(site).matmul_flops_per_s
+
+
 def test_what_cannot_calibrate_is_refused(tmp_path, bloom):
     run, _ = local_run(tmp_path / "run", Plan(), Coefficients())
     (run.directory / "metrics.jsonl").write_text("")

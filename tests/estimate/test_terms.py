@@ -114,7 +114,7 @@ def test_a_search_with_context_parallelism_says_that_the_kit_does_not_train_it()
     assert answer.plan.num_devices == 16 and " CP4" in describe(answer.row)
     assert any("context_parallel 4: the kit plans this" in text for text in answer.warnings)
     assert "context parallelism" in found.prediction(answer.index).untried
-    assert answer.simulated_s == pytest.approx(answer.row["step_time_s"], rel=0.15)
+    assert 0.85 < answer.simulated_share <= 1
     with pytest.raises(ConfigError, match="context_parallel: 4 is not trained .* plans this"):
         answer.plan.check(LLAMA, 16)
 

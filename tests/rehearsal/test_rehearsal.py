@@ -11,6 +11,7 @@ from cluster.scheduler import Broadcast
 from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import ConfigError
+from kit.estimate import Panel
 from kit.papers.recipes import names, published_recipe
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -55,6 +56,39 @@ def of(name: str, **changes) -> tuple[ModelSpec, Plan]:
 
 def count(found: Rehearsal, what: str) -> Any:
     return next(count for count in found.counts if count.what.startswith(what))
+
+
+@pytest.mark.parametrize("name", names())
+def test_rehearsal_and_panel_estimate_alike(name):
+    recipe = published_recipe(name)
+    spec, plan = of(name)
+    job = stages.Job(
+        spec=spec,
+        plan=plan,
+        recipe=RECIPE,
+        site=Site.load(recipe.site),
+        hours_between_failures=None,
+    )
+    shown = Panel(recipe.model, recipe.site, plan).estimate()
+    assert job.step_time.total_s.item() == pytest.approx(shown.step_s[0], rel=1e-9)
+    assert job.used_bytes == pytest.approx(shown.used_bytes[0], rel=1e-9)
+
+
+def test_rehearsal_of_fp32_is_not_that_of_bf16():
+    """The peak in fp32 of an MI250X's GCD is a quarter of that in bf16 (AMD's data sheet)."""
+    spec, plan = of("frontier-22b", engine="native", precision="fp32")
+    jobs = [
+        stages.Job(
+            spec=spec,
+            plan=plan.replace(precision=precision),
+            recipe=RECIPE,
+            site=Site.load("frontier"),
+            hours_between_failures=None,
+        )
+        for precision in ("fp32", "bf16")
+    ]
+    wide, narrow = (job.step_time.total_s.item() for job in jobs)
+    assert wide > 1.8 * narrow and jobs[0].used_bytes > jobs[1].used_bytes
 
 
 def test_a_trillion_parameters_on_3072_devices_fit(packed):

@@ -1,10 +1,12 @@
 """Figures of the kit's own: each keeps to what a page of 1,000 pixels asks, light and dark."""
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cluster.field_docs import html_table
 from cluster.site import Site
 from kit.estimate.choose import figures
 from kit.estimate.choose.search import search
@@ -195,6 +197,16 @@ def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
     assert table.columns == ("x", "n", "run", "y")
     assert [cell.plain for cell in table.cells[1]] == ["b", "", "", ""]
     assert "<li>A &lt;note&gt;.</li>" in page and repr(table).startswith("Caption\nx    n")
+
+
+def test_text_columns_of_every_table_are_flush_left() -> None:
+    """JupyterLab aligns cells at the right that do not state another side."""
+    text = "64 sequences on 512 devices leave at most 1 replica"
+    answer = html_table("answer", [("layout", "TP8"), ("warning", text)])
+    assert not re.findall(r"<t[dh]\b(?![^>]*text-align:left)", answer)
+    rows = [{"why": text, "s/step": "8.25 to 18.8", "of memory": "41 GiB of 64", "GiB": 3}]
+    sides = re.findall(r"<td style='text-align:(\w+)'", Table(rows)._repr_html_())
+    assert sides == ["left", "right", "right", "right"]
 
 
 def test_a_long_name_loses_its_middle_and_no_name_is_hidden() -> None:

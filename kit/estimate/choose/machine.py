@@ -14,7 +14,14 @@ from kit.estimate.fit.calibrate import Calibration, calibrate
 from kit.estimate.theory.activations import Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
-from kit.estimate.theory.memory import CODE_BASES, CodeBase, Memory, memory
+from kit.estimate.theory.memory import (
+    CODE_BASES,
+    CONVENTIONS,
+    CodeBase,
+    Convention,
+    Memory,
+    memory,
+)
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
@@ -34,6 +41,8 @@ class Machine:
     calibration: Calibration
     kernels: Kernels
     reserve: Reserve
+    convention: Convention = CONVENTIONS["mixed_precision"]
+    """Bytes that the engine keeps of each parameter."""
     code_base: str = "kit"
     """Whose kernels and reserve these are: the kit's own engine's, or of `memory.CODE_BASES`."""
 
@@ -48,7 +57,9 @@ class Machine:
 
     def memory(self, layouts: Layouts) -> Memory:
         """Returns modelled bytes per device."""
-        return memory(layouts, kernels=self.kernels, reserve=self.reserve)
+        return memory(
+            layouts, kernels=self.kernels, convention=self.convention, reserve=self.reserve
+        )
 
     def risk(self, used_bytes: Array) -> Array:
         """Returns the probability, 0 to 1, that devices run out of memory with so much in use."""

@@ -15,13 +15,13 @@ from cluster.site import Device
 from kit.errors import ConfigError, kit_command
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.layouts import RECOMPUTE, Layouts
-from kit.estimate.theory.memory import CONVENTIONS, STATE, Convention, memory
+from kit.estimate.theory.memory import STATE, memory
 from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.theory.state import convention_of
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 
-FP32 = Convention(name="fp32 weights and AdamW, 16 B", weights=4, optimizer=8)
 NO_RESERVE = RESERVE.replace(
     factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs"
 )
@@ -100,9 +100,15 @@ def estimated(
 
     In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
     """
-    layouts = Layouts.of(spec, [plan.replace(**change) for change in tried])
+    plans = [plan.replace(**change) for change in tried]
+    layouts = Layouts.of(spec, plans)
     is_fp32 = plan.precision == "fp32"
-    convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
+    conventions = {
+        convention_of(layout.precision, layout.engine, layout.zero_stage) for layout in plans
+    }
+    if len(conventions) > 1:
+        return [option for change in tried for option in estimated(spec, plan, [change], device)]
+    (convention,) = conventions
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
     # Whose weights are the shards.

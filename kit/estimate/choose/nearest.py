@@ -31,13 +31,14 @@ class Nearest:
 
     def __str__(self) -> str:
         run, plan = self.run, self.run.plan
-        how = "slower" if self.residual > 0 else "faster"
         told = "derived" if run.is_derived else "measured"
+        assert run.step_time_s
+        predicted_s, off = run.step_time_s * (1 + self.residual), f"{self.residual:+.0%}"
         return (
             f"{run.spec.name} on {run.num_devices} {run.device} (TP{plan.tensor_parallel}"
             f" PP{plan.pipeline_parallel} DP{plan.data_parallel} micro {plan.micro_batch_size},"
-            f" recompute {plan.recompute}; {run.source}): {run.step_time_s:.4g} s {told}, the"
-            f" model is {abs(self.residual):.0%} {how}"
+            f" recompute {plan.recompute}; {run.source}): {run.step_time_s:.4g} s {told},"
+            f" {predicted_s:.4g} s predicted for that run's own software ({off})"
         )
 
 

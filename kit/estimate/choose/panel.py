@@ -4,12 +4,14 @@ import base64
 import dataclasses
 import html
 import io
+import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from cluster.site import Site
+from kit.engines import check_site
 from kit.errors import ConfigError
 from kit.estimate.choose.figures import breakdown_figure, memory_figure
 from kit.estimate.choose.machine import Machine, machine_of
@@ -19,22 +21,41 @@ from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import StageMemory, memory_by_stage
 from kit.estimate.theory.schedule import Simulation, simulate_plan
+from kit.estimate.theory.state import convention_of
 from kit.estimate.theory.timeline import timeline_figure
-from kit.plan import Plan
+from kit.plan import EngineName, Plan, Precision, Recompute, Schedule
 from kit.show.style import new_figure
 from kit.show.theme import GREY, INK
 from kit.spec import PRESETS, ModelSpec
 
 GIB, WIDTH, DPI = 2.0**30, 600, 192
-ROUNDS = 256
-"""Operations that a device has in the timeline at most: more are thinner than a line."""
+MOST_OPERATIONS = 256
+"""Operations of a device that the timeline draws. More would be thinner than a line."""
 SIDE = 19.0
 """Odds of the ends of a 90 % interval, as those of running out of memory are counted: 95 to 5."""
 DARK_PAGE = (
-    ":is([data-jp-theme-light=false],.vscode-dark) .kit-panel img {filter: invert(0.93)"
-    " hue-rotate(180deg)}"
+    ":is([data-jp-theme-light=false],.vscode-dark) :is(.kit-panel,.kit-panel-still) img"
+    " {filter: invert(0.93) hue-rotate(180deg)}"
 )
-FIELDS = ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "recompute", "zero_stage")
+"""Style of the live and of the saved picture on a dark page."""
+FIELDS = (
+    "global_batch_size",
+    "tensor_parallel",
+    "sequence_parallel",
+    "pipeline_parallel",
+    "virtual_stages",
+    "schedule",
+    "micro_batch_size",
+    "recompute",
+    "zero_stage",
+    "precision",
+    "compile",
+    "engine",
+)
+"""Fields of the plan that have a control of the same name."""
+OPTIONAL = ("shard_size", "recompute_layers")
+"""Fields of the plan that may be None, for which their controls have 0."""
+FLAGS = (("no", False), ("yes", True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +72,23 @@ class Estimate:
     stages: StageMemory
     risk: float
     timeline: Simulation
-    """Of the first micro-batches."""
+    """The whole step, or the beginning of a step that is too long to draw."""
+    drawn_microbatches: int
+    """Micro-batches that start within the picture of the timeline."""
 
     @classmethod
     def of(cls, spec: ModelSpec, machine: Machine, plan: Plan) -> "Estimate":
-        """Returns the estimate of a layout.
+        """Returns the estimate of a layout, with every field as the plan states it.
 
         Raises:
-            ConfigError: the plan cannot run the model.
+            ConfigError: the plan cannot run the model, or its precision is not estimated.
         """
         plan.check(spec)
+        if plan.precision == "fp32":
+            raise ConfigError(
+                "plan.precision: 'fp32' is not estimated here: times and bytes are those of 16-bit"
+                " training. Use 'bf16', or 'fp16' with engine 'deepspeed'."
+            )
         layouts = Layouts.of(spec, [plan])
         found, memory = (
             machine.calibration.predict(layouts, machine.hardware),
@@ -69,10 +97,7 @@ class Estimate:
         used = float(memory.used_bytes[0])
         spread = SIDE ** (1 / machine.reserve.sharpness)
         terms = {name: float(np.ravel(value)[0]) for name, value in found.step_time.terms_s.items()}
-        shown = min(
-            plan.num_microbatches,
-            max(plan.pipeline_parallel, ROUNDS // (2 * plan.pipeline_parallel)),
-        )
+        simulated, drawn = _timeline_microbatches(plan)
         return cls(
             spec=spec,
             plan=plan,
@@ -84,11 +109,12 @@ class Estimate:
                 float(found.low_s[0]),
                 float(found.high_s[0]),
             ),
-            stages=memory_by_stage(layouts, kernels=machine.kernels),
+            stages=memory_by_stage(layouts, kernels=machine.kernels, convention=machine.convention),
             risk=float(machine.risk(memory.used_bytes)[0]),
             timeline=simulate_plan(
-                plan, num_microbatches=shown, **machine.stage_times(spec, plan, terms)
+                plan, num_microbatches=simulated, **machine.stage_times(spec, plan, terms)
             ),
+            drawn_microbatches=drawn,
         )
 
     @property
@@ -102,7 +128,10 @@ class Estimate:
         )
         peak = float(self.machine.hardware.peak_flops_per_s) * self.plan.num_devices
         mfu = [100 * flops / (peak * value) for value in (time, high, low)]
-        idle = self.terms_s["bubble"]
+        idle, m, drawn = self.terms_s["bubble"], self.plan.num_microbatches, self.drawn_microbatches
+        part = "the whole step"
+        if drawn < m:
+            part = f"the first {drawn} of {m:,} micro-batches, then cut"
         return {
             "memory": (
                 f"Memory: {used:.1f} GiB ({least:.1f} to {most:.1f}) of {capacity:.0f} on the"
@@ -115,8 +144,7 @@ class Estimate:
             "timeline": (
                 f"Pipeline: bubble {idle / time:.1%} of the step, {seconds(idle, 3)} s"
                 f" ({seconds(idle * low / time, 3)} to {seconds(idle * high / time, 3)}); drawn:"
-                f" its first {self.timeline.order.num_microbatches} of"
-                f" {self.plan.num_microbatches:,} micro-batches"
+                f" {part}"
             ),
         }
 
@@ -145,10 +173,8 @@ class Estimate:
         fullest = max(rows, key=lambda row: row["GiB"])["stage"]
         memory.axes[0].plot([fullest, fullest], ends, color=INK, linewidth=2)
         memory.axes[0].set_ylim(0, max(memory.axes[0].get_ylim()[1], 1.05 * ends[1]))
-        (step, _), (timeline, _) = (
-            breakdown_figure({"": self.terms_s}),
-            timeline_figure(self.timeline),
-        )
+        step, _ = breakdown_figure({"": self.terms_s})
+        timeline, _ = timeline_figure(self.timeline, drawn_microbatches=self.drawn_microbatches)
         percent = 100 * np.array(self.step_s[1:]) / self.step_s[0]
         step.axes[0].plot(percent, [0.43, 0.43], color=INK, linewidth=3)
         step.axes[0].set_xlim(0, max(100, percent[1]))
@@ -158,6 +184,20 @@ class Estimate:
         for figure, title in zip((memory, step, timeline), self.texts.values(), strict=True):
             _lay_out(figure, title.replace("; ", "\n"))
         return memory, step, timeline
+
+
+def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
+    """Returns (micro-batches simulated, micro-batches drawn) of a plan's timeline.
+
+    A step is drawn whole if it is short. Of a long step the fill of the pipeline is drawn and at
+    least as much of the steady state. Two rounds of the pipeline more are simulated, so that the
+    drawn part does not differ from that of the whole step.
+    """
+    p, v, m = plan.pipeline_parallel, plan.virtual_stages, plan.num_microbatches
+    wanted = max(4, math.ceil(16 / p))
+    rounds = max(2, min(wanted, MOST_OPERATIONS // (2 * p * v)))
+    drawn, simulated = rounds * p, (rounds + 2) * p
+    return (m, m) if m <= simulated else (simulated, drawn)
 
 
 def _lay_out(figure: Any, title: str) -> None:
@@ -172,12 +212,12 @@ def _lay_out(figure: Any, title: str) -> None:
 
 
 class Panel:
-    """Controls for a layout with its `Estimate` below; impossible ones are answered with the
+    """Controls for a layout with its `Estimate` below. An impossible layout is answered with the
     reason.
 
-    The arguments are what it begins with; what has no control stays as the first plan has it, but
-    for the engine, which is the machine's. `plan` is the layout as it stands, None where it is
-    impossible; the button writes it as Python.
+    The arguments are the first values of the controls. `plan` is the layout that is drawn, exactly
+    as the controls show it, or None if they describe an impossible one. The button writes it as
+    Python.
     """
 
     def __init__(self, model: str, site: str, plan: Plan) -> None:
@@ -190,21 +230,32 @@ class Panel:
                 description=name, options=options, value=value, style=style, layout=layout
             )
 
-        def number(name: str, value: int) -> Any:
+        def number(name: str, value: int, least: int = 1) -> Any:
             return widgets.BoundedIntText(
-                description=name, value=value, min=1, max=10**6, style=style, layout=layout
+                description=name, value=value, min=least, max=10**6, style=style, layout=layout
             )
+
+        def named(name: str, options: Any, value: Any) -> Any:
+            return choice(name, list(get_args(options)), value)
 
         self.controls = {
             "model": choice("model", list(PRESETS), model),
             "site": choice("machine", [name for name in Site.names() if _is_known(name)], site),
             "devices": number("devices", plan.num_devices),
             "global_batch_size": number("global batch", plan.global_batch_size),
-            "tensor_parallel": number("tensor", plan.tensor_parallel),
-            "pipeline_parallel": number("pipeline", plan.pipeline_parallel),
             "micro_batch_size": number("micro-batch", plan.micro_batch_size),
-            "recompute": choice("recompute", ["none", "selective", "full"], plan.recompute),
             "zero_stage": choice("ZeRO", [0, 1, 2, 3], plan.zero_stage),
+            "shard_size": number("shard (0: all)", plan.shard_size or 0, least=0),
+            "tensor_parallel": number("tensor", plan.tensor_parallel),
+            "sequence_parallel": choice("sequence", FLAGS, plan.sequence_parallel),
+            "recompute": named("recompute", Recompute, plan.recompute),
+            "recompute_layers": number("layers (0: all)", plan.recompute_layers or 0, least=0),
+            "pipeline_parallel": number("pipeline", plan.pipeline_parallel),
+            "virtual_stages": number("stages each", plan.virtual_stages),
+            "schedule": named("schedule", Schedule, plan.schedule),
+            "engine": named("engine", EngineName, plan.engine),
+            "precision": named("precision", Precision, plan.precision),
+            "compile": choice("compile", FLAGS, plan.compile),
         }
         self.view, self.text = widgets.HTML(), widgets.HTML()
         button = widgets.Button(
@@ -227,23 +278,24 @@ class Panel:
             ConfigError: it is impossible.
         """
         asked = {name: control.value for name, control in self.controls.items()}
-        spec, machine = ModelSpec.preset(asked["model"]), _machine(asked["site"])
-        degrees = asked["tensor_parallel"] * asked["pipeline_parallel"]
+        spec, site = ModelSpec.preset(asked["model"]), Site.load(asked["site"])
+        degrees = (
+            asked["tensor_parallel"] * asked["pipeline_parallel"] * self.first.context_parallel
+        )
         if asked["devices"] % degrees:
             raise ConfigError(
                 f"devices: {asked['devices']} is no multiple of tensor x pipeline = {degrees}. Use "
                 f"{max(1, round(asked['devices'] / degrees)) * degrees}, or change a degree."
             )
-        engine = machine.site.engine
         plan = self.first.replace(
-            **{name: asked[name] for name in (*FIELDS, "global_batch_size")},
+            **{name: asked[name] for name in FIELDS},
+            **{name: asked[name] or None for name in OPTIONAL},
             data_parallel=asked["devices"] // degrees,
-            sequence_parallel=asked["tensor_parallel"] > 1 and engine != "deepspeed",
-            recompute_layers=self.first.recompute_layers if asked["recompute"] == "full" else None,
-            precision="bf16",
-            engine=engine,
         )
-        return Estimate.of(spec, machine, plan)
+        check_site(spec, plan, site)
+        convention = convention_of(plan.precision, plan.engine, plan.zero_stage)
+        machine = _machine(asked["site"], plan.engine)
+        return Estimate.of(spec, dataclasses.replace(machine, convention=convention), plan)
 
     def update(self) -> None:
         """Draws what the controls say, or says why that is impossible."""
@@ -288,20 +340,24 @@ class Panel:
         display(self.box)
         if self.plan is not None:
             picture = self.estimate().to_png(self._controls_figure())
-            page = _image(picture, f"class='{self._still}'", alt="the panel")
+            image = _image(picture, alt="the panel")
+            names = f"kit-panel-still {self._still}"
+            page = f"<div class='{names}'><style>{DARK_PAGE}</style>{image}</div>"
             still = {"image/png": base64.b64encode(picture).decode(), "text/html": page}
             display({**still, "text/plain": str(self.plan)}, raw=True)
 
     def _controls_figure(self) -> Any:
-        """Returns the nine controls with their values as a picture, three in a row."""
-        with new_figure(height=1.1) as (figure, axis):
+        """Returns the controls with their values as a picture, three in a row."""
+        rows = math.ceil(len(self.controls) / 3)
+        with new_figure(height=0.37 * rows) as (figure, axis):
             axis.axis("off")
             for number, control in enumerate(self.controls.values()):
-                x, y = (0.03 + number % 3 / 3), 1 - (number // 3 + 0.5) / 3
+                x, y = (0.03 + number % 3 / 3), 1 - (number // 3 + 0.5) / rows
+                value = getattr(control, "label", control.value)
                 figure.text(
                     x,
                     y,
-                    f"{control.description}: {control.value}",
+                    f"{control.description}: {value}",
                     va="center",
                     bbox={"boxstyle": "round,pad=0.3", "facecolor": "none", "edgecolor": GREY},
                 )
@@ -309,18 +365,18 @@ class Panel:
         return figure
 
 
-def _image(png: bytes, attributes: str = "", *, alt: str) -> str:
+def _image(png: bytes, *, alt: str) -> str:
     """Returns a picture as HTML."""
     return (
-        f"<img {attributes} alt='{html.escape(alt, quote=True)}' width='{WIDTH}'"
+        f"<img alt='{html.escape(alt, quote=True)}' width='{WIDTH}' style='max-width:100%'"
         f" src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
     )
 
 
 @lru_cache(maxsize=4)
-def _machine(site: str) -> Machine:
+def _machine(site: str, engine: EngineName) -> Machine:
     loaded = Site.load(site)
-    return machine_of(loaded, published_calibration(loaded))
+    return machine_of(loaded, published_calibration(loaded), engine=engine)
 
 
 def _is_known(site: str) -> bool:

@@ -8,7 +8,7 @@ from cluster.site import Site
 from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
-from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
+from kit.estimate.choose.search import COLUMNS, Search, cells, search
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.hardware import check_numbers
 from kit.plan import EngineName, Precision
@@ -16,7 +16,7 @@ from kit.plan import EngineName, Precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A search, and its fastest layouts explained, fastest first by simulation."""
+    """A search, and its fastest layouts explained, fastest first."""
 
     search: Search
     answers: list[Answer]
@@ -28,14 +28,13 @@ class PlanReport:
         """The layout that is explained and kept."""
         return self.answers[self.choice - 1]
 
-    header = ("#", *COLUMNS, "simulated s")
+    header = ("#", *COLUMNS)
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """The layouts as text."""
         return [
-            (str(number), *cells(answer.row), seconds(answer.simulated_s))
-            for number, answer in enumerate(self.answers, start=1)
+            (str(number), *cells(answer.row)) for number, answer in enumerate(self.answers, start=1)
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,13 +24,18 @@ from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.hardware import check_numbers
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
-from kit.estimate.theory.memory import CODE_BASES
+from kit.estimate.theory.memory import CODE_BASES, Convention
+from kit.estimate.theory.state import convention_of
 from kit.plan import EngineName, Plan, Precision
 from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
 NOT_OURS = " (not by the kit's engines)"
+EXACT_LAYOUTS = 2000
+"""Fastest feasible layouts whose time and memory are computed a second time, in float64. Float32 is
+enough to find them. Float64 makes the values that an answer shows equal those of `step_time`,
+`memory` and the panel for the same plan."""
 NOTABLE = 1.1
 """How many times as fast another batch must train to be named."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
@@ -51,7 +56,10 @@ class Search:
     only: Mapping[str, Iterable[Any]]
     layouts: Layouts
     step_time_s: Array
+    """Seconds per step of each layout, in closed form: the one step time of a layout, which ranks
+    it, is shown, and is the centre of its interval."""
     used_bytes: Array
+    """Bytes of the heaviest device of each layout."""
     on: Callable[..., "Search"] = dataclasses.field(repr=False, compare=False)
     """Returns this search with other `devices`, `batch` or `only`."""
 
@@ -120,8 +128,9 @@ class Search:
         Under a pipeline ZeRO 2 is ZeRO 1, for example.
         """
         rows = self.order[: 20 * count]
-        change = (np.diff(self.step_time_s[rows]) != 0) | (np.diff(self.used_bytes[rows]) != 0)
-        return rows[np.concatenate(([True], change))][:count]
+        columns = (self.step_time_s[rows], self.used_bytes[rows])
+        is_equal = [np.isclose(each[1:], each[:-1], rtol=1e-6) for each in columns]
+        return rows[np.concatenate(([True], ~(is_equal[0] & is_equal[1])))][:count]
 
     def plan(self, index: int) -> Plan:
         """Returns one layout as a Plan for the engine, on GPUs with their defaults, in the
@@ -236,7 +245,7 @@ def search(
             " e.g. 0.05."
         )
     check_numbers(site, "bf16", num_devices)
-    machine = machine_of(
+    fixed = machine_of(
         site,
         calibration,
         engine=engine,
@@ -259,6 +268,7 @@ def search(
         only: Mapping[str, Iterable[Any]] = only or {},
     ) -> Search:
         check_numbers(site, "bf16", devices)
+        machine = dataclasses.replace(fixed, convention=_convention(engine, only))
         layouts = candidates(
             spec,
             devices,
@@ -278,6 +288,9 @@ def search(
             most_bytes, alike = machine.most_bytes(max_risk), base is not None
             evaluated = with_some_recomputed(*evaluated, machine.evaluate, most_bytes, alike)
         layouts, time_s, used_bytes = evaluated
+        time_s, used_bytes = _fastest_in_float64(
+            machine, layouts, time_s, used_bytes, machine.most_bytes(max_risk)
+        )
         return Search(
             spec=spec,
             machine=machine,
@@ -297,6 +310,40 @@ def search(
     if not found.feasible.any():
         raise ConfigError(_none_fits(found))
     return found
+
+
+def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Convention:
+    """Returns the bytes per parameter of all layouts of a search.
+
+    Raises:
+        ConfigError: `only` allows ZeRO stages of which engine neuron trains one in another
+            precision.
+    """
+    allowed = only.get("zero_stage", ())
+    stages = {allowed} if isinstance(allowed, int) else set(allowed)
+    if engine == "neuron" and 0 in stages and len(stages) > 1:
+        raise ConfigError(
+            f"search.only.zero_stage: {tuple(sorted(stages))} is not allowed with engine 'neuron',"
+            " which keeps no fp32 master weights at stage 0. Name stage 0 or the others."
+        )
+    return convention_of("bf16", engine, min(stages, default=1))
+
+
+def _fastest_in_float64(
+    machine: Machine, layouts: Layouts, time_s: Array, used_bytes: Array, most_bytes: float
+) -> tuple[Array, Array]:
+    """Returns (step time in seconds, used bytes) of all layouts as float64 arrays, where the values
+    of the fastest feasible layouts are computed again.
+    """
+    time_s, used_bytes = time_s.astype(np.float64), used_bytes.astype(np.float64)
+    rows = np.flatnonzero(used_bytes <= most_bytes)
+    if len(rows) > EXACT_LAYOUTS:
+        rows = rows[np.argpartition(time_s[rows], EXACT_LAYOUTS)[:EXACT_LAYOUTS]]
+    if len(rows):
+        chosen = layouts.select(rows)
+        time_s[rows] = machine.step_time(chosen).total_s
+        used_bytes[rows] = machine.memory(chosen).used_bytes
+    return time_s, used_bytes
 
 
 def _none_fits(found: Search) -> str:

@@ -86,6 +86,9 @@ def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
 def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
     """Returns the numbers of a site; on a local one each layout's processes share the cores.
 
+    Products in fp16 are taken to be as fast as those in bf16, as in the fit (`hardware_of`): sites
+    have a measured rate of products in bf16 only, which is below the usual share of the peak.
+
     A local site whose peak, memory bandwidth or links were not measured (`kit bench`) gets
     those of `CORE`.
 
@@ -93,7 +96,7 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
         ConfigError: a cluster's site lacks a number.
     """
     if site.scheduler != "local":
-        return Hardware.of(site, dtype)
+        return Hardware.of(site, "bf16" if dtype == "fp16" else dtype)
     peak = site.peak_flops_per_s(dtype) or site.peak_flops_per_s("fp32") or CORE["peak"]
     memory, tiers = site.device.memory_bytes_per_s, site.links.intra_node
     share = np.minimum(1.0, site.devices_per_node / layouts.num_devices)

@@ -12,6 +12,7 @@ import numpy as np
 from cluster.record import Record, field_doc
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.layouts import Array, Layouts
+from kit.plan import EngineName, Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ CONVENTIONS = {
     "deepspeed_bf16": Convention(
         name="DeepSpeed BF16_Optimizer, 20 B", weights=2, gradients=6, optimizer=12
     ),
+    "fp32": Convention(name="fp32 weights and AdamW, 16 B", weights=4, optimizer=8),
     # After a step skipped for overflow, ZeRO 1 of DeepSpeed before 0.13.2
     # (runtime/zero/stage_1_and_2.py at 0.10.0) has Adam's moments, made before the first step
     # (`initialize_optimizer_states`), no gradients (`step`), but still the fp16 copy of those of
@@ -54,6 +56,18 @@ CONVENTIONS = {
         name="after a skipped step, 16 B", weights=2, gradients=0, optimizer=14
     ),
 }
+
+
+def convention_of(precision: Precision, engine: EngineName, zero_stage: int) -> Convention:
+    """Returns the bytes per parameter that a plan's engine keeps in the plan's precision.
+
+    Engine neuron without ZeRO has neither master weights nor fp32 sums in bf16. In fp32 there is
+    one copy of each weight.
+    """
+    if precision == "fp32":
+        return CONVENTIONS["fp32"]
+    is_pure = engine == "neuron" and precision == "bf16" and zero_stage == 0
+    return CONVENTIONS["pure_bf16" if is_pure else "mixed_precision"]
 
 
 @dataclasses.dataclass(frozen=True)

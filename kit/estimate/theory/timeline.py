@@ -15,7 +15,7 @@ from kit.estimate.theory.orders import (
 )
 from kit.estimate.theory.schedule import Simulation
 from kit.show.style import Rows, new_figure
-from kit.show.theme import BLUE, GREEN, GROUND, INK, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, GROUND, INK, VERMILION
 
 COLOURS = {FORWARD: BLUE, BACKWARD: VERMILION, BACKWARD_INPUT: VERMILION, BACKWARD_WEIGHT: GREEN}
 NAMES = {
@@ -37,12 +37,22 @@ DIGIT_WIDTH = 1 / 50
 """Width of a digit of a micro-batch's number, as a share of the time axis."""
 
 
-def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
-    """Returns a picture of simulations on one time axis, a panel each, and their table.
+TEETH, TOOTH = 9, 0.012
+"""Teeth of the torn edge, and the depth of one as a share of the time axis."""
 
-    Devices are rows; the numbers are micro-batches, where they fit; a device's second and further
-    stages are paler; grey is waiting, its share of the time at the right. Table: one row per
-    simulation and device.
+
+def timeline_figure(
+    *simulations: Simulation, drawn_microbatches: int | None = None
+) -> tuple[Any, Rows]:
+    """Returns (figure, rows): simulations on one time axis, a panel each, and their table.
+
+    Devices are rows. The numbers are micro-batches, where they fit. A device's second and further
+    stages are paler. Grey is waiting, and its share of the time stands at the right. The table has
+    one row per simulation and device, of the whole simulation.
+
+    With `drawn_microbatches` each panel ends where the first device starts the micro-batch of this
+    number, counted from 0, and its right edge is torn. The drain of a long step, which would look
+    as long as the rest of it, is then not drawn.
     """
     rows = [
         {
@@ -56,7 +66,8 @@ def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
         for device in range(simulation.order.num_devices)
     ]
     heights = [min(0.26, 4 / s.order.num_devices) * s.order.num_devices + 0.5 for s in simulations]
-    width_s = max(simulation.makespan_s for simulation in simulations)
+    ends_s = [_end_s(simulation, drawn_microbatches) for simulation in simulations]
+    width_s = max(ends_s)
     unit, name = (1.0, "s") if width_s >= 1 else (1e-3, "ms")
     with new_figure(
         len(simulations),
@@ -65,14 +76,23 @@ def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
         squeeze=False,
         height_ratios=heights,
     ) as (figure, axes):
-        for axis, simulation in zip(axes[:, 0], simulations, strict=True):
-            _draw(axis, simulation, unit, width_s)
+        for axis, simulation, end_s in zip(axes[:, 0], simulations, ends_s, strict=True):
+            _draw(axis, simulation, unit, width_s, end_s)
         axes[-1, 0].set(xlabel=f"time, {name}", xlim=(0, width_s / unit))
         _legend(figure, simulations)
     return figure, rows
 
 
-def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> None:
+def _end_s(simulation: Simulation, drawn_microbatches: int | None) -> float:
+    """Returns the time at which the picture of a simulation ends."""
+    order = simulation.order
+    if drawn_microbatches is None or drawn_microbatches >= order.num_microbatches:
+        return simulation.makespan_s
+    is_next = (order.kind == FORWARD) & (order.micro_batch == drawn_microbatches)
+    return float(simulation.start_s[is_next].min())
+
+
+def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float, end_s: float) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
 
@@ -80,7 +100,7 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
     height = 0.86 if devices <= LABELLED_DEVICES else 1.0
     whole = boxes(
         np.zeros(devices),
-        np.full(devices, simulation.makespan_s / unit),
+        np.full(devices, end_s / unit),
         np.arange(devices),
         height,
     )
@@ -88,12 +108,12 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
     row = np.broadcast_to(np.arange(devices)[:, None], order.kind.shape)
     crowded = np.nanmedian(simulation.end_s - simulation.start_s) < width_s / 500
     chunk = _chunks(simulation)
+    is_cut = end_s < simulation.makespan_s
+    ends_s = np.minimum(simulation.end_s, end_s)
     for kind, colour in COLOURS.items():
         for paleness in np.unique(chunk):
-            work = (order.kind == kind) & (chunk == paleness)
-            drawn = boxes(
-                simulation.start_s[work] / unit, simulation.end_s[work] / unit, row[work], height
-            )
+            work = (order.kind == kind) & (chunk == paleness) & (simulation.start_s < end_s)
+            drawn = boxes(simulation.start_s[work] / unit, ends_s[work] / unit, row[work], height)
             axis.add_collection(
                 PolyCollection(
                     drawn,
@@ -104,10 +124,10 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
                     antialiased=not crowded,
                 )
             )
-    _number(axis, simulation, unit, width_s, chunk)
+    _number(axis, simulation, unit, width_s, end_s, chunk)
     if devices <= LABELLED_DEVICES:
         axis.set_yticks(range(devices), [str(device) for device in range(devices)])
-        for device, idle in enumerate(simulation.idle_fraction):
+        for device, idle in enumerate([] if is_cut else simulation.idle_fraction):
             axis.annotate(
                 f"{100 * idle:.0f} %",
                 (1, device),
@@ -116,17 +136,34 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
                 textcoords="offset points",
                 va="center",
             )
-    axis.set(title=_title(simulation), ylabel="device", ylim=(devices - 0.5, -0.5))
+    if is_cut:
+        _tear(axis, end_s / unit, width_s / unit, devices)
+    title = _title(simulation, end_s)
+    axis.set(title=title, ylabel="device", ylim=(devices - 0.5, -0.5))
     axis.grid(visible=False)
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
 
 
-def _title(simulation: Simulation) -> str:
+def _tear(axis: Any, end: float, width: float, devices: int) -> None:
+    """Draws a torn right edge, in units of the axes, over what ends there."""
+    from matplotlib.patches import Polygon
+
+    heights = np.linspace(-0.6, devices - 0.4, 2 * TEETH + 1)
+    depths = end - TOOTH * width * (1 + np.arange(2 * TEETH + 1) % 2)
+    edge = np.column_stack((depths, heights))
+    corners = [(end + width, heights[-1]), (end + width, heights[0])]
+    axis.add_patch(Polygon([*edge, *corners], facecolor=GROUND, linewidth=0, zorder=3))
+    axis.plot(*edge.T, color=GREY, linewidth=1, zorder=4)
+
+
+def _title(simulation: Simulation, end_s: float) -> str:
     order = simulation.order
     stages = order.num_stages // order.num_devices
     layout = counted(order.num_devices, "device") + (f" x {stages} stages" if stages > 1 else "")
     batches = counted(order.num_microbatches, "micro-batch", "micro-batches")
+    if end_s < simulation.makespan_s:
+        return f"{TITLES.get(order.name, order.name)}: {layout}, the beginning of a step"
     return (
         f"{TITLES.get(order.name, order.name)}: {layout},"
         f" {batches}\n{100 * simulation.bubble_fraction:.1f} % idle; at most"
@@ -151,12 +188,13 @@ def boxes(start: Array, end: Array, middle: Array, height: Any) -> Any:
     return np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
 
 
-def _number(axis: Any, simulation: Simulation, unit: float, width_s: float, chunk: Array) -> None:
+def _number(
+    axis: Any, simulation: Simulation, unit: float, width_s: float, end_s: float, chunk: Array
+) -> None:
     order = simulation.order
     digits = len(str(order.num_microbatches - 1)) + 0.4
-    fits = (simulation.end_s - simulation.start_s > digits * DIGIT_WIDTH * width_s) & (
-        order.kind != PADDING
-    )
+    is_wide = simulation.end_s - simulation.start_s > digits * DIGIT_WIDTH * width_s
+    fits = is_wide & (order.kind != PADDING) & (simulation.end_s <= end_s)
     for device, index in np.argwhere(fits):
         middle = (simulation.start_s[device, index] + simulation.end_s[device, index]) / 2
         axis.text(
@@ -177,8 +215,9 @@ def _legend(figure: Any, simulations: tuple[Simulation, ...]) -> None:
         for kind, colour in COLOURS.items()
         if any((simulation.order.kind == kind).any() for simulation in simulations)
     }
-    figure.legend(
-        handles=[*patches.values(), Patch(color=IDLE, label="waiting")],
-        loc="outside lower left",
-        ncols=4,
-    )
+    handles = [*patches.values(), Patch(color=IDLE, label="waiting")]
+    if any(
+        simulation.order.num_stages > simulation.order.num_devices for simulation in simulations
+    ):
+        handles.append(Patch(facecolor=BLUE, alpha=0.5, label="paler: later stages"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=3)
