@@ -1,6 +1,5 @@
 """Commands by which results leave, and others' come in: figure, export, import."""
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from kit.commands.options import (
 )
 from kit.convert.hugging_face_config import load_spec
 from kit.convert.other_trainers import named
-from kit.errors import ConfigError, DataError, RunError, check_known
+from kit.errors import ConfigError, DataError, RunError, check_known, did_you_mean
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
 from kit.show.style import check_picture, save_figure
@@ -269,8 +268,7 @@ def figure(
     elif name in FIGURES:
         _draw(name, out, own or (), points)
     elif not Path(name).exists():
-        close = difflib.get_close_matches(name, FIGURES, n=1)
-        near = f"Did you mean {close[0]!r}?" if close else "`kit figure` lists those of papers."
+        near = did_you_mean(name, FIGURES).strip() or "`kit figure` lists those of papers."
         raise RunError(f"{name} is neither a run directory nor a figure of a paper. {near}")
     else:
         refuse(

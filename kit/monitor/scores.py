@@ -49,7 +49,8 @@ class ScoreCurve:
     @property
     def is_accuracy(self) -> bool:
         """Whether its scores are shares of items, and not bits or probabilities."""
-        return not self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
+        bits = self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
+        return not bits and "perplexity" not in self.metric
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
