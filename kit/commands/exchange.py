@@ -27,7 +27,7 @@ from kit.commands.options import (
     tell_record,
 )
 from kit.convert.hugging_face_config import load_spec
-from kit.convert.other_trainers import named
+from kit.convert.other_trainers import WEIGHT_FILES, named
 from kit.errors import ConfigError, DataError, RunError, check_known, did_you_mean
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
@@ -179,6 +179,11 @@ def import_(
 
         _tell_folder(export_hugging_face(_reader(source, format)(source, spec), out))
         return
+    if source.suffix in WEIGHT_FILES and source.is_file():
+        raise DataError(
+            f"{source}: is a file of weights, and no log. {named(source.parent, '')}To import a"
+            " checkpoint, give its folder."
+        )
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
     from kit.foreign.importers import import_log

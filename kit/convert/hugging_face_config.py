@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.record import suggestion
 from kit.convert.other_trainers import megatron_spec, read_arguments, torchtitan_spec
 from kit.errors import ConfigError
 from kit.spec import ModelSpec, RopeScaling
@@ -211,7 +212,7 @@ def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
     kind = config.get("model_type", "")
     if kind not in FIXED:
         raise ConfigError(
-            f"config.model_type: {kind!r} cannot be imported. Allowed: {', '.join(FIXED)}."
+            f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}"
         )
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
@@ -284,7 +285,7 @@ def _gpt2(config: dict[str, Any], name: str) -> ModelSpec:
     if activation not in ACTIVATIONS:
         raise ConfigError(
             f"config.activation_function: {activation!r} cannot be imported."
-            f" Allowed: {', '.join(ACTIVATIONS)}."
+            f" {suggestion(activation, ACTIVATIONS)}"
         )
     shapes = _shapes({**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}, "gpt2")
     return ModelSpec.gpt(name=name, activation=ACTIVATIONS[activation], **shapes)

@@ -131,16 +131,26 @@ class SafetensorsFolder:
         files = (self.folder / name for name in set(self._file_of.values()))
         return sum(file.stat().st_size for file in files if file.exists())
 
+    def require(self, name: str) -> str:
+        """Returns the name of a weight in the folder. GPT-2's of the hub have no `transformer.`
+        before their names.
+
+        Raises:
+            DataError: the folder has no such weight.
+        """
+        found = name if name in self._file_of else name.removeprefix("transformer.")
+        if found not in self._file_of:
+            advice = missing_weight_advice(self.folder)
+            raise DataError(f"{self.folder}: has no weight {name!r}. {advice}")
+        return found
+
     def read(self, name: str) -> Tensor:
-        """Returns one weight. GPT-2's of the hub have no `transformer.` before their names.
+        """Returns one weight.
 
         Raises:
             DataError: it is not there, or its file is missing or damaged.
         """
-        name = name if name in self._file_of else name.removeprefix("transformer.")
-        if name not in self._file_of:
-            advice = missing_weight_advice(self.folder)
-            raise DataError(f"{self.folder}: has no weight {name!r}. {advice}")
+        name = self.require(name)
         with self._open(self._file_of[name]) as weights:
             return weights.get_tensor(name)
 

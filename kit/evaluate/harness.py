@@ -79,6 +79,13 @@ def score_task(
     origins = {source.origin for source in loaded.data}
     if name in BENCHMARKS and "mirror" in origins and "definition" not in origins:
         full_items = BENCHMARKS[name].full_items
+    notes = [scorer.isolation] if scorer and loaded.runs_code and scorer.isolation else []
+    if not lm.packs:
+        count = f"{lm.sequences:,} sequence" + "s" * (lm.sequences != 1)
+        notes.append(
+            f"scored by lm-eval's own method, {count} in a forward pass (--batch-size): the kit"
+            f" does not pack requests for {lm.config.model_type}"
+        )
     return TaskScore(
         task=name,
         metrics=_metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values()),
@@ -98,7 +105,7 @@ def score_task(
         harness_version=importlib.metadata.version("lm_eval"),
         data=loaded.data,
         seconds=round(seconds, 3),
-        note=scorer.isolation if scorer and loaded.runs_code else "",
+        note="; ".join(notes),
     )
 
 

@@ -139,13 +139,18 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
     return requests
 
 
-@functools.cache
 def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
     """Returns the harness's index of the definitions that the kit knows, or of all, or of all and
     those in a folder of the user.
 
-    Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds.
+    Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds. An
+    index is made once.
     """
+    return _task_manager(everything, include_path)  # the cache tells keywords from positions
+
+
+@functools.cache
+def _task_manager(everything: bool, include_path: Path | None) -> Any:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
