@@ -99,6 +99,29 @@ def evaluate(
             " were saved."
         ),
     ] = None,
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template", help="Write prompts as turns in the tokenizer's chat template."
+        ),
+    ] = False,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Arguments of generation instead of the task's:"
+            " max_gen_toks=64,temperature=0.8,do_sample=True.",
+            metavar="KEY=VALUE,...",
+        ),
+    ] = None,
+    log_samples: Annotated[
+        bool,
+        typer.Option(
+            "--log-samples",
+            "-s",
+            help="Write each item's prompts, answers and metrics into the folder X.samples beside"
+            " the report X.json.",
+        ),
+    ] = False,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -165,6 +188,9 @@ def evaluate(
         "batch_size": int(batch_size) if batch_size and batch_size.isdecimal() else batch_size,
         "device": device,
         "dtype": dtype,
+        "apply_chat_template": apply_chat_template or None,
+        "gen_kwargs": gen_kwargs,
+        "log_samples": log_samples or None,
         "seed": seed,
         "out": output,
     }
@@ -186,8 +212,6 @@ def evaluate(
             raise ConfigError(
                 "out: only with a Hugging Face folder; a run keeps its scores in its own eval/."
             )
-        if options.get("dtype") == "auto":
-            options["dtype"] = "float32"  # in which training keeps the weights
         _run(folder, step, asked, options, follow=follow, submit=submit)
         return
     if not (folder / "config.json").is_file():

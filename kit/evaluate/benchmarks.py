@@ -4,6 +4,7 @@ No torch, no lm-eval.
 """
 
 import dataclasses
+import json
 import re
 import sys
 import tomllib
@@ -23,7 +24,8 @@ from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.spec import ModelSpec
 
-Question = tuple[str, int | None, int, float, float]
+Question = tuple[str, int | None, int, float, float, bool, str]
+"""Task, shots, programs, temperature, top_p, whether the chat template is applied, gen_kwargs."""
 HELDOUT = "heldout"
 """The task that scores held-out text of the corpus; the others are benchmarks."""
 
@@ -80,11 +82,25 @@ class TaskSettings(Record):
     top_p: float = field_doc(
         "sampled texts use only the most likely tokens of this total probability", default=1.0
     )
+    apply_chat_template: bool = field_doc(
+        "prompts are turns in the chat template of the tokenizer", default=False
+    )
+    gen_kwargs: str = field_doc(
+        "arguments of generation that replace the task's own, such as 'max_gen_toks=64'", default=""
+    )
 
     @property
     def key(self) -> Question:
         """What is asked, of however many items."""
-        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
+        return (
+            self.task,
+            self.num_fewshot,
+            self.num_samples,
+            self.temperature,
+            self.top_p,
+            self.apply_chat_template,
+            self.gen_kwargs,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +174,8 @@ def _is_batch_size(size: int | str) -> bool:
 class Options(Record):
     """How to score; the keywords of `evaluate`, `evaluate_folder` and `evaluate_model`.
 
-    `dtype` is another name of `precision`, by lm-eval's names: float32, bfloat16, float16.
+    `dtype` is another name of `precision`, by lm-eval's names: float32, bfloat16, float16, or auto,
+    in which the weights were saved.
     """
 
     limit: int | float | None = field_doc(
@@ -177,6 +194,16 @@ class Options(Record):
         must(lambda number: number >= 0, "Give a number from 0."),
         default=None,
     )
+    apply_chat_template: bool = False
+    """Whether prompts are turns in the chat template of the tokenizer, solved examples as turns of
+    their own."""
+    gen_kwargs: str = ""
+    """Arguments of generation that replace those of tasks that generate text, as
+    `temperature=0.8,do_sample=True` or as JSON. lm-eval's names: max_gen_toks, until, and those of
+    transformers."""
+    log_samples: bool = False
+    """Whether each item's prompts, answers and metrics are written, one JSON line an item, into a
+    folder beside the report."""
     task_data: Path | None = None
     """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
     with both; by default that wheel is in `default_mirror()`."""
@@ -231,7 +258,12 @@ class Options(Record):
         """Returns a request as it is scored with these options, which go before what a suite
         says.
         """
-        given = {"num_fewshot": self.num_fewshot, "limit": self.limit}
+        given = {
+            "num_fewshot": self.num_fewshot,
+            "limit": self.limit,
+            "apply_chat_template": self.apply_chat_template or None,
+            "gen_kwargs": self.gen_kwargs or None,
+        }
         return request.replace(
             **{name: value for name, value in given.items() if value is not None}
         )
@@ -250,7 +282,11 @@ class Options(Record):
         if (dtype := given.pop("dtype", None)) is not None:
             if "precision" in given:
                 raise ConfigError("dtype: has the meaning of precision. Give one of the two.")
-            given["precision"] = precision_of_dtype(str(dtype).removeprefix("torch."))
+            # Training keeps the weights of a run in fp32. `evaluate_folder` replaces auto.
+            name = "float32" if dtype == "auto" else str(dtype).removeprefix("torch.")
+            given["precision"] = precision_of_dtype(name)
+        if isinstance(given.get("gen_kwargs"), dict):
+            given["gen_kwargs"] = json.dumps(given["gen_kwargs"])
         return cls.from_dict(given, "evaluate")
 
 

@@ -3,13 +3,16 @@
 import contextlib
 import importlib.metadata
 import itertools
+import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.files import write_atomic
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.report import ANSWER_BITS, Metric, TaskScore
@@ -26,6 +29,7 @@ def score_task(
     *,
     seed: int = 1234,
     scorer: Any = None,
+    samples: Path | None = None,
 ) -> TaskScore:
     """Returns the scores of one task.
 
@@ -37,9 +41,12 @@ def score_task(
         seed: of that draw, which is the same for all models and does not depend on the other tasks;
             and of sampled texts, which depend on how many are drawn at once, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
+        samples: folder into which each item's prompts, answers and metrics are written, as
+            `samples_TASK.jsonl`. If None, they are not kept.
 
     Raises:
-        ConfigError: the task runs code and there is no scorer for it.
+        ConfigError: the task runs code and there is no scorer for it, or a chat template is wanted
+            and the tokenizer has none.
     """
     import torch
     from lm_eval.evaluator import evaluate
@@ -50,6 +57,11 @@ def score_task(
             f"{name}: runs programs that the model wrote, and that was not allowed. Allow it with"
             " untrusted_code='isolated' (`kit eval --untrusted-code isolated`), or leave out this"
             " task."
+        )
+    if request.apply_chat_template and not lm.tokenizer.chat_template:
+        raise ConfigError(
+            "apply_chat_template: the tokenizer has no chat template, as base models have none."
+            " Leave it out, or add one (chat_template.jinja) to the folder."
         )
     with scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
         documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
@@ -63,10 +75,14 @@ def score_task(
                 lm,
                 loaded.definition,
                 samples=chosen,
-                log_samples=False,
+                log_samples=samples is not None,
+                apply_chat_template=request.apply_chat_template,
+                fewshot_as_multiturn=request.apply_chat_template,
                 confirm_run_unsafe_code=loaded.runs_code,
             )
         seconds = time.perf_counter() - start
+    if samples is not None:
+        write_samples(samples, found["samples"])
     if chosen is not None:
         documents = {leaf: [documents[leaf][i] for i in places] for leaf, places in chosen.items()}
     sizes = {leaf: len(items) for leaf, items in documents.items()}
@@ -79,6 +95,9 @@ def score_task(
     origins = {source.origin for source in loaded.data}
     if name in BENCHMARKS and "mirror" in origins and "definition" not in origins:
         full_items = BENCHMARKS[name].full_items
+    is_random = bool(
+        chosen is not None or request.temperature or request.gen_kwargs or loaded.num_fewshot
+    )
     notes = [scorer.isolation] if scorer and loaded.runs_code and scorer.isolation else []
     if not lm.packs:
         count = f"{lm.sequences:,} sequence" + "s" * (lm.sequences != 1)
@@ -92,7 +111,7 @@ def score_task(
         num_items=sum(sizes.values()),
         total_items=full_items or sum(total.values()),
         limit=None if chosen is None else request.limit,
-        seed=seed if chosen is not None or request.temperature or loaded.num_fewshot else None,
+        seed=seed if is_random else None,
         precision=lm.precision,
         num_truncated=lm.num_truncated,
         num_fewshot=loaded.num_fewshot,
@@ -100,6 +119,8 @@ def score_task(
         num_samples=request.num_samples,
         temperature=request.temperature,
         top_p=request.top_p,
+        apply_chat_template=request.apply_chat_template,
+        gen_kwargs=request.gen_kwargs,
         chance=_chance(loaded.leaves, documents, equal),
         task_version=str(found["versions"].get(name, loaded.task.VERSION)),
         harness_version=importlib.metadata.version("lm_eval"),
@@ -107,6 +128,16 @@ def score_task(
         seconds=round(seconds, 3),
         note="; ".join(notes),
     )
+
+
+def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes what lm-eval keeps of each item, one JSON line an item, as `samples_TASK.jsonl`."""
+    from lm_eval.utils import handle_non_serializable
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, items in samples.items():
+        lines = (json.dumps(item, default=handle_non_serializable) for item in items)
+        write_atomic(folder / f"samples_{task}.jsonl", "".join(f"{line}\n" for line in lines))
 
 
 def choose_shares(

@@ -100,8 +100,9 @@ def evaluate(
         checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
     ):
         lm = load_lm(folder, run.spec.sequence_length, chosen, plan, device)
-        found = score_all(lm, requests, chosen, dataset, skip=skip)
-        return keep_scores(file if is_kept else None, report, found, start)
+        kept = file if is_kept else None
+        found = score_all(lm, requests, chosen, dataset, skip=skip, file=kept)
+        return keep_scores(kept, report, found, start)
 
 
 def evaluate_folder(
@@ -152,7 +153,7 @@ def evaluate_folder(
         tokenizer_sha256=digest if begin else plain_sha256,
     )
     _check_same_model(file, report)
-    found = score_all(lm, requests, chosen, None, skip=isinstance(tasks, str))
+    found = score_all(lm, requests, chosen, None, skip=isinstance(tasks, str), file=file)
     return keep_scores(file, report, found, start)
 
 
@@ -253,6 +254,11 @@ def report_beside(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}.eval.json")
 
 
+def samples_folder(file: Path) -> Path:
+    """Returns where the items of a report are written: `X.samples` beside `X.json`."""
+    return file.with_name(f"{file.name.removesuffix('.json')}.samples")
+
+
 def check_keepable(file: Path) -> None:
     """Raises ConfigError for a file that no report can be written to, before work that may take
     hours.
@@ -293,9 +299,12 @@ def score_all(
     heldout: Dataset | None,
     *,
     skip: bool,
+    file: Path | None = None,
 ) -> Iterator[TaskScore | Unscored]:
     """Yields the score of each task; with `skip` also what could not be scored, instead of
     failing.
+
+    With `options.log_samples` the items are written into `samples_folder` of the report's `file`.
     """
     from kit.evaluate.harness import score_task
     from kit.evaluate.loading import first_alone, is_first
@@ -314,7 +323,8 @@ def score_all(
         include_path=options.include_path,
         seed=options.seed,
     )
-    score = functools.partial(score_task, lm, seed=options.seed, scorer=scorer)
+    samples = samples_folder(file) if options.log_samples and file is not None else None
+    score = functools.partial(score_task, lm, seed=options.seed, scorer=scorer, samples=samples)
 
     def tried(request: TaskRequest, work: Callable[[Any], Any], what: Any) -> Any:
         try:

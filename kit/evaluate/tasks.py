@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import glob
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -224,6 +225,9 @@ def load_task(
     loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
     for task in tasks:
         task.set_fewshot_seed(seed=seed)
+        if request.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+            wanted = generation_arguments(request.gen_kwargs)
+            task.set_config(key="generation_kwargs", value=wanted, update=True)
         if loaded.runs_code and request.num_samples > 1:
             task.set_config(key="repeats", value=request.num_samples)
             sampling = {
@@ -233,6 +237,27 @@ def load_task(
             }
             task.set_config(key="generation_kwargs", value=sampling, update=True)
     return loaded
+
+
+def generation_arguments(text: str) -> dict[str, Any]:
+    """Returns arguments of generation from `key=value,key=value`, as lm-eval reads it, or JSON.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    from lm_eval.utils import simple_parse_args_string
+
+    is_json = text.lstrip().startswith("{")
+    try:
+        found = json.loads(text) if is_json else simple_parse_args_string(text)
+    except ValueError:
+        found = {}
+    if not found or not is_json and not all("=" in part for part in text.split(",")):
+        raise ConfigError(
+            f"gen_kwargs: {text!r} is not allowed. Give key=value,key=value, for example"
+            " max_gen_toks=64,temperature=0.8,do_sample=True, or a JSON object."
+        )
+    return found
 
 
 def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
@@ -416,8 +441,8 @@ def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
         task.set_config(key="num_fewshot", value=shots)
         if shots and (pool := len(task.fewshot_docs())) < shots:
             raise DataError(
-                f"{shots} shots need as many solved examples, but the pool has {pool}. Use --set"
-                f" num_fewshot=0, or bring the training split of {path} in a folder, as"
+                f"{shots} shots need as many solved examples, but the pool has {pool}. Use"
+                f" --num-fewshot 0, or bring the training split of {path} in a folder, as"
                 f" FOLDER/{path}/{task.config.dataset_name or 'default'}/train.parquet or .jsonl,"
                 " with --task-data FOLDER, or use --set download=true where the hub can be reached"
             )

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -162,8 +163,12 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     return folder
 
 
-def harness_results(folder: Path, tasks: list[str], include: Path, **more: Any) -> dict[str, Any]:
-    """Returns what lm-eval's command line computes with `--batch_size 1`, its default."""
+def harness_results(
+    folder: Path, tasks: list[str], include: Path, *, samples_too: bool = False, **more: Any
+) -> Any:
+    """Returns what lm-eval's command line computes with `--batch_size 1`, its default: numbers by
+    task, or the samples of the first task.
+    """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -176,6 +181,8 @@ def harness_results(folder: Path, tasks: list[str], include: Path, **more: Any) 
             task_manager=TaskManager(include_path=str(include), include_defaults=False),
             **more,
         )
+    if samples_too:
+        return found["samples"][tasks[0]]
     return {**found["results"], **found.get("groups", {})}
 
 
@@ -204,6 +211,41 @@ def test_own_tasks_equal_lm_eval(kind, tokenizer, own_tasks, tmp_path, no_networ
         folder, ("mine_all",), include_path=own_tasks, limit=0.3, out=tmp_path / "tag.json"
     )
     assert by_tag["mine_odd"].num_items == 3 and by_tag["mine_half"].num_items == 2
+
+
+def test_perplexity_interval_equals_bootstrap(qwen, own_tasks, tmp_path):
+    """The bootstrap resamples the log-likelihoods that lm-eval's own model gives."""
+    (own_tasks / "words.yaml").write_text(
+        f"""
+task: mine_words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "words.jsonl"}}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: q
+doc_to_target: last
+metric_list: [{{metric: perplexity}}, {{metric: acc}}]
+"""
+    )
+    words = ["it", "module", "seven", "the statement", "cat", "x and y"]
+    rows = [{"q": f"Question {i}:", "last": words[i % 6]} for i in range(60)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with quiet():
+        reference = packed.HFLM(str(qwen), device="cpu", dtype="float32")
+    pairs = [(row["q"], f" {row['last']}") for row in rows]
+    scored = reference.loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)
+    logs = np.array([value for value, _ in scored])
+    draws = np.random.default_rng(0).choice(logs, (20_000, len(logs))).mean(axis=1)
+    low, high = np.quantile(-draws, [0.025, 0.975])
+    report = evaluate_folder(
+        qwen, ("mine_words",), include_path=own_tasks, out=tmp_path / "words.json"
+    )
+    metric = report["mine_words"].metric("perplexity")
+    assert metric.low is not None and metric.high is not None
+    assert np.log(metric.value) == pytest.approx(-logs.mean(), rel=1e-5)
+    width = high - low
+    assert np.log(metric.low) == pytest.approx(low, abs=0.1 * width)
+    assert np.log(metric.high) == pytest.approx(high, abs=0.1 * width)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +281,49 @@ def test_seed_draws_solved_examples_as_lm_eval(qwen, own_tasks, tmp_path):
         assert score.metric("acc_norm").value == found["mine_odd"]["acc_norm,none"]
         values[seed] = score.metric("answer_bits_per_byte").value
     assert values[1234] != values[7]
+
+
+def test_chat_and_generation_options_equal_lm_eval(qwen, own_tasks, tmp_path):
+    """The samples of both are compared: prompts with turns, and texts of another length."""
+    folder = shutil.copytree(qwen, tmp_path / "chat")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    turn = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+    tokenizer.chat_template = turn
+    tokenizer.save_pretrained(folder)
+    definition = (own_tasks / "mine.yaml").read_text()
+    generates = definition.replace("mine_odd", "mine_text").replace(
+        "multiple_choice", "generate_until"
+    )
+    generates = generates.replace("doc_to_choice: choices\n", "").replace(
+        "acc}, {metric: acc_norm", "exact_match"
+    )
+    (own_tasks / "text.yaml").write_text(generates)
+    expected = harness_results(
+        folder,
+        ["mine_text"],
+        own_tasks,
+        num_fewshot=1,
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+        gen_kwargs="max_gen_toks=7",
+        samples_too=True,
+    )
+    words = ("--apply_chat_template", "--gen_kwargs", "max_gen_toks=7", "--num_fewshot", 1)
+    given = ("--include_path", own_tasks, "--log_samples", "--output_path", tmp_path / "r.json")
+    report = json.loads(kit("eval", folder, "--tasks", "mine_text", *words, *given, "--json"))
+    assert report["scores"][0]["apply_chat_template"] is True
+    lines = (tmp_path / "r.samples" / "samples_mine_text.jsonl").read_text().splitlines()
+    found = {item["doc_id"]: item for item in map(json.loads, lines)}
+    assert len(found) == len(expected) == len(ITEMS)
+    for item in expected:
+        own = found[item["doc_id"]]
+        assert own["arguments"][0][0] == item["arguments"][0][0]
+        assert own["resps"] == item["resps"]
+        assert "[assistant]" in own["arguments"][0][0]
+    with pytest.raises(
+        ConfigError, match="apply_chat_template: the tokenizer has no chat template"
+    ):
+        kit("eval", qwen, "--tasks", "mine_text", "--apply-chat-template", *given)
 
 
 def test_batch_size_does_not_change_scores(qwen, own_tasks, tmp_path):
