@@ -1,6 +1,7 @@
 """Tasks by lm-eval's own, unmodified definitions, with data of this machine."""
 
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import functools
@@ -81,6 +82,9 @@ def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest
     if name.endswith(DEFINITION) or os.sep in name or name.startswith("."):
         return _requests_of_files(name)
     with quiet():
+        near = task_manager(include_path=include_path).task_index
+        if name in near and near[name].kind.name == "TASK":
+            return [TaskRequest(task=name)]
         index = task_manager(everything=True, include_path=include_path).task_index
     if PATTERN.search(name):
         found = [each for each in sorted({*index, *ours}) if fnmatch.fnmatch(each, name)]
@@ -141,8 +145,8 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
 
 
 def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
-    """Returns the harness's index of the definitions that the kit knows, or of all, or of all and
-    those in a folder of the user.
+    """Returns the harness's index of the definitions that the kit knows, or of all, with those in
+    a folder of the user.
 
     Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds. An
     index is made once.
@@ -154,11 +158,19 @@ def task_manager(everything: bool = False, include_path: Path | None = None) -> 
 def _task_manager(everything: bool, include_path: Path | None) -> Any:
     import lm_eval
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import TaskIndex
 
+    if everything and include_path is None:
+        return TaskManager()
     if everything:
-        return TaskManager(include_path=include_path)
+        # Only the folder of the user is indexed anew.
+        manager = copy.copy(_task_manager(True, None))
+        manager._index = {**manager.task_index, **TaskIndex.build([include_path])}
+        return manager
     tasks = Path(lm_eval.__file__).parent / "tasks"
     folders: list[str | Path] = sorted({tasks / known.definition for known in BENCHMARKS.values()})
+    if include_path is not None:
+        folders.append(include_path)  # the last one counts where names are equal
     return TaskManager(include_path=folders, include_defaults=False)
 
 
@@ -302,7 +314,7 @@ def user_definition(request: TaskRequest, include_path: Path | None) -> Path | N
         return Path(request.definition)
     if include_path is None:
         return None
-    entry = task_manager(everything=True, include_path=include_path).task_index.get(request.task)
+    entry = task_manager(include_path=include_path).task_index.get(request.task)
     file = entry.yaml_path if entry else None
     return file if file is not None and file.is_relative_to(include_path) else None
 
@@ -382,6 +394,24 @@ def _local_data(
         yield sources
 
 
+def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
+    """Returns the smallest index with which a task can be loaded: a group may have members
+    anywhere.
+    """
+    near = task_manager(include_path=include_path)
+    if request.definition is not None:
+        from lm_eval.tasks._index import TaskIndex
+
+        entry = TaskIndex.entry_from_path(Path(request.definition))
+    else:
+        entry = near.task_index.get(request.task)
+        if include_path is None and request.task in BENCHMARKS:
+            return near
+    if entry is not None and entry.kind.name == "TASK":
+        return near
+    return task_manager(everything=True, include_path=include_path)
+
+
 def _defined(request: TaskRequest, include_path: Path | None) -> Any:
     """Returns the definition as the harness reads it, with the task's data.
 
@@ -389,9 +419,8 @@ def _defined(request: TaskRequest, include_path: Path | None) -> Any:
         ConfigError: the kit cannot score such a task, or it is a group without a number.
         DataError: the definition does not fit the data.
     """
-    everything = bool(include_path or request.definition) or request.task not in BENCHMARKS
     try:
-        manager = task_manager(everything=everything, include_path=include_path)
+        manager = _manager_of(request, include_path)
         found = manager.load([request.definition or request.task])
     except DataError:  # which is a ValueError
         raise
