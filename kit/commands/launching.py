@@ -387,6 +387,8 @@ def _show(
     )
     asked.plan.check(asked.spec)
     check_site(asked.spec, asked.plan, site)
+    if recipe.init_from is not None and site.login is None:
+        launcher.check_weights(asked.spec, recipe)
     job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
     texts = {} if site.login and lacking else scripts(job, site)
     for name, text in texts.items():
@@ -399,8 +401,6 @@ def _show(
     ]
     left += [f"{field}: {where}" for field in lacking]
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
-    if recipe.init_from is not None and site.login is None:
-        launcher.check_weights(asked.spec, recipe)
     if not asked.lacking and site.login is None:
         try:
             _tell_data(asked, recipe)
