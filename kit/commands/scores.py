@@ -180,7 +180,7 @@ def evaluate(
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
     flags = {
-        "limit": int(limit) if limit is not None and limit == int(limit) else limit,
+        "limit": int(limit) if limit is not None and limit.is_integer() else limit,
         "untrusted_code": untrusted_code,
         "task_data": task_data,
         "include_path": include_path,

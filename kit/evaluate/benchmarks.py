@@ -182,7 +182,7 @@ class Options(Record):
         "score at most this many items of a task, or below 1 this fraction of them, drawn at"
         " random; the report calls that partial",
         must(
-            lambda limit: 0 < limit < 1 or limit >= 1 and limit == int(limit),
+            lambda limit: 0 < limit < 1 or limit >= 1 and float(limit).is_integer(),
             "Give a number of items from 1, or a fraction of them between 0 and 1.",
         ),
         default=None,

@@ -290,6 +290,11 @@ def load_lm(
         ConfigError, DataError: as `load_model`.
     """
     split, replicas = {}, None
+    if layout.num_devices > 1 and str(options.batch_size).startswith("auto"):
+        raise ConfigError(
+            f"batch_size: {options.batch_size!r} may differ between the {layout.num_devices}"
+            " processes that score this model. Give a number."
+        )
     if layout.num_devices > 1:
         shape, names = (layout.replicas, layout.shards), ("replica", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
