@@ -188,7 +188,8 @@ def harness_results(
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
 def test_own_tasks_equal_lm_eval(kind, tokenizer, own_tasks, tmp_path, no_network):
-    folder = write_model(tmp_path / kind, tokenizer, kind, **PLAIN.get(kind, {}))
+    extra = PLAIN[kind] if kind == "gemma2" else {}
+    folder = write_model(tmp_path / kind, tokenizer, kind, **extra)
     names = ["mine_odd", "mine_half", "mine_both"]
     expected = {name: harness_results(folder, [name], own_tasks)[name] for name in names}
     given = ("eval", folder, "--tasks", "mine_*", "--include_path", own_tasks, "--json")
@@ -232,7 +233,7 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with quiet():
         reference = packed.HFLM(str(qwen), device="cpu", dtype="float32")
-    pairs = [(row["q"], f" {row['last']}") for row in rows]
+    pairs = [(row["q"], row["last"]) for row in rows]  # lm-eval puts no space between them
     scored = reference.loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)
     logs = np.array([value for value, _ in scored])
     draws = np.random.default_rng(0).choice(logs, (20_000, len(logs))).mean(axis=1)
@@ -294,9 +295,9 @@ def test_chat_and_generation_options_equal_lm_eval(qwen, own_tasks, tmp_path):
     generates = definition.replace("mine_odd", "mine_text").replace(
         "multiple_choice", "generate_until"
     )
-    generates = generates.replace("doc_to_choice: choices\n", "").replace(
-        "acc}, {metric: acc_norm", "exact_match"
-    )
+    generates = generates.replace(
+        "doc_to_choice: choices\ndoc_to_target: gold", "doc_to_target: '{{choices[gold]}}'"
+    ).replace("acc}, {metric: acc_norm", "exact_match")
     (own_tasks / "text.yaml").write_text(generates)
     expected = harness_results(
         folder,
