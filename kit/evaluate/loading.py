@@ -19,9 +19,8 @@ import transformers.utils.logging
 from lm_eval.models.utils import resolve_max_length
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cluster.files import other_owner
@@ -148,7 +147,7 @@ def load_config(folder: str | Path) -> Any:
         kind = table.get("model_type")
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise DataError(f"{file}: damaged: it is no JSON table. Copy it again.") from error
-    if kind not in CONFIG_MAPPING_NAMES:
+    if str(kind) not in CONFIG_MAPPING:
         if table.get("auto_map"):
             raise ConfigError(
                 f"{file}: model_type {kind!r} is not in transformers {transformers.__version__} and"

@@ -162,7 +162,7 @@ def _task_manager(everything: bool, include_path: Path | None) -> Any:
 
     if everything and include_path is None:
         return TaskManager()
-    if everything:
+    if everything and include_path is not None:
         # Only the folder of the user is indexed anew.
         manager = copy.copy(_task_manager(True, None))
         manager._index = {**manager.task_index, **TaskIndex.build([include_path])}

@@ -176,7 +176,7 @@ def harness_results(
         found: Any = simple_evaluate(
             model="hf",
             model_args=f"pretrained={folder}",
-            tasks=tasks,
+            tasks=[*tasks],
             device="cpu",
             task_manager=TaskManager(include_path=str(include), include_defaults=False),
             **more,
