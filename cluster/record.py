@@ -279,9 +279,24 @@ def path_name(cls: type) -> str:
 def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
     """Returns the tail of an error message: the closest allowed name, then all of them."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Allowed: {', '.join(names)}."
+    return f"{did_you_mean(name, names)}Allowed: {', '.join(names)}."
+
+
+def did_you_mean(name: str, allowed: typing.Iterable[str]) -> str:
+    """Returns a question that names the closest allowed name, with a space behind it.
+
+    Empty if no name is close. A name with other numbers is no misspelling: `llama3-70b` is not
+    `llama3-8b`, and an `a100` is not an `h100`.
+    """
+    close = difflib.get_close_matches(name, allowed, n=1)
+    if not close or _numbers(close[0]) != _numbers(name):
+        return ""
+    return f"Did you mean {close[0]!r}? "
+
+
+def _numbers(name: str) -> list[str]:
+    """Returns the sorted digits of a name, and the single letters that begin a number (`a100`)."""
+    return sorted("".join(re.findall(r"(?:(?<![a-z0-9])[a-z])?\d+", name.lower())))
 
 
 def check_file_name(name: str, path: str) -> None:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cluster.record import ConfigError, kit_command, suggestion
+from cluster.record import ConfigError, did_you_mean, kit_command, suggestion
 
 __all__ = [
     "CheckpointError",
@@ -18,6 +18,7 @@ __all__ = [
     "MissingPackageError",
     "RunError",
     "check_known",
+    "did_you_mean",
     "install_command",
     "kit_command",
     "needed",

@@ -291,8 +291,11 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
     from kit.data import Dataset
     from kit.data.tokenizer import load_tokenizer
 
-    folder, dataset = Path(str(recipe.init_from)), Dataset.open(Path(recipe.data))
+    folder = Path(str(recipe.init_from))
     hugging_face_weights(folder, spec)
+    if not Path(recipe.data).exists():
+        return  # `check_data` reports it
+    dataset = Dataset.open(Path(recipe.data))
     if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         ours, theirs = dataset.info.tokenizer_sha256, load_tokenizer(folder).sha256
         if theirs != ours:

@@ -66,7 +66,7 @@ def test_a_published_recipe_brings_model_and_layout(given) -> None:
     [
         ({"site": "frontier"}, "site.slurm.account: still 'EDIT'"),
         ({"site": "mine.toml"}, "mine.toml"),
-        ({"recipe": "hlat-8b"}, "Did you mean 'hlat-7b'"),
+        ({"recipe": "hlat7b"}, "Did you mean 'hlat-7b'"),
         ({"plan": None}, "MODEL, PLAN: recipe.json is a recipe without either"),
         ({"data": "nowhere"}, "nowhere"),
     ],

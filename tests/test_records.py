@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import kit
-from cluster.record import ConfigError, MissingError, Record, field_doc
+from cluster.record import ConfigError, MissingError, Record, field_doc, suggestion
 
 PUBLIC = [kit.Plan, kit.Recipe, kit.Site, kit.ModelSpec]
 
@@ -59,6 +59,14 @@ def test_a_mistyped_field_is_told_with_the_closest_name():
             record(**{f"{name}x": 1})
     with pytest.raises(ConfigError, match=r"plan.tensor_paralel: .* Did you mean 'tensor_para"):
         kit.Plan(tensor_paralel=2)  # pyright: ignore[reportCallIssue]
+
+
+def test_suggestion_keeps_the_numbers_of_a_name():
+    """Another size or machine is another thing, and no misspelling."""
+    for name, known in (("llama4", "llama"), ("dgx-a100", "dgx-h100"), ("llama3-70b", "llama3-8b")):
+        assert suggestion(name, [known]) == f"Allowed: {known}."
+    for name, known in (("bf61", "bf16"), ("gpt22b", "gpt-22b"), ("frontir", "frontier")):
+        assert suggestion(name, [known]).startswith(f"Did you mean {known!r}? ")
 
 
 @pytest.mark.parametrize("family", [kit.ModelSpec.llama, kit.ModelSpec.gpt])

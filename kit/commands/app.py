@@ -121,6 +121,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
     help=__doc__,
     epilog=EXAMPLES,
 )

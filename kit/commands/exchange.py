@@ -1,6 +1,5 @@
 """Commands by which results leave, and others' come in: figure, export, import."""
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ from kit.commands.options import (
     tell_record,
 )
 from kit.convert.hugging_face_config import load_spec
-from kit.convert.other_trainers import named
-from kit.errors import ConfigError, DataError, RunError, check_known
+from kit.convert.other_trainers import WEIGHT_FILES, named
+from kit.errors import ConfigError, DataError, RunError, check_known, did_you_mean
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
 from kit.show.style import check_picture, save_figure
@@ -180,6 +179,11 @@ def import_(
 
         _tell_folder(export_hugging_face(_reader(source, format)(source, spec), out))
         return
+    if source.suffix in WEIGHT_FILES and source.is_file():
+        raise DataError(
+            f"{source}: is a file of weights, and no log. {named(source.parent, '')}To import a"
+            " checkpoint, give its folder."
+        )
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
     from kit.foreign.importers import import_log
@@ -269,8 +273,7 @@ def figure(
     elif name in FIGURES:
         _draw(name, out, own or (), points)
     elif not Path(name).exists():
-        close = difflib.get_close_matches(name, FIGURES, n=1)
-        near = f"Did you mean {close[0]!r}?" if close else "`kit figure` lists those of papers."
+        near = did_you_mean(name, FIGURES).strip() or "`kit figure` lists those of papers."
         raise RunError(f"{name} is neither a run directory nor a figure of a paper. {near}")
     else:
         refuse(

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,7 +96,52 @@ def launch(
             " directory behind the login node of --site; it is mirrored in RUN."
         ),
     ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate. Default: the recipe's.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Sequences per optimizer step. Default: the plan's.", metavar="N"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights and data order. Default: the recipe's.")
+    ] = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face folder whose weights training starts from.", metavar="FOLDER"
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            "-N",
+            help="Nodes of the job, which set the plan's data_parallel. Default: by the plan.",
+            metavar="N",
+        ),
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="Slurm partition, not that of --site.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", "-A", help="Slurm account, not that of --site.")
+    ] = None,
+    qos: Annotated[
+        str | None,
+        typer.Option("--qos", "-q", help="Slurm quality of service, not that of --site."),
+    ] = None,
     minutes: MinutesOption = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            "-t",
+            help="Time limit of each job, as sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or"
+            " D-HH:MM:SS. Instead of --minutes.",
+            metavar="TIME",
+        ),
+    ] = None,
     show: Annotated[
         bool,
         typer.Option(
@@ -130,14 +175,23 @@ def launch(
         return
     begun = Run.open(run) if (run.expanduser() / "spec.json").exists() else None
     place = begun.site if begun and site is None else Site.load(site or "laptop")
+    place = _with_slurm(place, {"partition": partition, "account": account, "qos": qos})
     given = {"data": data, "num_steps": steps}
-    asked = ask_for(model, recipe, plan, given, parse_settings(settings), begun)
+    flags = {
+        "recipe.learning_rate": learning_rate,
+        "recipe.seed": seed,
+        "recipe.init_from": init_from,
+        "plan.global_batch_size": batch,
+    }
+    changes = _with_flags(parse_settings(settings), flags)
+    asked = ask_for(model, recipe, plan, given, changes, begun)
+    asked = _on_nodes(asked, nodes, place)
     place = on_device(place, asked.plan)
     if place.device.is_gpu:
         asked = _on_gpus(asked)
     if begun and not show:
         launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
-    time_limit_s, chosen = _seconds(minutes), as_given(asked.fields)
+    time_limit_s, chosen = _time_limit(minutes, time), as_given(asked.fields)
     for text in asked.notes:
         note(text)
     if show:
@@ -216,6 +270,102 @@ def _warn_of_shadows(site: Site) -> None:
         note(f"In the ranks too, {summary(shadows)}. {shadows[0].advice} before you launch.")
 
 
+def _with_flags(
+    changes: dict[str, dict[str, Any]], flags: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Returns the changes of `--set` with those of options of their own, by `RECORD.FIELD`.
+
+    Raises:
+        ConfigError: a field is given by both.
+    """
+    merged = {record: dict(fields) for record, fields in changes.items()}
+    for key, value in flags.items():
+        record, _, field = key.partition(".")
+        if value is None:
+            continue
+        if field in merged[record]:
+            raise ConfigError(f"--set {key}: given by an option of its own too. Give one of them.")
+        merged[record][field] = value
+    return merged
+
+
+def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
+    """Returns a site with fields of its `[slurm]` table replaced by what was given.
+
+    Raises:
+        ConfigError: the site has no Slurm, or a value is not allowed.
+    """
+    fields = {name: value for name, value in given.items() if value is not None}
+    if not fields:
+        return site
+    if site.slurm is None:
+        raise ConfigError(
+            f"--{min(fields)}: the jobs of {site.name} are not sent by Slurm. Leave it out, or give"
+            " --site with a site that has a [slurm] table."
+        )
+    return site.replace(slurm=site.slurm.replace(**fields))
+
+
+def _on_nodes(asked: Asked, nodes: int | None, site: Site) -> Asked:
+    """Returns what was asked for with the data parallelism that fills this number of nodes.
+
+    Raises:
+        ConfigError: the other degrees of the plan do not divide the devices of the nodes.
+    """
+    if nodes is None:
+        return asked
+    devices = nodes * site.devices_per_node
+    model = asked.plan.num_devices // asked.plan.data_parallel
+    if nodes < 1 or devices % model:
+        raise ConfigError(
+            f"--nodes {nodes}: {counted(devices, 'device')} of {site.name} cannot be shared by"
+            f" replicas of {counted(model, 'device')} each (tensor, pipeline and context parallel"
+            " ranks). Give another number, or another plan."
+        )
+    plan = asked.plan.replace(data_parallel=devices // model)
+    return dataclasses.replace(asked, plan=plan)
+
+
+def _time_limit(minutes: float | None, time: str | None) -> float | None:
+    """Returns the time limit of a job in seconds, None without one.
+
+    Raises:
+        ConfigError: both are given, or a value is no time.
+    """
+    if time is None:
+        return _seconds(minutes)
+    if minutes is not None:
+        raise ConfigError(f"--time {time}: not with --minutes {minutes:g}. Give one of them.")
+    return slurm_seconds(time)
+
+
+def slurm_seconds(text: str) -> float:
+    """Returns a time limit of sbatch's `--time` in seconds.
+
+    Raises:
+        ConfigError: it has none of sbatch's formats, or is 0.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if found is None:
+        raise ConfigError(
+            f"--time {text!r}: not allowed. Give minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or"
+            " D-HH:MM:SS, as for sbatch."
+        )
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours = 0
+        minutes, seconds = (*numbers, 0)[:2]
+    total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total_s == 0:
+        raise ConfigError(f"--time {text!r}: not allowed. Give a time above 0.")
+    return float(total_s)
+
+
 def _on_gpus(asked: Asked) -> Asked:
     """Returns what was asked for with the plan's defaults for GPUs."""
     plan = asked.plan.replace(**asked.unsaid)
@@ -258,6 +408,8 @@ def _show(
     )
     asked.plan.check(asked.spec)
     check_site(asked.spec, asked.plan, site)
+    if recipe.init_from is not None and site.login is None:
+        launcher.check_weights(asked.spec, recipe)
     job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
     texts = {} if site.login and lacking else scripts(job, site)
     for name, text in texts.items():

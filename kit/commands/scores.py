@@ -19,6 +19,7 @@ from kit.commands.options import (
     run_there,
     tell,
 )
+from kit.convert.other_trainers import named
 from kit.errors import ConfigError, RunError
 from kit.run import Run
 from kit.show.terminal import Table, plain
@@ -39,20 +40,103 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of lm-eval, separated by commas. Default: heldout (runs only), piqa,"
-            " arc_easy."
+            "--tasks",
+            "-t",
+            help="Tasks, groups or tags of lm-eval, patterns such as 'arc_*', or definitions of"
+            " your own (FILE.yaml), separated by commas. Python code that a definition names is"
+            " executed. Default: heldout (runs only), piqa, arc_easy.",
         ),
     ] = None,
     suite: Annotated[
         str | None,
         typer.Option(help="Named set of tasks, instead of --tasks: default, hlat, smoke or curve."),
     ] = None,
-    limit: Annotated[
+    include_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with task definitions of your own, known to --tasks by their names."
+            " Python code that a definition names is executed.",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    num_fewshot: Annotated[
         int | None,
         typer.Option(
-            help="Score a random sample of N items per task. For quick checks; not comparable with"
-            " published scores.",
+            "--num-fewshot",
+            "-f",
+            help="Solved examples in each prompt. Default: as the suite or the task defines.",
             metavar="N",
+        ),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--limit",
+            "-L",
+            help="Score a random sample of N items per task, or below 1 that fraction of its items."
+            " For quick checks; not comparable with published scores.",
+            metavar="N",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-size",
+            "-b",
+            help="Sequences in one forward pass, or auto: as many as the device's memory holds."
+            " Default: 4096 tokens; one sequence for architectures that the kit does not pack.",
+            metavar="N|auto",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device: cpu, cuda, cuda:1, mps. Default: a GPU where there is one."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of the weights: float32 (default), bfloat16, float16, or auto, as they"
+            " were saved."
+        ),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template", help="Write prompts as turns in the tokenizer's chat template."
+        ),
+    ] = False,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Arguments of generation instead of the task's:"
+            " max_gen_toks=64,temperature=0.8,do_sample=True.",
+            metavar="KEY=VALUE,...",
+        ),
+    ] = None,
+    log_samples: Annotated[
+        bool,
+        typer.Option(
+            "--log-samples",
+            "-s",
+            help="Write each item's prompts, answers and metrics into the folder X.samples beside"
+            " the report X.json.",
+        ),
+    ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed of samples, of solved examples and of sampled texts. Default: 1234."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "--output-path",
+            "-o",
+            help="Report on a Hugging Face folder: a .json file, or a folder for it. Default:"
+            " FOLDER.eval.json beside the folder.",
+            metavar="PATH",
         ),
     ] = None,
     follow: FollowOption = False,
@@ -82,45 +166,84 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Other settings: num_fewshot=5 solved examples in each prompt, seed=1234 of"
-            " samples, precision=bf16 of weights, batch_tokens=4096, devices=8 of the"
-            " run's site, download=true for missing data, out=FILE for the report on a"
-            " Hugging Face folder. Can be repeated.",
+            help="Other settings: batch_tokens=4096 in one forward pass, devices=8 of the run's"
+            " site, download=true for missing data. Can be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Score a checkpoint of a run, or a Hugging Face folder, with lm-eval. With --follow, score
-    each new checkpoint until the job ends. `kit eval-data` downloads the benchmarks first.
+    """Score a checkpoint of a run, or a Hugging Face folder with any decoder that transformers
+    loads, with lm-eval. With --follow, score each new checkpoint until the job ends. `kit
+    eval-data` downloads the benchmarks first.
+
+    Options have the names and meanings of lm-eval's; its spelling with underscores is accepted too.
     """
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
-    given = {"limit": limit, "untrusted_code": untrusted_code, "task_data": task_data}
+    flags = {
+        "limit": int(limit) if limit is not None and limit.is_integer() else limit,
+        "untrusted_code": untrusted_code,
+        "task_data": task_data,
+        "include_path": include_path,
+        "num_fewshot": num_fewshot,
+        "batch_size": int(batch_size) if batch_size and batch_size.isdecimal() else batch_size,
+        "device": device,
+        "dtype": dtype,
+        "apply_chat_template": apply_chat_template or None,
+        "gen_kwargs": gen_kwargs,
+        "log_samples": log_samples or None,
+        "seed": seed,
+        "out": output,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
     options = parse_values(settings)
-    options |= {key: value for key, value in given.items() if value is not None}
+    if twice := options.keys() & given.keys():
+        name = min(twice)
+        raise ConfigError(f"--set {name}: given by an option of its own too. Give one of them.")
+    options |= given
     out = options.pop("out", None)
-    asked = suite if tasks is None else tuple(task.strip() for task in tasks.split(","))
-    if (run.expanduser() / "spec.json").exists():
+    asked = suite
+    if tasks is not None:
+        asked = tuple(name for task in tasks.split(",") if (name := task.strip()))
+        if not asked:
+            raise ConfigError("--tasks: names no task. Give names of lm-eval's tasks.")
+    folder = run.expanduser()
+    if (folder / "spec.json").exists():
         if out is not None:
             raise ConfigError(
                 "out: only with a Hugging Face folder; a run keeps its scores in its own eval/."
             )
-        _run(run.expanduser(), step, asked, options, follow=follow, submit=submit)
+        _run(folder, step, asked, options, follow=follow, submit=submit)
         return
-    if not (run.expanduser() / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise RunError(
             f"{run}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
-            " config.json). Give one of them."
+            f" config.json). {named(folder, '') or 'Give one of them.'}".rstrip()
         )
     refuse(
         {"--step": step, "--follow": follow, "--submit": submit},
         f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.",
     )
-    from kit.evaluate.scoring import DEFAULT_TASKS, evaluate_folder, report_beside
+    from kit.evaluate.scoring import DEFAULT_TASKS, evaluate_folder
 
-    place = Path(str(out)) if out else report_beside(run)
-    report = evaluate_folder(run, DEFAULT_TASKS if asked is None else asked, out=place, **options)
+    place = _report_place(folder, out)
+    chosen = DEFAULT_TASKS if asked is None else asked
+    report = evaluate_folder(folder, chosen, out=place, **options)
     _print(report, asked, f"Kept in {place}")
     next_step(READ, "generate", run)
+
+
+def _report_place(folder: Path, out: str | Path | None) -> Path:
+    """Returns the file for the report on a Hugging Face folder: `out`, or one in the folder `out`
+    as lm-eval's `--output_path`, or by default beside the folder.
+    """
+    from kit.evaluate.scoring import report_beside
+
+    if out is None:
+        return report_beside(folder)
+    place = Path(str(out)).expanduser()
+    if place.suffix == ".json" and not place.is_dir():
+        return place
+    return place / report_beside(folder).name
 
 
 def _run(
@@ -220,7 +343,15 @@ def generate(
         str, typer.Argument(help="Text to continue. Default: none.", metavar="PROMPT")
     ] = "",
     step: StepOption = None,
-    tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate.")] = 100,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            "--tokens",
+            help="Largest number of tokens to generate.",
+            metavar="N",
+        ),
+    ] = 100,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature. 0 always takes the most likely token.")
     ] = 0.8,
@@ -228,10 +359,30 @@ def generate(
         float,
         typer.Option(help="Sample from the smallest set of tokens that has this much probability."),
     ] = 0.95,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from the K most likely tokens. 0: from all.", metavar="K")
+    ] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the scores of tokens that are in the text. 1: none.")
+    ] = 1.0,
+    num_return_sequences: Annotated[
+        int,
+        typer.Option(help="Number of texts, by the seeds from --seed on.", metavar="N", min=1),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Precision of the weights: float32, bfloat16, float16, or auto, as they were"
+            " saved."
+        ),
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, mps.")] = "cpu",
 ) -> None:
-    """Generate text from a checkpoint."""
-    from kit.evaluate.continuation import continue_text
+    """Generate text from a checkpoint of a run, or from a Hugging Face folder with any decoder that
+    transformers loads. Options have the names of transformers' generate.
+    """
+    from kit.evaluate.continuation import continued_texts
 
     if mirror_of(Path(model).expanduser()):
         raise ConfigError(
@@ -239,16 +390,27 @@ def generate(
         )
     # As it was typed, whatever the locale makes of it.
     prompt = os.fsencode(prompt).decode(errors="replace")
-    before = iter([plain(prompt)])  # of the first piece: the model is there by then
-    continue_text(
+    left = [plain(prompt)]  # printed before the first piece: the model is loaded by then
+
+    def show(text: str) -> None:
+        print((left.pop() if left else "") + plain(text), end="", flush=True)
+
+    texts = continued_texts(
         model,
         prompt,
+        num_texts=num_return_sequences,
         step=step,
         num_tokens=tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
         seed=seed,
-        tell=lambda text: print(next(before, "") + plain(text), end="", flush=True),
+        dtype=dtype,
+        device=device,
+        tell=show,
     )
-    print(next(before, ""))
+    for _ in texts:
+        print(left.pop() if left else "")
+        left.append(plain(prompt))
     next_step("Score it:", "eval", model)

@@ -256,6 +256,8 @@ def import_hugging_face(folder: str | Path) -> Weights:
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
             f" have {weights.size_bytes:,} bytes. Copy them again."
         )
+    for name in parameter_shapes(spec):
+        weights.require(their_name(spec, name))
     return Weights.read_by(spec, lambda name: from_theirs(spec, name, weights.read), folder)
 
 

@@ -6,11 +6,12 @@ models/llama3 of github.com/pytorch/torchtitan v0.2.0: `llama3_args`, `FeedForwa
 of its train_configs.
 """
 
+import json
 import shlex
 from pathlib import Path
 
 from cluster.record import suggestion
-from kit.errors import ConfigError
+from kit.errors import ConfigError, DataError
 from kit.spec import ModelSpec, RopeScaling
 
 OTHER_WORK = (
@@ -191,6 +192,18 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
 
 # Folders of weights -------------------------------------------------------------------------------
 
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""The files by which transformers finds the weights of a folder."""
+LARGEST_HEADER = 100_000_000
+"""Bytes of the header of a safetensors file, a limit of that format."""
+PICKLED = (
+    "is not read, since unpickling can run code: if you trust its source, write it anew with"
+    " transformers' from_pretrained(FOLDER"
+)
+RENAME = (
+    "must be named model.safetensors, or in model.safetensors.index.json: load and save them with"
+    " transformers' save_pretrained"
+)
 CONVERT = "is not supported: write it as a Hugging Face folder with that trainer's own tools first"
 FORMATS = (
     (
@@ -225,26 +238,113 @@ FORMATS = (
         "an adapter of PEFT without its model",
         "is not supported: merge it into its model first",
     ),
-    ("config.json", "a Hugging Face folder", "needs no import: `kit eval` reads it"),
+    ("model.safetensors", "a Hugging Face folder", "needs no import: `kit eval` reads it"),
+    (
+        "model.safetensors.index.json",
+        "a Hugging Face folder",
+        "needs no import: `kit eval` reads it",
+    ),
+    (
+        "model-*-of-*.safetensors",
+        "shards of a Hugging Face model without model.safetensors.index.json",
+        "cannot be read without that file: copy it too",
+    ),
+    (
+        "model.*.safetensors",
+        "only a variant of the weights of a Hugging Face model, such as model.fp16.safetensors",
+        "is not looked for: load it with transformers' from_pretrained(..., variant=NAME) and save"
+        " it with save_pretrained",
+    ),
+    (
+        "pytorch_model*.bin",
+        "pickled weights of a Hugging Face model (pytorch_model.bin)",
+        f"{PICKLED}, use_safetensors=False) and save_pretrained",
+    ),
+    (
+        "consolidated.*.pth",
+        "a checkpoint of Meta's Llama code (consolidated.NN.pth)",
+        "is not supported: write it as a Hugging Face folder with"
+        " transformers/models/llama/convert_llama_weights_to_hf.py first",
+    ),
+    ("ckpt.pt", "a checkpoint of nanoGPT (ckpt.pt)", CONVERT),
+    ("meta_*.json", "a checkpoint of nanochat (meta_NNNNNN.json)", CONVERT),
+    ("lit_model.pth", "a checkpoint of LitGPT (lit_model.pth)", CONVERT),
     ("*.gguf", "a GGUF file of llama.cpp", "is not supported"),
+    ("*.safetensors", "safetensors files by names that transformers does not look for", RENAME),
+    ("*.bin", "pickled weights (.bin)", f"{PICKLED}, use_safetensors=False) and save_pretrained"),
+    ("*.pt", "pickled weights (.pt)", CONVERT),
+    ("*.pth", "pickled weights (.pth)", CONVERT),
+    ("*.ckpt", "a checkpoint of Lightning (.ckpt)", CONVERT),
+    ("config.json", "a Hugging Face configuration without weights", "needs model.safetensors too"),
 )
-"""A pattern of a file that only this format has, what the format is, and what to do with it; the
-first one counts."""
+"""A pattern of a file that only this format has, what the format is, and what to do with it. The
+first match counts."""
+WRAPPERS = {
+    "_orig_mod.": ("torch.compile", "model._orig_mod"),
+    "module.": ("DistributedDataParallel", "model.module"),
+}
+"""Prefixes of weight names by what wraps the model, and the attribute that holds the model."""
+WEIGHT_FILES = (".bin", ".ckpt", ".distcp", ".gguf", ".pt", ".pth", ".safetensors")
+"""Ends of files with weights."""
+
+
+def folder_format(folder: Path) -> tuple[str, str] | None:
+    """Returns (what a folder of weights is, what to do with it), or None if that is not known.
+
+    Looks into Megatron's `iter_NNNNNNN` and DeepSpeed's `global_stepN` too, which hold each save.
+    """
+    for place in (folder, *sorted(folder.glob("iter_*")), *sorted(folder.glob("global_step*"))):
+        for pattern, what, then in FORMATS:
+            if next(place.glob(pattern), None) is not None:
+                return what + ("" if place == folder else f" in {place.name}"), then
+    return None
 
 
 def named(folder: Path, wanted: str) -> str:
     """Returns a sentence that names the format of a folder, with a space behind it.
 
     It is empty where that is not known, or is what was `wanted`.
-    Looks into Megatron's `iter_NNNNNNN` and DeepSpeed's `global_stepN` too, which hold each save.
     """
-    for place in (folder, *sorted(folder.glob("iter_*")), *sorted(folder.glob("global_step*"))):
-        for pattern, what, then in FORMATS:
-            if next(place.glob(pattern), None) is not None:
-                if wanted in what:
-                    return ""
-                return (
-                    f"It holds {what}{'' if place == folder else f' in {place.name}'}, which"
-                    f" {then}. "
-                )
-    return ""
+    found = folder_format(folder)
+    if found is None or wanted and wanted in found[0]:
+        return ""
+    what, then = found
+    return f"It holds {what}, which {then}. "
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raises DataError for a Hugging Face folder whose weights are in no format that is read, with
+    what they are instead.
+    """
+    if not any((folder / name).is_file() for name in SAFETENSORS):
+        raise DataError(
+            f"{folder}: has no {' and no '.join(SAFETENSORS)}. {named(folder, '')}Save it with"
+            " transformers' save_pretrained, which writes them; pickled .bin files are not read."
+        )
+
+
+def missing_weight_advice(folder: Path) -> str:
+    """Returns what to do about a weight that a Hugging Face folder lacks, by the names that it
+    has.
+    """
+    names = _weight_names(folder)
+    for prefix, (wrapper, model) in WRAPPERS.items():
+        if any(name.startswith(prefix) or f".{prefix}" in name for name in names):
+            return (
+                f"The names of its weights have {prefix!r} in them, as of a model that {wrapper}"
+                f" wraps. Save the model inside: {model}.save_pretrained(FOLDER)."
+            )
+    return "Copy it again."
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """Returns the names of the weights in a Hugging Face folder, none if they cannot be read."""
+    file, index = (folder / name for name in SAFETENSORS)
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            return list(json.loads(opened.read(min(size, LARGEST_HEADER))))
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        return []

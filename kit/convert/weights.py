@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cluster.record import check_file_name
+from kit.convert.other_trainers import check_safetensors, missing_weight_advice
 from kit.errors import DataError, needed
 from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
@@ -120,12 +121,7 @@ class SafetensorsFolder:
         if index.exists():
             self._file_of: dict[str, str] = _weight_map(index)
             return
-        if not (folder / "model.safetensors").exists():
-            raise DataError(
-                f"{folder}: has no model.safetensors and no index of shards. Save it with"
-                " transformers' save_pretrained, which writes them; pickled .bin files are not"
-                " read."
-            )
+        check_safetensors(folder)
         with self._open("model.safetensors") as weights:
             self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
 
@@ -135,15 +131,26 @@ class SafetensorsFolder:
         files = (self.folder / name for name in set(self._file_of.values()))
         return sum(file.stat().st_size for file in files if file.exists())
 
+    def require(self, name: str) -> str:
+        """Returns the name of a weight in the folder. GPT-2's of the hub have no `transformer.`
+        before their names.
+
+        Raises:
+            DataError: the folder has no such weight.
+        """
+        found = name if name in self._file_of else name.removeprefix("transformer.")
+        if found not in self._file_of:
+            advice = missing_weight_advice(self.folder)
+            raise DataError(f"{self.folder}: has no weight {name!r}. {advice}")
+        return found
+
     def read(self, name: str) -> Tensor:
-        """Returns one weight. GPT-2's of the hub have no `transformer.` before their names.
+        """Returns one weight.
 
         Raises:
             DataError: it is not there, or its file is missing or damaged.
         """
-        name = name if name in self._file_of else name.removeprefix("transformer.")
-        if name not in self._file_of:
-            raise DataError(f"{self.folder}: has no weight {name!r}.")
+        name = self.require(name)
         with self._open(self._file_of[name]) as weights:
             return weights.get_tensor(name)
 

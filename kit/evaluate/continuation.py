@@ -3,33 +3,48 @@ by token.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.convert.hugging_face_config import load_spec
-from kit.errors import ConfigError
+from kit.convert.other_trainers import check_safetensors, named
+from kit.errors import ConfigError, RunError
+from kit.evaluate.benchmarks import precision_of_dtype
 from kit.run import Run
 
 
-def continue_text(
+def continue_text(source: Run | str | Path, prompt: str = "", **options: Any) -> str:
+    """Returns what a model writes after a prompt: the first text of `continued_texts`, with its
+    options and errors.
+    """
+    return next(continued_texts(source, prompt, **options))
+
+
+def continued_texts(
     source: Run | str | Path,
     prompt: str = "",
     *,
+    num_texts: int = 1,
     step: int | None = None,
     num_tokens: int = 100,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
     tell: Callable[[str], object] = lambda text: None,
-) -> str:
-    """Returns what a model writes after a prompt, until it ends the text or has written
-    `num_tokens`.
+) -> Iterator[str]:
+    """Yields what a model writes after a prompt, until it ends the text or has written
+    `num_tokens`: `num_texts` texts, by the seeds from `seed` on.
 
     The source is a run, of which `step` names the checkpoint (by default the newest), or a folder
-    of Hugging Face's. With a temperature above 0 tokens are drawn, the same for the same seed, from
-    the fewest that together have probability `top_p`; else each is the most likely one. `tell` gets
-    each piece of text as it comes, whole words. The whole model is on the CPU, fp32.
+    of Hugging Face's with any decoder that transformers loads. With a temperature above 0 tokens
+    are drawn, the same for the same seed, from the `top_k` most likely ones (0: from all), and of
+    these from the fewest that together have probability `top_p`. At temperature 0 each token is the
+    most likely one. `repetition_penalty` divides the scores of tokens that are in the text already.
+    `tell` gets each piece of text as it comes, whole words. The whole model is on one device.
 
     Raises:
         ConfigError: an option is out of its range, or prompt and tokens are longer than the model's
@@ -41,50 +56,67 @@ def continue_text(
             f"num_tokens {num_tokens}, temperature {temperature}, top_p {top_p}: not allowed. Give"
             " a token or more, a temperature from 0, and a top_p above 0 up to 1."
         )
+    if top_k < 0 or repetition_penalty <= 0:
+        raise ConfigError(
+            f"top_k {top_k}, repetition_penalty {repetition_penalty}: not allowed. Give a top_k"
+            " from 0, and a penalty above 0."
+        )
+    if dtype != "auto":
+        precision_of_dtype(dtype)
     with _folder(source, step) as folder:  # what is refused is refused before seconds of imports
         import torch
         from transformers import TextStreamer
 
-        from kit.evaluate.loading import load_model
+        from kit.evaluate.loading import config_length, load_model, named_device, precision_of
 
-        model, tokenizer = load_model(folder)
+        place = named_device(device)
+        precision = precision_of(folder) if dtype == "auto" else precision_of_dtype(dtype)
+        model, tokenizer = load_model(folder, precision)
+        model.to(place)
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    tokens = tokenizer.encode(prompt) or [start]
-    longest = model.config.max_position_embeddings
-    if len(tokens) + num_tokens > longest:
+    tokens = tokenizer.encode(prompt) or ([] if start is None else [start])
+    if not tokens:
+        raise ConfigError(
+            "prompt: is empty, and the tokenizer has no token that begins or ends a text. Give a"
+            " prompt."
+        )
+    longest = config_length(model.config)
+    if longest is not None and len(tokens) + num_tokens > longest:
         raise ConfigError(
             f"prompt: {len(tokens):,} tokens, and {num_tokens:,} to write, are more than the"
             f" {longest:,} of a sequence of the model. Give a shorter one, or ask for fewer."
         )
-    pieces: list[str] = []
+    drawing: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    tokens_1T = torch.tensor([tokens], device=place)
+    for number in range(num_texts):
+        pieces: list[str] = []
 
-    def take(text: str, stream_end: bool = False) -> None:
-        pieces.append(text)
-        tell(text)
+        def take(text: str, stream_end: bool = False, pieces: list[str] = pieces) -> None:
+            pieces.append(text)
+            tell(text)
 
-    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    streamer.on_finalized_text = take
-    drawing: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0}
-    tokens_1T = torch.tensor([tokens])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model.generate(
-            tokens_1T,
-            attention_mask=torch.ones_like(tokens_1T),
-            max_new_tokens=num_tokens,
-            pad_token_id=tokenizer.eos_token_id,
-            do_sample=temperature > 0,
-            streamer=streamer,
-            **(drawing if temperature > 0 else dict.fromkeys(drawing)),
-        )
-    return "".join(pieces)
+        streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = take
+        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+            torch.manual_seed(seed + number)
+            model.generate(
+                tokens_1T,
+                attention_mask=torch.ones_like(tokens_1T),
+                max_new_tokens=num_tokens,
+                pad_token_id=tokenizer.eos_token_id,
+                do_sample=temperature > 0,
+                repetition_penalty=repetition_penalty,
+                streamer=streamer,
+                **(drawing if temperature > 0 else dict.fromkeys(drawing)),
+            )
+        yield "".join(pieces)
 
 
 def _folder(
     source: Run | str | Path, step: int | None
 ) -> contextlib.AbstractContextManager[str | Path]:
     if isinstance(source, Run) or not is_hugging_face_folder(Path(source)):
-        run = source if isinstance(source, Run) else Run.open(source)
+        run = source if isinstance(source, Run) else _open_run(Path(source))
         step = run.checkpoints.manifest(run.checkpoints.step_or_newest(step)).step
         from kit.evaluate.loading import checkpoint_folder
 
@@ -93,8 +125,18 @@ def _folder(
         raise ConfigError(
             f"step {step}: {source} is a Hugging Face folder, which has one model. Leave it out."
         )
-    load_spec(str(source))
+    check_safetensors(Path(source))
     return contextlib.nullcontext(source)
+
+
+def _open_run(directory: Path) -> Run:
+    """Returns the run of a directory; names what a folder of weights is that is no run."""
+    if not (directory / "spec.json").exists() and (sentence := named(directory, "")):
+        raise RunError(
+            f"{directory}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
+            f" config.json). {sentence}".rstrip()
+        )
+    return Run.open(directory)
 
 
 def is_hugging_face_folder(path: Path) -> bool:

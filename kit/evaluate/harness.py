@@ -3,13 +3,16 @@
 import contextlib
 import importlib.metadata
 import itertools
+import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.files import write_atomic
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.report import ANSWER_BITS, Metric, TaskScore
@@ -26,20 +29,24 @@ def score_task(
     *,
     seed: int = 1234,
     scorer: Any = None,
+    samples: Path | None = None,
 ) -> TaskScore:
     """Returns the scores of one task.
 
     Args:
         lm: the model.
-        loaded: the task. With a limit so many items are drawn at random: the first ones of a data
-            set are not like the rest. A group gives each of its tasks a share, and at least one
-            item.
+        loaded: the task. With a limit this many items are drawn at random, since the first items of
+            a data set may differ from the rest. Each task of a group gets a share, and at least one
+            item. A limit below 1 is a fraction of the items of each task, rounded up as in lm-eval.
         seed: of that draw, which is the same for all models and does not depend on the other tasks;
             and of sampled texts, which depend on how many are drawn at once, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
+        samples: folder into which each item's prompts, answers and metrics are written, as
+            `samples_TASK.jsonl`. If None, they are not kept.
 
     Raises:
-        ConfigError: the task runs code and there is no scorer for it.
+        ConfigError: the task runs code and there is no scorer for it, or a chat template is wanted
+            and the tokenizer has none.
     """
     import torch
     from lm_eval.evaluator import evaluate
@@ -50,6 +57,11 @@ def score_task(
             f"{name}: runs programs that the model wrote, and that was not allowed. Allow it with"
             " untrusted_code='isolated' (`kit eval --untrusted-code isolated`), or leave out this"
             " task."
+        )
+    if request.apply_chat_template and not lm.tokenizer.chat_template:
+        raise ConfigError(
+            "apply_chat_template: the tokenizer has no chat template, as base models have none."
+            " Leave it out, or add one (chat_template.jinja) to the folder."
         )
     with scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
         documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
@@ -63,27 +75,43 @@ def score_task(
                 lm,
                 loaded.definition,
                 samples=chosen,
-                log_samples=False,
+                log_samples=samples is not None,
+                apply_chat_template=request.apply_chat_template,
+                fewshot_as_multiturn=request.apply_chat_template,
                 confirm_run_unsafe_code=loaded.runs_code,
             )
         seconds = time.perf_counter() - start
+    if samples is not None:
+        write_samples(samples, found["samples"])
     if chosen is not None:
         documents = {leaf: [documents[leaf][i] for i in places] for leaf, places in chosen.items()}
     sizes = {leaf: len(items) for leaf, items in documents.items()}
     group = loaded.definition.get("groups", {}).get(name)
     parts = group.aggregate_metric_list if group else []
     equal = {part.metric for part in parts if not part.weight_by_size}
+    numbers = {**found["results"], **found.get("groups", {})}[name]
+    log_errors = {} if group else log_stderrs(loaded.task)
     full_items = None  # of the whole split, where the mirror holds a part of it
-    if name in BENCHMARKS and any(source.origin == "mirror" for source in loaded.data):
+    origins = {source.origin for source in loaded.data}
+    if name in BENCHMARKS and "mirror" in origins and "definition" not in origins:
         full_items = BENCHMARKS[name].full_items
+    is_random = bool(
+        chosen is not None or request.temperature or request.gen_kwargs or loaded.num_fewshot
+    )
+    notes = [scorer.isolation] if scorer and loaded.runs_code and scorer.isolation else []
+    if not lm.packs:
+        count = f"{lm.sequences:,} sequence" + "s" * (lm.sequences != 1)
+        notes.append(
+            f"scored by lm-eval's own method, {count} in a forward pass (--batch-size): the kit"
+            f" does not pack requests for {lm.config.model_type}"
+        )
     return TaskScore(
         task=name,
-        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], sizes, equal)
-        + answer_bits(loaded.leaves.values()),
+        metrics=_metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values()),
         num_items=sum(sizes.values()),
         total_items=full_items or sum(total.values()),
         limit=None if chosen is None else request.limit,
-        seed=seed if chosen is not None or request.temperature else None,
+        seed=seed if is_random else None,
         precision=lm.precision,
         num_truncated=lm.num_truncated,
         num_fewshot=loaded.num_fewshot,
@@ -91,26 +119,39 @@ def score_task(
         num_samples=request.num_samples,
         temperature=request.temperature,
         top_p=request.top_p,
+        apply_chat_template=request.apply_chat_template,
+        gen_kwargs=request.gen_kwargs,
         chance=_chance(loaded.leaves, documents, equal),
         task_version=str(found["versions"].get(name, loaded.task.VERSION)),
         harness_version=importlib.metadata.version("lm_eval"),
         data=loaded.data,
         seconds=round(seconds, 3),
-        note=scorer.isolation if scorer and loaded.runs_code else "",
+        note="; ".join(notes),
     )
 
 
+def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes what lm-eval keeps of each item, one JSON line an item, as `samples_TASK.jsonl`."""
+    from lm_eval.utils import handle_non_serializable
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, items in samples.items():
+        lines = (json.dumps(item, default=handle_non_serializable) for item in items)
+        write_atomic(folder / f"samples_{task}.jsonl", "".join(f"{line}\n" for line in lines))
+
+
 def choose_shares(
-    sizes: dict[str, int], limit: int | None, seed: int
+    sizes: dict[str, int], limit: int | float | None, seed: int
 ) -> dict[str, list[int]] | None:
     """Returns the items of each task of a group, in proportion to its size; None for all items."""
     total = sum(sizes.values())
     if limit is None or limit >= total:
         return None
-    return {
-        name: choose_items(name, size, max(1, round(limit * size / total)), seed)
-        for name, size in sizes.items()
-    }
+    chosen = {}
+    for name, size in sizes.items():
+        count = math.ceil(limit * size) if limit < 1 else round(limit * size / total)
+        chosen[name] = choose_items(name, size, max(1, count), seed)
+    return chosen
 
 
 def choose_items(task: str, total: int, limit: int, seed: int) -> list[int]:
@@ -118,11 +159,13 @@ def choose_items(task: str, total: int, limit: int, seed: int) -> list[int]:
     return sorted(random.Random(f"{seed}:{task}").sample(range(total), min(limit, total)))
 
 
-def _metrics(found: dict[str, Any], sizes: dict[str, int], equal: set[str]) -> tuple[Metric, ...]:
+def _metrics(
+    found: dict[str, Any], sizes: dict[str, int], equal: set[str], log_errors: dict[str, float]
+) -> tuple[Metric, ...]:
     """Returns the numbers of a task or a group; the harness keys them `<metric>,<filter>`.
 
     `sizes` are the items of each task, `equal` the metrics for which the tasks of the group have
-    equal weights.
+    equal weights, `log_errors` the result of `log_stderrs`.
     """
     metrics = []
     for key, value in found.items():
@@ -133,9 +176,43 @@ def _metrics(found: dict[str, Any], sizes: dict[str, int], equal: set[str]) -> t
         stderr = float(stderr) if isinstance(stderr, float) else None
         items = _effective_items(sizes, value, stderr) if name in equal else sum(sizes.values())
         metrics.append(
-            Metric.of(name if answer_filter == "none" else key, float(value), stderr, items)
+            Metric.of(
+                name if answer_filter == "none" else key,
+                float(value),
+                stderr,
+                items,
+                log_stderr=log_errors.get(key),
+            )
         )
     return tuple(metrics)
+
+
+def log_stderrs(task: Any) -> dict[str, float]:
+    """Returns, for each perplexity of a task that the harness has just scored, the standard error
+    of the mean log-likelihood in nats.
+
+    Keys are the harness's: `<metric>,<filter>`. The harness's own error of a perplexity is the
+    deviation of bootstrap samples, which a few unlikely items make larger than the perplexity.
+    """
+    kinds = task.aggregation()
+    names = [name for name, how in kinds.items() if getattr(how, "__name__", "") == "perplexity"]
+    by_item: dict[int, list[Any]] = {}
+    for request in task.instances if names else ():
+        by_item.setdefault(request.doc_id, []).append(request)
+    if len(by_item) < 2:
+        return {}
+    errors = {}
+    for answer_filter in task.instances[0].filtered_resps:
+        values: dict[str, list[float]] = {name: [] for name in names}
+        for requests in by_item.values():
+            requests.sort(key=lambda request: request.idx)
+            answers = [request.filtered_resps[answer_filter] for request in requests]
+            found = task.process_results(requests[0].doc, answers)
+            for name in names:
+                values[name].append(found[name])
+        for name, logs in values.items():
+            errors[f"{name},{answer_filter}"] = statistics.stdev(logs) / math.sqrt(len(logs))
+    return errors
 
 
 def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) -> float:

@@ -4,6 +4,8 @@ processes by transformers.
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,14 +16,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers.utils.logging
+from lm_eval.models.utils import resolve_max_length
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cluster.files import other_owner
 from kit.convert.hugging_face import export_hugging_face, export_run
 from kit.convert.hugging_face_config import Precision
+from kit.convert.other_trainers import check_safetensors, missing_weight_advice
 from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
@@ -33,8 +38,11 @@ from kit.model import Decoder
 from kit.parallel.groups import final_barrier
 from kit.run import Run
 
-EXPORTED: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16"}
+EXPORTED: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """What transformers calls the precisions."""
+OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is fetched, and no code of a folder runs."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 WHOLE = "free_full_weight"
 FSDP_PLANS = {"gpt2": {"transformer.h.*": WHOLE, "transformer.wte": WHOLE}}
 """Which modules' weights are gathered while they compute, of models for which transformers has no
@@ -42,16 +50,46 @@ plan."""
 
 
 @contextlib.contextmanager
-def joined(layout: DeviceLayout) -> Iterator[torch.device]:
-    """Within the context, the processes of a layout are one group; gives this one's device."""
+def joined(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.device]:
+    """Within the context, the processes of a layout are one group; gives this one's device.
+
+    `device` is the one that the user named, as for torch. If None, it is a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device, or several processes score, each on its own.
+    """
     if layout.num_devices == 1:
-        yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        yield named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return
+    if device is not None:
+        raise ConfigError(
+            f"device: {device!r} is one device, but {layout.num_devices} processes score this"
+            " model, each on its own. Leave it out."
+        )
     inside = dist.is_initialized()
     yield torch.device("cpu") if inside else start_process_group()
     final_barrier()
     if not inside:
         dist.destroy_process_group()
+
+
+def named_device(name: str) -> torch.device:
+    """Returns a device of this machine by torch's name.
+
+    Raises:
+        ConfigError: the name is unknown, or this machine has no such device.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        raise ConfigError(
+            f"device: {name!r} cannot be used on this machine. Allowed: {', '.join(there)}."
+        ) from error
+    if device.type == "meta":
+        raise ConfigError("device: 'meta' holds no weights. Give cpu, cuda or mps.")
+    return device
 
 
 def is_first() -> bool:
@@ -95,46 +133,167 @@ def checkpoint_folder(run: Run, step: int, precision: str = "fp32") -> Iterator[
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def load_config(folder: str | Path) -> Any:
+    """Returns the configuration of a folder's decoder, as transformers reads it.
+
+    Raises:
+        ConfigError: the model needs Python code of its own, or transformers has no decoder of that
+            type.
+        DataError: the configuration is damaged.
+    """
+    file = Path(folder) / "config.json"
+    try:
+        table = json.loads(file.read_bytes())
+        kind = table.get("model_type")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise DataError(f"{file}: damaged: it is no JSON table. Copy it again.") from error
+    if str(kind) not in CONFIG_MAPPING:
+        if table.get("auto_map"):
+            raise ConfigError(
+                f"{file}: model_type {kind!r} is not in transformers {transformers.__version__} and"
+                f" brings Python code of its own ({_own_code(table)}), which the kit never runs."
+                " Score it with lm-eval itself, if you trust that code: lm-eval run --model hf"
+                f" --model_args pretrained={folder},trust_remote_code=True."
+            )
+        raise ConfigError(
+            f"{file}: model_type {kind!r} is not in transformers {transformers.__version__}."
+            " Install a version of transformers that has it, or correct the entry."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, **OFFLINE)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{file}: transformers cannot read it: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{file}: model_type {kind!r} is no decoder: transformers has no AutoModelForCausalLM"
+            " for it, and the kit scores decoders only."
+        )
+    return config
+
+
+def _own_code(table: dict[str, Any]) -> str:
+    """Returns the names of the classes in `auto_map`, those of the tokenizer included."""
+    names = (str(value) for value in dict(table["auto_map"]).values())
+    return ", ".join(dict.fromkeys(names))
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Returns the tokenizer of a folder as transformers loads it.
+
+    Raises:
+        ConfigError: it needs Python code of its own.
+        DataError: there is none, or it is damaged.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, **OFFLINE)
+    except (OSError, ValueError, ImportError, TypeError, KeyError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{folder}: its tokenizer brings Python code of its own (auto_map in"
+                " tokenizer_config.json), which the kit never runs. Save it as tokenizer.json."
+            ) from error
+        found = [name for name in TOKENIZER_FILES if (Path(folder) / name).is_file()]
+        if not found:
+            raise DataError(
+                f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy the tokenizer's"
+                " files of the same model into it."
+            ) from error
+        raise DataError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
+
+
 def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tuple[Any, Any]:
     """Returns the causal model of a folder, to evaluate, and its tokenizer; nothing is fetched,
     and no code of the folder runs.
 
     Raises:
-        DataError: a weight is missing or of another shape, or there is no tokenizer.
+        ConfigError: as `load_config`.
+        DataError: a weight is missing or of another shape, the weights are in no format that is
+            read, or there is no tokenizer.
     """
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    load_config(folder)
+    check_safetensors(Path(folder))
+    tokenizer = load_tokenizer(folder)
+    tokenizer.model_max_length = 2**30  # longer texts are cut by the caller
+    hushed = transformers.utils.logging
+    level = hushed.get_verbosity()
+    hushed.set_verbosity_error()  # its table of missing weights is told as one sentence below
     try:
-        # Longer texts are cut by who asks for them.
-        tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=2**30, **options)
-        with patch.object(transformers.utils.logging, "_tqdm_active", False):
+        with patch.object(hushed, "_tqdm_active", False):
             model, found = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 folder,
                 dtype=EXPORTED[precision],
                 use_safetensors=True,
                 output_loading_info=True,
-                **options,
+                **OFFLINE,
                 **split,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise DataError(f"{folder}: transformers cannot load it: {error}") from error
+    finally:
+        hushed.set_verbosity(level)
     if lacking := sorted([*found["missing_keys"], *found["mismatched_keys"]]):
-        raise DataError(
-            f"{folder}: has no weight {lacking[0]!r} of the model's shape. Copy it again."
-        )
+        advice = missing_weight_advice(Path(folder))
+        raise DataError(f"{folder}: has no weight {lacking[0]!r} of the model's shape. {advice}")
     return model.eval(), tokenizer
 
 
+def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
+    """Returns the hash of a folder's tokenizer: of its file, or else of what transformers made of
+    it.
+    """
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return file_sha256(folder / name)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = json.dumps(tokenizer.get_vocab()) if backend is None else backend.to_str()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sequence_length(config: Any, tokenizer: Any) -> int:
+    """Returns the longest input of a model in tokens, as `HFLM` finds it: by its configuration, or
+    the tokenizer's `model_max_length`, or 2,048.
+    """
+    return resolve_max_length(config, tokenizer)
+
+
+def config_length(config: Any) -> int | None:
+    """Returns the longest sequence that a configuration states in tokens, None if it states none,
+    as of Mamba or Bloom.
+    """
+    config = config.get_text_config()
+    names = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
+    found = (getattr(config, name, None) for name in names)
+    return next((int(length) for length in found if length), None)
+
+
+def precision_of(folder: str | Path) -> str:
+    """Returns the precision in which the weights of a folder were saved, by its config.json."""
+    kept = str(getattr(load_config(folder), "dtype", None)).removeprefix("torch.")
+    names = {long: short for short, long in EXPORTED.items()}
+    return names.get(kept, "fp32")
+
+
 def load_lm(
-    folder: str | Path, length: int, options: Options, layout: DeviceLayout, device: torch.device
+    folder: str | Path,
+    length: int | None,
+    options: Options,
+    layout: DeviceLayout,
+    device: torch.device,
 ) -> PackedLM:
-    """Returns lm-eval's model of a folder, for inputs of up to `length` tokens.
+    """Returns lm-eval's model of a folder, for inputs of up to `length` tokens, by default as many
+    as the model takes.
 
     Of several processes, all must call it, within `joined`.
 
     Raises:
-        DataError: as `load_model`.
+        ConfigError, DataError: as `load_model`.
     """
     split, replicas = {}, None
+    if layout.num_devices > 1 and str(options.batch_size).startswith("auto"):
+        raise ConfigError(
+            f"batch_size: {options.batch_size!r} may differ between the {layout.num_devices}"
+            " processes that score this model. Give a number."
+        )
     if layout.num_devices > 1:
         shape, names = (layout.replicas, layout.shards), ("replica", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -145,16 +304,20 @@ def load_lm(
         shares: Any = {key: layout.shards, "fsdp_plan": plan, "dp_replicate_size": layout.replicas}
         split = {"distributed_config": DistributedConfig(**shares)}
     model, tokenizer = load_model(folder, options.precision, **split)
-    if not split:
+    if length is None:
+        length = sequence_length(model.config, load_tokenizer(folder))
+    if split:
+        with torch.no_grad():  # FSDP takes what is called first for its root
+            model(torch.zeros(1, 1, dtype=torch.long, device=device))
+    else:
         model.to(device)
-    with torch.no_grad():  # FSDP takes what is called first for its root
-        model(torch.zeros(1, 1, dtype=torch.long, device=device))
     with quiet():
         return PackedLM(
             model,
             tokenizer,
             max_length=length,
             batch_tokens=options.batch_tokens,
+            batch_size=options.batch_size,
             replicas=replicas,
         )
 

@@ -1,5 +1,8 @@
 """lm-eval's own `HFLM`, with what several requests begin with computed once.
 
+Packing is used for architectures for which its scores were compared with those of `HFLM`
+(`PACKED_TYPES`). All other models are scored by `HFLM`'s own method.
+
 The answers to one question share the question, the questions of one task their solved examples. A
 row holds prefix trees in preorder: each node is a token, its position the depth, and it may look at
 its ancestors only. In preorder the descendants of node j are the nodes from j up to an end_j, so
@@ -10,6 +13,7 @@ vocabulary. Needs torch, transformers and lm-eval at import.
 """
 
 import collections
+import contextlib
 import dataclasses
 import os
 import sys
@@ -31,6 +35,8 @@ from kit.errors import ConfigError, DataError
 HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
 Sequence = tuple[int, ...]
 
+PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Names of precisions in a report."""
 PART = 1024
 """Requests that are encoded and scored at once: the prompts of MMLU, encoded together, would be
 many gigabytes."""
@@ -42,6 +48,30 @@ SHORTEST_ROW = 256
 """Tokens up to which a row is filled whatever the sequences, so that short ones make few rows.
 Attention in such a row costs little beside matrix products: 4 T h FLOPs a token and block against
 24 h^2, with h in the hundreds or more."""
+PACKED_TYPES = (
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmoe",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+"""`model_type` of the architectures that can be packed: `tests/evaluate/test_families.py` compares
+each with `HFLM`. Packing needs an attention mask and position ids per token, and logits that are
+the output projection of the last hidden state. Gemma 2 and Granite scale their logits, Bloom takes
+no such mask, Mamba has a state in place of attention."""
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary scalings that do not depend on the length of the input."""
 SEQUENCES_PER_ROW = 3
 """A row of long sequences may be so many times as long as the last of them: room for what they
 do not share."""
@@ -57,14 +87,39 @@ class PackedRow:
     paths: dict[Sequence, list[int]] = dataclasses.field(default_factory=dict)  # nodes of each
 
 
+def can_pack(config: Any, max_length: int) -> bool:
+    """Returns whether packing gives the scores of `HFLM` for a configuration of transformers.
+
+    It does for `PACKED_TYPES` whose layers all attend to the whole input of up to `max_length`
+    tokens, and whose rotary frequencies do not depend on the input.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in PACKED_TYPES
+        and kinds == {"full_attention"}
+        and (window is None or window >= max_length)
+        and rope.get("rope_type", "default") in FIXED_ROPE
+    )
+
+
 class PackedLM(HFLM):
     """Scores as `HFLM` does, faster where requests are short or begin alike; texts are HFLM's own.
+
+    Attributes:
+        packs: whether requests are packed. If False, `HFLM` scores them, `batch_size` sequences in
+            a forward pass.
 
     Args:
         model, tokenizer: as transformers loads them.
         max_length: the longest input, in tokens.
         batch_tokens: tokens in one forward pass, padding included (at least one sequence is always
             run).
+        batch_size: as `HFLM`'s: sequences in one forward pass, or `auto` for as many as the
+            device's memory holds. A packed forward pass has as many tokens as these sequences at
+            their longest. If None, `batch_tokens` counts, and a model that is not packed is scored
+            and writes one sequence at a time, `HFLM`'s default.
         replicas: processes that hold the same weights. All must make the same calls; the work is
             shared out, and each gets all results.
     """
@@ -76,6 +131,7 @@ class PackedLM(HFLM):
         *,
         max_length: int,
         batch_tokens: int = 4096,
+        batch_size: int | str | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
@@ -85,8 +141,17 @@ class PackedLM(HFLM):
             batch_size=PART,
             softmax_dtype="float32",
         )
-        self.precision = "bf16" if model.dtype == torch.bfloat16 else "fp32"
-        self.batch_tokens, self.replicas = batch_tokens, replicas
+        self.packs = can_pack(model.config, max_length)
+        self.precision = PRECISION_NAMES.get(model.dtype, str(model.dtype).removeprefix("torch."))
+        if batch_size is None and not self.packs:
+            batch_size = 1
+        if str(batch_size).startswith("auto"):
+            # HFLM announces the size on standard output, where a report may be expected.
+            with contextlib.redirect_stdout(sys.stderr):
+                batch_size = self._detect_batch_size()
+        self.sequences = None if batch_size is None else int(batch_size)
+        self.batch_tokens = self.sequences * max_length if self.sequences else batch_tokens
+        self.replicas = replicas
         self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
         self.mine = slice(dist.get_rank(replicas) if replicas else 0, None, self.num_replicas)
         self.num_truncated = 0  # prompts cut so far
@@ -118,13 +183,16 @@ class PackedLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        # Equal inputs, such as those of one-token answers to one question, are one sequence.
-        asked: dict[Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)
-        for index, (texts, context, continuation) in enumerate(requests):
+        for texts, context, continuation in requests:
             if not continuation:
                 raise DataError(f"A continuation has no token of its own: {str(texts):.120}.")
+            self.num_truncated += len(context) + len(continuation) - 1 > self.max_length
+        if not self.packs:
+            return self._plain_loglikelihoods(requests)
+        # Equal inputs, such as those of one-token answers to one question, are one sequence.
+        asked: dict[Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)
+        for index, (_, context, continuation) in enumerate(requests):
             tokens = context + continuation
-            self.num_truncated += len(tokens) - 1 > self.max_length
             # Where HFLM refuses a continuation that is longer than the model, it is scored window
             # by window, as a long document is.
             for start in range(0, len(continuation), self.max_length):
@@ -139,6 +207,24 @@ class PackedLM(HFLM):
         if self.num_replicas > 1:
             dist.all_reduce(totals, group=self.replicas)
         return [(value, misses == 0) for value, misses in totals.tolist()]
+
+    def _plain_loglikelihoods(self, requests: Any) -> list[tuple[float, bool]]:
+        """Returns `HFLM`'s own results. A continuation longer than the model, which `HFLM` refuses,
+        is scored in windows.
+        """
+        windows, owners = [], []
+        for index, (texts, context, continuation) in enumerate(requests):
+            for start in range(0, len(continuation), self.max_length):
+                target = continuation[start : start + self.max_length]
+                windows.append((texts, context + continuation[:start], target))
+                owners.append(index)
+        with patch.object(self, "batch_size_per_gpu", self.sequences):
+            found = super()._loglikelihood_tokens(windows, disable_tqdm=True)
+        totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
+        for index, (value, greedy) in zip(owners, found, strict=True):
+            totals[index] += value
+            is_greedy[index] = is_greedy[index] and greedy
+        return list(zip(totals, is_greedy, strict=True))
 
     def _score(self, rows: list[PackedRow], asked: dict[Sequence, list], totals: Tensor) -> None:
         """Adds what the tokens asked for in these rows contribute."""
@@ -190,7 +276,7 @@ class PackedLM(HFLM):
                 )
             self.num_truncated += len(tokens) > self.max_length - new
         # Keys and values of so many whole sequences are in memory.
-        size = max(1, self.batch_tokens // self.max_length)
+        size = self.sequences or max(1, self.batch_tokens // self.max_length)
         with patch.object(self, "batch_size_per_gpu", size):
             texts = super().generate_until(
                 requests[self.mine], disable_tqdm=not sys.stderr.isatty()

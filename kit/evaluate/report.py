@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster.record import Record, field_doc
-from kit.evaluate.benchmarks import Question, TaskRequest, TaskSettings
+from kit.evaluate.benchmarks import DEFAULT_SEED, Question, TaskRequest, TaskSettings
 from kit.show import terminal
 from kit.show.table import Table
 from kit.show.theme import MUTED
@@ -22,6 +22,8 @@ ANSWER_BITS = "answer_bits_per_byte"
 """Of the right answer of a multiple-choice task, see `kit.evaluate.harness.answer_bits`."""
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
 """The metric that stands for a task: the first of these that it has, or else its first."""
+BITS_PER_BYTE = "bits_per_byte"
+"""How the names of metrics end that are a mean of bits per byte."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
 """How the names of metrics begin that are shares of the items."""
 
@@ -61,8 +63,9 @@ class Shown:
 class ItemSource(Record):
     """Where the items of a task came from."""
 
-    origin: Literal["folder", "mirror", "hub", "corpus"] = field_doc(
-        "`hub` includes the hub's cache on this machine"
+    origin: Literal["folder", "mirror", "hub", "corpus", "definition"] = field_doc(
+        "`hub` includes the hub's cache on this machine; `definition` is the user's own definition"
+        " of the task"
     )
     path: str = field_doc("hub repository / config / split, or the file's name")
     sha256: str | None = field_doc(
@@ -85,20 +88,39 @@ class Metric(Record):
     high: float | None = field_doc("upper end of the 95 % interval", default=None)
 
     @classmethod
-    def of(cls, name: str, value: float, stderr: float | None, num_items: float) -> Self:
-        """Returns a metric with its 95 % interval, as far as `num_items` are a random draw and
-        count alike.
+    def of(
+        cls,
+        name: str,
+        value: float,
+        stderr: float | None,
+        num_items: float,
+        *,
+        log_stderr: float | None = None,
+    ) -> Self:
+        """Returns a metric with its 95 % interval, which holds if the `num_items` are a random
+        draw and have equal weights.
 
-        It is Wilson's for a share of the items, which holds at 0 and 1 too (and is wider than need
-        be where an item counts in part, as in pass@k of several samples); else 1.96 standard errors
-        to each side, or none.
+        A share of the items has Wilson's interval, which is valid at 0 and 1 too. It is too wide
+        where an item counts in part, as in pass@k of several samples. A perplexity has the interval
+        of `perplexity_interval`. All other metrics have 1.96 standard errors to each side, or no
+        interval without a standard error. Bits per byte are never negative, so their interval ends
+        at 0.
+
+        `log_stderr` is the standard error of the mean negative log-likelihood, whose exponential a
+        perplexity is. If None, it is derived from `stderr`.
         """
+        low = high = None
         if name.startswith(SHARES) and 0 <= value <= 1 and num_items:
             low, high = wilson(value, num_items)
+        elif "perplexity" in name:
+            if log_stderr is None and stderr is not None and value > 0:
+                log_stderr = stderr / value  # the first term of the Taylor series of the logarithm
+            if log_stderr is not None:
+                low, high = perplexity_interval(value, log_stderr)
         elif stderr is not None:
             low, high = value - Z_95 * stderr, value + Z_95 * stderr
-        else:
-            low = high = None
+            if name.endswith(BITS_PER_BYTE):
+                low = max(0.0, low)
         return cls(name=name, value=value, stderr=stderr, low=low, high=high)
 
     def interval(self, digits: int = 4) -> str:
@@ -110,6 +132,22 @@ class Metric(Record):
         """Returns `0.000 (0.000 to 0.434)`."""
         interval = self.interval(digits)
         return f"{self.value:.{digits}f}" + (f" ({interval})" if interval else "")
+
+
+def perplexity_interval(perplexity: float, log_stderr: float) -> tuple[float | None, float | None]:
+    """Returns (low, high) of a perplexity's 95 % interval, which is never negative.
+
+    The perplexity is the exponential of a mean. The interval is the exponential of the mean's
+    interval, 1.96 standard errors (`log_stderr`, in nats) to each side. Returns (None, None) where
+    the error is too large for a number.
+    """
+    try:
+        factor = math.exp(Z_95 * log_stderr)
+    except OverflowError:
+        return None, None
+    if not math.isfinite(perplexity * factor):
+        return None, None
+    return perplexity / factor, perplexity * factor
 
 
 def wilson(share: float, num_items: float) -> tuple[float, float]:
@@ -132,11 +170,14 @@ class TaskScore(TaskSettings):
     metrics: tuple[Metric, ...] = field_doc("its numbers, in the order of the task's definition")
     num_items: int = field_doc("items scored")
     total_items: int = field_doc("items of the whole split")
-    limit: int | None = field_doc(
-        "items asked for, drawn at random; None when all were scored", default=None
+    limit: int | float | None = field_doc(
+        "items requested, drawn at random, or below 1 their fraction; None if all were scored",
+        default=None,
     )
     seed: int | None = field_doc(
-        "seed of that draw and of sampled texts; None where nothing is random", default=None
+        "seed of that draw, of solved examples in prompts and of sampled texts; None where nothing"
+        " is random",
+        default=None,
     )
     precision: str = field_doc(
         "precision of the weights: scores in bf16 are not those in fp32", default="fp32"
@@ -172,9 +213,11 @@ class TaskScore(TaskSettings):
         """
         if request.key not in (self.key, self.question) or self.precision != precision:
             return False
-        if self.limit is None and (self.seed is None or self.temperature):
-            return self.seed in (None, seed)
-        return self.limit is not None and (self.limit, self.seed) == (request.limit, seed)
+        if self.limit is not None:
+            return (self.limit, self.seed) == (request.limit, seed)
+        if self.seed is None and self.num_fewshot:
+            return seed == DEFAULT_SEED  # by which reports without the seed drew solved examples
+        return self.seed in (None, seed)
 
     @property
     def partial(self) -> bool:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files import other_owner
-from kit.convert.hugging_face_config import load_spec
-from kit.data import Dataset, Tokenizer, load_tokenizer
+from kit.data import Dataset, Tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import (
@@ -23,7 +22,7 @@ from kit.evaluate.benchmarks import (
 )
 from kit.evaluate.report import EvalReport, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, num_files, wheel_in
-from kit.evaluate.tasks import load_task, require_harness, tasks_of
+from kit.evaluate.tasks import DEFINITION, load_task, requests_of, require_harness
 from kit.run import Run
 
 if TYPE_CHECKING:
@@ -61,7 +60,8 @@ def evaluate(
         RunError: the directory is not a run.
         DataError, MissingPackageError: as `evaluate_model`.
     """
-    chosen, requests = Options.of(options), check_request(tasks)
+    chosen, tasks = Options.of(options), absolute_files(tasks)
+    requests = check_request(tasks, chosen.include_path)
     run = Run.open(run) if isinstance(run, str | Path) else run
     checkpoint = run.checkpoints.manifest(run.checkpoints.step_or_newest(step))
     file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
@@ -96,12 +96,13 @@ def evaluate(
 
     start, skip = time.perf_counter(), isinstance(tasks, str)
     with (
-        joined(plan) as device,
+        joined(plan, chosen.device) as device,
         checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
     ):
         lm = load_lm(folder, run.spec.sequence_length, chosen, plan, device)
-        found = score_all(lm, requests, chosen, dataset, skip=skip)
-        return keep_scores(file if is_kept else None, report, found, start)
+        kept = file if is_kept else None
+        found = score_all(lm, requests, chosen, dataset, skip=skip, file=kept)
+        return keep_scores(kept, report, found, start)
 
 
 def evaluate_folder(
@@ -111,20 +112,26 @@ def evaluate_folder(
     out: Path | None = None,
     **options: Any,
 ) -> EvalReport:
-    """Scores the Llama, Mistral or GPT-2 of a Hugging Face folder, into which nothing is written.
+    """Scores the model of a Hugging Face folder, any decoder that transformers loads. Nothing is
+    written into the folder.
 
-    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. The report is kept in
-    `out`, by default `report_beside`, with its scores of other tasks.
+    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. With `dtype="auto"` the
+    weights have the precision in which they were saved. The report is kept in `out`, by default
+    `report_beside`, with its scores of other tasks.
 
     Raises:
-        ConfigError: it is another model (`load_spec`), or the report cannot be written to `out`,
-            which is found before the work, or `out` holds scores of other weights or another
-            tokenizer.
+        ConfigError: transformers has no such decoder, or it needs Python code of its own, or the
+            report cannot be written to `out`, which is found before the work, or `out` holds scores
+            of other weights or another tokenizer.
         DataError: the folder cannot be read, or has no tokenizer.
     """
-    from kit.evaluate.loading import joined, load_lm
+    from kit.evaluate.loading import joined, load_config, load_lm, precision_of, tokenizer_sha256
 
-    folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
+    folder = Path(folder)
+    if options.get("dtype") == "auto":
+        options = {**options, "dtype": precision_of(folder)}
+    chosen = Options.of(options)
+    requests = check_request(tasks, chosen.include_path)
     if chosen.devices not in (None, 1):
         raise ConfigError(
             f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a"
@@ -132,20 +139,21 @@ def evaluate_folder(
         )
     file, start = out or report_beside(folder), time.perf_counter()
     check_keepable(file)
-    tokenizer, spec = load_tokenizer(folder), load_spec(str(folder))
-    with joined(DeviceLayout()) as device:
-        lm = load_lm(folder, spec.sequence_length, chosen, DeviceLayout(), device)
+    load_config(folder)
+    with joined(DeviceLayout(), chosen.device) as device:
+        lm = load_lm(folder, None, chosen, DeviceLayout(), device)
     begin = lm.tokenizer.encode("")  # which its scores depend on
-    digest = hashlib.sha256(f"{tokenizer.sha256} after {begin}".encode()).hexdigest()
+    plain_sha256 = tokenizer_sha256(folder, lm.tokenizer)
+    digest = hashlib.sha256(f"{plain_sha256} after {begin}".encode()).hexdigest()
     weights = "".join(file_sha256(each) for each in sorted(folder.glob("*.safetensors")))
     report = EvalReport(
         name=folder.resolve().name,
         checkpoint=str(folder.resolve()),
         weights_sha256=hashlib.sha256(weights.encode()).hexdigest(),
-        tokenizer_sha256=digest if begin else tokenizer.sha256,
+        tokenizer_sha256=digest if begin else plain_sha256,
     )
     _check_same_model(file, report)
-    found = score_all(lm, requests, chosen, None, skip=isinstance(tasks, str))
+    found = score_all(lm, requests, chosen, None, skip=isinstance(tasks, str), file=file)
     return keep_scores(file, report, found, start)
 
 
@@ -174,11 +182,12 @@ def evaluate_model(
     """
     from kit.evaluate.loading import decoder_lm
 
-    for key in {"devices", "precision"} & options.keys():
+    for key in {"devices", "dtype", "precision"} & options.keys():
         raise ConfigError(
             f"{key}: `evaluate_model` scores the decoder as it is. Leave it out, or use `evaluate`."
         )
-    start, chosen, requests = time.perf_counter(), Options.of(options), check_request(tasks)
+    start, chosen = time.perf_counter(), Options.of(options)
+    requests = check_request(tasks, chosen.include_path)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
     lm = decoder_lm(model, tokenizer, sequence_length, chosen, device)
     found = score_all(lm, requests, chosen, heldout, skip=isinstance(tasks, str))
@@ -188,11 +197,15 @@ def evaluate_model(
 # Before the work ----------------------------------------------------------------------------------
 
 
-def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
+def check_request(
+    tasks: Sequence[str] | str, include_path: Path | None = None
+) -> tuple[TaskRequest, ...]:
     """Returns what to score, without repeats: the tasks of a suite, or the named ones.
 
+    Definitions in `include_path` are known beside lm-eval's.
+
     Raises:
-        ConfigError: no task, an unknown task, or an unknown suite.
+        ConfigError: no task, an unknown task, an unknown suite, or two definitions of one name.
         MissingPackageError: lm-eval is not installed.
     """
     if not tasks:
@@ -203,8 +216,30 @@ def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
     require_harness()
     if isinstance(tasks, str):
         return suite(tasks)
-    names = dict.fromkeys(name for task in tasks for name in tasks_of(task))
-    return tuple(TaskRequest(task=name) for name in names)
+    found: dict[str, TaskRequest] = {}
+    for name in tasks:
+        for request in requests_of(name, include_path):
+            other = found.setdefault(request.task, request)
+            if other.definition != request.definition:
+                raise ConfigError(
+                    f"tasks: {request.task!r} has two definitions,"
+                    f" {other.definition or 'of lm-eval'} and"
+                    f" {request.definition or 'of lm-eval'}. Score them by two commands, into two"
+                    " reports, or rename one."
+                )
+    return tuple(found.values())
+
+
+def absolute_files(tasks: Sequence[str] | str) -> Sequence[str] | str:
+    """Returns tasks with the paths of definitions made absolute: jobs start in another
+    directory.
+    """
+    if isinstance(tasks, str):
+        return tasks
+    return tuple(
+        str(Path(task).expanduser().absolute()) if task.endswith(DEFINITION) else task
+        for task in tasks
+    )
 
 
 def report_file(run: Run, step: int) -> Path:
@@ -219,6 +254,11 @@ def report_beside(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}.eval.json")
 
 
+def samples_folder(file: Path) -> Path:
+    """Returns where the items of a report are written: `X.samples` beside `X.json`."""
+    return file.with_name(f"{file.name.removesuffix('.json')}.samples")
+
+
 def check_keepable(file: Path) -> None:
     """Raises ConfigError for a file that no report can be written to, before work that may take
     hours.
@@ -227,7 +267,7 @@ def check_keepable(file: Path) -> None:
     if file.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(
             f"{file}: cannot be written: it is a folder, or its folder does not exist or may"
-            " not be written to. Give the scores of a folder another place: `--set out=FILE`."
+            " not be written to. Give the scores of a folder another place: `--output FILE`."
         )
 
 
@@ -259,9 +299,12 @@ def score_all(
     heldout: Dataset | None,
     *,
     skip: bool,
+    file: Path | None = None,
 ) -> Iterator[TaskScore | Unscored]:
     """Yields the score of each task; with `skip` also what could not be scored, instead of
     failing.
+
+    With `options.log_samples` the items are written into `samples_folder` of the report's `file`.
     """
     from kit.evaluate.harness import score_task
     from kit.evaluate.loading import first_alone, is_first
@@ -277,8 +320,11 @@ def score_all(
         task_data=options.task_data,
         heldout=heldout,
         download=options.download,
+        include_path=options.include_path,
+        seed=options.seed,
     )
-    score = functools.partial(score_task, lm, seed=options.seed, scorer=scorer)
+    samples = samples_folder(file) if options.log_samples and file is not None else None
+    score = functools.partial(score_task, lm, seed=options.seed, scorer=scorer, samples=samples)
 
     def tried(request: TaskRequest, work: Callable[[Any], Any], what: Any) -> Any:
         try:

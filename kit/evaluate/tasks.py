@@ -1,11 +1,16 @@
 """Tasks by lm-eval's own, unmodified definitions, with data of this machine."""
 
 import contextlib
+import copy
 import dataclasses
-import difflib
+import fnmatch
 import functools
+import glob
 import importlib.util
+import json
 import logging
+import os
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +19,12 @@ from unittest.mock import patch
 
 from kit.data.dataset import VALIDATION_TEXT, Dataset
 from kit.data.wheels import file_sha256
-from kit.errors import ConfigError, DataError, MissingPackageError
-from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest
+from kit.errors import ConfigError, DataError, MissingPackageError, did_you_mean
+from kit.evaluate.benchmarks import BENCHMARKS, DEFAULT_SEED, HELDOUT, TaskRequest
 from kit.evaluate.report import ItemSource
 from kit.evaluate.task_data import read_data
 
-FEWSHOT_SEED = 1234
-"""Which solved examples are drawn; the harness's own default, so that prompts equal those of its
-command line."""
+LIST_TASKS = "`lm-eval ls tasks` lists all."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,43 +61,116 @@ def require_harness() -> None:
         raise MissingPackageError("lm-eval", "eval", "Scoring a model")
 
 
-def tasks_of(name: str) -> list[str]:
-    """Returns the tasks that a name asks for: itself, if it is a task or a group of them, or all
-    tasks of a tag.
+PATTERN = re.compile(r"[*?\[]")
+"""Characters that make a pattern of a task's name, as in lm-eval."""
+DEFINITION = (".yaml", ".yml")
+"""Ends of files with the definition of a task."""
+
+
+def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest]:
+    """Returns a request for each task that a name asks for, as lm-eval's `--tasks`.
+
+    A name is that of a task or group, of a tag (all its tasks), a pattern such as `arc_*`, a file
+    with a definition or a pattern of files, or a folder of such files.
 
     Raises:
-        ConfigError: the harness has none of that name.
+        ConfigError: the harness has nothing of that name, or a file is no definition.
     """
     ours = [*BENCHMARKS, HELDOUT]
-    if name in ours:
-        return [name]
+    if name in ours and include_path is None:
+        return [TaskRequest(task=name)]
+    if name.endswith(DEFINITION) or os.sep in name or name.startswith("."):
+        return _requests_of_files(name)
     with quiet():
-        index = task_manager(everything=True).task_index
-    if name not in index:
-        close = difflib.get_close_matches(name, ours, 1) or difflib.get_close_matches(
-            name, index, 1
-        )
-        hint = f"Did you mean {close[0]!r}? " if close else ""
+        near = task_manager(include_path=include_path).task_index
+        if name in near and near[name].kind.name == "TASK":
+            return [TaskRequest(task=name)]
+        index = task_manager(everything=True, include_path=include_path).task_index
+    if PATTERN.search(name):
+        found = [each for each in sorted({*index, *ours}) if fnmatch.fnmatch(each, name)]
+        if not found:
+            raise ConfigError(
+                f"tasks: no task, group or tag of lm-eval matches {name!r}. {LIST_TASKS}"
+            )
+        names = [task for each in found for task in _members(each, index)]
+    elif name in (*index, HELDOUT):
+        names = _members(name, index)
+    elif Path(name).is_dir():
+        return _requests_of_files(name)
+    else:
+        close = did_you_mean(name, ours) or did_you_mean(name, index)
         raise ConfigError(
-            f"tasks: {name!r} is unknown. {hint}Give names of lm-eval (`lm-eval ls tasks`), or "
-            f"{', '.join(ours)}."
+            f"tasks: {name!r} is unknown. {close}Give names of lm-eval (`lm-eval ls tasks`), or "
+            f"{', '.join(ours)}. A definition of your own is given by its file (FILE.yaml), or"
+            " by its name with --include-path FOLDER."
         )
-    return sorted(index[name].tags) if index[name].kind.name == "TAG" else [name]
+    return [TaskRequest(task=task) for task in dict.fromkeys(names)]
+
+
+def _members(name: str, index: Any) -> list[str]:
+    """Returns the tasks of a tag, or else the name of a task or group itself."""
+    if name in index and index[name].kind.name == "TAG":
+        return sorted(index[name].tags)
+    return [name]
+
+
+def _requests_of_files(name: str) -> list[TaskRequest]:
+    """Returns a request for each definition in a file, in files of a pattern, or in a folder."""
+    from lm_eval.tasks._index import TaskIndex
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in DEFINITION)
+    else:
+        files = [Path(each) for each in sorted(glob.glob(str(path)))]
+    if not files:
+        raise ConfigError(
+            f"tasks: {name!r}: no such file, or no definition (*.yaml) in it. {LIST_TASKS}"
+        )
+    requests = []
+    for file in files:
+        try:
+            entry = TaskIndex.entry_from_path(file)
+        except Exception as error:  # YAML of another's: any error of its parser or of an include
+            raise ConfigError(
+                f"tasks: {file}: is no definition of lm-eval: {type(error).__name__}: {error}"
+            ) from error
+        if entry is None or not isinstance(entry.name, str):
+            raise ConfigError(
+                f"tasks: {file}: is no definition of lm-eval: it names no task or group. Add a line"
+                " `task: NAME`."
+            )
+        requests.append(TaskRequest(task=entry.name, definition=str(file.resolve())))
+    return requests
+
+
+def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
+    """Returns the harness's index of the definitions that the kit knows, or of all, with those in
+    a folder of the user.
+
+    Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds. An
+    index is made once.
+    """
+    return _task_manager(everything, include_path)  # the cache tells keywords from positions
 
 
 @functools.cache
-def task_manager(everything: bool = False) -> Any:
-    """Returns the harness's index of the definitions that the kit knows, or of all.
-
-    Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds.
-    """
+def _task_manager(everything: bool, include_path: Path | None) -> Any:
     import lm_eval
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import TaskIndex
 
-    if everything:
+    if everything and include_path is None:
         return TaskManager()
+    if everything and include_path is not None:
+        # Only the folder of the user is indexed anew.
+        manager = copy.copy(_task_manager(True, None))
+        manager._index = {**manager.task_index, **TaskIndex.build([include_path])}
+        return manager
     tasks = Path(lm_eval.__file__).parent / "tasks"
     folders: list[str | Path] = sorted({tasks / known.definition for known in BENCHMARKS.values()})
+    if include_path is not None:
+        folders.append(include_path)  # the last one counts where names are equal
     return TaskManager(include_path=folders, include_defaults=False)
 
 
@@ -134,12 +210,16 @@ def load_task(
     task_data: Path | None = None,
     heldout: Dataset | None = None,
     download: bool = False,
+    include_path: Path | None = None,
+    seed: int = DEFAULT_SEED,
 ) -> LoadedTask:
-    """Returns the harness's official task, with data of this machine, or the held-out text of a
-    data set.
+    """Returns a task of the harness or of the user, with data of this machine, or the held-out text
+    of a data set.
 
     A name alone asks for what the task's definition says. The data is that in `task_data`, or in
     the mirror, or in the hub's cache; with `download` the hub is asked for what they lack.
+    Definitions in `include_path` are loaded before the harness's own. `seed` draws the solved
+    examples of prompts.
 
     Raises:
         ConfigError: the task is unknown, or no data set was given for its held-out text.
@@ -149,13 +229,17 @@ def load_task(
     if request.task == HELDOUT:
         definition, sources = _heldout(heldout)
     else:
-        tasks_of(request.task)
-        definition, sources = _official(request, task_data, download)
+        if request.definition is None:
+            requests_of(request.task, include_path)
+        definition, sources = _official(request, task_data, download, include_path)
     tasks = definition["tasks"].values()
     shots = max(task.get_config("num_fewshot") for task in tasks)
     loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
     for task in tasks:
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        task.set_fewshot_seed(seed=seed)
+        if request.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+            wanted = generation_arguments(request.gen_kwargs)
+            task.set_config(key="generation_kwargs", value=wanted, update=True)
         if loaded.runs_code and request.num_samples > 1:
             task.set_config(key="repeats", value=request.num_samples)
             sampling = {
@@ -165,6 +249,27 @@ def load_task(
             }
             task.set_config(key="generation_kwargs", value=sampling, update=True)
     return loaded
+
+
+def generation_arguments(text: str) -> dict[str, Any]:
+    """Returns arguments of generation from `key=value,key=value`, as lm-eval reads it, or JSON.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    from lm_eval.utils import simple_parse_args_string
+
+    is_json = text.lstrip().startswith("{")
+    try:
+        found = json.loads(text) if is_json else simple_parse_args_string(text)
+    except ValueError:
+        found = {}
+    if not found or not is_json and not all("=" in part for part in text.split(",")):
+        raise ConfigError(
+            f"gen_kwargs: {text!r} is not allowed. Give key=value,key=value, for example"
+            " max_gen_toks=64,temperature=0.8,do_sample=True, or a JSON object."
+        )
+    return found
 
 
 def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
@@ -203,13 +308,25 @@ def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
     return {"tasks": {HELDOUT: ConfigurableTask(config=config)}}, (source,)
 
 
+def user_definition(request: TaskRequest, include_path: Path | None) -> Path | None:
+    """Returns the file of the user that defines a task, None if the definition is lm-eval's."""
+    if request.definition is not None:
+        return Path(request.definition)
+    if include_path is None:
+        return None
+    entry = task_manager(include_path=include_path).task_index.get(request.task)
+    file = entry.yaml_path if entry else None
+    return file if file is not None and file.is_relative_to(include_path) else None
+
+
 def _official(
-    request: TaskRequest, task_data: Path | None, download: bool
+    request: TaskRequest, task_data: Path | None, download: bool, include_path: Path | None
 ) -> tuple[Any, tuple[ItemSource, ...]]:
     """Returns the definition with data of this machine, or with the hub's where that does not
     do.
     """
-    known = BENCHMARKS.get(request.task)
+    own = user_definition(request, include_path)
+    known = None if own else BENCHMARKS.get(request.task)
     note = f"{known.note}. " if known and known.note else ""
     # The mirror has a part only.
     hub_first = download and known is not None and known.full_items is not None
@@ -217,8 +334,11 @@ def _official(
     for hub_only in [hub_first, not hub_first] if download else [False]:
         try:
             with _local_data(task_data, download=download, hub_only=hub_only) as sources:
-                found = _defined(request)
+                found = _defined(request, include_path)
             _set_shots(request, found["tasks"])
+            if own is not None:
+                path = str(own)
+                sources.append(ItemSource(origin="definition", path=path, sha256=file_sha256(own)))
             return found, tuple(sources)
         except DataError as error:
             refused = error
@@ -274,7 +394,25 @@ def _local_data(
         yield sources
 
 
-def _defined(request: TaskRequest) -> Any:
+def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
+    """Returns the smallest index with which a task can be loaded: a group may have members
+    anywhere.
+    """
+    near = task_manager(include_path=include_path)
+    if request.definition is not None:
+        from lm_eval.tasks._index import TaskIndex
+
+        entry = TaskIndex.entry_from_path(Path(request.definition))
+    else:
+        entry = near.task_index.get(request.task)
+        if include_path is None and request.task in BENCHMARKS:
+            return near
+    if entry is not None and entry.kind.name == "TASK":
+        return near
+    return task_manager(everything=True, include_path=include_path)
+
+
+def _defined(request: TaskRequest, include_path: Path | None) -> Any:
     """Returns the definition as the harness reads it, with the task's data.
 
     Raises:
@@ -282,7 +420,8 @@ def _defined(request: TaskRequest) -> Any:
         DataError: the definition does not fit the data.
     """
     try:
-        found = task_manager(everything=request.task not in BENCHMARKS).load([request.task])
+        manager = _manager_of(request, include_path)
+        found = manager.load([request.definition or request.task])
     except DataError:  # which is a ValueError
         raise
     # A definition is a program of its own.
@@ -331,8 +470,8 @@ def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
         task.set_config(key="num_fewshot", value=shots)
         if shots and (pool := len(task.fewshot_docs())) < shots:
             raise DataError(
-                f"{shots} shots need as many solved examples, but the pool has {pool}. Use --set"
-                f" num_fewshot=0, or bring the training split of {path} in a folder, as"
+                f"{shots} shots need as many solved examples, but the pool has {pool}. Use"
+                f" --num-fewshot 0, or bring the training split of {path} in a folder, as"
                 f" FOLDER/{path}/{task.config.dataset_name or 'default'}/train.parquet or .jsonl,"
                 " with --task-data FOLDER, or use --set download=true where the hub can be reached"
             )

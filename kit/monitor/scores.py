@@ -49,7 +49,8 @@ class ScoreCurve:
     @property
     def is_accuracy(self) -> bool:
         """Whether its scores are shares of items, and not bits or probabilities."""
-        return not self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
+        bits = self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
+        return not bits and "perplexity" not in self.metric
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
@@ -105,7 +106,9 @@ def name_of(score: TaskScore) -> str:
     shots = f", {score.num_fewshot} shots" if score.num_fewshot else ""
     temperature = f", temperature {score.temperature:g}" if score.temperature else ""
     precision = f", {score.precision}" if score.precision != "fp32" else ""
-    return score.task + shots + temperature + precision
+    chat = ", chat template" if score.apply_chat_template else ""
+    generation = f", {score.gen_kwargs}" if score.gen_kwargs else ""
+    return score.task + shots + temperature + chat + generation + precision
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """`kit launch`: whose recipe and layout, on how many devices; what `--show` and Ctrl-C leave."""
 
+import json
 import os
 import shlex
 import signal
@@ -16,7 +17,8 @@ from kit import launcher
 from kit.commands import launching
 from kit.commands.app import app
 from kit.commands.asked import ask_for
-from kit.errors import ConfigError
+from kit.convert.hugging_face_config import config_of
+from kit.errors import ConfigError, DataError
 from kit.papers import hlat_model
 from kit.papers.recipes import names, published_recipe
 from kit.plan import Plan
@@ -334,3 +336,56 @@ def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
     asked = (tmp_path / "asked").read_text().split("\0")
     asked = [each for each in asked if each not in ("", "frontier")]
     assert asked[0] == told[0][-1], "it is what a launch asks first"
+
+
+def test_slurm_options_are_those_of_sbatch(capsys) -> None:
+    """The script of a site without an account is complete with them."""
+    words = "--account abc123 --partition batch --qos debug --time 1:30:00 --nodes 16"
+    launch(f"--recipe frontier-175b --site frontier --data /d --steps 9 --show {words}")
+    script = capsys.readouterr().out
+    for line in ("--account=abc123", "--partition=batch", "--qos=debug", "--nodes=16"):
+        assert f"#SBATCH {line}" in script
+    assert "#SBATCH --time=01:30:00" in script
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:00:00", 3600),
+        ("2-03", 183_600),
+        ("1-00:30", 88_200),
+        ("1-00:00:05", 86_405),
+    ],
+)
+def test_time_limit_has_sbatch_formats(text: str, seconds: int) -> None:
+    """Expected: `man sbatch`, option --time."""
+    assert launching.slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--partition gpu", "--partition: the jobs of laptop are not sent by Slurm"),
+        ("--time soon", "--time 'soon': not allowed"),
+        ("--time 10 --minutes 10", "--time 10: not with --minutes 10"),
+        ("--batch 8 --set plan.global_batch_size=8", "--set plan.global_batch_size: given by an"),
+        ("--nodes 0", "--nodes 0:"),
+    ],
+)
+def test_wrong_launch_options_are_refused(words: str, message: str) -> None:
+    refused(message, f"--show {words}")
+
+
+def test_show_refuses_weights_that_a_launch_refuses(capsys) -> None:
+    folder = Path("theirs")
+    folder.mkdir()
+    spec = ModelSpec.preset("demo")
+    (folder / "config.json").write_text(json.dumps(config_of(spec)))
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    words = "--init-from theirs --learning-rate 1e-4 --recipe mine.toml --batch 4 --steps 9"
+    Path("mine.toml").write_text("warmup_steps = 2\n")
+    with pytest.raises(DataError, match="pickled weights"):
+        launch(f"{words} --show")
+    assert capsys.readouterr().out == ""

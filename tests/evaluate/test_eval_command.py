@@ -66,7 +66,7 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
         ("RUN --suite smkoe", "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
         ("RUN --tasks piqua", "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
         ("RUN --suite piqa", "suite: 'piqa' is unknown. For a single task, give a list"),
-        ("RUN --tasks=", "tasks: '' is unknown"),
+        ("RUN --tasks=", "--tasks: names no task"),
         ("RUN --limit 0", "limit: 0 is not allowed"),
         ("RUN --suite=", "tasks: '' is not allowed"),
         ("RUN --tasks piqa --suite smoke", "--suite smoke: not with --tasks piqa"),
@@ -80,7 +80,7 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
         ("FOLDER --tasks heldout", "heldout: only a run has a held-out text"),
         ("FOLDER --step 3", "--step: .*tiny is a Hugging Face folder"),
         ("FOLDER --follow", "--follow: .*tiny is a Hugging Face folder"),
-        ("FOLDER --tasks piqa --set out=.", "cannot be written: it is a folder"),
+        ("FOLDER --tasks piqa --output /dev/null", "cannot be written: .*--output FILE"),
     ],
 )
 def test_a_wrong_request_is_refused(run, folder, benchmarks, arguments, message):
@@ -139,7 +139,7 @@ def test_scores_of_other_weights_are_not_mixed_nor_is_work_done_that_cannot_be_k
     with monkeypatch.context() as patched:
         patched.setattr("kit.evaluate.loading.load_model", lambda *_: pytest.fail("it was loaded"))
         patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
-        with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*out=FILE"):
+        with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*--output FILE"):
             score("piqa")
     folder.rename(folder.with_name("old"))
     export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
@@ -151,10 +151,9 @@ def test_scores_of_other_weights_are_not_mixed_nor_is_work_done_that_cannot_be_k
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"rope_parameters": {"rope_type": "yarn"}}, ConfigError, "config.rope_parameters"),
         ({"num_hidden_layers": 3}, DataError, "has no weight 'model.layers.2"),
         ("cut", DataError, "transformers cannot load it"),
-        ("no tokenizer", DataError, "no tokenizer.json, no tokenizer.model"),
+        ("no tokenizer", DataError, r"has no tokenizer \(tokenizer.json, tokenizer.model"),
     ],
 )
 def test_a_folder_is_held_to_the_checks_of_an_import(score, folder, change, kind, message):

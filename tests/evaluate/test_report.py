@@ -111,3 +111,30 @@ def test_scores_of_other_tasks_and_complete_ones_are_kept(tmp_path):
     assert found == [("piqa", 0), ("arc_easy", 0), ("piqa", 5), ("heldout", 0)]
     assert merged["piqa"].metric("acc").value == 0.6
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "low", "high"),
+    [
+        (25.0, 1.2, 22.755, 27.466),  # 25 x exp(-1.96 x 0.048), 25 x exp(1.96 x 0.048)
+        (45_000.0, 30_000.0, 12_182.4, 166_222.8),
+    ],
+)
+@pytest.mark.parametrize("name", ["perplexity", "word_perplexity", "perplexity,flexible"])
+def test_perplexity_interval_is_positive(name, value, stderr, low, high):
+    metric = Metric.of(name, value, stderr, 300)
+    assert (metric.low, metric.high) == (
+        pytest.approx(low, rel=1e-4),
+        pytest.approx(high, rel=1e-4),
+    )
+
+
+def test_perplexity_without_a_usable_error_has_no_interval():
+    """Of lambada with an untrained model: the bootstrap's error is 2e13 times the value."""
+    metric = Metric.of("perplexity", 2.65e14, 6.4e27, 30)
+    assert (metric.low, metric.high) == (None, None)
+
+
+def test_bits_per_byte_interval_is_not_negative():
+    metric = Metric.of("answer_bits_per_byte", 0.02, 0.05, 4)
+    assert metric.low == 0 and metric.high == pytest.approx(0.118)
