@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.files import FULL, RESERVE, opened, write_atomic
+from cluster.ports import says_port_taken
 from cluster.record import counted, cut
 from cluster.state import (
     ExitReport,
     JobError,
     JobState,
     find_log,
+    last_attempt,
     log_path,
     read_asked,
     read_history,
@@ -105,11 +107,20 @@ def cause_order(code: int) -> tuple[bool, bool]:
 
 
 def failed(run_dir: Path, rank: int, code: int, who: str) -> AttemptOutcome:
-    """Returns what follows when a rank has failed: a start, if it was killed, or if the job has
-    shown that it can run.
+    """Returns what follows when a rank has failed.
+
+    The ranks are started again if the rank was killed, if the job has already taken a step, or if
+    another program used the port at which the ranks meet: the next start uses another port.
     """
     words, rc = end_of(code)
-    may_pass = rc > 128 or (code != USELESS_TO_RETRY and any(furthest_steps(run_dir).values()))
+    attempt = last_attempt(run_dir)
+    may_pass = rc > 128 or (
+        code != USELESS_TO_RETRY
+        and (
+            any(furthest_steps(run_dir).values())
+            or says_port_taken(log_tail(log_path(run_dir, attempt, rank)))
+        )
+    )
     return AttemptOutcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
 
 

@@ -41,6 +41,7 @@ from cluster.outcome import (
     record_end,
     say,
 )
+from cluster.ports import reserve_port
 from cluster.process import Process, become_rank, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.state import JobError, JobState, log_path, read_state, update_state
@@ -165,7 +166,7 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
 
     Returns the socket that keeps their port reserved; keep it until they have ended.
     """
-    port = reserve_port()
+    port = reserve_port(address="127.0.0.1")
     common = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
@@ -207,15 +208,6 @@ def start_rank(
         process_group=0,
         preexec_fn=lambda: become_rank(supervisor_pid),
     )
-
-
-def reserve_port() -> socket.socket:
-    """Returns a socket that keeps a free port from everyone but rank 0: bound, so that the kernel
-    gives it to nobody else, and not listening, so that rank 0 can."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
 
 
 def watch(

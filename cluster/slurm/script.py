@@ -16,15 +16,16 @@ from pathlib import Path
 
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
+from cluster.ports import FIRST_PORT, NUM_PORTS
 from cluster.record import counted
 from cluster.render import slurm_table, warnings
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 
 PACKAGE_ROOT = Path(__file__).parents[2]
+ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+"""Variables that decide by which network the ranks meet. A site may set them for each task."""
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
-# Below the range from which Linux takes the ports of outgoing connections.
-FIRST_PORT, NUM_PORTS = 20000, 12000
 RULER = "# " + "-" * 100
 
 
@@ -130,8 +131,8 @@ def environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
 
 
 def _meeting_point(slurm: Slurm) -> list[str]:
-    # Never fixed and shared with other jobs, and another one after a requeue, when the old one may
-    # still be taken.
+    # Other jobs and earlier starts of this job use other ports. The supervisor takes the next port
+    # where this port is in use on the first node.
     port = (
         slurm.master_port
         or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
@@ -141,6 +142,26 @@ def _meeting_point(slurm: Slurm) -> list[str]:
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         '[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"',
         f"export MASTER_ADDR MASTER_PORT={port}",
+        *_task_addresses(slurm),
+    ]
+
+
+def _task_addresses(slurm: Slurm) -> list[str]:
+    """Returns the function by which the check of the nodes learns the addresses that the tasks will
+    use, where `task_setup` sets them.
+
+    Lines of `task_setup` after the last that sets an address are left out: they may be expensive.
+    """
+    setting = [
+        number
+        for number, line in enumerate(slurm.task_setup, start=1)
+        if any(variable in line for variable in ADDRESS_VARIABLES)
+    ]
+    if not setting:
+        return []
+    return [
+        "# The addresses of each task, for the check of the nodes before the ranks start.",
+        *_function("set_task_addresses", list(slurm.task_setup[: setting[-1]])),
     ]
 
 

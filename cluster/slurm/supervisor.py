@@ -41,12 +41,14 @@ from cluster.outcome import (
     cause_order,
     ended_well,
     failed,
+    furthest_steps,
     is_stop_requested,
     keep_last_lines,
     limit_retries,
     record_end,
     say,
 )
+from cluster.ports import FIRST_PORT, reserve_port
 from cluster.process import become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.slurm import begin_elsewhere, requeue_this
@@ -129,15 +131,27 @@ class Supervisor:
         """
         num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
-            problem = check_nodes(self.spec, num_nodes)
+            problem = check_nodes(self.spec, num_nodes, self._first_port())
         except JobError as error:  # a node on its way out, or back: the queue may have better ones
             outcome = self._without_lost(AttemptOutcome(1, str(error), fate="restart"))
             return dataclasses.replace(outcome, fate="requeue")
-        return AttemptOutcome(USELESS_TO_RETRY, problem) if problem else None
+        if problem is None:
+            return None
+        # A job that has taken steps can run: its new nodes may be at fault.
+        has_run = any(furthest_steps(self.run_dir).values())
+        fate = "requeue" if has_run else "end"
+        return AttemptOutcome(USELESS_TO_RETRY, problem, fate=fate)
 
     def _attempt(self) -> AttemptOutcome:
         """Runs all ranks to their end and returns it; none that can be reached is left."""
-        port = int(os.environ.get("MASTER_PORT", "29500")) + self.starts
+        # Kept until the ranks have ended: other jobs on this node then take other ports.
+        with reserve_port(self._first_port() + self.starts) as reserved:
+            return self._run_ranks(reserved.getsockname()[1])
+
+    def _first_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", FIRST_PORT))
+
+    def _run_ranks(self, port: int) -> AttemptOutcome:
         self.starts += 1
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
