@@ -113,6 +113,9 @@ class RunState(AttemptState):
 
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
     step_time_s: float | None = field_doc("recent seconds per step", default=None)
+    starting_s: float | None = field_doc(
+        "seconds that the supervisor has waited for the first step, by its own clock", default=None
+    )
     process: Process | None = field_doc(
         "process that answers for the job: its supervisor", default=None
     )
