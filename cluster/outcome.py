@@ -34,6 +34,8 @@ from cluster.state import (
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+START_BEAT_S = 10.0
+"""Seconds between two heartbeats of a supervisor whose ranks have taken no step yet."""
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
@@ -96,6 +98,52 @@ class AttemptOutcome:
     the run."""
     lost_node: str | None = None
     """That no longer answers; of several, commas between."""
+
+
+class StartWatch:
+    """Writes, until the first step of an attempt, for how long its ranks have been starting.
+
+    Its owner calls `beat` again and again. The seconds are counted by the clock of this process, so
+    that readers compare no clocks.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self.run_dir = run_dir
+        self.attempt = attempt
+        self.reason = ""
+        self.since = time.monotonic()
+        self.due = self.since + START_BEAT_S
+        self.is_over = False
+        """Whether the ranks have taken a step, or the attempt has ended."""
+
+    def beat(self) -> None:
+        """Writes a heartbeat every START_BEAT_S.
+
+        Raises:
+            StaleAttemptError: a newer attempt owns the directory.
+        """
+        now = time.monotonic()
+        if self.is_over or now < self.due:
+            return
+        self.due = now + START_BEAT_S
+        # A file system in trouble is no reason to end.
+        with contextlib.suppress(OSError):
+            state = read_state(self.run_dir)
+            if state is None:
+                return
+            if state.attempt != self.attempt or state.state is not JobState.STARTING:
+                self.is_over = True
+                return
+            if state.reason != self.reason:
+                if self.reason:
+                    self.since = now
+                self.reason = state.reason
+            update_state(
+                self.run_dir,
+                attempt=self.attempt,
+                heartbeat=time.time(),
+                starting_s=round(now - self.since, 1),
+            )
 
 
 def cause_order(code: int) -> tuple[bool, bool]:

@@ -41,6 +41,12 @@ class JobStatus(AttemptState):
 
     heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
     exit_code: int | None = field_doc("exit code of a job that has ended", default=None)
+    starting_s: float | None = field_doc(
+        "before the first step: seconds that what `reason` says has lasted", default=None
+    )
+    has_joined: bool = field_doc(
+        "whether all ranks of this attempt have found each other", default=False
+    )
 
 
 def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
@@ -92,6 +98,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
         step=step,
         heartbeat_age_s=age_s,
         exit_code=rc,
+        starting_s=state.starting_s if state and verdict is JobState.STARTING else None,
+        has_joined=bool(state and state.has_joined),
     )
 
 
@@ -228,6 +236,8 @@ def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobSta
             f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s",
         )
     doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
+    if state.state is JobState.STARTING and state.starting_s:
+        doing = f"{doing}, for {state.starting_s:.0f} s"
     notice = f"; {state.notice}" if state.notice else ""
     return state.state, f"{doing}; {seen}{notice}"
 

@@ -34,6 +34,7 @@ from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
     AttemptOutcome,
     RunDirectory,
+    StartWatch,
     cause_order,
     ended_well,
     failed,
@@ -137,7 +138,8 @@ def run_attempt(
         )
         if not job.forks:
             started()
-        outcome = watch(ranks, job.time_limit_s, deadline, home)
+        start = StartWatch(run_dir, attempt)
+        outcome = watch(ranks, job.time_limit_s, deadline, home, start)
         port.close()
         state = read_state(run_dir)
         if outcome.rc == 0 and state and state.state is JobState.STOPPING:
@@ -211,11 +213,16 @@ def start_rank(
 
 
 def watch(
-    ranks: Ranks, time_limit_s: float | None, deadline: float, home: RunDirectory
+    ranks: Ranks,
+    time_limit_s: float | None,
+    deadline: float,
+    home: RunDirectory,
+    start: StartWatch,
 ) -> AttemptOutcome:
     """Waits until all ranks have ended well, one has failed, the time is over, the run directory is
     lost, or a signal asks for the end."""
     while True:
+        start.beat()
         reap(ranks)
         codes = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
         if codes:

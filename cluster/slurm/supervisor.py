@@ -38,6 +38,7 @@ from cluster.outcome import (
     USELESS_TO_RETRY,
     AttemptOutcome,
     RunDirectory,
+    StartWatch,
     cause_order,
     ended_well,
     failed,
@@ -152,6 +153,9 @@ class Supervisor:
         return int(os.environ.get("MASTER_PORT", FIRST_PORT))
 
     def _run_ranks(self, port: int) -> AttemptOutcome:
+        wanted = self._first_port() + self.starts
+        if port != wanted:
+            say(f"port {wanted} is in use on this node: the ranks meet at port {port}")
         self.starts += 1
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
@@ -176,7 +180,9 @@ class Supervisor:
 
     def _watch(self, step: subprocess.Popen) -> AttemptOutcome:
         failed_at = None
+        start = StartWatch(self.run_dir, self.attempt)
         while True:
+            start.beat()
             received = signal.sigtimedwait(WATCHED, LOOK_EVERY_S)
             number = received.si_signo if received else None
             if step.poll() is not None:
