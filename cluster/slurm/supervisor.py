@@ -202,8 +202,7 @@ class Supervisor:
     def _after(self, code: int) -> AttemptOutcome:
         """Returns what follows when srun has ended, or when it should have."""
         if failures := self._failures():
-            first = min(failures, key=lambda failure: (cause_order(failure.code), failure.time))
-            return self._failure(first)
+            return self._failure(min(failures, key=lambda failure: cause_order(failure.code)))
         if code:
             reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
             return self._why_terminated() or AttemptOutcome(code % 256, reason, fate="restart")
@@ -332,8 +331,11 @@ class Supervisor:
         )
 
     def _failures(self) -> list[Failure]:
+        """Returns the ranks of this attempt that did not end well, the first to fail first."""
         with contextlib.suppress(OSError):  # a file system in trouble is no reason to end
-            files = failures_of(self.run_dir, self.attempt).glob("rank_*.json")
+            files = list(failures_of(self.run_dir, self.attempt).glob("rank_*.json"))
+            # In the order of the file system's clock: the clocks of the nodes may differ.
+            files.sort(key=lambda file: file.stat().st_mtime_ns)
             return [failure for file in files if (failure := Failure.read_or_none(file))]
         return []
 
