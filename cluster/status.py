@@ -235,8 +235,10 @@ def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobSta
             JobState.STALLED,
             f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s",
         )
-    doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
-    if state.state is JobState.STARTING and state.starting_s:
+    doing = state.reason or "no step yet"
+    if state.state is not JobState.STARTING and state.step is not None:
+        doing = f"step {state.step}"
+    elif state.state is JobState.STARTING and state.starting_s:
         doing = f"{doing}, for {state.starting_s:.0f} s"
     notice = f"; {state.notice}" if state.notice else ""
     return state.state, f"{doing}; {seen}{notice}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import liveness, status
+from cluster import liveness, outcome, status
 from cluster.job import read_status
 from cluster.process import Process
 from cluster.state import JobState, read_state, update_state
@@ -150,3 +150,26 @@ def test_rare_look_believes_the_clock(tmp_path, monkeypatch):
     assert read_status(tmp_path).state is JobState.STALLED
     state = read_state(tmp_path)
     assert state is not None and state.heartbeat == 1.7e9 + 1060
+
+
+def test_start_counts_each_phase_by_its_own_clock(tmp_path, monkeypatch):
+    clocks = Clocks(ahead_s=-7200.0)
+    monkeypatch.setattr(outcome, "time", clocks)
+    update_state(tmp_path, attempt=1, state=JobState.STARTING, reason="ranks start")
+    start = outcome.StartWatch(tmp_path, 1)
+
+    def seconds(until: float, reason: str | None = None) -> float | None:
+        if reason:
+            update_state(tmp_path, attempt=1, reason=reason)
+        while clocks.now < until:
+            clocks.sleep(1.0)
+            start.beat()
+        state = read_state(tmp_path)
+        assert state is not None
+        return state.starting_s
+
+    assert seconds(1005.0) is None
+    assert seconds(1200.0) == 200.0
+    assert seconds(1230.0, "ranks join") == 20.0
+    update_state(tmp_path, attempt=1, state=JobState.RUNNING, step=1)
+    assert seconds(1300.0) == 20.0 and start.is_over
