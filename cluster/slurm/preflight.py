@@ -54,6 +54,17 @@ or GLOO_SOCKET_IFNAME"
         exit
     fi
 done
+if [ -z "$GLOO_SOCKET_IFNAME" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
+    own=$(timeout 20 getent ahosts "$(uname -n)" | head -n 1)
+    case ${own%% *} in
+        "" | 127.* | ::1)
+            own=${own%% *}
+            echo "$node gives its own name $(uname -n) the address ${own:-127.0.0.1}, at which other nodes cannot \
+reach its ranks. Name the network in site.slurm.network_interfaces, or correct the node's host names"
+            exit
+            ;;
+    esac
+fi
 if ! timeout 20 getent ahosts "$MASTER_ADDR" >/dev/null; then
     echo "$node cannot look up MASTER_ADDR=$MASTER_ADDR, the address at which the ranks meet. $advice"
     exit

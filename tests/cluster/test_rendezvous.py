@@ -1,12 +1,15 @@
 """The address and the port at which ranks meet, on a real Slurm."""
 
+import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from cluster.outcome import failed
 from cluster.ports import FIRST_PORT, NUM_PORTS, reserve_port
+from cluster.slurm.preflight import ASKED
 from cluster.state import JobState, log_path, read_exit, update_state
 from cluster.submission import submit
 from tests.cluster.jobs import standin, with_slurm
@@ -98,3 +101,16 @@ def test_ports_avoid_ranges_of_other_programs():
     """NodePorts of Kubernetes, and ports of outgoing connections of Linux by default."""
     ours = set(range(FIRST_PORT, FIRST_PORT + NUM_PORTS))
     assert not ours & set(range(30000, 32768)) and not ours & set(range(32768, 61000))
+
+
+def test_own_name_on_loopback_is_named(tmp_path):
+    """As on a Debian node whose /etc/hosts has 127.0.1.1: gloo would tell others that address."""
+    getent = tmp_path / "getent"
+    getent.write_text("#!/bin/sh\necho '127.0.1.1       STREAM node2'\n")
+    getent.chmod(0o755)
+    words = ["bash", "-c", ASKED, "preflight", "token", "23456", str(tmp_path)]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "node2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "SLURM_NNODES": "2"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("node node2 gives its own name ")
+    assert "the address 127.0.1.1" in done.stdout and "network_interfaces" in done.stdout
