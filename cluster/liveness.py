@@ -10,7 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from cluster.state import RunState, read_state
+from cluster.outcome import START_BEAT_S
+from cluster.state import JobState, RunState, read_state
 
 WATCH_S = 5.0
 """Seconds for which a heartbeat that looks old is watched, at least. Runs write one every second,
@@ -18,6 +19,8 @@ or every step if steps take longer."""
 WATCH_STEPS = 3.0
 """Steps for which it is watched, at least, up to MAX_WATCH_S."""
 MAX_WATCH_S = 30.0
+WATCH_BEATS = 2.5
+"""Heartbeats of a supervisor before the first step for which it is watched, at least."""
 LOOK_EVERY_S = 0.2
 MAX_SKEW_S = 86400.0
 """Difference between two clocks in seconds that is thought possible. An older heartbeat is old by
@@ -97,8 +100,14 @@ def _must_be_watched(sighting: _Sighting, state: RunState, limit_s: float) -> bo
         return False
     if not limit_s < time.time() - state.heartbeat <= MAX_SKEW_S:
         return False
-    enough_s = max(WATCH_S, min(MAX_WATCH_S, WATCH_STEPS * (state.step_time_s or 0.0)))
-    return time.monotonic() - sighting.found_at < enough_s
+    return time.monotonic() - sighting.found_at < _enough_s(state)
+
+
+def _enough_s(state: RunState) -> float:
+    """Returns the seconds in which a living run writes its next heartbeat, with a margin."""
+    if state.state is JobState.STARTING:
+        return max(WATCH_S, WATCH_BEATS * START_BEAT_S)
+    return max(WATCH_S, min(MAX_WATCH_S, WATCH_STEPS * (state.step_time_s or 0.0)))
 
 
 def watch(limits_s: dict[Path, float]) -> None:

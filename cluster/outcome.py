@@ -34,7 +34,7 @@ from cluster.state import (
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-START_BEAT_S = 10.0
+START_BEAT_S = 5.0
 """Seconds between two heartbeats of a supervisor whose ranks have taken no step yet."""
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 

@@ -46,6 +46,7 @@ def quick_watch(monkeypatch):
     """A heartbeat that looks old is believed to be old at once."""
     monkeypatch.setattr(liveness, "WATCH_S", 0.0)
     monkeypatch.setattr(liveness, "WATCH_STEPS", 0.0)
+    monkeypatch.setattr(liveness, "WATCH_BEATS", 0.0)
 
 
 def running(run_dir, **changes):
