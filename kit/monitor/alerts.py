@@ -35,7 +35,7 @@ STALL_S, STALL_STEPS = 15.0, 5.0
 JOIN_S = 180.0
 """Seconds after which a start is reported whose ranks have not all joined. Imports from a slow file
 system may take longer, so this is a warning."""
-FIRST_STEP_S = 900.0
+FIRST_STEP_S = 300.0
 """Seconds after which a start is reported whose ranks have all joined: large checkpoints and
 compilation take minutes."""
 LOGS_READ = 8

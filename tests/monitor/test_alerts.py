@@ -171,7 +171,7 @@ def test_slow_steps_a_slow_rank_memory_disk_and_checkpoints(tmp_path, monkeypatc
     assert sorted(kinds(dashboard)[3:]) == ["disk", "memory"]
 
 
-@pytest.mark.parametrize(("has_joined", "limit_s"), [(False, 180), (True, 900)])
+@pytest.mark.parametrize(("has_joined", "limit_s"), [(False, 180), (True, 300)])
 def test_slow_start_is_reported_with_its_log(tmp_path, has_joined, limit_s):
     """By a single look: the supervisor counts the seconds."""
     run = recorded_run(tmp_path / "run", steps=0)
