@@ -20,6 +20,7 @@ import subprocess
 import time
 import tomllib
 
+from cluster.liveness import MAX_SKEW_S
 from cluster.record import ConfigError, Record, config_folder, cut, field_doc
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
@@ -56,15 +57,16 @@ class OnAlert:
 
     def __init__(self, run: Run, log: AlertLog) -> None:
         self.run, self.log, self.command = run, log, on_alert_command()
-        # By what is recorded now, and not by the time: the trainer's clock may differ from the
-        # clock here.
+        # What is recorded now is old. The time of an alert says little, since the trainer's clock
+        # may differ from the clock here. But a mirror may get very old alerts late.
+        self.oldest = time.time() - MAX_SKEW_S
         self.told = set(log.read())
         self.newest = _newest_row(run)
 
     def tell(self) -> None:
         """Runs the command for what is new in the log."""
         for alert in list(self.log.read()) if self.command else []:
-            if alert in self.told or alert.kind == "on_alert":
+            if alert in self.told or alert.kind == "on_alert" or alert.time < self.oldest:
                 continue
             if alert.kind in FOUND_IN_ROWS and (alert.attempt, alert.time) <= self.newest:
                 continue
@@ -78,7 +80,9 @@ def _newest_row(run: Run) -> tuple[int, float]:
     """Returns attempt and unix time, by the trainer's clock, of the last recorded step."""
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
     rows = [row for row in map(parse_row, lines) if row is not None]
-    return max(((row["attempt"], row["time"]) for row in rows), default=(0, -math.inf))
+    # Logs of other trainers may have no times.
+    times = [(row["attempt"], row.get("time") or -math.inf) for row in rows]
+    return max(times, default=(0, -math.inf))
 
 
 def on_alert_command() -> str | None:
