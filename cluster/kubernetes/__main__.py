@@ -12,6 +12,7 @@ python -m cluster.kubernetes stop RUN_DIR
     a pod is told to end: save and stop
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,8 @@ def main(words: list[str]) -> int:
                 return _meet(Path(run_dir), place, int(num_pods), int(index), attempt)
             case ["watch", run_dir, attempt]:
                 start = StartWatch(Path(run_dir), int(attempt))
-                while not start.is_over:
+                pod = os.getppid()
+                while not start.is_over and os.getppid() == pod:
                     start.beat()
                     time.sleep(1.0)
             case ["end", run_dir, attempt]:

@@ -304,8 +304,9 @@ def _meeting_lines(num_pods: int) -> list[str]:
     return [
         *lines,
         "# Heartbeats until the first step.",
-        '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes watch \\',
-        '    "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")" &',
+        'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then',
+        '    python -m cluster.kubernetes watch "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")" &',
+        "fi",
     ]
 
 
