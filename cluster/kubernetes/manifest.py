@@ -305,7 +305,8 @@ def _meeting_lines(num_pods: int) -> list[str]:
         *lines,
         "# Heartbeats until the first step.",
         'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then',
-        '    python -m cluster.kubernetes watch "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")" &',
+        "    python -m cluster.kubernetes watch \\",
+        '        "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")" "$$" &',
         "fi",
     ]
 
