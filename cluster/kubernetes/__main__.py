@@ -4,8 +4,8 @@ python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB
     the first pod starts an attempt and prints its number
 python -m cluster.kubernetes meet RUN_DIR ADDRESS PORT NUM_PODS INDEX [ATTEMPT]
     a pod waits until all pods have found each other; the first pod gives the attempt
-python -m cluster.kubernetes watch RUN_DIR ATTEMPT
-    the first pod writes heartbeats until the first step
+python -m cluster.kubernetes watch RUN_DIR ATTEMPT PID
+    the first pod writes heartbeats until the first step, or until its script PID has ended
 python -m cluster.kubernetes end RUN_DIR ATTEMPT
     the attempt has ended well
 python -m cluster.kubernetes stop RUN_DIR
@@ -33,10 +33,9 @@ def main(words: list[str]) -> int:
             case ["meet", run_dir, address, port, num_pods, index, *attempt]:
                 place = (address, int(port))
                 return _meet(Path(run_dir), place, int(num_pods), int(index), attempt)
-            case ["watch", run_dir, attempt]:
+            case ["watch", run_dir, attempt, script_pid]:
                 start = StartWatch(Path(run_dir), int(attempt))
-                pod = os.getppid()
-                while not start.is_over and os.getppid() == pod:
+                while not start.is_over and os.getppid() == int(script_pid):
                     start.beat()
                     time.sleep(1.0)
             case ["end", run_dir, attempt]:
